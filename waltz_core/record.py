@@ -1,0 +1,140 @@
+"""The values every layer speaks of: ids, records, record headers, lineage, lock hashes.
+
+Why it stands alone: these are the words of the system. Whatever is said on the wire, on disk or
+in ZooKeeper is made of them, and their bytes never change meaning (`docs/wire-format.md`).
+
+Rules:
+    1. Transaction ids start at 0 in each partition and have no gaps.
+    2. All integers are big-endian two's complement; ids and marks are 64 bits wide.
+    3. `BEFORE_FIRST` is the mark of an empty log; no other negative mark exists.
+"""
+
+import hashlib
+import struct
+from typing import NamedTuple, NewType
+
+PartitionId = NewType("PartitionId", int)
+TransactionId = NewType("TransactionId", int)
+SessionId = NewType("SessionId", int)
+ClientId = NewType("ClientId", int)
+ServerId = NewType("ServerId", int)
+Generation = NewType("Generation", int)
+# A replica is named by the address of its storage, "host:port", as the assignment node has it.
+ReplicaId = NewType("ReplicaId", str)
+# blake2b-16 over everything a partition holds up to and including one batch.
+Chain = NewType("Chain", bytes)
+
+BEFORE_FIRST = TransactionId(-1)
+NO_SESSION = SessionId(-1)
+CHAIN_BYTES = 16
+GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
+
+REQ_ID = struct.Struct(">iiii")
+RECORD_HEADER = struct.Struct(">q16si")
+# transaction id, request id, header, data length, data crc; then the data; then the record crc
+RECORD_PREFIX = struct.Struct(">q16siii")
+RECORD_OVERHEAD_BYTES = 40
+assert REQ_ID.size == 16
+assert RECORD_HEADER.size == 28
+assert RECORD_PREFIX.size + 4 == RECORD_OVERHEAD_BYTES
+
+TRANSACTION_BYTES_MAX = 4 * 1024 * 1024
+FRAME_BYTES_MAX = 16 * 1024 * 1024
+assert TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES < FRAME_BYTES_MAX
+
+
+class ReqId(NamedTuple):
+    """The identity of one append (or of one request), unique in the life of the cluster."""
+
+    client_id: ClientId
+    generation: Generation
+    partition_id: PartitionId
+    sequence: int
+
+    def to_bytes(self) -> bytes:
+        """Return the 16 bytes of interop.md, "ReqId"."""
+        return REQ_ID.pack(*self)
+
+    @staticmethod
+    def from_bytes(data: bytes | memoryview) -> "ReqId":
+        """Read 16 bytes; the caller has checked the length."""
+        client_id, generation, partition_id, sequence = REQ_ID.unpack(data)
+        return ReqId(
+            ClientId(client_id), Generation(generation), PartitionId(partition_id), sequence
+        )
+
+
+class RecordHeader(NamedTuple):
+    """What the feed carries of a transaction: who wrote it and the application's metadata."""
+
+    transaction_id: TransactionId
+    req_id: ReqId
+    header: int
+
+
+class Record(NamedTuple):
+    """One committed transaction."""
+
+    transaction_id: TransactionId
+    req_id: ReqId
+    header: int
+    data: bytes
+
+
+class LineageEntry(NamedTuple):
+    """One appended batch as all replicas know it: its bounds, its session, its stamp, its chain.
+
+    `chain` is the chain value AFTER this batch. The owner sets the bounds, every replica copies
+    them; a batch that is cut in the middle gets an entry (and a chain) of its own.
+    """
+
+    first: TransactionId
+    last: TransactionId
+    session_id: SessionId
+    stamp_ms: int
+    chain: Chain
+
+
+_CHAIN_INPUT = struct.Struct(">16sqqq")
+
+
+def next_chain(
+    previous: Chain,
+    first: TransactionId,
+    last: TransactionId,
+    session_id: SessionId,
+    record_crcs: bytes,
+) -> Chain:
+    """Return the chain after a batch; `record_crcs` is 4 big-endian bytes for each record.
+
+    The source of the rule is correctness.md, "Lineage". The commit stamp is not part of it:
+    nothing is ever decided by a clock.
+    """
+    assert len(record_crcs) == 4 * (last - first + 1)
+    digest = hashlib.blake2b(_CHAIN_INPUT.pack(previous, first, last, session_id), digest_size=16)
+    digest.update(record_crcs)
+    return Chain(digest.digest())
+
+
+def lock_hash(name: str, key: int) -> int:
+    """Return the 32-bit signed hash by which a lock travels (interop.md section 6).
+
+    The name's hash runs over UTF-16 code units, the key is a signed 64-bit integer.
+    """
+    total = 0
+    units = name.encode("utf-16-be", "surrogatepass")
+    for (unit,) in struct.iter_unpack(">H", units):
+        total = (31 * total + unit) & 0xFFFFFFFF
+    wide = key & 0xFFFFFFFFFFFFFFFF
+    total ^= (wide ^ (wide >> 32)) & 0xFFFFFFFF
+    return total - (1 << 32) if total >= 1 << 31 else total
+
+
+def spread(lock: int, partition_count: int) -> PartitionId:
+    """Return the partition for a 32-bit hash, the same on every client (spark.md, "Writing").
+
+    Multiplying first keeps the hashes of one partition spread over the whole lock table.
+    """
+    assert partition_count > 0
+    mixed = ((lock & 0xFFFFFFFF) * 0x9E3779B1) & 0xFFFFFFFF
+    return PartitionId((mixed * partition_count) >> 32)

@@ -1,0 +1,310 @@
+"""Every event and effect of the replication package.
+
+Why it stands alone: the server above, the driver beside and the simulator speak to replication in
+these words only. `docs/replication.md` tells the protocol; the letters A-K below are its steps.
+
+Rules:
+    1. Whatever concerns a store session carries its session id; an event of another session than
+       the machine's own is dropped, which replaces all cancellation.
+    2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`; an opened replica is lost
+       once, by `ReplicaLost`, or closed by `CloseReplica` and then never heard of again.
+    3. A coordinator effect carries an attempt number and has one outcome with the same number.
+    4. No `SessionOpened`, `Settled` or `Committed` of a session leaves before the second
+       compare-and-set of that session is known to have succeeded (invariant GateCAS2).
+    5. `Settled` comes once after each `SessionOpened`, before anything is appended in it: what was
+       submitted to earlier sessions is then final.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from waltz_core.cluster.model import PartitionMarker, PartitionMetadata
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import Chain, Generation, ReplicaId, SessionId, TransactionId
+from waltz_core.wire.messages import Buffer, StorageMessage
+
+
+class Batch(NamedTuple):
+    """Records as they will lie on every disk, ids given; from the append pipeline to the replicas.
+
+    `lengths` are big-endian int32, one a record; `record_crcs` big-endian uint32, one a record;
+    `records_crc` is the CRC-32 over all of `records`. `stamp_ms` never decreases in a partition.
+    """
+
+    first: TransactionId
+    last: TransactionId
+    lengths: Buffer
+    records: Buffer
+    record_crcs: bytes
+    records_crc: int
+    stamp_ms: int
+
+
+# ---------------------------------------------------------------------------------------------
+# Events: from the owner (the served partition above)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The assignment gave this server the partition (A); sent again for each new generation."""
+
+    generation: Generation
+    replicas: tuple[ReplicaId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reassign:
+    """The replica assignment has changed: a new session with these replicas."""
+
+    replicas: tuple[ReplicaId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Disown:
+    """The partition is no longer this server's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Append a batch to the open session; its first id follows the last one submitted."""
+
+    session_id: SessionId
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class ProveMark:
+    """Prove by a quorum's heartbeat that the session is still the newest."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Start a new session now, so that low-water marks move up."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Events: from the coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataRead:
+    """What ZooKeeper holds of the partition; None where the node does not exist.
+
+    The versions are those of the two nodes, to be handed back in `WriteMetadata`; -1 for absent.
+    """
+
+    attempt: int
+    metadata: PartitionMetadata | None
+    metadata_version: int
+    marker: PartitionMarker | None
+    marker_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataWritten:
+    """The compare-and-set succeeded."""
+
+    attempt: int
+    metadata_version: int
+    marker_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataConflict:
+    """The compare-and-set failed: somebody else wrote in between."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataUnknown:
+    """A read failed, or nobody knows whether a compare-and-set was applied."""
+
+    attempt: int
+    reason: str
+
+
+# ---------------------------------------------------------------------------------------------
+# Events: from the replicas
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOpened:
+    """A connection of this session to the storage stands; nothing was said on it yet."""
+
+    session_id: SessionId
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """There is no connection, or no longer."""
+
+    session_id: SessionId
+    replica: ReplicaId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAnswered:
+    """A storage's answer; its `sequence` is that of the request."""
+
+    session_id: SessionId
+    replica: ReplicaId
+    message: StorageMessage
+
+
+Event: TypeAlias = (
+    Own
+    | Reassign
+    | Disown
+    | Submit
+    | ProveMark
+    | Checkpoint
+    | MetadataRead
+    | MetadataWritten
+    | MetadataConflict
+    | MetadataUnknown
+    | ReplicaOpened
+    | ReplicaLost
+    | ReplicaAnswered
+    | Wakeup
+)
+
+# ---------------------------------------------------------------------------------------------
+# Effects: towards the coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMetadata:
+    """Read both nodes of the partition (never from a cache)."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteMetadata:
+    """Compare-and-set both nodes in one multi, each at its version."""
+
+    attempt: int
+    metadata: PartitionMetadata
+    marker: PartitionMarker
+    metadata_version: int
+    marker_version: int
+
+
+# ---------------------------------------------------------------------------------------------
+# Effects: towards the replicas
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReplica:
+    """Dial the storage: one connection for each session and replica, never shared."""
+
+    session_id: SessionId
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class SendToReplica:
+    """Send on the session's connection, in order."""
+
+    session_id: SessionId
+    replica: ReplicaId
+    message: StorageMessage
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReplica:
+    """Drop the connection; what was in flight on it may still reach the storage."""
+
+    session_id: SessionId
+    replica: ReplicaId
+
+
+# ---------------------------------------------------------------------------------------------
+# Effects: towards the owner
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """The session takes appends from `high_water_mark + 1` on (H).
+
+    `unbroken` is true when the session before it was this machine's own too, so that nobody else
+    can have written in between: what the owner knows of the log up to its mark still holds.
+    """
+
+    session_id: SessionId
+    generation: Generation
+    high_water_mark: TransactionId
+    chain: Chain
+    unbroken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Of everything submitted to earlier sessions, ids up to `committed_last` are in the log.
+
+    All later ones are lost: they are not in the log and never will be.
+    """
+
+    session_id: SessionId
+    committed_last: TransactionId
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The high-water mark is now `last` (J); `chain` is the log's chain there."""
+
+    session_id: SessionId
+    last: TransactionId
+    chain: Chain
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """No more appends in this session; submitted batches wait for the next one's `Settled`."""
+
+    session_id: SessionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkProved:
+    """At the time of the answer no later session existed; the mark is the log's."""
+
+    token: int
+    high_water_mark: TransactionId
+
+
+@dataclass(frozen=True, slots=True)
+class MarkUnproved:
+    """The proof failed or the session ended meanwhile."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The machine gives the partition up; the owner should stop serving it."""
+
+    reason: str
+
+
+Effect: TypeAlias = (
+    ReadMetadata
+    | WriteMetadata
+    | OpenReplica
+    | SendToReplica
+    | CloseReplica
+    | SessionOpened
+    | Settled
+    | Committed
+    | SessionClosed
+    | MarkProved
+    | MarkUnproved
+    | Released
+    | Report
+)
