@@ -1,0 +1,63 @@
+# Every target does its own set-up in .venv; nothing needs to be installed first but Python 3.11.
+
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+RUN := scripts/run
+SEEDS ?= 300
+WORKLOAD ?= append-batch
+ARGS ?=
+
+# Folders in the order in which they run, fast first; one that holds no tests yet is left out.
+present = $(foreach name,$(1),$(if $(shell find tests/$(name) -name 'test_*.py' 2>/dev/null),tests/$(name)))
+QUICK = $(call present,tidy unit property golden)
+SLOW = $(call present,sim integration fault spark notebooks)
+
+.PHONY: help demo test check sim bench notebook docs local format
+
+help: ## Show this list
+	@printf 'make TARGET\n\n'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do \
+	    printf '  %-10s %s\n' "$$name" "$$text"; done
+	@printf '\nNeeds Python 3.11 or newer; everything else goes into .venv by itself.\n'
+
+demo: ## 336,776 flights through Spark into three replicas and back, then a conflict of dispatchers
+	@scripts/bootstrap run
+	@$(RUN) python examples/demo.py $(ARGS)
+
+test: check ## Everything: check, then the simulator, real daemons, faults, Spark, notebooks
+	@$(if $(strip $(SLOW)),$(RUN) python -m pytest $(SLOW) $(ARGS),true)
+
+check: ## Style, types, layers, and the quick tests; under a minute
+	@scripts/bootstrap dev
+	@$(RUN) ruff format --check --quiet . || { echo 'not formatted: run make format'; exit 1; }
+	@$(RUN) ruff check --quiet .
+	@$(RUN) python -m mypy
+	@$(RUN) lint-imports --no-timings 2>&1 | sed -n '/^Contracts/,$$p'
+	@$(RUN) python -m pytest $(QUICK) $(ARGS)
+
+format: ## Put the sources into the one format
+	@scripts/bootstrap dev
+	@$(RUN) ruff check --quiet --fix . ; $(RUN) ruff format .
+
+sim: ## Random schedules with faults through the simulator: make sim SEEDS=20000
+	@scripts/bootstrap dev
+	@$(RUN) waltz-core simulate --seeds $(SEEDS) $(ARGS)
+
+bench: ## Measure a local cluster: make bench WORKLOAD=replay ARGS='--seconds 10'
+	@scripts/bootstrap run
+	@$(RUN) waltz-core bench $(WORKLOAD) --json $(ARGS)
+
+notebook: ## Run every notebook of examples/notebooks from top to bottom
+	@scripts/bootstrap dev
+	@$(RUN) python -m pytest tests/notebooks $(ARGS)
+
+docs: ## Write anew what is generated: the samples in conf/ and the tables in docs/
+	@scripts/bootstrap dev
+	@$(RUN) python scripts/generate_docs.py
+
+local: ## A whole cluster on this machine: ZooKeeper, three storages, two servers
+	@scripts/bootstrap run
+	@$(RUN) waltz-core local up $(ARGS)
