@@ -8,9 +8,9 @@ retry can help, and both ends must agree on them. Nothing else in the project de
         BadConfig, BadRequest, ClientAhead, TooLarge, UnknownPartition
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable, CoordinatorUnavailable,
-        OutcomeUnknown
+        OutcomeUnknown, CoordinatorOutcomeUnknown
       Superseded        someone newer owns this; give up the handle
-        SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded
+        SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and tell a human
         ChecksumMismatch, BadFormat, MissingSegment, ClusterKeyMismatch, StorageIdMismatch,
         DataLoss, ReplicaSuspect, DiskFailed
@@ -124,6 +124,12 @@ class OutcomeUnknown(Unavailable):
     code = 28
 
 
+class CoordinatorOutcomeUnknown(Unavailable):
+    """A write to ZooKeeper may or may not have happened; only reading again can tell."""
+
+    code = 29
+
+
 class Superseded(WaltzError):
     """Somebody newer has taken over."""
 
@@ -152,6 +158,12 @@ class ConnectionSuperseded(Superseded):
     """A later connection of the same client has mounted the partition."""
 
     code = 44
+
+
+class CoordinatorConflict(Superseded):
+    """A node in ZooKeeper has changed (or appeared, or gone) since it was read."""
+
+    code = 45
 
 
 class Damaged(WaltzError):
