@@ -27,6 +27,7 @@ class FieldKind(Enum):
     INT8 = "one signed byte"
     INT32 = "4 bytes"
     INT64 = "8 bytes"
+    CRC32 = "4 bytes, unsigned: a CRC-32 as `checksum.py` returns it"
     RAW16 = "16 bytes as they are: a UUID, a nonce, a chain"
     REQ_ID = "16 bytes: client id, generation, partition id, sequence"
     BLOB = "n, then n bytes; never null"
@@ -51,6 +52,7 @@ Bool = Annotated[bool, FieldKind.BOOL]
 Int8 = Annotated[int, FieldKind.INT8]
 Int32 = Annotated[int, FieldKind.INT32]
 Int64 = Annotated[int, FieldKind.INT64]
+Crc32 = Annotated[int, FieldKind.CRC32]
 Raw16 = Annotated[bytes, FieldKind.RAW16]
 Req = Annotated[ReqId, FieldKind.REQ_ID]
 Blob = Annotated[Buffer, FieldKind.BLOB]
@@ -111,6 +113,8 @@ class RangeForm(IntEnum):
 LATEST_MARK = -2
 # Limits on counts that a decoder allocates for, beside the frame's own size.
 TEXT_BYTES_MAX = 64 * 1024
+# Entries of one field that become Python objects: locks, texts, lineage, records, pairs.
+ENTRIES_MAX = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,7 @@ class AppendRequest(ClientMessage):
     append_locks: Int32s = field(metadata={"since": 2})
     header: Int32
     data: Blob
-    data_crc: Int32
+    data_crc: Crc32
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +325,7 @@ class AppendBatch(ClientMessage):
     since = 5
     client_high_water_mark: Int64
     payload: Blob
-    payload_crc: Int32
+    payload_crc: Crc32
 
 
 @dataclass(frozen=True, slots=True)
@@ -579,7 +583,7 @@ class AppendRaw(StorageMessage):
     first: Int64
     lengths: PackedInt32s
     records: Blob
-    records_crc: Int32
+    records_crc: Crc32
     chain_before: Raw16
     lineage: Lineage
 
@@ -623,7 +627,7 @@ class RangeBytes(StorageMessage):
     form: Int8
     lengths: PackedInt32s
     records: Blob
-    records_crc: Int32
+    records_crc: Crc32
     chain_before: Raw16
     lineage: Lineage
 
@@ -647,7 +651,7 @@ class Repair(StorageMessage):
     first: Int64
     lengths: PackedInt32s
     records: Blob
-    records_crc: Int32
+    records_crc: Crc32
 
 
 @dataclass(frozen=True, slots=True)
