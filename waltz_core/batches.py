@@ -1,0 +1,561 @@
+"""Arrow batches: append batches in and out, record bytes from them, record bytes to DataFrames.
+
+Why it stands alone: it is the door to pyarrow, the only file of the core that names it. A Spark
+batch stays a batch from the DataFrame to the disk and back; whatever turns one into another form
+does so here, in C++ and NumPy, at a cost that does not depend on Python per row.
+
+Rules:
+    1. Bytes from outside are refused with BadRequest or TooLarge and nothing else, before anything
+       larger than the bytes themselves is allocated: exact schema, no compression, no dictionaries,
+       every offset validated, every data CRC verified.
+    2. A row's data CRC is made by its sender; here it is verified and carried into the record, so
+       that one checksum spans the way from the DataFrame to the reader.
+    3. Row i of a request has sequence number `first + i`, whether or not other rows are refused.
+    4. The bytes of `encode_records` are exactly those of a segment file.
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from waltz_core import checksum, raw_records
+from waltz_core.errors import BadRequest, TooLarge
+from waltz_core.raw_records import I32, I64, U32, Buffer
+from waltz_core.record import (
+    RECORD_OVERHEAD_BYTES,
+    TRANSACTION_BYTES_MAX,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
+
+Mask = npt.NDArray[np.bool_]
+
+_LOCKS = pa.list_(pa.int32())
+MARK_FIELD: Final = pa.field("client_high_water_mark", pa.int64())
+APPEND_SCHEMA: Final = pa.schema(
+    [
+        pa.field("header", pa.int32()),
+        pa.field("data", pa.binary()),
+        pa.field("crc", pa.uint32()),
+        pa.field("write_locks", _LOCKS),
+        pa.field("read_locks", _LOCKS),
+        pa.field("append_locks", _LOCKS),
+    ]
+)
+APPEND_SCHEMA_WITH_MARKS: Final = APPEND_SCHEMA.append(MARK_FIELD)
+LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
+
+# One Arrow metadata message of ours takes about 700 bytes; a longer one is no batch of ours.
+_METADATA_BYTES_MAX: Final = 16 * 1024
+_NOTHING: Final = pa.scalar(b"", pa.binary())
+# What pyarrow raises on bytes it cannot read; some of these are no ArrowException.
+_UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
+
+
+class LockColumn(NamedTuple):
+    """The locks of all rows: row i has `values[offsets[i]:offsets[i + 1]]`."""
+
+    offsets: I64
+    values: I32
+
+    @property
+    def counts(self) -> I64:
+        """How many locks each row has."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class AppendRows:
+    """The rows of one append, checked. Views of the frame: whoever keeps them keeps the frame.
+
+    `data` is an Arrow binary array, `lengths` and `crcs` the length and CRC-32 of each row's data.
+    `marks` is None when the request's one high-water mark holds for all rows.
+    """
+
+    headers: I32
+    data: pa.BinaryArray
+    lengths: I64
+    crcs: U32
+    write_locks: LockColumn
+    read_locks: LockColumn
+    append_locks: LockColumn
+    marks: I64 | None
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return int(self.headers.size)
+
+
+class EncodedBatch(NamedTuple):
+    """Records first..last as they will lie on every disk.
+
+    `lengths` are big-endian int32, `record_crcs` big-endian uint32, one a record; `records_crc`
+    is the CRC-32 over all of `records`. The fields are those of `replication.events.Batch`.
+    """
+
+    first: TransactionId
+    last: TransactionId
+    lengths: bytes
+    records: memoryview
+    record_crcs: bytes
+    records_crc: int
+
+
+# ---------------------------------------------------------------------------------------------
+# append batches: the client's side
+
+
+def encode_append(
+    headers: Sequence[int],
+    data: Sequence[bytes],
+    *,
+    write_locks: Sequence[Sequence[int]],
+    read_locks: Sequence[Sequence[int]],
+    append_locks: Sequence[Sequence[int]],
+    marks: Sequence[int] | None = None,
+) -> bytes:
+    """Return the payload of an append batch: an Arrow IPC stream of one record batch.
+
+    Raises:
+        BadRequest: a value does not fit its column, or the columns differ in length.
+        TooLarge: a row's data is over `TRANSACTION_BYTES_MAX`.
+    """
+    columns: dict[str, Any] = {
+        "header": headers,
+        "data": data,
+        "write_locks": write_locks,
+        "read_locks": read_locks,
+        "append_locks": append_locks,
+    }
+    if marks is not None:
+        columns[MARK_FIELD.name] = marks
+    arrays: dict[str, pa.Array] = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = pa.array(values, APPEND_SCHEMA_WITH_MARKS.field(name).type)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise BadRequest(f"append batch: column {name}: {error}") from error
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len(set(counts.values())) != 1:
+        raise BadRequest(f"append batch: expected columns of one length, found {counts}")
+    return encode_append_arrow(pa.RecordBatch.from_pydict(arrays))
+
+
+def encode_append_arrow(rows: pa.RecordBatch) -> bytes:
+    """Return the payload of an append batch from Arrow columns with the names of `APPEND_SCHEMA`.
+
+    `data` is needed; `header` absent means 0, absent or null locks mean none, and without a
+    `client_high_water_mark` the request's own mark holds. Other columns are refused.
+
+    Raises:
+        BadRequest: a column is missing, unknown, of a wrong type, or null where it must not be.
+        TooLarge: a row's data is over `TRANSACTION_BYTES_MAX`.
+    """
+    schema = APPEND_SCHEMA_WITH_MARKS if MARK_FIELD.name in rows.schema.names else APPEND_SCHEMA
+    unknown = [name for name in rows.schema.names if name not in schema.names or name == "crc"]
+    if unknown or "data" not in rows.schema.names:
+        raise BadRequest(
+            f"append batch: expected data and any of {APPEND_SCHEMA_WITH_MARKS.names} but crc, "
+            f"found {rows.schema.names}"
+        )
+    columns = {name: _cast(rows.column(name), schema.field(name)) for name in rows.schema.names}
+    data = columns["data"]
+    over = pc.index(pc.greater(pc.binary_length(data), TRANSACTION_BYTES_MAX), value=True).as_py()
+    if over >= 0:
+        raise TooLarge(
+            f"append batch: expected at most {TRANSACTION_BYTES_MAX} bytes of data in a row, "
+            f"found {len(data[over].as_buffer())} in row {over}"
+        )
+    if "header" not in columns:
+        columns["header"] = pa.array(np.zeros(len(data), dtype=np.int32))
+    for name in LOCK_COLUMNS:
+        if name not in columns:
+            columns[name] = pa.nulls(len(data), _LOCKS)
+    crcs = np.fromiter(map(zlib.crc32, data.to_pylist()), dtype=np.uint32, count=len(data))
+    columns["crc"] = pa.array(crcs)
+    batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_batch(batch)
+    encoded: bytes = sink.getvalue().to_pybytes()
+    return encoded
+
+
+def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
+    try:
+        cast = column if column.type == field.type else column.cast(field.type)
+    except pa.ArrowException as error:
+        raise BadRequest(
+            f"append batch: column {field.name}: expected {field.type}, "
+            f"found {column.type}: {error}"
+        ) from error
+    if field.name in LOCK_COLUMNS:
+        if cast.flatten().null_count:
+            raise BadRequest(f"append batch: column {field.name}: a lock is null")
+    elif cast.null_count:
+        raise BadRequest(
+            f"append batch: column {field.name}: {cast.null_count} nulls, expected none"
+        )
+    return cast
+
+
+# ---------------------------------------------------------------------------------------------
+# append batches: the server's side
+
+
+def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRows:
+    """Check and return the rows of an append batch (rule 1), without copying their data.
+
+    Raises:
+        TooLarge: the payload is over `bytes_max`, or there are more than `rows_max` rows.
+        BadRequest: anything else is wrong with it.
+    """
+    if len(payload) > bytes_max:
+        raise TooLarge(f"append batch: expected at most {bytes_max} bytes, found {len(payload)}")
+    try:
+        batch = _read_batch(payload)
+    except _UNREADABLE as error:
+        raise BadRequest(f"append batch: not an Arrow stream of one batch: {error}") from error
+    if batch.num_rows > rows_max:
+        raise TooLarge(f"append batch: expected at most {rows_max} rows, found {batch.num_rows}")
+    if batch.num_rows == 0:
+        raise BadRequest("append batch: expected at least one row, found none")
+    try:
+        batch.validate(full=True)
+    except _UNREADABLE as error:
+        raise BadRequest(f"append batch: columns are inconsistent: {error}") from error
+    rows = _rows_of(batch)
+    _verify_data(rows)
+    return rows
+
+
+def _read_batch(payload: Buffer) -> pa.RecordBatch:
+    messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(payload))
+    head = messages.read_next_message()
+    body = messages.read_next_message()
+    for message, kind in ((head, "schema"), (body, "record batch")):
+        if message.type != kind:
+            raise BadRequest(f"append batch: expected a {kind} message, found {message.type}")
+        if message.metadata.size > _METADATA_BYTES_MAX:
+            raise BadRequest(
+                f"append batch: expected at most {_METADATA_BYTES_MAX} bytes of metadata, "
+                f"found {message.metadata.size}"
+            )
+    schema = pa.ipc.read_schema(head)
+    if not (schema.equals(APPEND_SCHEMA) or schema.equals(APPEND_SCHEMA_WITH_MARKS)):
+        found = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
+        raise BadRequest(f"append batch: expected the columns of APPEND_SCHEMA, found {found}")
+    if _is_compressed(memoryview(body.metadata)):
+        raise BadRequest("append batch: expected plain buffers, found compressed ones")
+    batch = pa.ipc.read_record_batch(body, schema)
+    try:
+        messages.read_next_message()
+    except StopIteration:
+        return batch
+    raise BadRequest("append batch: expected one batch, found something after it")
+
+
+def _is_compressed(metadata: memoryview) -> bool:
+    """Tell whether a record batch message's buffers are compressed, before any is expanded.
+
+    pyarrow does not say, and would allocate what the compressed buffers claim to hold. So the two
+    flatbuffer tables on the way are followed here: Message.header (slot 2), then
+    RecordBatch.compression (slot 3). Offsets that lead outside raise struct.error.
+    """
+    try:
+        (root,) = struct.unpack_from("<I", metadata, 0)
+        header = _slot(metadata, root, 2)
+        if header is None:
+            raise BadRequest("append batch: a record batch message without a header")
+        (distance,) = struct.unpack_from("<I", metadata, header)
+        return _slot(metadata, header + distance, 3) is not None
+    except struct.error as error:
+        raise BadRequest(f"append batch: damaged batch metadata: {error}") from error
+
+
+def _slot(metadata: memoryview, table: int, slot: int) -> int | None:
+    """Return where a flatbuffer table keeps a field, or None when the field is absent."""
+    (to_vtable,) = struct.unpack_from("<i", metadata, table)
+    vtable = table - to_vtable
+    if vtable < 0:
+        raise BadRequest("append batch: damaged batch metadata: a table before the start")
+    (vtable_bytes,) = struct.unpack_from("<H", metadata, vtable)
+    if 4 + 2 * slot >= vtable_bytes:
+        return None
+    (offset,) = struct.unpack_from("<H", metadata, vtable + 4 + 2 * slot)
+    return table + offset if offset else None
+
+
+def _rows_of(batch: pa.RecordBatch) -> AppendRows:
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    for name, column in columns.items():
+        if name not in LOCK_COLUMNS and column.null_count:
+            raise BadRequest(
+                f"append batch: column {name}: {column.null_count} nulls, expected none"
+            )
+    data = columns["data"]
+    marks = columns.get(MARK_FIELD.name)
+    return AppendRows(
+        headers=_values(columns["header"], np.int32),
+        data=data,
+        lengths=np.diff(_offsets(data)),
+        crcs=_values(columns["crc"], np.uint32),
+        write_locks=_lock_column("write_locks", columns["write_locks"]),
+        read_locks=_lock_column("read_locks", columns["read_locks"]),
+        append_locks=_lock_column("append_locks", columns["append_locks"]),
+        marks=None if marks is None else _values(marks, np.int64),
+    )
+
+
+def _values(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return the values of a column of fixed width without nulls, as a view."""
+    buffer = column.buffers()[1]
+    if buffer is None:
+        return np.zeros(0, dtype=kind)
+    return np.frombuffer(buffer, dtype=kind)[column.offset : column.offset + len(column)]
+
+
+def _offsets(column: pa.Array) -> I64:
+    """Return the offsets of a binary or list column: one more than it has rows."""
+    raw = np.frombuffer(column.buffers()[1], dtype=np.int32)
+    return raw[column.offset : column.offset + len(column) + 1].astype(np.int64)
+
+
+def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
+    values = column.flatten()
+    if values.null_count:
+        raise BadRequest(f"append batch: column {name}: a lock is null")
+    if column.null_count:
+        # A null list may still span values; `flatten` leaves those out, so the counts must too.
+        counts = pc.fill_null(pc.list_value_length(column), 0)
+        offsets = raw_records.offsets_of(_values(counts, np.int32).astype(np.int64))
+    else:
+        offsets = _offsets(column)
+        offsets -= offsets[0]
+    assert offsets[-1] == len(values)
+    return LockColumn(offsets, _values(values, np.int32))
+
+
+def _verify_data(rows: AppendRows) -> None:
+    """Check all data CRCs by one pass over the data; name the wrong row if there is one."""
+    offsets = _offsets(rows.data)
+    whole = memoryview(rows.data.buffers()[2] or b"")
+    if zlib.crc32(whole[offsets[0] : offsets[-1]]) == checksum.fold(rows.crcs, rows.lengths):
+        return
+    for index in range(rows.count):
+        found = zlib.crc32(whole[offsets[index] : offsets[index + 1]])
+        if found != rows.crcs[index]:
+            raise BadRequest(
+                f"append batch: data of row {index}: expected CRC {rows.crcs[index]:08x}, "
+                f"found {found:08x}"
+            )
+    raise AssertionError("CRC-32 is linear: rows that agree one by one agree together")
+
+
+# ---------------------------------------------------------------------------------------------
+# record bytes
+
+
+def encode_records(
+    rows: AppendRows, keep: Mask | None, first: TransactionId, req_id: ReqId
+) -> EncodedBatch:
+    """Return the records of the rows that `keep` marks (all, if None), with ids from `first` on.
+
+    `req_id` is that of row 0; the caller has checked that the last row's sequence number fits in
+    31 bits. At least one row is kept.
+    """
+    assert req_id.sequence + rows.count - 1 <= 0x7FFFFFFF
+    data, lengths, crcs, headers = rows.data, rows.lengths, rows.crcs, rows.headers
+    row_numbers = np.arange(rows.count, dtype=np.int64)
+    if keep is not None and not keep.all():
+        data = data.filter(pa.array(keep))
+        lengths, crcs, headers = lengths[keep], crcs[keep], headers[keep]
+        row_numbers = row_numbers[keep]
+    count = row_numbers.size
+    assert count > 0
+    prefixes = raw_records.prefixes(
+        np.arange(first, first + count, dtype=np.int64),
+        req_id,
+        row_numbers,
+        headers,
+        lengths=lengths,
+        data_crcs=crcs,
+    )
+    record_crcs = checksum.combine_many(raw_records.prefix_crcs(prefixes), crcs, lengths)
+    trailers = record_crcs.astype(">u4")
+    joined = pc.binary_join_element_wise(
+        _fixed(prefixes, prefixes.shape[1]), data, _fixed(trailers, 4), _NOTHING
+    )
+    record_lengths = lengths + RECORD_OVERHEAD_BYTES
+    records = memoryview(joined.buffers()[2])[: int(record_lengths.sum())]
+    return EncodedBatch(
+        first=first,
+        last=TransactionId(first + count - 1),
+        lengths=raw_records.lengths_to_wire(record_lengths),
+        records=records,
+        record_crcs=trailers.tobytes(),
+        records_crc=raw_records.run_crc(record_crcs, record_lengths),
+    )
+
+
+def _fixed(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:
+    """Return rows of one width as an Arrow binary array over the same memory."""
+    count = rows.shape[0]
+    offsets = np.arange(0, (count + 1) * width, width, dtype=np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(rows)]
+    return pa.BinaryArray.from_buffers(pa.binary(), count, buffers)
+
+
+def _as_binary(records: Buffer, lengths: I64) -> pa.BinaryArray:
+    """Return whole records as an Arrow binary array over the run itself."""
+    offsets = raw_records.offsets_of(lengths).astype(np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(records)]
+    return pa.BinaryArray.from_buffers(pa.binary(), lengths.size, buffers)
+
+
+def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryview, I64]:
+    """Return the records that `keep` marks as a run of their own."""
+    kept = lengths[keep]
+    if kept.size == 0:
+        return memoryview(b""), kept
+    chosen = _as_binary(records, lengths).filter(pa.array(keep))
+    return memoryview(chosen.buffers()[2])[: int(kept.sum())], kept
+
+
+# ---------------------------------------------------------------------------------------------
+# reading into DataFrames
+
+READ_SCHEMA: Final = pa.schema(
+    [
+        pa.field("partition", pa.int32()),
+        pa.field("transaction_id", pa.int64()),
+        pa.field("header", pa.int32()),
+        pa.field(
+            "request_id",
+            pa.struct(
+                [
+                    pa.field("client_id", pa.int32()),
+                    pa.field("generation", pa.int32()),
+                    pa.field("partition", pa.int32()),
+                    pa.field("sequence", pa.int32()),
+                ]
+            ),
+        ),
+        pa.field("commit_time", pa.timestamp("us", tz="UTC")),
+        pa.field("data", pa.binary()),
+    ]
+)
+ARROW_ROWS_MAX: Final = 8192
+ARROW_BYTES_MAX: Final = 8 * 1024 * 1024
+
+
+def range_to_arrow(
+    records: Buffer,
+    lengths: I64,
+    stamps: Sequence[tuple[int, int, int]],
+    columns: Sequence[str],
+    *,
+    partition_id: PartitionId,
+) -> list[pa.RecordBatch]:
+    """Return a run of records as Arrow batches with the asked columns of `READ_SCHEMA`, in order.
+
+    `stamps` are (first, last, stamp in ms) in id order; ids outside of all of them and
+    stamps of 0 give a null commit time. A batch has at most 8,192 rows and about 8 MiB.
+    """
+    heads = np.frombuffer(raw_records.headers_of(records, lengths), raw_records.HEADER_DTYPE)
+    made = _header_columns(heads, stamps, columns, partition_id)
+    if "data" in columns:
+        made["data"] = _as_binary(records, lengths)
+    ends = np.cumsum(lengths)
+    batches = []
+    start = 0
+    while start < lengths.size:
+        reach = int(ends[start - 1]) if start else 0
+        within = int(np.searchsorted(ends, reach + ARROW_BYTES_MAX, side="right"))
+        stop = max(start + 1, min(start + ARROW_ROWS_MAX, within))
+        batches.append(_slice_of(made, columns, start, stop))
+        start = stop
+    return batches
+
+
+def headers_to_arrow(
+    headers: Buffer,
+    stamps: Sequence[tuple[int, int, int]],
+    columns: Sequence[str],
+    *,
+    partition_id: PartitionId,
+) -> list[pa.RecordBatch]:
+    """Return 28-byte record headers as Arrow batches; `columns` cannot contain data.
+
+    Raises:
+        BadRequest: the headers are not 28 bytes each.
+    """
+    assert "data" not in columns
+    if len(headers) % raw_records.HEADER_DTYPE.itemsize:
+        raise BadRequest(f"record headers: expected 28 bytes each, found {len(headers)} in all")
+    heads = np.frombuffer(headers, raw_records.HEADER_DTYPE)
+    made = _header_columns(heads, stamps, columns, partition_id)
+    return [
+        _slice_of(made, columns, start, min(start + ARROW_ROWS_MAX, heads.size))
+        for start in range(0, heads.size, ARROW_ROWS_MAX)
+    ]
+
+
+def _slice_of(
+    made: dict[str, pa.Array], columns: Sequence[str], start: int, stop: int
+) -> pa.RecordBatch:
+    arrays = []
+    for name in columns:
+        array = made[name].slice(start, stop - start)
+        # Of a whole record only what lies between its prefix and its CRC is data.
+        if name == "data":
+            array = pc.binary_slice(array, raw_records.PREFIX_DTYPE.itemsize, -4)
+        arrays.append(array)
+    schema = pa.schema([READ_SCHEMA.field(name) for name in columns])
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _header_columns(
+    heads: npt.NDArray[np.void],
+    stamps: Sequence[tuple[int, int, int]],
+    columns: Sequence[str],
+    partition_id: PartitionId,
+) -> dict[str, pa.Array]:
+    """Return the asked columns that come from headers; data is the caller's."""
+    made: dict[str, pa.Array] = {}
+    for name in columns:
+        if name == "partition":
+            made[name] = pa.array(np.full(heads.size, partition_id, dtype=np.int32))
+        elif name == "transaction_id":
+            made[name] = pa.array(heads["transaction_id"].astype(np.int64))
+        elif name == "header":
+            made[name] = pa.array(heads["header"].astype(np.int32))
+        elif name == "request_id":
+            made[name] = _request_ids(heads["req_id"])
+        elif name == "commit_time":
+            made[name] = _commit_times(heads["transaction_id"].astype(np.int64), stamps)
+        else:
+            assert name == "data", f"no column {name} in READ_SCHEMA"
+    return made
+
+
+def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
+    names = ("client_id", "generation", "partition_id", "sequence")
+    arrays = [pa.array(req_ids[name].astype(np.int32)) for name in names]
+    return pa.StructArray.from_arrays(arrays, fields=list(READ_SCHEMA.field("request_id").type))
+
+
+def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
+    stamps_ms = raw_records.stamps_of(ids, stamps)
+    # Not every int64 of ms is one of us: a wild stamp is cut off, as nothing is decided by it.
+    stamps_us = np.minimum(stamps_ms, np.iinfo(np.int64).max // 1000) * 1000
+    return pa.array(stamps_us, mask=stamps_ms <= 0).cast(READ_SCHEMA.field("commit_time").type)

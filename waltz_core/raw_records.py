@@ -1,0 +1,267 @@
+"""Runs of raw records: records back to back, exactly as they lie in a segment file.
+
+Why it stands alone: the same bytes go from the owner to three disks, into a cache, to a reader and
+from replica to replica in repair. Each of them must find a record's place, id, header and checksum
+in the bytes without taking the records apart, and all must do it in the same way. A run is a
+buffer and the lengths of its records; nothing else describes it.
+
+    0                8                       24       28  32         36     36+n         40+n
+    | transaction id | request id (16 bytes) | header | n | data crc | data | record crc |
+
+Rules:
+    1. All integers are big-endian; the data CRC covers the data, the record CRC all that is before
+       it (interop.md section 5.2).
+    2. No function here runs Python per record, except to name the bad one once a run is known bad.
+    3. Lengths from outside are checked by `lengths_from_wire` before any other function sees them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.checksum import crc32, crc32_of_rows, crc32_with_trailer, fold
+from waltz_core.errors import BadFormat
+from waltz_core.record import (
+    RECORD_HEADER,
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    REQ_ID,
+    TRANSACTION_BYTES_MAX,
+    ReqId,
+    TransactionId,
+)
+
+Buffer = bytes | memoryview
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
+I64 = npt.NDArray[np.int64]
+Structured = npt.NDArray[np.void]
+
+_TRAILER_BYTES = 4
+RECORD_BYTES_MAX = RECORD_OVERHEAD_BYTES + TRANSACTION_BYTES_MAX
+FEED_HEADER_BYTES = 20
+
+REQ_ID_DTYPE = np.dtype(
+    [("client_id", ">i4"), ("generation", ">i4"), ("partition_id", ">i4"), ("sequence", ">i4")]
+)
+HEADER_DTYPE = np.dtype([("transaction_id", ">i8"), ("req_id", REQ_ID_DTYPE), ("header", ">i4")])
+FEED_HEADER_DTYPE = np.dtype([("req_id", REQ_ID_DTYPE), ("header", ">i4")])
+PREFIX_DTYPE = np.dtype([("head", HEADER_DTYPE), ("length", ">i4"), ("data_crc", ">u4")])
+assert REQ_ID_DTYPE.itemsize == REQ_ID.size
+assert HEADER_DTYPE.itemsize == RECORD_HEADER.size
+assert PREFIX_DTYPE.itemsize == RECORD_PREFIX.size
+assert FEED_HEADER_DTYPE.itemsize == FEED_HEADER_BYTES
+
+
+# ---------------------------------------------------------------------------------------------
+# lengths
+
+
+def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
+    """Return the lengths that came with a run of `records_bytes` bytes, as int64.
+
+    Raises:
+        BadFormat: they are no int32 array, one is impossible, or they do not add up to the run.
+    """
+    if len(packed) % 4:
+        raise BadFormat(f"record lengths: expected 4 bytes each, found {len(packed)} in all")
+    lengths: I64 = np.frombuffer(packed, dtype=">i4").astype(np.int64)
+    if lengths.size and not RECORD_OVERHEAD_BYTES <= lengths.min() <= lengths.max():
+        raise BadFormat(
+            f"record lengths: expected at least {RECORD_OVERHEAD_BYTES}, found {lengths.min()}"
+        )
+    if lengths.size and lengths.max() > RECORD_BYTES_MAX:
+        raise BadFormat(
+            f"record lengths: expected at most {RECORD_BYTES_MAX}, found {lengths.max()}"
+        )
+    total = int(lengths.sum())
+    if total != records_bytes:
+        raise BadFormat(f"record lengths: add up to {total}, found {records_bytes} bytes")
+    return lengths
+
+
+def lengths_to_wire(lengths: I64) -> bytes:
+    """Return the lengths as big-endian int32, one a record."""
+    return lengths.astype(">i4").tobytes()
+
+
+def offsets_of(lengths: I64) -> I64:
+    """Return where each record starts, and last where the run ends: one more than lengths."""
+    offsets = np.zeros(lengths.size + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def count_within(lengths: I64, bytes_max: int) -> int:
+    """Return how many records from the first on fit into `bytes_max`, but one at least."""
+    assert lengths.size > 0
+    return max(1, int(np.searchsorted(np.cumsum(lengths), bytes_max, side="right")))
+
+
+def cut(records: Buffer, lengths: I64, *, skip: int, count: int) -> tuple[memoryview, I64]:
+    """Return `count` records after the first `skip` ones, as views."""
+    assert skip >= 0
+    assert skip + count <= lengths.size
+    start = int(lengths[:skip].sum())
+    part = lengths[skip : skip + count]
+    return memoryview(records)[start : start + int(part.sum())], part
+
+
+# ---------------------------------------------------------------------------------------------
+# what the records say
+
+
+def headers_of(records: Buffer, lengths: I64) -> bytes:
+    """Return the record headers, 28 bytes each: id, request id, header (as on the wire)."""
+    return _gather(records, _starts(lengths), HEADER_DTYPE).tobytes()
+
+
+def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
+    """Return what the feed carries of each record, 20 bytes: request id, header."""
+    return _gather(records, _starts(lengths) + 8, FEED_HEADER_DTYPE).tobytes()
+
+
+def ids_of(records: Buffer, lengths: I64) -> I64:
+    """Return the transaction ids."""
+    return _gather(records, _starts(lengths), np.dtype(">i8")).astype(np.int64)
+
+
+def req_ids_of(records: Buffer, lengths: I64) -> Structured:
+    """Return the request ids as a structured array (`REQ_ID_DTYPE`)."""
+    return _gather(records, _starts(lengths) + 8, REQ_ID_DTYPE)
+
+
+def application_headers_of(records: Buffer, lengths: I64) -> I32:
+    """Return the applications' header values."""
+    return _gather(records, _starts(lengths) + 24, np.dtype(">i4")).astype(np.int32)
+
+
+def record_crcs(records: Buffer, lengths: I64) -> bytes:
+    """Return the record CRCs, 4 big-endian bytes each, as the chain is made of them."""
+    return _trailers(records, lengths).tobytes()
+
+
+def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
+    """Return 28-byte record headers for 20-byte feed headers whose ids begin at `first`."""
+    feed = np.frombuffer(packed, dtype=FEED_HEADER_DTYPE)
+    whole = np.empty(feed.size, dtype=HEADER_DTYPE)
+    whole["transaction_id"] = np.arange(first, first + feed.size, dtype=np.int64)
+    whole["req_id"] = feed["req_id"]
+    whole["header"] = feed["header"]
+    return whole.tobytes()
+
+
+def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
+    """Return the commit stamp of each id in ms, 0 where it has none.
+
+    `stamps` are (first, last, stamp in ms) in id order.
+    """
+    if not stamps:
+        return np.zeros(ids.size, dtype=np.int64)
+    firsts, lasts, stamps_ms = np.array(stamps, dtype=np.int64).T
+    place = np.searchsorted(firsts, ids, side="right") - 1
+    covered = (place >= 0) & (ids <= lasts[place])
+    return np.where(covered, stamps_ms[place], 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# are they what was written
+
+
+def first_bad_record(records: Buffer, lengths: I64) -> int | None:
+    """Return the index of the first record that its own CRC or length contradicts, else None.
+
+    One pass over the bytes by zlib, compared with what the CRCs inside the records say the pass
+    must give; only when they disagree is each record looked at alone.
+    """
+    assert len(records) == int(lengths.sum())
+    if lengths.size == 0:
+        return None
+    stated = _gather(records, _starts(lengths) + 28, np.dtype(">i4")).astype(np.int64)
+    wrong_length = np.flatnonzero(stated != lengths - RECORD_OVERHEAD_BYTES)
+    suspects = int(wrong_length[0]) if wrong_length.size else int(lengths.size)
+    if suspects == lengths.size and crc32(records) == run_crc(_trailers(records, lengths), lengths):
+        return None
+    crcs = _trailers(records, lengths)
+    offsets = offsets_of(lengths)
+    view = memoryview(records)
+    for index in range(suspects):
+        start, end = int(offsets[index]), int(offsets[index + 1])
+        if crc32(view[start : end - _TRAILER_BYTES]) != int(crcs[index]):
+            return index
+    # CRC-32 is linear: when every record agrees with its own CRC, so does the whole run.
+    assert suspects < lengths.size
+    return suspects
+
+
+def run_crc(crcs: npt.NDArray[np.generic], lengths: I64) -> int:
+    """Return the CRC-32 of a whole run from the record CRCs, without a pass over the bytes."""
+    return fold(crc32_with_trailer(crcs.astype(np.uint32)), lengths)
+
+
+def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None:
+    """Return the index of the first record whose id is not `first` plus its index, else None."""
+    expected = np.arange(first, first + lengths.size, dtype=np.int64)
+    wrong = np.flatnonzero(ids_of(records, lengths) != expected)
+    return int(wrong[0]) if wrong.size else None
+
+
+# ---------------------------------------------------------------------------------------------
+# making them
+
+
+def prefixes(
+    ids: I64, req_id: ReqId, rows: I64, headers: I32, *, lengths: I64, data_crcs: U32
+) -> U8:
+    """Return the 36 bytes before each record's data, as a (record count, 36) array.
+
+    `req_id` is that of row 0 of the request and `rows` the row of each record in it: a row keeps
+    its sequence number when rows before it are refused. `lengths` are those of the data.
+    """
+    assert ids.shape == rows.shape == headers.shape == lengths.shape == data_crcs.shape
+    made = np.empty(ids.size, dtype=PREFIX_DTYPE)
+    head = made["head"]
+    head["transaction_id"] = ids
+    identity = head["req_id"]
+    identity["client_id"] = req_id.client_id
+    identity["generation"] = req_id.generation
+    identity["partition_id"] = req_id.partition_id
+    identity["sequence"] = rows + req_id.sequence
+    head["header"] = headers
+    made["length"] = lengths
+    made["data_crc"] = data_crcs
+    return made.view(np.uint8).reshape(ids.size, PREFIX_DTYPE.itemsize)
+
+
+def prefix_crcs(made: U8) -> U32:
+    """Return the CRC-32 of each prefix; columns that are alike in all of them cost nothing."""
+    assert made.shape[1] == PREFIX_DTYPE.itemsize
+    return crc32_of_rows(made)
+
+
+def _starts(lengths: I64) -> I64:
+    return np.cumsum(lengths) - lengths
+
+
+def _trailers(records: Buffer, lengths: I64) -> npt.NDArray[np.generic]:
+    return _gather(records, np.cumsum(lengths) - _TRAILER_BYTES, np.dtype(">u4"))
+
+
+def _gather(records: Buffer, places: I64, kind: np.dtype) -> npt.NDArray:  # type: ignore[type-arg]
+    """Return the values of one dtype at byte offsets of a buffer, by a single fancy index.
+
+    The buffer is looked at as overlapping values, one starting at each byte. Structures are
+    moved as opaque bytes: NumPy would copy them field by field.
+    """
+    if places.size == 0:
+        return np.empty(0, dtype=kind)
+    if kind.names is not None:
+        return _gather(records, places, np.dtype((np.void, kind.itemsize))).view(kind)
+    window_count = len(records) - kind.itemsize + 1
+    assert window_count > 0
+    windows: npt.NDArray[np.generic] = np.ndarray(
+        shape=(window_count,), dtype=kind, buffer=records, strides=(1,)
+    )
+    return windows[places]

@@ -1,0 +1,329 @@
+"""The lock table of one partition: which transaction may have written a lock last.
+
+Why it stands alone: optimistic locking is decided here and nowhere else. Given the locks of a
+batch of rows, their clients' marks and the log's, the table says which rows get which id and which
+are refused; it knows nothing of clients, sessions or answers.
+
+The table is a counting-free sketch: a lock has three slots, a slot holds the highest id of all the
+locks that share it, and the least of the three is an estimate of the lock's last writer that errs
+upwards only. So a false refusal is possible and a missed conflict is not.
+
+Rules (correctness.md, rows 25-30 and "Room for our rules"; interop.md section 6):
+    1. The estimate of a row is the greatest over its write and read locks; append locks update the
+       table and are never compared. A row passes when the estimate is not above its client's mark.
+    2. A row whose mark is above the log's is AHEAD and is not judged at all.
+    3. An accepted row enters its write and append locks at once, with the id it will have. An
+       entry above the high-water mark is thus "reserved": its transaction is still in flight.
+    4. A row refused because of an entry in flight is PENDING on that id: the refusal may be told
+       when the id is committed; when the id is lost, the row is lost too and is not judged again,
+       so that nothing can bring it back after its client was told of the loss.
+    5. Rows are judged in order, as if one by one: a row sees what the accepted rows before it in
+       its own batch have entered.
+    6. last writer(lock) <= estimate(lock) <= highest id given out; with nothing in flight no
+       estimate is above the high-water mark.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.batches import LockColumn
+from waltz_core.record import TransactionId
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+# A prime: with the fixed hash chain a power of two has nine times as many false refusals.
+SLOT_COUNT: Final = 1_048_573
+SLOT_BYTES: Final = 8
+HASH_COUNT: Final = 3
+REFUSED: Final = -1
+NO_CONFLICT: Final = -1
+
+_MULTIPLIER: Final = np.uint32(1103515245)
+_INCREMENT: Final = np.uint32(12345)
+_INDEX_MASK: Final = np.uint32(0x3FFFFFFF)
+# Above every transaction id: `_IN_BATCH + row` in a slot means "row of the batch being judged".
+_IN_BATCH: Final = 1 << 62
+# For the false refusal estimate a sample of this many slots has an error of about half a percent.
+_SAMPLE_SLOTS: Final = 65_536
+
+
+class Requests(NamedTuple):
+    """The rows of one append as the table needs them.
+
+    `marks` are the client high-water marks, one a row or one for all. `eligible` (all, if None)
+    leaves out rows that were refused for other reasons: they get no id and enter no lock.
+    """
+
+    write: LockColumn
+    read: LockColumn
+    append: LockColumn
+    marks: I64 | int
+    eligible: Mask | None = None
+
+
+class Judgement(NamedTuple):
+    """The verdict on each row.
+
+    `ids` are consecutive over the accepted rows, REFUSED for the others. `ahead` marks the rows of
+    rule 2. `conflicts` holds the estimate that a row was refused for, else NO_CONFLICT. `pending`
+    marks the rows of rule 4, which wait for the id in `conflicts` to become final.
+    """
+
+    ids: I64
+    conflicts: I64
+    ahead: Mask
+    pending: Mask
+    accepted_count: int
+
+    @property
+    def accepted(self) -> Mask:
+        """Which rows have an id; the mask for `batches.encode_records`."""
+        accepted: Mask = self.ids != REFUSED
+        return accepted
+
+
+class _Estimates(NamedTuple):
+    """What the slots of checked locks say: before the batch, and with every row before entered."""
+
+    rows: I64  # row of each checked lock
+    slots: I64  # (3, lock count)
+    before: I64  # (3, lock count) slot values before the batch
+    entered: I64  # (3, lock count) the same, or `_IN_BATCH + row` where an earlier row may enter
+
+
+class LockTable:
+    """Estimates of the last writer of each lock; see the module's rules."""
+
+    __slots__ = ("_slot_count", "_slots")
+
+    def __init__(self, slot_count: int, high_water_mark: TransactionId) -> None:
+        assert slot_count > 0
+        self._slot_count = np.uint32(slot_count)
+        self._slots = np.full(slot_count, high_water_mark, dtype=np.int64)
+
+    # -----------------------------------------------------------------------------------------
+    # appends
+
+    def judge(
+        self, requests: Requests, *, high_water_mark: TransactionId, next_id: TransactionId
+    ) -> Judgement:
+        """Judge the rows in order (rule 5), and enter the locks of the accepted ones (rule 3).
+
+        `next_id` is the id of the next accepted row; everything from `high_water_mark + 1` up to
+        it is in flight.
+        """
+        assert high_water_mark < next_id
+        count = requests.write.offsets.size - 1
+        marks = np.broadcast_to(np.asarray(requests.marks, dtype=np.int64), (count,))
+        ahead = marks > high_water_mark
+        open_rows = ~ahead
+        if requests.eligible is not None:
+            ahead &= requests.eligible
+            open_rows &= requests.eligible
+        entered_rows, entered_slots = self._entries(requests)
+        found = self._estimates(requests, entered_rows, entered_slots)
+        accepted, conflicts = _decide(found, marks, open_rows, (entered_rows, entered_slots))
+        ranks = np.cumsum(accepted)
+        # A conflict with a row of this batch is known by the row; its id only now.
+        inside = conflicts >= _IN_BATCH
+        if inside.any():
+            conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
+        ids = np.where(accepted, next_id - 1 + ranks, REFUSED)
+        self._enter(entered_rows, entered_slots, ids)
+        return Judgement(
+            ids=ids,
+            conflicts=conflicts,
+            ahead=ahead,
+            pending=conflicts > high_water_mark,
+            accepted_count=int(ranks[-1]) if count else 0,
+        )
+
+    # -----------------------------------------------------------------------------------------
+    # sessions
+
+    def clamp(self, high_water_mark: TransactionId) -> None:
+        """Forget what never came to be: after a lost session, nothing lies above its mark.
+
+        Right only when no other server has owned the partition since; else `reset`.
+        """
+        np.minimum(self._slots, high_water_mark, out=self._slots)
+
+    def reset(self, high_water_mark: TransactionId) -> None:
+        """Know nothing but that all writes lie at or below the mark."""
+        self._slots.fill(high_water_mark)
+
+    # -----------------------------------------------------------------------------------------
+    # figures
+
+    @property
+    def bytes(self) -> int:
+        """How much memory the table takes."""
+        return int(self._slots.nbytes)
+
+    def estimate(self, lock: int) -> TransactionId:
+        """Return the estimate of one lock."""
+        return TransactionId(int(self._slots[indices([lock], int(self._slot_count))].min()))
+
+    def false_refusal_probability(self, mark: TransactionId) -> float:
+        """Return how likely a lock that nobody wrote is refused to a client at `mark`.
+
+        It is refused when all its three slots hold an id above the mark; a sample of the slots
+        says how many do.
+        """
+        step = max(1, self._slots.size // _SAMPLE_SLOTS)
+        return float(np.mean(self._slots[::step] > mark)) ** HASH_COUNT
+
+    # -----------------------------------------------------------------------------------------
+    # inside
+
+    def _entries(self, requests: Requests) -> tuple[I64, I64]:
+        """Return row and slot of each entry that the rows make when they are accepted."""
+        rows = np.concatenate((_rows_of(requests.write), _rows_of(requests.append)))
+        locks = np.concatenate((requests.write.values, requests.append.values))
+        slots = indices(locks, int(self._slot_count))
+        return np.tile(rows, HASH_COUNT), slots.ravel()
+
+    def _estimates(self, requests: Requests, entered_rows: I64, entered_slots: I64) -> _Estimates:
+        """Look up the checked locks before the batch, and as if all earlier rows had entered.
+
+        To find the first row that enters a slot, the row numbers are put into the table itself
+        and taken out again: a second table of its size would double what a partition costs.
+        """
+        rows = np.concatenate((_rows_of(requests.write), _rows_of(requests.read)))
+        locks = np.concatenate((requests.write.values, requests.read.values))
+        slots = indices(locks, int(self._slot_count))
+        before = self._slots[slots]
+        kept = self._slots[entered_slots]
+        self._slots[entered_slots] = np.iinfo(np.int64).max
+        np.minimum.at(self._slots, entered_slots, entered_rows + _IN_BATCH)
+        entered = self._slots[slots]
+        self._slots[entered_slots] = kept
+        earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < rows)
+        return _Estimates(rows, slots, before, np.where(earlier, entered, before))
+
+    def _enter(self, rows: I64, slots: I64, ids: I64) -> None:
+        entering = ids[rows]
+        accepted = entering != REFUSED
+        np.maximum.at(self._slots, slots[accepted], entering[accepted])
+
+
+def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
+    """Return the three slots of each lock hash as a (3, lock count) array (interop.md, 6)."""
+    value = np.asarray(locks, dtype=np.int32).view(np.uint32)
+    slots = np.empty((HASH_COUNT, value.size), dtype=np.int64)
+    for turn in range(HASH_COUNT):
+        value = value * _MULTIPLIER + _INCREMENT
+        slots[turn] = (value & _INDEX_MASK) % np.uint32(slot_count)
+    return slots
+
+
+def slot_count_within(budget_bytes: int, table_count: int) -> int:
+    """Return the largest prime number of slots, up to the default, that the budget allows.
+
+    The budget is a server's, for the tables of all partitions that it may come to own.
+    """
+    assert table_count > 0
+    count = min(SLOT_COUNT, max(2, budget_bytes // (SLOT_BYTES * table_count)))
+    while any(count % divisor == 0 for divisor in range(2, int(count**0.5) + 1)):
+        count -= 1
+    return count
+
+
+def _rows_of(column: LockColumn) -> I64:
+    """Return the row of each lock."""
+    return np.repeat(np.arange(column.offsets.size - 1), column.counts)
+
+
+def _decide(
+    found: _Estimates, marks: I64, open_rows: Mask, entries: tuple[I64, I64]
+) -> tuple[Mask, I64]:
+    """Return which rows are accepted, and for what each other open row is refused.
+
+    Most rows are settled by whole-array comparisons. What is left are rows that stand or fall
+    with an earlier row of the batch; they are taken one by one.
+    """
+    count = marks.size
+    lowest = _greatest_by_row(found.before.min(axis=0), found.rows, count)
+    highest = _greatest_by_row(found.entered.min(axis=0), found.rows, count)
+    accepted = open_rows & (lowest <= marks)
+    doubtful = open_rows & (highest != lowest) & (highest > marks)
+    conflicts = np.where(open_rows & ~accepted, lowest, NO_CONFLICT)
+    if doubtful.any():
+        accepted &= ~doubtful
+        _decide_in_order(_follow(found, doubtful, entries), marks, accepted, conflicts)
+    return accepted, conflicts
+
+
+def _greatest_by_row(values: I64, rows: I64, count: int) -> I64:
+    if rows.size == count and (rows[1:] > rows[:-1]).all():
+        return values  # The usual case, one lock in each row.
+    greatest = np.full(count, np.iinfo(np.int64).min, dtype=np.int64)
+    np.maximum.at(greatest, rows, values)
+    return greatest
+
+
+class _Followed(NamedTuple):
+    """The slots that doubtful rows check, renumbered, as plain lists in row order."""
+
+    rows: list[int]  # row of each checked lock
+    places: list[list[int]]  # its three slots, as places in `held`
+    held: list[int]  # what each slot holds, followed through the batch
+    entering: list[int]  # row of each entry into one of these slots
+    targets: list[int]  # the place that it enters
+
+
+def _follow(found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]) -> _Followed:
+    checked = np.flatnonzero(doubtful[found.rows])
+    checked = checked[np.argsort(found.rows[checked], kind="stable")]
+    slots, places = np.unique(found.slots[:, checked], return_inverse=True)
+    places = places.reshape(HASH_COUNT, -1)
+    held = np.empty(slots.size, dtype=np.int64)
+    held[places] = found.before[:, checked]
+    rows, entered = entries
+    target = np.minimum(np.searchsorted(slots, entered), slots.size - 1)
+    relevant = np.flatnonzero(slots[target] == entered)
+    relevant = relevant[np.argsort(rows[relevant], kind="stable")]
+    return _Followed(
+        rows=found.rows[checked].tolist(),
+        places=places.T.tolist(),
+        held=held.tolist(),
+        entering=rows[relevant].tolist(),
+        targets=target[relevant].tolist(),
+    )
+
+
+def _decide_in_order(followed: _Followed, marks: I64, accepted: Mask, conflicts: I64) -> None:
+    """Settle the doubtful rows one after the other, in place.
+
+    Each of them comes in as not accepted. The loop calls nothing: it may run for each row of a
+    batch that writes one lock over and over.
+    """
+    rows, places, held, entering, targets = followed
+    passed, refused, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()
+    lock, lock_count = 0, len(rows)
+    entry, entry_count = 0, len(entering)
+    while lock < lock_count:
+        row = rows[lock]
+        while entry < entry_count and entering[entry] < row:
+            if passed[entering[entry]]:
+                held[targets[entry]] = _IN_BATCH + entering[entry]
+            entry += 1
+        estimate = NO_CONFLICT
+        while lock < lock_count and rows[lock] == row:
+            first, second, third = places[lock]
+            least = held[first] if held[first] < held[second] else held[second]  # noqa: FURB136
+            least = least if least < held[third] else held[third]  # noqa: FURB136
+            estimate = least if least > estimate else estimate  # noqa: FURB136 - no call per row
+            lock += 1
+        if estimate > limits[row]:
+            refused[row] = estimate
+        else:
+            passed[row] = True
+            refused[row] = NO_CONFLICT
+    accepted[:] = passed
+    conflicts[:] = refused
