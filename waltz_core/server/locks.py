@@ -161,7 +161,7 @@ class LockTable:
     # figures
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """How much memory the table takes."""
         return int(self._slots.nbytes)
 

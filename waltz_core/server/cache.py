@@ -1,0 +1,283 @@
+"""What a server remembers of its partitions' logs, so that recent reads touch no storage.
+
+Why it stands alone: memory is the one thing that a slow or greedy reader could take from everybody
+else. All remembered bytes are counted here, against limits that hold whatever the readers do.
+
+Two memories, because they are asked for differently. `TransactionCache` holds whole appended
+batches, records and all, and serves ranges. `FeedCache` holds 20 bytes of each transaction,
+request id and header, and so reaches far back: a client that follows the feed some minutes late
+still costs no storage a read.
+
+Rules:
+    1. Only committed transactions come in, in id order and without a gap; a gap forgets all before.
+    2. The bytes held never pass the limit, whatever is put in; the oldest go first, over all
+       partitions that share a budget.
+    3. What is handed out are views of what came in; taking batches out later does not change them.
+    4. After a session whose lineage is not unbroken, `clear`; after one that is, what lies above
+       the recovered mark goes by `truncate_after`.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import raw_records
+from waltz_core.raw_records import Buffer
+from waltz_core.record import LineageEntry, TransactionId
+
+I64 = npt.NDArray[np.int64]
+
+# What Python and NumPy keep beside a batch's bytes: measured on batches of one small record.
+BATCH_OVERHEAD_BYTES: Final = 1024
+_FEED: Final = raw_records.FEED_HEADER_BYTES
+
+
+class CachedBatch(NamedTuple):
+    """One appended batch as it was committed."""
+
+    entry: LineageEntry
+    lengths: I64
+    records: Buffer
+
+    @property
+    def cost_bytes(self) -> int:
+        """What holding it costs."""
+        return len(self.records) + int(self.lengths.nbytes) + BATCH_OVERHEAD_BYTES
+
+
+class CachedRange(NamedTuple):
+    """Records first..last out of one batch; `entry` is the batch's and may reach beyond."""
+
+    first: TransactionId
+    last: TransactionId
+    lengths: I64
+    records: memoryview
+    entry: LineageEntry
+
+
+class CacheBudget:
+    """The bytes that the transaction caches of all partitions may hold together."""
+
+    __slots__ = ("_holders", "_limit_bytes", "_serial", "_used_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        assert limit_bytes >= 0
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._serial = 0
+        self._holders: OrderedDict[int, TransactionCache] = OrderedDict()
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most that may be held."""
+        return self._limit_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What is held now."""
+        return self._used_bytes
+
+    def take(self, cost_bytes: int, holder: "TransactionCache") -> int:
+        """Make room, if need be by dropping the oldest batches of anybody; return a receipt."""
+        assert 0 < cost_bytes <= self._limit_bytes
+        while self._used_bytes + cost_bytes > self._limit_bytes:
+            oldest = next(iter(self._holders.values()))
+            oldest.drop_oldest()
+        self._serial += 1
+        self._holders[self._serial] = holder
+        self._used_bytes += cost_bytes
+        return self._serial
+
+    def give_back(self, receipt: int, cost_bytes: int) -> None:
+        """Take note that a batch is held no more."""
+        del self._holders[receipt]
+        self._used_bytes -= cost_bytes
+        assert self._used_bytes >= 0
+
+
+class TransactionCache:
+    """The newest committed batches of one partition, whole."""
+
+    __slots__ = ("_batches", "_budget", "_firsts", "_head", "hits", "misses")
+
+    def __init__(self, budget: CacheBudget) -> None:
+        self._budget = budget
+        # Keyed by first id and in id order; `_firsts[_head:]` are the same keys, to be bisected.
+        self._batches: OrderedDict[int, tuple[int, CachedBatch]] = OrderedDict()
+        self._firsts: list[int] = []
+        self._head = 0
+        self.hits = 0
+        self.misses = 0
+
+    # -----------------------------------------------------------------------------------------
+    # what comes in
+
+    def put(self, entry: LineageEntry, lengths: I64, records: Buffer) -> None:
+        """Remember a committed batch; `lengths` are those of its records."""
+        assert lengths.size == entry.last - entry.first + 1
+        newest = self.last
+        if newest is not None and entry.first != newest + 1:
+            self.clear()  # rule 1
+        batch = CachedBatch(entry, lengths, records)
+        if batch.cost_bytes > self._budget.limit_bytes:
+            self.clear()  # Kept without it, what follows would leave a gap.
+            return
+        receipt = self._budget.take(batch.cost_bytes, self)
+        self._batches[entry.first] = (receipt, batch)
+        self._firsts.append(entry.first)
+
+    def drop_oldest(self) -> None:
+        """Forget the oldest batch; the budget calls this to make room."""
+        first, (receipt, batch) = self._batches.popitem(last=False)
+        assert self._firsts[self._head] == first
+        self._budget.give_back(receipt, batch.cost_bytes)
+        self._head += 1
+        if self._head * 2 > len(self._firsts):
+            del self._firsts[: self._head]
+            self._head = 0
+
+    def truncate_after(self, mark: TransactionId) -> None:
+        """Forget every batch that reaches above the mark (rule 4)."""
+        newest = self.last
+        while newest is not None and newest > mark:
+            first, (receipt, batch) = self._batches.popitem()
+            assert self._firsts[-1] == first
+            self._budget.give_back(receipt, batch.cost_bytes)
+            self._firsts.pop()
+            newest = self.last
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for receipt, batch in self._batches.values():
+            self._budget.give_back(receipt, batch.cost_bytes)
+        self._batches.clear()
+        self._firsts.clear()
+        self._head = 0
+
+    # -----------------------------------------------------------------------------------------
+    # what goes out
+
+    @property
+    def first(self) -> TransactionId | None:
+        """The oldest id held, None when nothing is."""
+        return TransactionId(self._firsts[self._head]) if self._batches else None
+
+    @property
+    def last(self) -> TransactionId | None:
+        """The newest id held, None when nothing is."""
+        if not self._batches:
+            return None
+        return self._batches[self._firsts[-1]][1].entry.last
+
+    def read(self, first: TransactionId, last: TransactionId, bytes_max: int) -> list[CachedRange]:
+        """Return the records from `first` on, up to `last` or about `bytes_max`, batch by batch.
+
+        At least one record comes back; an empty list says that `first` is not held. Nothing is
+        copied.
+        """
+        assert first <= last
+        oldest, newest = self.first, self.last
+        if oldest is None or newest is None or not oldest <= first <= newest:
+            self.misses += 1
+            return []
+        self.hits += 1
+        place = bisect_right(self._firsts, first, lo=self._head) - 1
+        found: list[CachedRange] = []
+        start = int(first)
+        while start <= min(last, newest) and (bytes_max > 0 or not found):
+            part = _part_of(self._batches[self._firsts[place]][1], start, int(last), bytes_max)
+            found.append(part)
+            bytes_max -= len(part.records)
+            # A part that ends inside its batch is the last one: the bytes or the ids are used up.
+            if part.last < part.entry.last:
+                break
+            start = part.last + 1
+            place += 1
+        return found
+
+
+def _part_of(batch: CachedBatch, first: int, last: int, bytes_max: int) -> CachedRange:
+    entry, lengths, records = batch
+    assert entry.first <= first <= entry.last
+    skip = first - entry.first
+    wanted = min(last, entry.last) - first + 1
+    count = min(wanted, raw_records.count_within(lengths[skip : skip + wanted], bytes_max))
+    view, part = raw_records.cut(records, lengths, skip=skip, count=count)
+    return CachedRange(TransactionId(first), TransactionId(first + count - 1), part, view, entry)
+
+
+class FeedCache:
+    """Request id and header of the newest transactions of one partition, in a ring.
+
+    The place of a transaction follows from its id, so a read is one or two slices whatever its
+    age, and small batches cost no more than large ones.
+    """
+
+    __slots__ = ("_capacity", "_first", "_last", "_ring", "hits", "misses")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._capacity = limit_bytes // _FEED
+        assert self._capacity > 0
+        # Zeroed memory that nobody has written to is not yet taken from the machine.
+        self._ring = memoryview(bytearray(self._capacity * _FEED))
+        self._first = 0
+        self._last = -1
+        self.hits = 0
+        self.misses = 0
+
+    @property
+    def capacity(self) -> int:
+        """How many transactions back the ring reaches."""
+        return self._capacity
+
+    @property
+    def size_bytes(self) -> int:
+        """The most memory that the ring takes."""
+        return self._ring.nbytes
+
+    def put(self, first: TransactionId, packed: Buffer) -> None:
+        """Remember committed transactions, 20 bytes each (`raw_records.feed_headers_of`)."""
+        assert len(packed) % _FEED == 0
+        count = len(packed) // _FEED
+        if first != self._last + 1:
+            self._first = first  # rule 1
+        self._last = first + count - 1
+        self._first = max(self._first, self._last - self._capacity + 1)
+        kept = min(count, self._capacity)
+        view = memoryview(packed)[(count - kept) * _FEED :]
+        start = (self._last - kept + 1) % self._capacity
+        until_end = min(kept, self._capacity - start)
+        self._ring[start * _FEED : (start + until_end) * _FEED] = view[: until_end * _FEED]
+        self._ring[: (kept - until_end) * _FEED] = view[until_end * _FEED :]
+
+    def read(self, first: TransactionId, last: TransactionId) -> bytes:
+        """Return 20 bytes for each transaction from `first` up to `last` or the newest held.
+
+        Empty when `first` is not held. A copy, because the ring goes on.
+        """
+        assert first <= last
+        if not self._first <= first <= self._last:
+            self.misses += 1
+            return b""
+        self.hits += 1
+        count = min(last, self._last) - first + 1
+        start = first % self._capacity
+        until_end = min(count, self._capacity - start)
+        return b"".join(
+            (
+                self._ring[start * _FEED : (start + until_end) * _FEED],
+                self._ring[: (count - until_end) * _FEED],
+            )
+        )
+
+    def truncate_after(self, mark: TransactionId) -> None:
+        """Forget what lies above the mark (rule 4)."""
+        self._last = min(self._last, mark)
+        self._first = min(self._first, self._last + 1)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._first, self._last = 0, -1
