@@ -1,0 +1,75 @@
+"""`waltz-core`: the table of commands, and what happens when one fails.
+
+Why it stands alone: every command ends the same way. A `WaltzError` is one sentence and exit code
+1; anything else is a fault of ours and keeps its traceback.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from waltz_core import __version__
+from waltz_core.cli.output import say
+from waltz_core.errors import WaltzError
+
+# noun -> (module, one line of help); a module is imported only when its noun is asked for, so that
+# a daemon does not pay for what it never uses.
+NOUNS: dict[str, tuple[str, str]] = {
+    "local": ("waltz_core.cli.local", "a whole cluster on this machine: up, status, down"),
+    "cluster": ("waltz_core.cli.cluster", "create and show what ZooKeeper holds of a cluster"),
+    "storage": ("waltz_core.cli.storage", "run a storage daemon"),
+    "server": ("waltz_core.cli.server", "run a server daemon"),
+    "zookeeper": ("waltz_core.cli.zookeeper", "run the ZooKeeper that comes with PySpark"),
+    "client": ("waltz_core.cli.client", "append, read and watch from the shell"),
+    "config": ("waltz_core.cli.config", "show every setting and where it came from"),
+    "bench": ("waltz_core.cli.bench", "load a cluster and print one JSON line of figures"),
+}
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(words[0] if words else None)
+    arguments = parser.parse_args(words)
+    verb = getattr(arguments, "verb", None)
+    if verb is None:
+        parser.print_help()
+        return 2
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+        stream=sys.stderr,
+    )
+    logging.getLogger("kazoo").setLevel(logging.WARNING)
+    try:
+        result = verb(arguments)
+    except WaltzError as error:
+        say(f"waltz-core: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`waltz-core ... | head`): nothing left to say.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        return 0
+    assert isinstance(result, int)
+    return result
+
+
+def _parser(noun: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="waltz-core", description="The quorum-replicated log with optimistic locking."
+    )
+    parser.add_argument("--version", action="version", version=f"waltz-core {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (module, text) in NOUNS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == noun:
+            import_module(module).add(command)
+        command.set_defaults(parser=command)
+    return parser

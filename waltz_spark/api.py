@@ -1,0 +1,216 @@
+"""What a notebook calls beside `format("waltz")`: append with its outcome, snapshots, a session.
+
+Why it stands alone: these functions run in the user's own Python, where results can be held in
+hand; everything else of the package runs in processes that Spark starts.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark user knows
+
+from waltz_core.errors import BadConfig, BadRequest
+from waltz_spark.connections import client_of
+from waltz_spark.writer.results import COMMITTED, REJECTED, SUMMARY_FILE, open_place
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """What became of every row of a write.
+
+    Attributes:
+        results: one row for each row written: its input columns, `status`, `partition`,
+            `transaction_id`, `attempts`, `lock_failure_transaction_id`, `retry_high_water_mark`.
+        counts: `committed`, `rejected`, `rejected_by_own_rows`, `seconds`.
+        high_water_marks: by partition, the last mark that the write saw.
+        results_path: where the results lie as Parquet.
+    """
+
+    results: DataFrame
+    counts: Mapping[str, float]
+    high_water_marks: Mapping[int, int]
+    results_path: str
+
+    @property
+    def committed(self) -> DataFrame:
+        """The rows that are in the log."""
+        return self.results.where(F.col("status") == COMMITTED)
+
+    @property
+    def rejected(self) -> DataFrame:
+        """The rows that a lock refused, with the transaction that won."""
+        return self.results.where(F.col("status") == REJECTED)
+
+
+def append(
+    df: DataFrame,
+    connect: str,
+    *,
+    high_water_marks: Mapping[int, int] | None = None,
+    **options: object,
+) -> WriteResult:
+    """Append a DataFrame and return the outcome of every row.
+
+    The same write as `df.write.format("waltz")`, with `onLockFailure=reject` unless you say
+    otherwise. Without `resultsPath` the results go to a temporary directory, which only a local
+    Spark can do.
+
+    Args:
+        df: one row is one transaction.
+        connect: the cluster.
+        high_water_marks: the marks the rows were computed from (`Snapshot.high_water_marks`).
+        options: the options of the format, by name.
+
+    Raises:
+        BadConfig: an option is wrong, or a cluster's Spark needs `resultsPath`.
+    """
+    spark = df.sparkSession
+    texts = {name: _text(value) for name, value in options.items()}
+    texts.setdefault("onLockFailure", "reject")
+    if high_water_marks is not None:
+        texts["clientHighWaterMarks"] = json.dumps(dict(high_water_marks))
+    path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
+    texts["resultsPath"] = path
+    df.write.format("waltz").mode("append").options(**texts).save(connect)
+    place = open_place(path)
+    with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
+        summary = json.loads(stream.read())
+    marks = {int(partition): mark for partition, mark in summary.pop("high_water_marks").items()}
+    return WriteResult(_results(spark, df, path), summary, marks, path)
+
+
+def _results(spark: SparkSession, df: DataFrame, path: str) -> DataFrame:
+    place = open_place(path)
+    names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
+    if any(name.endswith(".parquet") for name in names):
+        return spark.read.parquet(path)
+    # No row, no file, no schema to read: an empty frame with the columns it would have had.
+    own = (
+        "status string, partition int, transaction_id bigint, attempts int, "
+        "lock_failure_transaction_id bigint, retry_high_water_mark bigint"
+    )
+    empty = spark.createDataFrame([], own)
+    taken = {*empty.columns, "data"}
+    kept = df.select(*[F.col(name) for name in df.columns if name not in taken]).limit(0)
+    return kept.crossJoin(empty)
+
+
+def _selector(path: str) -> object:
+    from pyarrow import fs  # noqa: PLC0415 - only this function needs it
+
+    return fs.FileSelector(path)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return json.dumps({str(key): part for key, part in value.items()})
+    if isinstance(value, list | tuple):
+        return ",".join(str(part) for part in value)
+    return str(value)
+
+
+def _temporary_results(spark: SparkSession) -> str:
+    try:
+        master = spark.conf.get("spark.master", "")
+    except Exception:  # noqa: BLE001 - Spark Connect may keep it to itself
+        master = ""
+    if not (master or "").startswith("local"):
+        raise BadConfig(
+            "this Spark runs on other machines too: give option resultsPath, a directory that "
+            "every executor reaches"
+        )
+    return str(Path(tempfile.mkdtemp(prefix="waltz-results-")) / uuid.uuid4().hex)  # noqa: TID251
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The log up to fixed marks: whoever reads it twice reads the same.
+
+    Rows computed from `read()` and written with `high_water_marks` are refused exactly when
+    somebody else has written one of their locks since.
+    """
+
+    spark: SparkSession
+    connect: str
+    high_water_marks: Mapping[int, int]
+
+    def reader(self) -> DataFrameReader:
+        """Return a reader bound to the snapshot, for further options and a schema."""
+        marks = json.dumps({str(p): mark for p, mark in self.high_water_marks.items()})
+        return self.spark.read.format("waltz").option("endingHighWaterMarks", marks)
+
+    def read(self, schema: str | None = None, **options: object) -> DataFrame:
+        """Return the log up to the snapshot's marks.
+
+        Args:
+            schema: the columns to unpack, with option `dataFormat`.
+            options: further options of the format.
+        """
+        reader = self.reader().options(**{name: _text(value) for name, value in options.items()})
+        if schema is not None:
+            reader = reader.schema(schema)
+        return reader.load(self.connect)
+
+
+def snapshot(spark: SparkSession, connect: str) -> Snapshot:
+    """Take the log's marks now.
+
+    Raises:
+        Unavailable: the cluster does not answer.
+    """
+    marks = {int(p): int(mark) for p, mark in client_of(connect).high_water_marks().items()}
+    return Snapshot(spark, connect, marks)
+
+
+def register(spark: SparkSession) -> None:
+    """Make `format("waltz")` known by hand, where PySpark did not find it by itself."""
+    from waltz_spark.datasource.source import WaltzDataSource  # noqa: PLC0415 - costs an import
+
+    spark.dataSource.register(WaltzDataSource)
+
+
+def session(app_name: str = "waltz", master: str | None = None, **conf: str) -> SparkSession:
+    """Return a Spark session that is set up for Waltz.
+
+    Its workers run this very Python (the commonest first failure is another one), quick tasks go
+    over Unix sockets, and the console stays readable. Settings of your own win.
+
+    Args:
+        app_name: shown in Spark's UI.
+        master: `local[*]`, `spark://...`; Spark's own default when None.
+        conf: settings with `_` for `.`, or give them in a dict by `**{"spark.x.y": "z"}`.
+
+    Raises:
+        BadRequest: a session with other workers already runs.
+    """
+    wanted = os.environ.get("PYSPARK_PYTHON")
+    if wanted is None:
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+        if SparkSession.getActiveSession() is not None:
+            raise BadRequest(
+                "a Spark session runs already, and its workers may run another Python: set "
+                f"PYSPARK_PYTHON={sys.executable} before the first session starts"
+            )
+    builder = SparkSession.builder.appName(app_name)
+    if master is not None:
+        builder = builder.master(master)
+    settings = {
+        "spark.ui.showConsoleProgress": "false",
+        "spark.ui.enabled": "false",
+        "spark.log.level": "ERROR",
+        "spark.python.unix.domain.socket.enabled": "true",
+        "spark.sql.session.timeZone": "UTC",
+        **{key if "." in key else key.replace("_", "."): value for key, value in conf.items()},
+    }
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()

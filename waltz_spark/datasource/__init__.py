@@ -1,0 +1,1 @@
+"""Reading: what `spark.read.format("waltz")` runs on the driver and on executors."""

@@ -1,0 +1,66 @@
+"""`format("waltz")`: what Spark asks for first, on the driver.
+
+Why it stands alone: Spark makes this object anew for every `load` and `save`, pickles it between
+processes, and shows whatever it raises to the user. So all options are checked here, at once.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWriter
+from pyspark.sql.types import StructType
+
+from waltz_core.errors import BadRequest
+from waltz_spark.datasource.batch import WaltzBatchReader
+from waltz_spark.options import LOG_COLUMNS, check_names, parse_read, parse_write
+from waltz_spark.rows import check_log_types, read_schema
+from waltz_spark.writer.batch import WaltzBatchWriter
+
+
+class WaltzDataSource(DataSource):
+    """The log as a table: read a range of it, append to it.
+
+    Reading gives `partition`, `transaction_id`, `header`, `request_id`, `commit_time`, `data`, or
+    the columns of your schema with option `dataFormat`. Writing takes one row as one transaction.
+    `docs/spark.md` lists every option and column.
+
+        spark.read.format("waltz").load("zk1:2181/waltz/payments")
+        df.write.format("waltz").mode("append").save("zk1:2181/waltz/payments")
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(dict(options))
+        check_names(options)
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name of the format."""
+        return "waltz"
+
+    def schema(self) -> str:
+        """Return the log's columns, or those that option `columns` names."""
+        return read_schema(parse_read(self.options).columns)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """Return the reader of a batch; `schema` may be the user's own."""
+        options = parse_read(self.options)
+        check_log_types(schema)
+        foreign = [field.name for field in schema.fields if field.name not in LOG_COLUMNS]
+        if foreign and options.data_format is None:
+            raise BadRequest(
+                f"the schema has columns that the log has not ({', '.join(foreign[:5])}); give "
+                "option dataFormat=msgpack (or json) to unpack them from the payload"
+            )
+        return WaltzBatchReader(options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
+        """Return the writer of a batch."""
+        if overwrite:
+            raise BadRequest(
+                "mode 'overwrite' cannot be: a log keeps every transaction for ever; use "
+                ".mode('append')"
+            )
+        return WaltzBatchWriter(parse_write(self.options), schema)
+
+    def __reduce__(self) -> Any:  # noqa: ANN401 - pickle's own protocol
+        return (type(self), (dict(self.options),))

@@ -1,0 +1,383 @@
+"""Every option of `format("waltz")`: its name, its default, its bounds, and how a text becomes it.
+
+Why it stands alone: Spark hands options over as a bag of lower-cased texts and ignores what nobody
+asks for. Here a misspelt name is an error with the nearest right one, on the driver, before any
+task starts; and the table below is the one source for the code and for `docs/spark.md`.
+
+Rules:
+    1. An option that is not in the table, and not one of Spark's own keys, is refused.
+    2. An option of the other direction (reading, writing) is refused too, by name.
+    3. A value is parsed once, here; the rest of the package sees typed values only.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from waltz_core.errors import BadConfig
+
+CONNECT_ENVIRONMENT = "WALTZ_CONNECT"
+# Keys that Spark itself adds to the options of a source or a sink.
+ENGINE_KEYS = frozenset({"path", "checkpointlocation", "queryname", "provider", "owner"})
+LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_time", "data")
+TASK_TRANSACTIONS_MAX = 1_000_000
+DATA_FORMATS = ("msgpack", "json")
+
+
+class Use(Enum):
+    """When an option means something."""
+
+    BOTH = "reading and writing"
+    READ = "reading"
+    WRITE = "writing"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table."""
+
+    name: str
+    use: Use
+    default: str
+    text: str
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "connect",
+        Use.BOTH,
+        f"the path of load() or save(), else ${CONNECT_ENVIRONMENT}",
+        "The cluster: ZooKeeper's hosts, then the cluster's root: `zk1:2181,zk2:2181/waltz/pay`.",
+    ),
+    Option(
+        "dataFormat",
+        Use.BOTH,
+        "none",
+        "`msgpack` or `json`. Writing: every column that is no column of the log is packed by name "
+        "into `data`. Reading: `data` is unpacked into the columns of the schema you give.",
+    ),
+    Option(
+        "startingHighWaterMarks",
+        Use.READ,
+        "earliest",
+        '`earliest`, `latest`, or JSON by partition, `{"0": 41}`: the read starts AFTER it.',
+    ),
+    Option(
+        "endingHighWaterMarks",
+        Use.READ,
+        "latest",
+        "`latest`, or JSON by partition, inclusive. `latest` is resolved once, on the driver.",
+    ),
+    Option("partitions", Use.READ, "all", "Which partitions of the log to read: `0,3,5`."),
+    Option(
+        "columns",
+        Use.READ,
+        "all",
+        "Which columns to fetch, in this order; without `data` only headers travel.",
+    ),
+    Option(
+        "transactionIds",
+        Use.READ,
+        "all",
+        "Ranges of transaction IDs to fetch: `1000-1999,5000`; applied in every partition read.",
+    ),
+    Option(
+        "headers",
+        Use.READ,
+        "all",
+        "Application headers to fetch, filtered by the server: `7,9`.",
+    ),
+    Option(
+        "minPartitions",
+        Use.READ,
+        "1",
+        "Split the read into at least this many tasks.",
+    ),
+    Option(
+        "maxTransactionsPerTask",
+        Use.READ,
+        str(TASK_TRANSACTIONS_MAX),
+        "A task reads at most this many transactions.",
+    ),
+    Option(
+        "failOnDataLoss",
+        Use.READ,
+        "true",
+        "A mark past the end of the log is an error; `false` reads what is there.",
+    ),
+    Option(
+        "readFrom",
+        Use.READ,
+        "replica",
+        "`replica`: tasks pull ranges straight from a storage, and fall back to the server; "
+        "`server`: always through the server.",
+    ),
+    Option(
+        "partitionBy",
+        Use.WRITE,
+        "the first lock, else round robin",
+        "A column whose hash chooses the partition of rows that name none.",
+    ),
+    Option(
+        "clientHighWaterMarks",
+        Use.WRITE,
+        "the marks when the job started",
+        "JSON by partition: the marks that the rows were computed from.",
+    ),
+    Option(
+        "onLockFailure",
+        Use.WRITE,
+        "fail",
+        "`fail`: the job aborts at the first refused row and says what is in the log by then. "
+        "`reject`: a refused row is final and comes back in the results as REJECTED.",
+    ),
+    Option(
+        "resultsPath",
+        Use.WRITE,
+        "none",
+        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens.",
+    ),
+    Option(
+        "resultColumns",
+        Use.WRITE,
+        "all but data",
+        "The input columns that the results carry: `id,tail`.",
+    ),
+    Option("batchSize", Use.WRITE, "1000", "Rows in one append, 1 to 10,000 (and at most 4 MiB)."),
+    Option("maxInFlight", Use.WRITE, "8", "Appends that a task keeps in flight, 1 to 64."),
+)
+_BY_KEY = {option.name.lower(): option for option in OPTIONS}
+
+
+class OnLockFailure(Enum):
+    """What a refused row means to the job."""
+
+    FAIL = "fail"
+    REJECT = "reject"
+
+
+Marks = dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a read was asked for; marks as given, resolved later on the driver."""
+
+    connect: str
+    columns: tuple[str, ...]
+    starting: str | Marks = "earliest"
+    ending: str | Marks = "latest"
+    partitions: tuple[int, ...] | None = None
+    transaction_ids: tuple[tuple[int, int], ...] = ()
+    headers: tuple[int, ...] = ()
+    task_count_min: int = 1
+    task_transactions_max: int = TASK_TRANSACTIONS_MAX
+    fail_on_data_loss: bool = True
+    from_replica: bool = True
+    data_format: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """What a write was asked for."""
+
+    connect: str
+    data_format: str | None = None
+    partition_by: str | None = None
+    marks: Marks = field(default_factory=dict)
+    on_lock_failure: OnLockFailure = OnLockFailure.FAIL
+    results_path: str | None = None
+    result_columns: tuple[str, ...] | None = None
+    batch_rows: int = 1000
+    in_flight_max: int = 8
+
+
+def check_names(options: Mapping[str, str]) -> None:
+    """Refuse option names that are nobody's (rule 1).
+
+    Raises:
+        BadConfig: names the option and the nearest right one.
+    """
+    for key in options:
+        if key.lower() in _BY_KEY or key.lower() in ENGINE_KEYS or key.startswith("option."):
+            continue
+        near = difflib.get_close_matches(key.lower(), list(_BY_KEY), n=1, cutoff=0.5)
+        if near:
+            mend = f"did you mean {_BY_KEY[near[0]].name!r}?"
+        else:
+            mend = "the options are " + ", ".join(option.name for option in OPTIONS)
+        raise BadConfig(f"format 'waltz' has no option {key!r}; {mend}")
+
+
+def parse_read(options: Mapping[str, str]) -> ReadOptions:
+    """Return the typed options of a read.
+
+    Raises:
+        BadConfig: names the option, what was expected and what was found.
+    """
+    bag = _Bag(options, Use.READ)
+    return ReadOptions(
+        connect=bag.connect(),
+        columns=bag.columns(),
+        starting=bag.marks_or_word("startingHighWaterMarks", ("earliest", "latest")),
+        ending=bag.marks_or_word("endingHighWaterMarks", ("latest",)),
+        partitions=bag.ints("partitions", minimum=0),
+        transaction_ids=bag.ranges("transactionIds"),
+        headers=bag.ints("headers") or (),
+        task_count_min=bag.integer("minPartitions", 1, 100_000),
+        task_transactions_max=bag.integer("maxTransactionsPerTask", 1, 1 << 40),
+        fail_on_data_loss=bag.choice("failOnDataLoss", ("true", "false")) == "true",
+        from_replica=bag.choice("readFrom", ("replica", "server")) == "replica",
+        data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
+    )
+
+
+def parse_write(options: Mapping[str, str]) -> WriteOptions:
+    """Return the typed options of a write.
+
+    Raises:
+        BadConfig: names the option, what was expected and what was found.
+    """
+    bag = _Bag(options, Use.WRITE)
+    names = bag.text("resultColumns")
+    return WriteOptions(
+        connect=bag.connect(),
+        data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
+        partition_by=bag.text("partitionBy"),
+        marks=bag.marks("clientHighWaterMarks"),
+        on_lock_failure=OnLockFailure(bag.choice("onLockFailure", ("fail", "reject"))),
+        results_path=bag.text("resultsPath"),
+        result_columns=None if names is None else tuple(_split(names)),
+        batch_rows=bag.integer("batchSize", 1, 10_000),
+        in_flight_max=bag.integer("maxInFlight", 1, 64),
+    )
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+class _Bag:
+    """The options as Spark hands them over, looked up by the table's names."""
+
+    def __init__(self, options: Mapping[str, str], use: Use) -> None:
+        self._values = {key.lower(): value for key, value in options.items()}
+        for key in self._values:
+            option = _BY_KEY.get(key)
+            if option is not None and option.use not in (use, Use.BOTH):
+                raise BadConfig(
+                    f"option {option.name!r} is for {option.use.value}, this is {use.value}"
+                )
+
+    def text(self, name: str) -> str | None:
+        value = self._values.get(name.lower())
+        return value if value not in (None, "") else None
+
+    def connect(self) -> str:
+        value = self.text("path") or self.text("connect") or os.environ.get(CONNECT_ENVIRONMENT)
+        if not value:
+            raise BadConfig(
+                "which cluster? Give its connect string, like 'zk1:2181,zk2:2181/waltz/payments', "
+                f"as load(...) or save(...), as option 'connect', or in ${CONNECT_ENVIRONMENT} "
+                "(a table made by CREATE TABLE forgets its options: use CREATE TEMPORARY VIEW)"
+            )
+        return value
+
+    def choice(self, name: str, words: tuple[str, ...]) -> str:
+        value = (self.text(name) or _BY_KEY[name.lower()].default).lower()
+        if value not in words:
+            raise BadConfig(f"option {name!r} is one of {', '.join(words)}; found {value!r}")
+        return value
+
+    def optional_choice(self, name: str, words: tuple[str, ...]) -> str | None:
+        return None if self.text(name) is None else self.choice(name, words)
+
+    def integer(self, name: str, minimum: int, maximum: int) -> int:
+        value = self.text(name) or _BY_KEY[name.lower()].default
+        try:
+            number = int(value)
+        except ValueError:
+            number = minimum - 1
+        if not minimum <= number <= maximum:
+            raise BadConfig(
+                f"option {name!r} is a whole number from {minimum} to {maximum}; found {value!r}"
+            )
+        return number
+
+    def ints(self, name: str, minimum: int = -(1 << 31)) -> tuple[int, ...] | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        try:
+            numbers = tuple(sorted({int(part) for part in _split(value)}))
+        except ValueError:
+            numbers = ()
+        if not numbers or numbers[0] < minimum or numbers[-1] >= 1 << 31:
+            raise BadConfig(f"option {name!r} is a list of whole numbers, '0,3,5'; found {value!r}")
+        return numbers
+
+    def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
+        value = self.text(name)
+        if value is None:
+            return ()
+        found: list[tuple[int, int]] = []
+        for part in _split(value):
+            first, dash, last = part.partition("-")
+            try:
+                pair = (int(first), int(last) if dash else int(first))
+            except ValueError:
+                pair = (0, -1)
+            if not 0 <= pair[0] <= pair[1]:
+                raise BadConfig(f"option {name!r} is like '1000-1999,5000'; found {part!r}")
+            found.append(pair)
+        return tuple(sorted(found))
+
+    def columns(self) -> tuple[str, ...]:
+        value = self.text("columns")
+        if value is None:
+            return LOG_COLUMNS
+        names = tuple(_split(value))
+        for name in names:
+            if name not in LOG_COLUMNS:
+                near = difflib.get_close_matches(name, LOG_COLUMNS, n=1)
+                mend = (
+                    f"did you mean {near[0]!r}?" if near else f"they are {', '.join(LOG_COLUMNS)}"
+                )
+                raise BadConfig(f"option 'columns': the log has no column {name!r}; {mend}")
+        if not names or len(set(names)) != len(names):
+            raise BadConfig(f"option 'columns' names each column once; found {value!r}")
+        return names
+
+    def marks_or_word(self, name: str, words: tuple[str, ...]) -> str | Marks:
+        value = self.text(name) or _BY_KEY[name.lower()].default
+        if value.lower() in words:
+            return value.lower()
+        if not value.lstrip().startswith("{"):
+            raise BadConfig(
+                f"option {name!r} is {' or '.join(words)}, or JSON like '{{\"0\": 41}}'; "
+                f"found {value!r}"
+            )
+        return self.marks(name)
+
+    def marks(self, name: str) -> Marks:
+        value = self.text(name)
+        if value is None:
+            return {}
+        try:
+            raw = json.loads(value)
+            marks = {int(partition): _mark(mark) for partition, mark in raw.items()}
+        except (ValueError, TypeError, AttributeError):
+            raise BadConfig(
+                f"option {name!r} is JSON from partition to high-water mark, '{{\"0\": 41}}'; "
+                f"found {value!r}"
+            ) from None
+        return marks
+
+
+def _mark(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise ValueError(value)
+    return value

@@ -1,0 +1,121 @@
+"""From marks and options to tasks: which transactions a read covers and how they are split.
+
+Why it stands alone: it is arithmetic on ids, worth testing without Spark or a cluster.
+
+Rules:
+    1. A start is exclusive, an end inclusive, as high-water marks are.
+    2. A mark past the end of its partition's log is data loss, unless that was allowed.
+    3. Spans never overlap, and together cover exactly what was asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from waltz_core.errors import BadConfig, DataLoss
+from waltz_core.record import BEFORE_FIRST
+from waltz_spark.options import Marks, ReadOptions
+
+
+class Span(NamedTuple):
+    """Transactions first..last of one partition of the log."""
+
+    partition: int
+    first: int
+    last: int
+
+
+def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
+    """Return the partitions to read.
+
+    Raises:
+        BadConfig: one of them does not exist.
+    """
+    chosen = range(partition_count) if options.partitions is None else options.partitions
+    for partition in chosen:
+        check_partition(partition, partition_count, "option 'partitions'")
+    return list(chosen)
+
+
+def check_partition(partition: int, partition_count: int, where: str) -> None:
+    """Refuse a partition that the cluster does not have.
+
+    Raises:
+        BadConfig: says which there are.
+    """
+    if not 0 <= partition < partition_count:
+        raise BadConfig(
+            f"{where} names partition {partition}; this cluster has 0 to {partition_count - 1}"
+        )
+
+
+def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
+    """Return the exclusive start of each partition in `marks` (the log's marks now)."""
+    if options.starting == "earliest":
+        return dict.fromkeys(marks, int(BEFORE_FIRST))
+    if options.starting == "latest":
+        return dict(marks)
+    assert not isinstance(options.starting, str)
+    return _given(options, options.starting, marks, int(BEFORE_FIRST), "startingHighWaterMarks")
+
+
+def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
+    """Return the inclusive end of each partition in `marks` (the log's marks now)."""
+    if isinstance(options.ending, str):
+        return dict(marks)
+    return _given(options, options.ending, marks, None, "endingHighWaterMarks")
+
+
+def _given(
+    options: ReadOptions, given: Marks, marks: Mapping[int, int], missing: int | None, name: str
+) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for partition, mark in marks.items():
+        wanted = given.get(partition, mark if missing is None else missing)
+        if wanted > mark:
+            if options.fail_on_data_loss:
+                raise DataLoss(
+                    f"option {name!r} asks for transaction {wanted} of partition {partition}, "
+                    f"but its log ends at {mark}: another cluster, or a log that was made anew. "
+                    "Correct the mark, or set failOnDataLoss=false to read what is there"
+                )
+            wanted = mark
+        found[partition] = wanted
+    return found
+
+
+def spans(
+    starts: Mapping[int, int],
+    ends: Mapping[int, int],
+    wanted: Sequence[tuple[int, int]] = (),
+) -> list[Span]:
+    """Return what to read, cut to the wanted ranges of ids (all when there are none)."""
+    found: list[Span] = []
+    for partition in sorted(ends):
+        first, last = starts[partition] + 1, ends[partition]
+        floor = first
+        for low, high in sorted(wanted) or [(first, last)]:
+            cut = Span(partition, max(floor, low), min(last, high))
+            if cut.first <= cut.last:
+                found.append(cut)
+                floor = cut.last + 1
+    return found
+
+
+def split(whole: Sequence[Span], *, task_count_min: int, per_task_max: int) -> list[Span]:
+    """Cut spans into tasks of at most `per_task_max`, and into at least `task_count_min` tasks.
+
+    Larger spans get more of the tasks; a span is never cut below one transaction.
+    """
+    total = sum(span.last - span.first + 1 for span in whole)
+    if total == 0:
+        return []
+    size = min(per_task_max, max(1, total // task_count_min))
+    tasks: list[Span] = []
+    for span in whole:
+        count = span.last - span.first + 1
+        pieces = -(-count // size)
+        for index in range(pieces):
+            first = span.first + count * index // pieces
+            last = span.first + count * (index + 1) // pieces - 1
+            tasks.append(Span(span.partition, first, last))
+    return tasks

@@ -1,0 +1,265 @@
+"""Rows to payloads and back: the Spark schema of a transaction, msgpack and JSON packing.
+
+Why it stands alone: it is the one place that says what a Spark type becomes inside `data`, in both
+directions, so that what was written is read back exactly.
+
+    Spark type                   msgpack                     json
+    boolean, integers, double    as they are                 as they are
+    float                        as they are (exact)         as they are (exact)
+    decimal                      text, all digits            text, all digits
+    string                       text                        text
+    binary                       bin                         text, base64
+    date                         int, days since 1970-01-01  text, 2013-01-31
+    timestamp (both kinds)       int, microseconds           text, ISO 8601
+    array, struct, map           array, map by name, map     array, object, list of pairs
+    null                         nil                         null
+
+Rules:
+    1. Values are cast whole columns at a time in Arrow; Python sees plain values only.
+    2. A payload that does not fit the schema names its partition, transaction and column.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import pyarrow as pa
+from pyspark.sql.types import StructType
+
+from waltz_core.errors import BadFormat, BadRequest
+from waltz_spark.options import LOG_COLUMNS
+
+_LOG_TYPES = {
+    "partition": "int",
+    "transaction_id": "bigint",
+    "header": "int",
+    "request_id": "struct<client_id:int,generation:int,partition:int,sequence:int>",
+    "commit_time": "timestamp",
+    "data": "binary",
+}
+assert tuple(_LOG_TYPES) == LOG_COLUMNS
+
+
+def read_schema(columns: Sequence[str]) -> str:
+    """Return the DDL of the log's columns asked for, in the order asked for; all nullable."""
+    return ", ".join(f"{name} {_LOG_TYPES[name]}" for name in columns)
+
+
+def check_log_types(schema: StructType) -> None:
+    """Refuse a user's schema that gives one of the log's own columns another type.
+
+    Raises:
+        BadRequest: names the column and both types.
+    """
+    for field in schema.fields:
+        wanted = _LOG_TYPES.get(field.name)
+        found = field.dataType.simpleString()
+        if wanted is not None and found != wanted:
+            raise BadRequest(
+                f"column {field.name!r} of the log is {wanted}; the schema says {found}"
+            )
+
+
+# ---------------------------------------------------------------------------------------------
+# Columns to payloads
+
+
+def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) -> pa.Array:
+    """Pack rows by column name; one binary payload a row.
+
+    Args:
+        columns: arrays of equal length.
+        names: their names, the keys inside each payload.
+        data_format: `msgpack` or `json`.
+    """
+    assert len(columns) == len(names)
+    plain = [_to_plain(column, data_format) for column in columns]
+    rows = zip(*plain, strict=True)
+    if data_format == "msgpack":
+        pack_one = msgpack.Packer(use_bin_type=True).pack
+        payloads = [pack_one(dict(zip(names, row, strict=True))) for row in rows]
+    else:
+        payloads = [
+            json.dumps(dict(zip(names, row, strict=True)), separators=(",", ":")).encode()
+            for row in rows
+        ]
+    return pa.array(payloads, pa.binary())
+
+
+def _to_plain(column: pa.Array, data_format: str) -> list[Any]:
+    target = _plain_type(column.type, data_format)
+    if target != column.type:
+        column = column.cast(target)
+    if data_format == "msgpack":
+        plain: list[Any] = column.to_pylist(maps_as_pydicts="strict")
+        return plain
+    convert = _json_out(column.type)
+    values = column.to_pylist()
+    return values if convert is None else [convert(value) for value in values]
+
+
+def _plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
+    """Return the type whose Python values a packer knows; casting to it and back is exact."""
+    text = data_format == "json"
+    if pa.types.is_date(kind):
+        return pa.string() if text else pa.int32()
+    if pa.types.is_timestamp(kind):
+        return pa.string() if text else pa.int64()
+    if pa.types.is_duration(kind):
+        return pa.int64()
+    if pa.types.is_decimal(kind):
+        return pa.string()
+    if pa.types.is_map(kind):
+        return pa.map_(
+            _plain_type(kind.key_type, data_format), _plain_type(kind.item_type, data_format)
+        )
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(_plain_type(kind.value_type, data_format))
+    if pa.types.is_struct(kind):
+        return pa.struct(
+            [pa.field(part.name, _plain_type(part.type, data_format)) for part in kind]
+        )
+    return kind
+
+
+def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Return what makes a value of this type fit for JSON; None when it is already."""
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return lambda value: None if value is None else base64.b64encode(value).decode()
+    if pa.types.is_list(kind):
+        inner = _json_out(kind.value_type)
+        if inner is not None:
+            return lambda value: None if value is None else [inner(part) for part in value]
+    if pa.types.is_struct(kind):
+        parts = {part.name: _json_out(part.type) for part in kind}
+        if any(parts.values()):
+            return lambda value: None if value is None else _each(parts, value)
+    if pa.types.is_map(kind):
+        key, item = _json_out(kind.key_type) or _same, _json_out(kind.item_type) or _same
+        return lambda value: None if value is None else [[key(k), item(v)] for k, v in value]
+    return None
+
+
+def _each(parts: dict[str, Callable[[Any], Any] | None], value: dict[str, Any]) -> dict[str, Any]:
+    return {name: (parts[name] or _same)(part) for name, part in value.items()}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# ---------------------------------------------------------------------------------------------
+# Payloads to columns
+
+
+class Unpacker:
+    """Turns payloads into the columns of a user's schema; columns that are absent become null.
+
+    Args:
+        fields: the wanted columns, with Arrow types as Spark wants them back.
+        data_format: `msgpack` or `json`.
+    """
+
+    def __init__(self, fields: Sequence[pa.Field], data_format: str) -> None:
+        self._fields = list(fields)
+        self._format = data_format
+        self._plain = [_plain_type(part.type, data_format) for part in fields]
+        self._inward = [
+            _json_in(part.type) if data_format == "json" else _msgpack_in(part.type)
+            for part in fields
+        ]
+
+    def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
+        """Return one array for each wanted column.
+
+        Args:
+            data: binary payloads.
+            where: names row i in an error, "partition 0, transaction 17".
+
+        Raises:
+            BadFormat: a payload is no map, is damaged, or holds a value of another type.
+        """
+        rows = self._decoded(data, where)
+        found = []
+        for part, plain, inward in zip(self._fields, self._plain, self._inward, strict=True):
+            name = part.name
+            values = [row.get(name) for row in rows]
+            if inward is not None:
+                values = [None if value is None else inward(value) for value in values]
+            found.append(self._column(values, part, plain, where))
+        return found
+
+    def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+        decode: Callable[[Any], Any] = _unpack_msgpack if self._format == "msgpack" else json.loads
+        payloads = data.to_pylist()
+        rows: list[dict[str, Any]] = []
+        try:
+            rows.extend(map(decode, payloads))
+        except (ValueError, msgpack.UnpackException) as error:
+            raise BadFormat(
+                f"{where(len(rows))}: the payload is no {self._format}: {error}"
+            ) from None
+        for index, row in enumerate(rows):
+            if type(row) is not dict:
+                raise BadFormat(
+                    f"{where(index)}: the payload is no map of columns but {type(row).__name__}"
+                )
+        return rows
+
+    def _column(
+        self,
+        values: list[Any],
+        part: pa.Field,
+        plain: pa.DataType,
+        where: Callable[[int], str],
+    ) -> pa.Array:
+        try:
+            return _typed(values, part.type, plain)
+        except (pa.ArrowException, TypeError, OverflowError):
+            for index, value in enumerate(values):
+                try:
+                    _typed([value], part.type, plain)
+                except (pa.ArrowException, TypeError, OverflowError) as error:
+                    raise BadFormat(
+                        f"{where(index)}: column {part.name!r} is to be {part.type}, "
+                        f"found {value!r} ({error})"
+                    ) from None
+            raise
+
+
+def _typed(values: list[Any], kind: pa.DataType, plain: pa.DataType) -> pa.Array:
+    array = pa.array(values, plain)
+    return array if plain == kind else array.cast(kind)
+
+
+def _unpack_msgpack(payload: bytes) -> Any:
+    return msgpack.unpackb(payload, strict_map_key=False)
+
+
+def _msgpack_in(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Return what turns a decoded value into one that Arrow takes: maps become pairs."""
+    if pa.types.is_map(kind):
+        return lambda value: list(value.items())
+    return None
+
+
+def _json_in(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return base64.b64decode
+    if pa.types.is_list(kind):
+        inner = _json_in(kind.value_type)
+        if inner is not None:
+            return lambda value: [None if part is None else inner(part) for part in value]
+    if pa.types.is_struct(kind):
+        parts = {part.name: _json_in(part.type) for part in kind}
+        if any(parts.values()):
+            return lambda value: {
+                name: None if value.get(name) is None else (inward or _same)(value[name])
+                for name, inward in parts.items()
+            }
+    if pa.types.is_map(kind):
+        key, item = _json_in(kind.key_type) or _same, _json_in(kind.item_type) or _same
+        return lambda value: [(key(k), None if v is None else item(v)) for k, v in value]
+    return None

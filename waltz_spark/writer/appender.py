@@ -1,0 +1,308 @@
+"""Sends the rows of one task: in batches, several in flight, every outcome known.
+
+Why it stands alone: batch writes and stream writes send rows in the same way, and nothing in it
+needs Spark.
+
+Rules:
+    1. Rows of one log partition are sent in the order in which they came.
+    2. A row that the log did not take (the session broke, a server moved) is known not to be in the
+       log, so it is sent again; everything after it in its partition waits for that, so that rule
+       1 holds. A row refused by a lock is never sent again: its payload is stale.
+    3. At most `maxInFlight` batches wait for an answer; the input is not read meanwhile.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from waltz_core.batches import encode_append_arrow
+from waltz_core.client import BatchOutcome, Reason
+from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
+from waltz_spark.options import WriteOptions
+from waltz_spark.writer.columns import Shaped
+
+BATCH_BYTES_MAX = 4 * 1024 * 1024
+RETRY_SECONDS_MAX = 60.0
+_PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 0.02, 1.0
+_SEND_AGAIN = (
+    Reason.LOST,
+    Reason.NOT_MOUNTED,
+    Reason.GENERATION,
+    Reason.OVERLOADED,
+    Reason.NO_SPACE,
+)
+_NEVER: dict[Reason, tuple[type[WaltzError], str]] = {
+    Reason.AHEAD: (
+        ClientAhead,
+        "a row's client_high_water_mark lies past the end of the log: the marks are of another "
+        "cluster, or the log was made anew",
+    ),
+    Reason.TOO_LARGE: (TooLarge, "the log found a transaction too large"),
+}
+
+
+class BatchClient(Protocol):
+    """The one method of the client that a task needs."""
+
+    def append_batch(
+        self,
+        partition: int,
+        payload: bytes,
+        row_count: int,
+        *,
+        client_high_water_mark: int,
+    ) -> "Future[BatchOutcome]":
+        """Send one append batch."""
+
+
+class Answered(NamedTuple):
+    """Rows whose outcome is final: refused by a lock, or committed (`reasons` tells)."""
+
+    partition: int
+    identity: pa.RecordBatch | None
+    transaction_ids: npt.NDArray[np.int64]
+    reasons: npt.NDArray[np.uint8]
+    conflicting: npt.NDArray[np.int64]
+    high_water_mark: int
+    attempt: int
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows that travel together."""
+
+    partition: int
+    append: pa.RecordBatch
+    identity: pa.RecordBatch | None
+    attempt: int = 1
+
+    def take(self, rows: npt.NDArray[np.intp]) -> "_Chunk":
+        index = pa.array(rows)
+        identity = None if self.identity is None else self.identity.take(index)
+        return _Chunk(self.partition, self.append.take(index), identity, self.attempt + 1)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One log partition: what waits to be sent, what was sent, what must be sent again."""
+
+    waiting: list[_Chunk] = field(default_factory=list)
+    waiting_rows: int = 0
+    waiting_bytes: int = 0
+    sent: "deque[tuple[_Chunk, Future[BatchOutcome]]]" = field(default_factory=deque)
+    again: list[_Chunk] = field(default_factory=list)
+    failing_since: float | None = None
+    failures: int = 0
+    last_failure: str = ""
+
+
+class Appender:
+    """Sends shaped rows and yields their final outcomes, oldest first within a log partition."""
+
+    def __init__(self, client: BatchClient, options: WriteOptions) -> None:
+        self._client = client
+        self._batch_rows = options.batch_rows
+        self._in_flight_max = options.in_flight_max
+        self._lanes: dict[int, _Lane] = {}
+        self._in_flight = 0
+
+    def send(self, batches: Iterable[Shaped]) -> Iterator[Answered]:
+        """Send everything; yield outcomes as they become known.
+
+        Raises:
+            Unavailable: rows could not be placed for a minute; the message names the partition.
+            ClientAhead, TooLarge: the log will never take a row.
+        """
+        for shaped in batches:
+            self._enqueue(shaped)
+            yield from self._pump(last=False)
+        yield from self._pump(last=True)
+
+    # -- in -----------------------------------------------------------------------------------
+
+    def _enqueue(self, shaped: Shaped) -> None:
+        order = np.argsort(shaped.partitions, kind="stable")
+        partitions, starts = np.unique(shaped.partitions[order], return_index=True)
+        bounds = [*starts.tolist(), len(order)]
+        for number, partition in enumerate(partitions.tolist()):
+            rows = pa.array(order[bounds[number] : bounds[number + 1]])
+            whole = len(partitions) == 1
+            append = shaped.append if whole else shaped.append.take(rows)
+            identity = shaped.identity
+            if identity is not None and not whole:
+                identity = identity.take(rows)
+            lane = self._lanes.setdefault(partition, _Lane())
+            lane.waiting.append(_Chunk(partition, append, identity))
+            lane.waiting_rows += append.num_rows
+            lane.waiting_bytes += append.nbytes
+
+    # -- out ----------------------------------------------------------------------------------
+
+    def _pump(self, *, last: bool) -> Iterator[Answered]:
+        """Send what can be sent; return when the input may be read on (or all is answered)."""
+        while True:
+            for partition in sorted(self._lanes):
+                self._fill(self._lanes[partition], last=last)
+            yield from self._collect(block=False)
+            if self._has_room() and not self._has_work(last=last):
+                return
+            yield from self._collect(block=True)
+
+    def _has_room(self) -> bool:
+        return self._in_flight < self._in_flight_max
+
+    def _has_work(self, *, last: bool) -> bool:
+        lanes = self._lanes.values()
+        if any(lane.again for lane in lanes):
+            return True
+        if last:
+            return any(lane.waiting_rows or lane.sent for lane in lanes)
+        return any(self._is_full(lane) for lane in lanes)
+
+    def _is_full(self, lane: _Lane) -> bool:
+        return lane.waiting_rows >= self._batch_rows or lane.waiting_bytes >= BATCH_BYTES_MAX
+
+    def _fill(self, lane: _Lane, *, last: bool) -> None:
+        if lane.again:
+            # Rule 2: nothing new before the rows that were lost, and those only when every
+            # earlier answer is in, so that they can be sent in their order.
+            if lane.sent:
+                return
+            self._pause(lane)
+            chunks, lane.again = lane.again, []
+            for chunk in chunks:
+                self._submit(lane, chunk)
+            return
+        while self._has_room() and (self._is_full(lane) or (last and lane.waiting_rows)):
+            self._submit(lane, self._next_chunk(lane))
+
+    def _next_chunk(self, lane: _Lane) -> _Chunk:
+        """Take up to `batchSize` rows and 4 MiB from the front of a lane."""
+        taken: list[_Chunk] = []
+        rows = size = 0
+        while lane.waiting and rows < self._batch_rows:
+            chunk = lane.waiting[0]
+            fit = _rows_that_fit(chunk.append, self._batch_rows - rows, BATCH_BYTES_MAX - size)
+            if fit == 0 and taken:
+                break
+            fit = max(fit, 1)
+            head = _cut(chunk, 0, fit)
+            taken.append(head)
+            rows += fit
+            size += head.append.nbytes
+            if fit == chunk.append.num_rows:
+                lane.waiting.pop(0)
+            else:
+                lane.waiting[0] = _cut(chunk, fit, chunk.append.num_rows - fit)
+        lane.waiting_rows -= rows
+        lane.waiting_bytes = max(0, lane.waiting_bytes - size) if lane.waiting else 0
+        return _joined(taken)
+
+    def _submit(self, lane: _Lane, chunk: _Chunk) -> None:
+        payload = encode_append_arrow(chunk.append)
+        # Every row has a mark of its own in the batch; the frame's holds for none of them.
+        future = self._client.append_batch(
+            chunk.partition, payload, chunk.append.num_rows, client_high_water_mark=-1
+        )
+        lane.sent.append((chunk, future))
+        self._in_flight += 1
+
+    def _collect(self, *, block: bool) -> Iterator[Answered]:
+        """Take the answers that are there, in order; wait for one lane's oldest when blocking."""
+        for partition in sorted(self._lanes):
+            lane = self._lanes[partition]
+            while lane.sent and (block or lane.sent[0][1].done()):
+                chunk, future = lane.sent.popleft()
+                self._in_flight -= 1
+                outcome = future.result()
+                block = False
+                yield from self._judge(lane, chunk, outcome)
+
+    def _judge(self, lane: _Lane, chunk: _Chunk, outcome: BatchOutcome) -> Iterator[Answered]:
+        reasons = outcome.reasons
+        for reason, (kind, text) in _NEVER.items():
+            if (reasons == reason).any():
+                raise kind(f"partition {chunk.partition}: {text}")
+        lost = np.isin(reasons, [int(reason) for reason in _SEND_AGAIN])
+        if lost.any():
+            lane.again.append(chunk.take(np.flatnonzero(lost)))
+            lane.last_failure = Reason(int(reasons[lost][0])).name
+        elif not lane.again:
+            lane.failing_since, lane.failures = None, 0
+        kept = np.flatnonzero(~lost)
+        if len(kept):
+            identity = chunk.identity
+            if identity is not None and lost.any():
+                identity = identity.take(pa.array(kept))
+            yield Answered(
+                chunk.partition,
+                identity,
+                outcome.transaction_ids[kept],
+                reasons[kept],
+                outcome.conflicting[kept],
+                outcome.high_water_mark,
+                chunk.attempt,
+            )
+
+    def _pause(self, lane: _Lane) -> None:
+        """Wait a little longer each time in a row that the log takes none; give up after long."""
+        now = time.monotonic()
+        lane.failing_since = lane.failing_since or now
+        if now - lane.failing_since > RETRY_SECONDS_MAX:
+            chunk = lane.again[0]
+            kind = NoSpace if lane.last_failure == "NO_SPACE" else Unavailable
+            raise kind(
+                f"partition {chunk.partition} took no rows for {RETRY_SECONDS_MAX:.0f} s "
+                f"(last answer: {lane.last_failure}); {sum(c.append.num_rows for c in lane.again)} "
+                "rows are not in the log"
+            )
+        pause = min(_PAUSE_SECONDS_FIRST * 2**lane.failures, _PAUSE_SECONDS_MAX)
+        lane.failures += 1
+        time.sleep(pause)
+
+
+def _cut(chunk: _Chunk, start: int, count: int) -> _Chunk:
+    if start == 0 and count == chunk.append.num_rows:
+        return chunk
+    identity = None if chunk.identity is None else chunk.identity.slice(start, count)
+    return _Chunk(chunk.partition, chunk.append.slice(start, count), identity, chunk.attempt)
+
+
+def _joined(chunks: list[_Chunk]) -> _Chunk:
+    assert chunks, "a batch has rows"
+    if len(chunks) == 1:
+        return chunks[0]
+    append = pa.concat_batches([chunk.append for chunk in chunks])
+    identities = [chunk.identity for chunk in chunks if chunk.identity is not None]
+    identity = pa.concat_batches(identities) if identities else None
+    return _Chunk(chunks[0].partition, append, identity, max(chunk.attempt for chunk in chunks))
+
+
+def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int) -> int:
+    """Return how many leading rows stay within both limits, judged by their payload."""
+    count = min(append.num_rows, rows_max)
+    data = append.column("data")
+    offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset :][: len(data) + 1]
+    reach = np.searchsorted(offsets[1 : count + 1], int(offsets[0]) + max(bytes_max, 0), "right")
+    return min(count, int(reach))
+
+
+def check_marks(marks: Mapping[int, int], partition_count: int) -> None:
+    """Refuse marks of partitions that the cluster does not have.
+
+    Raises:
+        BadRequest: names the partition.
+    """
+    for partition in marks:
+        if not 0 <= partition < partition_count:
+            raise BadRequest(
+                f"option 'clientHighWaterMarks' names partition {partition}; "
+                f"this cluster has 0 to {partition_count - 1}"
+            )

@@ -1,0 +1,256 @@
+"""From the columns of a DataFrame to the columns of an append: payload, locks, partition, mark.
+
+Why it stands alone: it is where a user's table meets the log's row, so it is where every wrong
+column is refused, on the driver by type (`check_schema`) and on the executor by value (`Shaper`).
+
+Rules:
+    1. Whole columns only: no Python per row but for packing payloads and hashing texts.
+    2. The append columns keep the rows' order.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    ShortType,
+    StringType,
+    StructType,
+)
+
+from waltz_core.errors import BadRequest, TooLarge
+from waltz_core.record import TRANSACTION_BYTES_MAX, BEFORE_FIRST
+from waltz_spark.options import WriteOptions
+from waltz_spark.rows import pack
+
+LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
+MARK_COLUMN = "client_high_water_mark"
+# Columns with a meaning of their own; every other one is payload when `dataFormat` is given.
+WRITE_COLUMNS = ("data", "header", "partition", *LOCK_COLUMNS, MARK_COLUMN)
+_INTEGERS = (IntegerType, LongType, ShortType)
+_GOLDEN = np.uint32(0x9E3779B1)
+
+
+def check_schema(schema: StructType, options: WriteOptions) -> None:
+    """Refuse a DataFrame that cannot be written, before any task starts.
+
+    Raises:
+        BadRequest: names the column, what it is to be, and what it is.
+    """
+    types = {field.name: field.dataType for field in schema.fields}
+    _check_payload(types, options)
+    for name in LOCK_COLUMNS:
+        if name in types:
+            _check_locks(name, types[name])
+    for name in ("header", "partition"):
+        if name in types and not isinstance(types[name], IntegerType | ShortType):
+            raise BadRequest(f"column {name!r} is to be int; found {types[name].simpleString()}")
+    if MARK_COLUMN in types and not isinstance(types[MARK_COLUMN], _INTEGERS):
+        found = types[MARK_COLUMN].simpleString()
+        raise BadRequest(f"column {MARK_COLUMN!r} is to be long; found {found}")
+    for name in options.result_columns or ():
+        if name not in types:
+            raise BadRequest(f"option 'resultColumns': there is no column {name!r}")
+    if options.partition_by is not None:
+        kind = types.get(options.partition_by)
+        if kind is None:
+            raise BadRequest(f"option 'partitionBy': there is no column {options.partition_by!r}")
+        if not isinstance(kind, (*_INTEGERS, StringType)):
+            raise BadRequest(
+                f"option 'partitionBy': column {options.partition_by!r} is to be a whole number or "
+                f"a string; found {kind.simpleString()}"
+            )
+
+
+def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None:
+    data = types.get("data")
+    if data is None and options.data_format is None:
+        raise BadRequest(
+            "there is no column 'data' (binary or string); or give option "
+            "dataFormat=msgpack, and every other column is packed by name"
+        )
+    if data is not None and options.data_format is not None:
+        raise BadRequest(
+            "there is a column 'data' and option 'dataFormat': drop one of the two, "
+            "'dataFormat' packs the other columns into the payload"
+        )
+    if data is not None and not isinstance(data, BinaryType | StringType):
+        raise BadRequest(f"column 'data' is to be binary or string; found {data.simpleString()}")
+    if options.data_format is not None and not set(types) - set(WRITE_COLUMNS):
+        raise BadRequest("option 'dataFormat': there is no column to pack into the payload")
+
+
+def _check_locks(name: str, kind: DataType) -> None:
+    if not isinstance(kind, ArrayType) or not isinstance(kind.elementType, IntegerType):
+        raise BadRequest(
+            f"column {name!r} is to be array<int>, lock hashes as "
+            "waltz_spark.functions.lock(name, key) makes them: "
+            f"array(lock('account', col('id'))); found {kind.simpleString()}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """Rows ready to be sent: the log partition of each, the append columns, the result columns."""
+
+    partitions: npt.NDArray[np.int32]
+    append: pa.RecordBatch  # header, data, three lock lists, client_high_water_mark
+    identity: pa.RecordBatch | None
+
+
+class Shaper:
+    """Shapes the record batches of one task.
+
+    Args:
+        options: the write's.
+        partition_count: partitions of the log.
+        marks: the mark to assume for rows that bring none, by partition.
+        wants_identity: keep the result columns beside the rows.
+    """
+
+    def __init__(
+        self,
+        options: WriteOptions,
+        partition_count: int,
+        marks: Mapping[int, int],
+        *,
+        wants_identity: bool,
+    ) -> None:
+        self._options = options
+        self._partition_count = partition_count
+        self._marks = np.array(
+            [marks.get(partition, int(BEFORE_FIRST)) for partition in range(partition_count)],
+            np.int64,
+        )
+        self._wants_identity = wants_identity
+        self._turn = 0
+
+    def shape(self, batch: pa.RecordBatch) -> Shaped:
+        """Return the append columns of a batch.
+
+        Raises:
+            BadRequest: a null where none may be, a partition that does not exist.
+            TooLarge: a payload over the limit.
+        """
+        count = batch.num_rows
+        locks = [self._locks(batch, name) for name in LOCK_COLUMNS]
+        partitions = self._partitions(batch, locks, count)
+        marks = self._row_marks(batch, partitions)
+        columns = [self._header(batch, count), self._data(batch), *locks, pa.array(marks)]
+        names = ["header", "data", *LOCK_COLUMNS, MARK_COLUMN]
+        return Shaped(partitions, pa.RecordBatch.from_arrays(columns, names), self._identity(batch))
+
+    def _identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
+        if not self._wants_identity:
+            return None
+        names = self._options.result_columns
+        if names is None:
+            names = tuple(name for name in batch.schema.names if name != "data")
+        return batch.select(list(names))
+
+    def _data(self, batch: pa.RecordBatch) -> pa.Array:
+        if self._options.data_format is None:
+            data = batch.column("data").cast(pa.binary())
+            if data.null_count:
+                raise BadRequest("column 'data' has a null; a transaction needs a payload")
+        else:
+            names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
+            data = pack([batch.column(name) for name in names], names, self._options.data_format)
+        largest = pc.max(pc.binary_length(data)).as_py() or 0
+        if largest > TRANSACTION_BYTES_MAX:
+            raise TooLarge(
+                f"a payload of {largest:,} bytes is over the limit of {TRANSACTION_BYTES_MAX:,}; "
+                "keep large objects elsewhere and write their address"
+            )
+        return data
+
+    @staticmethod
+    def _header(batch: pa.RecordBatch, count: int) -> pa.Array:
+        if "header" not in batch.schema.names:
+            return pa.array(np.zeros(count, np.int32))
+        return pc.fill_null(batch.column("header").cast(pa.int32()), 0)
+
+    @staticmethod
+    def _locks(batch: pa.RecordBatch, name: str) -> pa.Array:
+        kind = pa.list_(pa.int32())
+        if name not in batch.schema.names:
+            offsets = pa.array(np.zeros(batch.num_rows + 1, np.int32))
+            return pa.ListArray.from_arrays(offsets, pa.array([], pa.int32()))
+        column = batch.column(name).cast(kind)
+        # A null lock (`lock()` of a null key) is no lock; a null list is an empty one.
+        if column.null_count or column.flatten().null_count:
+            kept = [[lock for lock in row or [] if lock is not None] for row in column.to_pylist()]
+            column = pa.array(kept, kind)
+        return column
+
+    def _partitions(
+        self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
+    ) -> npt.NDArray[np.int32]:
+        chosen = self._defaults(batch, locks, count)
+        if "partition" in batch.schema.names:
+            given = batch.column("partition").cast(pa.int32())
+            known = np.asarray(given.is_valid())
+            chosen = np.where(known, np.asarray(pc.fill_null(given, 0)), chosen)
+            wrong = chosen[(chosen < 0) | (chosen >= self._partition_count)]
+            if len(wrong):
+                raise BadRequest(
+                    f"column 'partition' holds {int(wrong[0])}; "
+                    f"this cluster has partitions 0 to {self._partition_count - 1}"
+                )
+        return chosen.astype(np.int32)
+
+    def _defaults(
+        self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
+    ) -> npt.NDArray[np.int64]:
+        turn = (self._turn + np.arange(count, dtype=np.int64)) % self._partition_count
+        self._turn = (self._turn + count) % self._partition_count
+        if self._options.partition_by is not None:
+            return self._spread(_hash_column(batch.column(self._options.partition_by)))
+        chosen = turn
+        # The first lock of the first kind that a row has: write, then read, then append locks.
+        for column in reversed(locks):
+            offsets = np.asarray(column.offsets)
+            has = offsets[1:] > offsets[:-1]
+            if has.any():
+                values = np.asarray(column.values)
+                first = values[np.minimum(offsets[:-1], max(len(values) - 1, 0))]
+                chosen = np.where(has, self._spread(first.astype(np.uint32)), chosen)
+        return chosen
+
+    def _spread(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """Do what `record.spread` does, for a whole column."""
+        mixed = (hashes * _GOLDEN).astype(np.uint64)
+        return ((mixed * np.uint64(self._partition_count)) >> np.uint64(32)).astype(np.int64)
+
+    def _row_marks(
+        self, batch: pa.RecordBatch, partitions: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int64]:
+        marks = self._marks[partitions]
+        if MARK_COLUMN in batch.schema.names:
+            given = batch.column(MARK_COLUMN).cast(pa.int64())
+            marks = np.where(
+                np.asarray(given.is_valid()), np.asarray(pc.fill_null(given, 0)), marks
+            )
+        return marks
+
+
+def _hash_column(column: pa.Array) -> npt.NDArray[np.uint32]:
+    """Return `record.lock_hash("", key)` of a column; a null counts as the key 0."""
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        keys = np.array(
+            [0 if text is None else zlib.crc32(text.encode()) for text in column.to_pylist()],
+            np.uint64,
+        )
+    else:
+        keys = np.asarray(pc.fill_null(column.cast(pa.int64()), 0)).view(np.uint64)
+    folded: npt.NDArray[np.uint64] = keys ^ (keys >> np.uint64(32))
+    return folded.astype(np.uint32)

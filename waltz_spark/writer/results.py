@@ -1,0 +1,118 @@
+"""Every row's outcome, as Parquet: what a task writes and what the job keeps of it.
+
+Why it stands alone: results are how a user learns which rows are in the log, so their columns are
+an interface of their own.
+
+Rules:
+    1. A task attempt writes a file of its own; the job keeps the files of the attempts that Spark
+       took, deletes the others, and writes `_SUCCESS` last. A directory without it is unfinished.
+    2. The columns are the carried input columns, then `RESULT_FIELDS`; all nullable.
+"""
+
+import json
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from waltz_core.client import Reason
+from waltz_core.errors import BadConfig
+from waltz_spark.writer.appender import Answered
+
+COMMITTED, REJECTED = "COMMITTED", "REJECTED"
+# The log's own columns of a result; an input column of the same name gives way to them.
+RESULT_FIELDS = (
+    pa.field("status", pa.string()),
+    pa.field("partition", pa.int32()),
+    pa.field("transaction_id", pa.int64()),
+    pa.field("attempts", pa.int32()),
+    pa.field("lock_failure_transaction_id", pa.int64()),
+    pa.field("retry_high_water_mark", pa.int64()),
+)
+SUMMARY_FILE = "_waltz.json"
+_OWN = frozenset(part.name for part in RESULT_FIELDS)
+
+
+def result_batch(answered: Answered) -> pa.RecordBatch:
+    """Return one row of results for each answered row."""
+    assert answered.identity is not None
+    identity = answered.identity
+    kept = [name for name in identity.schema.names if name not in _OWN]
+    committed = answered.reasons == Reason.COMMITTED
+    count = len(committed)
+    marks = np.maximum(answered.conflicting, answered.high_water_mark)
+    own = [
+        pa.array(np.where(committed, COMMITTED, REJECTED).tolist(), pa.string()),
+        pa.array(np.full(count, answered.partition, np.int32)),
+        pa.array(answered.transaction_ids, pa.int64(), mask=~committed),
+        pa.array(np.full(count, answered.attempt, np.int32)),
+        pa.array(answered.conflicting, pa.int64(), mask=committed),
+        pa.array(marks.astype(np.int64), pa.int64(), mask=committed),
+    ]
+    fields = [identity.schema.field(name).with_nullable(True) for name in kept]
+    columns = [identity.column(name) for name in kept]
+    return pa.RecordBatch.from_arrays(columns + own, schema=pa.schema([*fields, *RESULT_FIELDS]))
+
+
+class Place(NamedTuple):
+    """A directory on any file system that pyarrow opens."""
+
+    system: fs.FileSystem
+    path: str
+
+
+def open_place(results_path: str) -> Place:
+    """Open `resultsPath`, making the directory.
+
+    Raises:
+        BadConfig: no file system is known for it, or it cannot be made.
+    """
+    try:
+        if "://" in results_path:
+            system, path = fs.FileSystem.from_uri(results_path)
+        else:
+            system, path = fs.LocalFileSystem(), results_path.removeprefix("file:")
+        system.create_dir(path, recursive=True)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise BadConfig(f"option 'resultsPath': cannot use {results_path!r}: {error}") from None
+    return Place(system, path.rstrip("/"))
+
+
+class ResultFile:
+    """The results of one task attempt; made when the first row comes."""
+
+    def __init__(self, results_path: str, name: str) -> None:
+        self._place = open_place(results_path)
+        self.name = name
+        self._writer: pq.ParquetWriter | None = None
+
+    def add(self, answered: Answered) -> None:
+        """Append the outcomes of some rows."""
+        batch = result_batch(answered)
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(
+                f"{self._place.path}/{self.name}", batch.schema, filesystem=self._place.system
+            )
+        self._writer.write_batch(batch)
+
+    def close(self) -> str | None:
+        """Finish the file; return its name, or None when there was no row."""
+        if self._writer is None:
+            return None
+        self._writer.close()
+        return self.name
+
+
+def keep(results_path: str, names: list[str], summary: dict[str, object]) -> None:
+    """Keep the named files of a finished job, delete what other attempts left (rule 1)."""
+    place = open_place(results_path)
+    wanted = set(names)
+    selector = fs.FileSelector(place.path)
+    for entry in place.system.get_file_info(selector):
+        if entry.base_name.endswith(".parquet") and entry.base_name not in wanted:
+            place.system.delete_file(entry.path)
+    for name, text in ((SUMMARY_FILE, json.dumps(summary)), ("_SUCCESS", "")):
+        with place.system.open_output_stream(f"{place.path}/{name}") as stream:
+            stream.write(text.encode())
