@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from waltz_core import checksum, raw_records
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.raw_records import I32, I64, U32, Buffer
 from waltz_core.record import (
+    BEFORE_FIRST,
     RECORD_OVERHEAD_BYTES,
     TRANSACTION_BYTES_MAX,
     PartitionId,
@@ -224,7 +226,9 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
     try:
         batch = _read_batch(payload)
     except _UNREADABLE as error:
-        raise BadRequest(f"append batch: not an Arrow stream of one batch: {error}") from error
+        raise BadRequest(
+            f"append batch: not an Arrow stream of one batch: {_brief(error)}"
+        ) from error
     if batch.num_rows > rows_max:
         raise TooLarge(f"append batch: expected at most {rows_max} rows, found {batch.num_rows}")
     if batch.num_rows == 0:
@@ -232,16 +236,23 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
     try:
         batch.validate(full=True)
     except _UNREADABLE as error:
-        raise BadRequest(f"append batch: columns are inconsistent: {error}") from error
+        raise BadRequest(f"append batch: columns are inconsistent: {_brief(error)}") from error
     rows = _rows_of(batch)
     _verify_data(rows)
     return rows
 
 
+def _brief(error: BaseException) -> str:
+    """Return what pyarrow says, which may quote the whole input, at a length fit for an answer."""
+    return str(error).partition("\n")[0][:300]
+
+
 def _read_batch(payload: Buffer) -> pa.RecordBatch:
-    messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(payload))
-    head = messages.read_next_message()
-    body = messages.read_next_message()
+    messages = list(islice(pa.ipc.MessageReader.open_stream(pa.py_buffer(payload)), 3))
+    if len(messages) != 2:
+        found = ", ".join(message.type for message in messages) or "nothing"
+        raise BadRequest(f"append batch: expected a schema and one record batch, found {found}")
+    head, body = messages
     for message, kind in ((head, "schema"), (body, "record batch")):
         if message.type != kind:
             raise BadRequest(f"append batch: expected a {kind} message, found {message.type}")
@@ -256,12 +267,7 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
         raise BadRequest(f"append batch: expected the columns of APPEND_SCHEMA, found {found}")
     if _is_compressed(memoryview(body.metadata)):
         raise BadRequest("append batch: expected plain buffers, found compressed ones")
-    batch = pa.ipc.read_record_batch(body, schema)
-    try:
-        messages.read_next_message()
-    except StopIteration:
-        return batch
-    raise BadRequest("append batch: expected one batch, found something after it")
+    return pa.ipc.read_record_batch(body, schema)
 
 
 def _is_compressed(metadata: memoryview) -> bool:
@@ -303,7 +309,11 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
                 f"append batch: column {name}: {column.null_count} nulls, expected none"
             )
     data = columns["data"]
-    marks = columns.get(MARK_FIELD.name)
+    marks = _values(columns[MARK_FIELD.name], np.int64) if MARK_FIELD.name in columns else None
+    if marks is not None and marks.min() < BEFORE_FIRST:
+        raise BadRequest(
+            f"append batch: expected marks from {BEFORE_FIRST} on, found {marks.min()}"
+        )
     return AppendRows(
         headers=_values(columns["header"], np.int32),
         data=data,
@@ -312,22 +322,29 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
         write_locks=_lock_column("write_locks", columns["write_locks"]),
         read_locks=_lock_column("read_locks", columns["read_locks"]),
         append_locks=_lock_column("append_locks", columns["append_locks"]),
-        marks=None if marks is None else _values(marks, np.int64),
+        marks=marks,
     )
 
 
 def _values(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
     """Return the values of a column of fixed width without nulls, as a view."""
-    buffer = column.buffers()[1]
-    if buffer is None:
-        return np.zeros(0, dtype=kind)
-    return np.frombuffer(buffer, dtype=kind)[column.offset : column.offset + len(column)]
+    return _window(column, kind, len(column))
 
 
 def _offsets(column: pa.Array) -> I64:
     """Return the offsets of a binary or list column: one more than it has rows."""
-    raw = np.frombuffer(column.buffers()[1], dtype=np.int32)
-    return raw[column.offset : column.offset + len(column) + 1].astype(np.int64)
+    return _window(column, np.int32, len(column) + 1).astype(np.int64)
+
+
+def _window(column: pa.Array, kind: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
+    """Return `count` numbers of a column's second buffer, from the column's own offset on.
+
+    A buffer may be longer than the column needs, by any number of bytes.
+    """
+    if count == 0:
+        return np.zeros(0, dtype=kind)
+    start = column.offset * np.dtype(kind).itemsize
+    return np.frombuffer(column.buffers()[1], dtype=kind, count=count, offset=start)
 
 
 def _lock_column(name: str, column: pa.ListArray) -> LockColumn:

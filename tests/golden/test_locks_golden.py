@@ -1,0 +1,31 @@
+"""Lock hashes and table indices, against values computed by an original (interop.md section 6)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from waltz_core.record import lock_hash
+from waltz_core.server.locks import indices
+
+EXAMPLES = json.loads((Path(__file__).parent / "locks.json").read_text(encoding="utf-8"))
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 10
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e['name']}-{e['id']}")
+def test_hash_of_a_lock(example: dict[str, object]) -> None:
+    assert lock_hash(str(example["name"]), int(str(example["id"]))) == example["hash_signed"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e['name']}-{e['id']}")
+def test_slots_of_a_lock(example: dict[str, object]) -> None:
+    found = indices([int(str(example["hash_signed"]))], int(str(example["tableSize"])))
+    assert found[:, 0].tolist() == example["indices"]
+
+
+def test_slots_of_all_locks_at_once() -> None:
+    found = indices([e["hash_signed"] for e in EXAMPLES], 30_000)
+    assert found.T.tolist() == [e["indices"] for e in EXAMPLES]

@@ -1,0 +1,103 @@
+"""The lock table against a model that judges one row after the other with plain numbers."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from waltz_core.batches import LockColumn
+from waltz_core.record import TransactionId
+from waltz_core.server.locks import LockTable, Requests
+
+Row = tuple[list[int], list[int], list[int], int, bool]  # write, read, append, mark lag, eligible
+LOCKS = st.sampled_from([0, 1, 2, 3, -1, -7, 2**31 - 1, -(2**31)])
+rows = st.lists(
+    st.tuples(
+        st.lists(LOCKS, max_size=2),
+        st.lists(LOCKS, max_size=2),
+        st.lists(LOCKS, max_size=1),
+        st.integers(-1, 6),
+        st.integers(0, 9).map(bool),
+    ),
+    max_size=9,
+)
+# After each batch: how many of the transactions in flight commit, and what becomes of the session.
+steps = st.lists(st.tuples(rows, st.integers(0, 12), st.sampled_from("----cr")), max_size=6)
+
+
+class Model:
+    """interop.md section 6 and correctness.md rows 25-30, in order and without arrays."""
+
+    def __init__(self, slot_count: int, mark: int) -> None:
+        self.slots = [mark] * slot_count
+
+    def places(self, lock: int) -> list[int]:
+        value, found = lock & 0xFFFFFFFF, []
+        for _ in range(3):
+            value = (value * 1103515245 + 12345) & 0xFFFFFFFF
+            found.append((value & 0x3FFFFFFF) % len(self.slots))
+        return found
+
+    def judge(self, batch: list[Row], high: int, next_id: int) -> list[tuple[int, int, bool]]:
+        verdicts = []
+        for write, read, append, lag, eligible in batch:
+            mark = max(-1, high - lag) if lag >= 0 else high + 1
+            estimates = [min(self.slots[p] for p in self.places(k)) for k in write + read]
+            estimate = max(estimates, default=-1)
+            if not eligible:
+                verdicts.append((-1, -1, False))
+            elif mark > high:
+                verdicts.append((-1, -1, True))
+            elif estimate > mark:
+                verdicts.append((-1, estimate, False))
+            else:
+                for lock in write + append:
+                    for place in self.places(lock):
+                        self.slots[place] = next_id
+                verdicts.append((next_id, -1, False))
+                next_id += 1
+        return verdicts
+
+
+def column(lists: list[list[int]]) -> LockColumn:
+    values = [lock for row in lists for lock in row]
+    return LockColumn(np.cumsum([0] + [len(r) for r in lists]), np.array(values, dtype=np.int32))
+
+
+@settings(max_examples=400)
+@given(st.sampled_from([1, 2, 5, 31, 1009]), st.integers(-1, 5), steps)
+def test_the_table_judges_like_the_model(
+    slot_count: int, high: int, course: list[tuple[list[Row], int, str]]
+) -> None:
+    table, model = LockTable(slot_count, TransactionId(high)), Model(slot_count, high)
+    next_id = high + 1
+    for batch, commits, fate in course:
+        marks = [max(-1, high - lag) if lag >= 0 else high + 1 for _, _, _, lag, _ in batch]
+        found = table.judge(
+            Requests(
+                *(column([row[kind] for row in batch]) for kind in range(3)),
+                marks=np.array(marks, dtype=np.int64),
+                eligible=np.array([row[4] for row in batch], dtype=bool),
+            ),
+            high_water_mark=TransactionId(high),
+            next_id=TransactionId(next_id),
+        )
+        expected = model.judge(batch, high, next_id)
+        verdicts = zip(
+            found.ids.tolist(), found.conflicts.tolist(), found.ahead.tolist(), strict=True
+        )
+        assert list(verdicts) == expected
+        assert found.pending.tolist() == [conflict > high for _, conflict, _ in expected]
+        assert found.accepted_count == sum(i >= 0 for i, _, _ in expected)
+        assert table._slots.tolist() == model.slots
+        next_id += found.accepted_count
+        high = min(high + commits, next_id - 1)
+        if fate == "c":  # The session is lost with what is in flight; the lineage is unbroken.
+            table.clamp(TransactionId(high))
+            model.slots = [min(slot, high) for slot in model.slots]
+            next_id = high + 1
+        elif fate == "r":
+            table.reset(TransactionId(high))
+            model.slots = [high] * slot_count
+            next_id = high + 1
+        # LockBound: no estimate is above the last id given out.
+        assert max(model.slots) < next_id

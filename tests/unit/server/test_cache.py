@@ -1,0 +1,264 @@
+"""Tests of `waltz_core.server.cache`."""
+
+import numpy as np
+import pytest
+
+from waltz_core.record import (
+    GENESIS_CHAIN,
+    RECORD_OVERHEAD_BYTES,
+    LineageEntry,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.server.cache import (
+    BATCH_OVERHEAD_BYTES,
+    CacheBudget,
+    CachedRange,
+    FeedCache,
+    TransactionCache,
+)
+
+RECORD_BYTES = RECORD_OVERHEAD_BYTES + 10
+COST_OF_TWO = 2 * (RECORD_BYTES + 8) + BATCH_OVERHEAD_BYTES
+
+
+def entry(first: int, last: int) -> LineageEntry:
+    return LineageEntry(TransactionId(first), TransactionId(last), SessionId(1), 0, GENESIS_CHAIN)
+
+
+def record(number: int) -> bytes:
+    return bytes([number % 251]) * RECORD_BYTES
+
+
+def put(cache: TransactionCache, first: int, last: int) -> None:
+    lengths = np.full(last - first + 1, RECORD_BYTES)
+    cache.put(entry(first, last), lengths, b"".join(record(n) for n in range(first, last + 1)))
+
+
+def cache_of(*batches: tuple[int, int], limit_bytes: int = 1 << 20) -> TransactionCache:
+    cache = TransactionCache(CacheBudget(limit_bytes))
+    for first, last in batches:
+        put(cache, first, last)
+    return cache
+
+
+def read(
+    cache: TransactionCache, first: int, last: int, bytes_max: int = 1 << 20
+) -> list[CachedRange]:
+    return cache.read(TransactionId(first), TransactionId(last), bytes_max)
+
+
+def numbers(found: list[CachedRange]) -> list[int]:
+    """Return the ids that came back, having checked that each has its own record."""
+    ids: list[int] = []
+    for part in found:
+        mine = list(range(part.first, part.last + 1))
+        assert bytes(part.records) == b"".join(record(n) for n in mine)
+        assert part.lengths.tolist() == [RECORD_BYTES] * len(mine)
+        assert part.entry.first <= part.first <= part.last <= part.entry.last
+        ids += mine
+    return ids
+
+
+def test_a_range_over_several_batches() -> None:
+    cache = cache_of((5, 7), (8, 8), (9, 12))
+    assert numbers(read(cache, 5, 12)) == list(range(5, 13))
+    assert numbers(read(cache, 6, 10)) == [6, 7, 8, 9, 10]
+    assert numbers(read(cache, 8, 8)) == [8]
+    assert numbers(read(cache, 11, 99)) == [11, 12]
+    assert (cache.first, cache.last) == (5, 12)
+    assert (cache.hits, cache.misses) == (4, 0)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 99), (4, 4), (13, 20)])
+def test_what_is_not_held_is_a_miss(first: int, last: int) -> None:
+    cache = cache_of((5, 7), (8, 12))
+    assert read(cache, first, last) == []
+    assert (cache.hits, cache.misses) == (0, 1)
+
+
+def test_an_empty_cache() -> None:
+    cache = cache_of()
+    assert (cache.first, cache.last) == (None, None)
+    assert read(cache, 0, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("bytes_max", "expected"),
+    [
+        (0, [6]),
+        (RECORD_BYTES, [6]),
+        (2 * RECORD_BYTES - 1, [6]),
+        (2 * RECORD_BYTES, [6, 7]),
+        (3 * RECORD_BYTES, [6, 7, 8]),
+        (4 * RECORD_BYTES, [6, 7, 8, 9]),
+    ],
+)
+def test_bytes_max_is_kept_but_for_the_first_record(bytes_max: int, expected: list[int]) -> None:
+    assert numbers(read(cache_of((5, 7), (8, 12)), 6, 12, bytes_max)) == expected
+
+
+def test_nothing_is_copied() -> None:
+    cache = TransactionCache(CacheBudget(1 << 20))
+    records = bytearray(record(0) + record(1))
+    cache.put(entry(0, 1), np.full(2, RECORD_BYTES), memoryview(records))
+    (found,) = read(cache, 1, 1)
+    records[RECORD_BYTES:] = record(9)
+    assert bytes(found.records) == record(9)
+
+
+def test_a_gap_forgets_all_before() -> None:
+    cache = cache_of((0, 3), (9, 10))
+    assert (cache.first, cache.last) == (9, 10)
+    assert read(cache, 3, 3) == []
+
+
+def test_the_oldest_batches_go_first_over_all_partitions() -> None:
+    budget = CacheBudget(3 * COST_OF_TWO)
+    one, two = TransactionCache(budget), TransactionCache(budget)
+    put(one, 0, 1)
+    put(two, 100, 101)
+    put(two, 102, 103)
+    assert budget.used_bytes == budget.limit_bytes
+    put(one, 2, 3)
+    assert (one.first, one.last) == (2, 3)
+    put(one, 4, 5)
+    assert (two.first, two.last) == (102, 103)
+    assert budget.used_bytes == budget.limit_bytes
+
+
+def test_the_limit_holds_over_a_long_run() -> None:
+    budget = CacheBudget(10 * COST_OF_TWO + 7)
+    caches = [TransactionCache(budget) for _ in range(3)]
+    for turn in range(500):
+        cache = caches[turn % 7 % 3]
+        first = 0 if cache.last is None else cache.last + 1
+        put(cache, first, first + turn % 4)
+        assert budget.used_bytes <= budget.limit_bytes
+        assert cache.last == first + turn % 4
+        if cache.first is not None:
+            expected = list(range(cache.first, first + turn % 4 + 1))
+            assert numbers(read(cache, cache.first, 1 << 40)) == expected
+
+
+def test_a_batch_over_the_limit_is_not_held_and_leaves_no_gap() -> None:
+    cache = cache_of((0, 1), limit_bytes=COST_OF_TWO)
+    put(cache, 2, 9)
+    assert cache.first is None
+    put(cache, 10, 11)
+    assert numbers(read(cache, 10, 11)) == [10, 11]
+
+
+def test_a_budget_of_nothing_holds_nothing() -> None:
+    assert cache_of((0, 1), limit_bytes=0).first is None
+
+
+def test_clear_gives_everything_back() -> None:
+    budget = CacheBudget(1 << 20)
+    one, two = TransactionCache(budget), TransactionCache(budget)
+    put(one, 0, 1)
+    put(two, 0, 1)
+    one.clear()
+    assert one.first is None
+    assert budget.used_bytes == COST_OF_TWO
+    two.clear()
+    assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("mark", "held"), [(20, (0, 9)), (9, (0, 9)), (8, (0, 5)), (5, (0, 5)), (4, (0, 1)), (0, None)]
+)
+def test_truncate_forgets_batches_that_reach_above_the_mark(
+    mark: int, held: tuple[int, int] | None
+) -> None:
+    cache = cache_of((0, 1), (2, 5), (6, 9))
+    cache.truncate_after(TransactionId(mark))
+    assert (cache.first, cache.last) == (held or (None, None))
+    if held and held[1] == mark:
+        put(cache, mark + 1, mark + 2)
+        assert numbers(read(cache, 0, 99)) == list(range(mark + 3))
+
+
+def test_truncate_after_evictions() -> None:
+    cache = cache_of(*((n, n + 1) for n in range(0, 20, 2)), limit_bytes=3 * COST_OF_TWO)
+    assert (cache.first, cache.last) == (14, 19)
+    cache.truncate_after(TransactionId(17))
+    assert (cache.first, cache.last) == (14, 17)
+    cache.truncate_after(TransactionId(3))
+    assert cache.first is None
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def packed(first: int, last: int) -> bytes:
+    return b"".join(n.to_bytes(20, "big") for n in range(first, last + 1))
+
+
+def feed(cache: FeedCache, first: int, last: int) -> None:
+    cache.put(TransactionId(first), packed(first, last))
+
+
+def fed(cache: FeedCache, first: int, last: int) -> bytes:
+    return cache.read(TransactionId(first), TransactionId(last))
+
+
+def test_the_ring_goes_round() -> None:
+    cache = FeedCache(20 * 10 + 3)
+    assert (cache.capacity, cache.size_bytes) == (10, 200)
+    feed(cache, 0, 6)
+    assert fed(cache, 0, 6) == packed(0, 6)
+    feed(cache, 7, 13)
+    assert fed(cache, 3, 3) == b""
+    assert fed(cache, 4, 13) == packed(4, 13)
+    assert fed(cache, 9, 99) == packed(9, 13)
+    assert fed(cache, 8, 11) == packed(8, 11)
+    assert fed(cache, 14, 14) == b""
+    assert (cache.hits, cache.misses) == (4, 2)
+
+
+def test_more_than_the_ring_holds_at_once() -> None:
+    cache = FeedCache(20 * 10)
+    feed(cache, 0, 34)
+    assert fed(cache, 24, 24) == b""
+    assert fed(cache, 25, 34) == packed(25, 34)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 7])
+def test_the_ring_against_a_list(capacity: int) -> None:
+    cache = FeedCache(20 * capacity)
+    first = 0
+    for count in (1, 3, 0, 2, 9, 1, 1, 7, 5):
+        feed(cache, first, first + count - 1)
+        first += count
+        oldest = max(0, first - capacity)
+        assert fed(cache, oldest, first - 1) == packed(oldest, first - 1)
+        if oldest:
+            assert fed(cache, oldest - 1, first) == b""
+
+
+def test_a_gap_in_the_feed_forgets_all_before() -> None:
+    cache = FeedCache(20 * 10)
+    feed(cache, 0, 3)
+    feed(cache, 5, 6)
+    assert fed(cache, 3, 3) == b""
+    assert fed(cache, 5, 9) == packed(5, 6)
+
+
+def test_truncate_and_clear_the_feed() -> None:
+    cache = FeedCache(20 * 10)
+    feed(cache, 0, 12)
+    cache.truncate_after(TransactionId(20))
+    assert fed(cache, 3, 12) == packed(3, 12)
+    cache.truncate_after(TransactionId(9))
+    assert fed(cache, 3, 12) == packed(3, 9)
+    cache.put(TransactionId(10), bytes(20))
+    assert fed(cache, 9, 12) == packed(9, 9) + bytes(20)
+    cache.truncate_after(TransactionId(1))
+    assert fed(cache, 1, 1) == b""
+    feed(cache, 2, 3)
+    assert fed(cache, 2, 3) == packed(2, 3)
+    cache.clear()
+    assert fed(cache, 0, 3) == b""
+    feed(cache, 30, 31)
+    assert fed(cache, 30, 31) == packed(30, 31)

@@ -1,0 +1,230 @@
+"""Tests of `waltz_core.server.locks`."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from waltz_core.batches import LockColumn
+from waltz_core.record import TransactionId
+from waltz_core.server.locks import (
+    NO_CONFLICT,
+    REFUSED,
+    SLOT_COUNT,
+    Judgement,
+    LockTable,
+    Requests,
+    indices,
+    slot_count_within,
+)
+
+
+def column(rows: list[list[int]]) -> LockColumn:
+    offsets = np.cumsum([0] + [len(row) for row in rows])
+    return LockColumn(offsets, np.array([x for row in rows for x in row], dtype=np.int32))
+
+
+def judge(
+    table: LockTable,
+    *rows: dict[str, list[int]],
+    mark: int | list[int] = 0,
+    high: int = 0,
+    next_id: int | None = None,
+    eligible: list[bool] | None = None,
+) -> Judgement:
+    """Judge rows given as {"w": [...], "r": [...], "a": [...]}; marks and log at 0 if not told."""
+    write, read, append = (column([row.get(key, []) for row in rows]) for key in "wra")
+    marks = mark if isinstance(mark, int) else np.array(mark, dtype=np.int64)
+    mask = None if eligible is None else np.array(eligible)
+    return table.judge(
+        Requests(write, read, append, marks, mask),
+        high_water_mark=TransactionId(high),
+        next_id=TransactionId(high + 1 if next_id is None else next_id),
+    )
+
+
+def table_at(mark: int) -> LockTable:
+    return LockTable(SLOT_COUNT, TransactionId(mark))
+
+
+def test_rows_without_locks_always_pass() -> None:
+    found = judge(table_at(9), {}, {}, mark=0, high=9, next_id=12)
+    assert found.ids.tolist() == [12, 13]
+    assert found.accepted_count == 2
+    assert found.accepted.all()
+    assert not found.ahead.any()
+    assert not found.pending.any()
+
+
+def test_the_estimate_may_equal_the_mark_and_no_more() -> None:
+    table = table_at(5)
+    assert judge(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
+    found = judge(table, {"w": [2]}, mark=4, high=9)
+    assert found.ids.tolist() == [REFUSED]
+    assert found.conflicts.tolist() == [5]
+    assert not found.pending.any()
+
+
+@pytest.mark.parametrize("kind", ["w", "r"])
+def test_write_and_read_locks_are_compared(kind: str) -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, next_id=1)
+    found = judge(table, {kind: [1]}, mark=0, high=1)
+    assert found.conflicts.tolist() == [1]
+
+
+def test_append_locks_are_never_compared_and_never_wait() -> None:
+    table = table_at(7)
+    judge(table, {"w": [1]}, mark=7, high=7)
+    found = judge(table, {"a": [1]}, mark=0, high=7, next_id=9)
+    assert found.ids.tolist() == [9]
+
+
+@pytest.mark.parametrize(("kind", "enters"), [("w", True), ("a", True), ("r", False)])
+def test_which_locks_are_entered(kind: str, enters: bool) -> None:  # noqa: FBT001
+    table = table_at(0)
+    judge(table, {kind: [1]}, next_id=1)
+    assert table.estimate(1) == (1 if enters else 0)
+    assert table.estimate(2) == 0
+
+
+def test_a_row_stands_for_its_highest_lock() -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, {"w": [2]}, {"w": [3]})
+    found = judge(table, {"w": [1], "r": [3, 2]}, mark=0, high=3)
+    assert found.conflicts.tolist() == [3]
+
+
+def test_a_mark_above_the_log_is_ahead() -> None:
+    table = table_at(0)
+    found = judge(table, {"w": [1]}, {"w": [1]}, mark=[4, 3], high=3)
+    assert found.ahead.tolist() == [True, False]
+    assert found.ids.tolist() == [REFUSED, 4]
+    assert found.conflicts.tolist() == [NO_CONFLICT, NO_CONFLICT]
+
+
+def test_rows_that_are_not_eligible_leave_no_trace() -> None:
+    table = table_at(0)
+    found = judge(
+        table, {"w": [1]}, {"w": [1]}, {"w": [9]}, mark=[0, 0, 99], eligible=[False, True, False]
+    )
+    assert found.ids.tolist() == [REFUSED, 1, REFUSED]
+    assert not found.ahead.any()
+    assert table.estimate(9) == 0
+
+
+def test_a_conflict_in_flight_is_pending_and_one_in_the_log_is_not() -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
+    found = judge(table, {"w": [1]}, {"w": [2]}, mark=0, high=1, next_id=3)
+    assert found.conflicts.tolist() == [1, 2]
+    assert found.pending.tolist() == [False, True]
+
+
+def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
+    found = judge(table_at(0), {"w": [1]}, {"w": [1]}, {"r": [1]}, {"w": [2]}, {"a": [2]})
+    assert found.ids.tolist() == [1, REFUSED, REFUSED, 2, 3]
+    assert found.conflicts.tolist() == [NO_CONFLICT, 1, 1, NO_CONFLICT, NO_CONFLICT]
+    assert found.pending.tolist() == [False, True, True, False, False]
+
+
+def test_a_refused_row_of_the_batch_blocks_nobody() -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, high=0, next_id=1)
+    found = judge(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
+    assert found.ids.tolist() == [REFUSED, 2, REFUSED]
+    assert found.conflicts.tolist() == [1, NO_CONFLICT, 2]
+
+
+def test_one_lock_twice_in_a_row_does_not_conflict_with_itself() -> None:
+    found = judge(table_at(0), {"w": [1, 1], "r": [1], "a": [1]})
+    assert found.ids.tolist() == [1]
+
+
+def test_clamp_forgets_what_never_came_to_be() -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
+    table.clamp(TransactionId(1))
+    assert (table.estimate(1), table.estimate(2), table.estimate(3)) == (1, 1, 0)
+    assert judge(table, {"w": [2]}, mark=1, high=1).ids.tolist() == [2]
+
+
+def test_reset_makes_everybody_catch_up() -> None:
+    table = table_at(0)
+    table.reset(TransactionId(6))
+    assert judge(table, {"w": [1]}, {"r": [2]}, {"a": [3]}, mark=5, high=6).accepted_count == 1
+    assert judge(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
+
+
+def test_an_empty_batch() -> None:
+    assert judge(table_at(0)).accepted_count == 0
+
+
+def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
+    """The row numbers that are put into the table while it judges must all be gone again."""
+    table = LockTable(11, TransactionId(3))
+    judge(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
+    assert set(table._slots.tolist()) <= {3, 4, 5}
+    untouched = set(range(11)) - set(indices([1], 11).ravel().tolist())
+    assert {int(table._slots[slot]) for slot in untouched} <= {3}
+
+
+def test_false_refusal_probability() -> None:
+    table = LockTable(1000, TransactionId(0))
+    assert table.false_refusal_probability(TransactionId(0)) == 0
+    assert table.false_refusal_probability(TransactionId(-1)) == 1
+    table._slots[::2] = 9
+    assert table.false_refusal_probability(TransactionId(5)) == pytest.approx(1 / 8)
+
+
+def test_the_false_refusals_foretold_are_those_that_happen() -> None:
+    table = table_at(0)
+    numbers = np.random.default_rng(1)
+    locks = numbers.integers(-(2**31), 2**31, 300_000).astype(np.int32)
+    none = LockColumn(np.zeros(locks.size + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
+    written = LockColumn(np.arange(locks.size + 1), locks)
+    first = TransactionId(0)
+    table.judge(Requests(none, none, written, 0), high_water_mark=first, next_id=TransactionId(1))
+    foretold = table.false_refusal_probability(first)
+    strangers = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
+    refused = (table._slots[indices(strangers, SLOT_COUNT)].min(axis=0) > 0).mean()
+    assert foretold == pytest.approx(refused, rel=0.1)
+    assert 0.1 < foretold < 0.4
+
+
+def test_memory() -> None:
+    assert table_at(0).size_bytes == 8 * 1_048_573
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "table_count", "expected"),
+    [(1 << 40, 4, SLOT_COUNT), (8 * 100, 1, 97), (8 * 100, 10, 7), (0, 1, 2)],
+)
+def test_slot_count_within(budget_bytes: int, table_count: int, expected: int) -> None:
+    assert slot_count_within(budget_bytes, table_count) == expected
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:  # noqa: FBT001
+    counts = []
+    for count in (100, 10_000):
+        locks = np.zeros(count, np.int32) if hot else np.arange(count, dtype=np.int32)
+        none = LockColumn(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
+        requests = Requests(LockColumn(np.arange(count + 1), locks), none, none, 0)
+        table = table_at(0)
+        calls = 0
+
+        def count_call(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count_call)
+        try:
+            found = table.judge(
+                requests, high_water_mark=TransactionId(0), next_id=TransactionId(1)
+            )
+        finally:
+            sys.setprofile(None)
+        assert found.accepted_count == (1 if hot else found.accepted_count)
+        counts.append(calls)
+    assert counts[1] <= 2 * counts[0]

@@ -1,0 +1,448 @@
+"""Tests of `waltz_core.batches`."""
+
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from waltz_core import batches, raw_records
+from waltz_core.checksum import crc32
+from waltz_core.errors import BadRequest, TooLarge
+from waltz_core.record import (
+    RECORD_PREFIX,
+    TRANSACTION_BYTES_MAX,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
+
+REQ_ID = ReqId(ClientId(5), Generation(2), PartitionId(1), 100)
+LOCKS = pa.list_(pa.int32())
+ints = st.integers(-(2**31), 2**31 - 1)
+locks = st.lists(ints, max_size=3)
+rows_strategy = st.lists(
+    st.tuples(ints, st.binary(max_size=50), locks, locks, locks, st.integers(-1, 2**62)),
+    min_size=1,
+    max_size=20,
+)
+Row = tuple[int, bytes, list[int], list[int], list[int], int]
+
+
+def encode(rows: list[Row], *, with_marks: bool = False) -> bytes:
+    headers, data, write, read, append, marks = zip(*rows, strict=True)
+    return batches.encode_append(
+        headers,
+        data,
+        write_locks=write,
+        read_locks=read,
+        append_locks=append,
+        marks=marks if with_marks else None,
+    )
+
+
+def simple(data: list[bytes]) -> bytes:
+    return encode([(i, row, [i], [], [], 0) for i, row in enumerate(data)])
+
+
+def decode(payload: bytes, *, rows_max: int = 20_000) -> batches.AppendRows:
+    return batches.decode_append(payload, rows_max=rows_max, bytes_max=1 << 24)
+
+
+def stream(schema: pa.Schema, *columns: object, options: object = None) -> bytes:
+    """Write an Arrow stream of one batch, right or wrong."""
+    sink = pa.BufferOutputStream()
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
+    with pa.ipc.new_stream(sink, schema, options=options) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def listed(column: batches.LockColumn) -> list[list[int]]:
+    bounds = column.offsets.tolist()
+    return [column.values[a:b].tolist() for a, b in pairwise(bounds)]
+
+
+def expected_record(transaction_id: int, row_number: int, header: int, data: bytes) -> bytes:
+    identity = REQ_ID._replace(sequence=REQ_ID.sequence + row_number).to_bytes()
+    body = RECORD_PREFIX.pack(transaction_id, identity, header, len(data), 0)[:32]
+    body += crc32(data).to_bytes(4, "big") + data
+    return body + crc32(body).to_bytes(4, "big")
+
+
+# ---------------------------------------------------------------------------------------------
+# append batches
+
+
+@given(rows=rows_strategy, with_marks=st.booleans())
+def test_an_append_batch_round_trips(*, rows: list[Row], with_marks: bool) -> None:
+    found = decode(encode(rows, with_marks=with_marks))
+    headers, data, write, read, append, marks = (list(c) for c in zip(*rows, strict=True))
+    assert found.count == len(rows)
+    assert found.headers.tolist() == headers
+    assert found.data.to_pylist() == data
+    assert found.lengths.tolist() == [len(d) for d in data]
+    assert found.crcs.tolist() == [crc32(d) for d in data]
+    assert listed(found.write_locks) == write
+    assert listed(found.read_locks) == read
+    assert listed(found.append_locks) == append
+    assert (found.marks.tolist() == marks) if found.marks is not None else not with_marks
+
+
+def test_columns_from_arrow_may_be_absent_null_sliced_or_wider() -> None:
+    data = pa.array([b"drop", b"a", b"bb"], pa.large_binary()).slice(1)
+    write = pa.array([[9], None, [1, 2]], pa.list_(pa.int64())).slice(1)
+    payload = batches.encode_append_arrow(
+        pa.RecordBatch.from_pydict({"write_locks": write, "data": data})
+    )
+    found = decode(payload)
+    assert found.data.to_pylist() == [b"a", b"bb"]
+    assert found.headers.tolist() == [0, 0]
+    assert listed(found.write_locks) == [[], [1, 2]]
+    assert listed(found.read_locks) == [[], []]
+    assert found.marks is None
+
+
+def test_strings_are_payloads_too() -> None:
+    payload = batches.encode_append_arrow(pa.RecordBatch.from_pydict({"data": pa.array(["é"])}))
+    assert decode(payload).data.to_pylist() == ["é".encode()]
+
+
+def test_a_null_list_that_spans_values_has_no_locks() -> None:
+    """Arrow allows a null slot with values under it; they must not leak into the next row."""
+    offsets = pa.array([0, 2, 3], pa.int32())
+    spanning = pa.ListArray.from_arrays(
+        offsets, pa.array([7, 8, 9], pa.int32()), mask=pa.array([True, False])
+    )
+    payload = batches.encode_append_arrow(
+        pa.RecordBatch.from_pydict({"data": pa.array([b"", b""]), "write_locks": spanning})
+    )
+    assert listed(decode(payload).write_locks) == [[], [9]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"header": [1]}, "expected data"),
+        ({"data": [b""], "crc": [1]}, "found .*crc"),
+        ({"data": [b""], "colour": [1]}, "found .*colour"),
+        ({"data": [None, b""]}, "column data: 1 nulls"),
+        ({"data": [b""], "header": [None]}, "column header"),
+        ({"data": [b""], "header": ["seven"]}, "column header: expected int32, found string"),
+        ({"data": [b""], "header": [2**40]}, "column header: expected int32, found int64"),
+        ({"data": [b""], "write_locks": [["a"]]}, "column write_locks"),
+        ({"data": [b""], "write_locks": [[None]]}, "column write_locks"),
+        ({"data": [b""], "write_locks": [3]}, "column write_locks"),
+        ({"data": [1.5]}, "column data: expected binary, found double"),
+    ],
+)
+def test_columns_that_are_refused_before_they_are_sent(
+    columns: dict[str, list[object]], says: str
+) -> None:
+    rows = pa.RecordBatch.from_pydict({name: pa.array(c) for name, c in columns.items()})
+    with pytest.raises(BadRequest, match=says):
+        batches.encode_append_arrow(rows)
+
+
+def test_lists_that_are_refused_before_they_are_sent() -> None:
+    none: list[list[int]] = [[]]
+    with pytest.raises(BadRequest, match="column header"):
+        batches.encode_append([2**31], [b""], write_locks=none, read_locks=none, append_locks=none)
+    with pytest.raises(BadRequest, match="one length"):
+        batches.encode_append([1, 2], [b""], write_locks=none, read_locks=none, append_locks=none)
+
+
+def test_a_row_over_the_limit_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 1} in row 1"):
+        simple([b"", bytes(TRANSACTION_BYTES_MAX + 1)])
+    simple([bytes(TRANSACTION_BYTES_MAX)])
+
+
+def test_limits_of_a_batch() -> None:
+    payload = simple([b"a", b"b", b"c"])
+    assert decode(payload, rows_max=3).count == 3
+    with pytest.raises(TooLarge, match="at most 2 rows, found 3"):
+        decode(payload, rows_max=2)
+    with pytest.raises(TooLarge, match="bytes"):
+        batches.decode_append(payload, rows_max=3, bytes_max=len(payload) - 1)
+
+
+def test_no_rows_are_refused() -> None:
+    with pytest.raises(BadRequest, match="at least one row"):
+        decode(stream(batches.APPEND_SCHEMA, [], [], [], [], [], []))
+
+
+GOOD = ([1, 2], [b"x" * 500, b"y"], [crc32(b"x" * 500), crc32(b"y")], [[1], []], [[], []], [[], []])
+
+
+def test_the_plain_stream_is_good() -> None:
+    assert decode(stream(batches.APPEND_SCHEMA, *GOOD)).count == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "column", "says"),
+    [
+        (0, [1, None], "column header: 1 nulls"),
+        (1, [b"x", None], "column data: 1 nulls"),
+        (2, [1, None], "column crc: 1 nulls"),
+        (2, [1, 2], "data of row 0: expected CRC 00000001"),
+        (2, [crc32(b"x" * 500), 2], "data of row 1: expected CRC 00000002"),
+        (3, [[1], [None]], "a lock is null"),
+    ],
+)
+def test_contents_that_are_refused(place: int, column: list[object], says: str) -> None:
+    columns = [*GOOD[:place], column, *GOOD[place + 1 :]]
+    with pytest.raises(BadRequest, match=says):
+        decode(stream(batches.APPEND_SCHEMA, *columns))
+
+
+def test_a_mark_below_the_first_is_refused() -> None:
+    with pytest.raises(BadRequest, match="found -2"):
+        decode(stream(batches.APPEND_SCHEMA_WITH_MARKS, *GOOD, [5, -2]))
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_compressed_buffers_are_refused_before_they_expand(codec: str) -> None:
+    bomb = [b"\0" * 4_000_000]
+    payload = stream(
+        batches.APPEND_SCHEMA,
+        [1], bomb, [crc32(bomb[0])], [[]], [[]], [[]],
+        options=pa.ipc.IpcWriteOptions(compression=codec),
+    )  # fmt: skip
+    assert len(payload) < 100_000
+    before = pa.default_memory_pool().bytes_allocated()
+    with pytest.raises(BadRequest, match="compressed"):
+        decode(payload)
+    assert pa.default_memory_pool().bytes_allocated() == before
+
+
+def test_other_schemas_are_refused() -> None:
+    with pytest.raises(BadRequest, match="columns of APPEND_SCHEMA, found x int64"):
+        decode(stream(pa.schema([("x", pa.int64())]), [1]))
+    turned = pa.schema(list(batches.APPEND_SCHEMA)[::-1])
+    with pytest.raises(BadRequest, match="columns of APPEND_SCHEMA"):
+        decode(stream(turned, *GOOD[::-1]))
+    coded = batches.APPEND_SCHEMA.set(1, pa.field("data", pa.dictionary(pa.int8(), pa.binary())))
+    with pytest.raises(BadRequest, match="dictionary"):
+        decode(stream(coded, *GOOD))
+
+
+def test_more_than_one_batch_is_refused() -> None:
+    sink = pa.BufferOutputStream()
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array(c, f.type) for c, f in zip(GOOD, batches.APPEND_SCHEMA, strict=True)],
+        schema=batches.APPEND_SCHEMA,
+    )
+    with pa.ipc.new_stream(sink, batches.APPEND_SCHEMA) as writer:
+        writer.write_batch(batch)
+        writer.write_batch(batch)
+    with pytest.raises(BadRequest, match="found schema, record batch, record batch"):
+        decode(sink.getvalue().to_pybytes())
+
+
+def test_large_metadata_is_refused() -> None:
+    fields = pa.schema([(f"column-{i}", pa.int32()) for i in range(1000)])
+    with pytest.raises(BadRequest, match="bytes of metadata"):
+        decode(stream(fields, *([1] for _ in range(1000))))
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\0", b"\xff" * 8, b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1"]
+)
+def test_what_is_no_stream_is_refused(payload: bytes) -> None:
+    with pytest.raises(BadRequest, match="append batch"):
+        decode(payload)
+
+
+def test_every_truncation_is_refused() -> None:
+    payload = simple([b"abc", b"d"])
+    end = len(payload) - 8  # The end mark of the stream may be missing.
+    for length in range(end):
+        with pytest.raises(BadRequest):
+            decode(payload[:length])
+    assert decode(payload[:end]).count == 2
+
+
+# ---------------------------------------------------------------------------------------------
+# records
+
+
+@given(rows_strategy, st.data())
+def test_records_are_the_segment_files_bytes(rows: list[Row], data: st.DataObject) -> None:
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
+    if not keep.any():
+        keep[0] = True
+    made = batches.encode_records(decode(encode(rows)), keep, TransactionId(10), REQ_ID)
+    kept = [(number, row) for number, row in enumerate(rows) if keep[number]]
+    expected = [
+        expected_record(10 + place, number, row[0], row[1])
+        for place, (number, row) in enumerate(kept)
+    ]
+    assert bytes(made.records) == b"".join(expected)
+    assert (made.first, made.last) == (10, 10 + len(kept) - 1)
+    assert made.lengths == b"".join(len(r).to_bytes(4, "big") for r in expected)
+    assert made.record_crcs == b"".join(r[-4:] for r in expected)
+    assert made.records_crc == crc32(b"".join(expected))
+    lengths = raw_records.lengths_from_wire(made.lengths, len(made.records))
+    assert raw_records.first_bad_record(made.records, lengths) is None
+
+
+@given(rows_strategy)
+def test_all_rows_without_a_mask(rows: list[Row]) -> None:
+    found = decode(encode(rows))
+    whole = batches.encode_records(found, None, TransactionId(0), REQ_ID)
+    masked = batches.encode_records(found, np.ones(len(rows), bool), TransactionId(0), REQ_ID)
+    assert bytes(whole.records) == bytes(masked.records)
+    assert whole.last == len(rows) - 1
+
+
+@given(rows_strategy, st.data())
+def test_select_records(rows: list[Row], data: st.DataObject) -> None:
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
+    made = batches.encode_records(decode(encode(rows)), None, TransactionId(0), REQ_ID)
+    lengths = raw_records.lengths_from_wire(made.lengths, len(made.records))
+    chosen, chosen_lengths = batches.select_records(made.records, lengths, keep)
+    numbers = np.flatnonzero(keep).tolist()
+    expected = [expected_record(n, n, rows[n][0], rows[n][1]) for n in numbers]
+    assert bytes(chosen) == b"".join(expected)
+    assert chosen_lengths.tolist() == [len(r) for r in expected]
+
+
+# ---------------------------------------------------------------------------------------------
+# reading
+
+
+def run_of(data: list[bytes], first: int = 10) -> tuple[memoryview, raw_records.I64]:
+    made = batches.encode_records(decode(simple(data)), None, TransactionId(first), REQ_ID)
+    return made.records, raw_records.lengths_from_wire(made.lengths, len(made.records))
+
+
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=20))
+def test_a_range_as_a_table(data: list[bytes]) -> None:
+    records, lengths = run_of(data)
+    stamps = [(0, 10, 1_700_000_000_123), (11, 12, 0), (13, 40, 1_700_000_000_456)]
+    found = batches.range_to_arrow(
+        records, lengths, stamps, batches.READ_SCHEMA.names, partition_id=PartitionId(1)
+    )
+    table = pa.Table.from_batches(found, schema=batches.READ_SCHEMA)
+    table.validate(full=True)
+    for number, row in enumerate(table.to_pylist()):
+        stamp = {0: 123, 1: None, 2: None}.get(number, 456)
+        time = stamp and datetime(2023, 11, 14, 22, 13, 20, 1000 * stamp, tzinfo=UTC)
+        identity = {"client_id": 5, "generation": 2, "partition": 1, "sequence": 100 + number}
+        assert row == {
+            "partition": 1,
+            "transaction_id": 10 + number,
+            "header": number,
+            "request_id": identity,
+            "commit_time": time,
+            "data": data[number],
+        }
+
+
+@given(st.permutations(batches.READ_SCHEMA.names), st.integers(0, 6))
+def test_only_the_asked_columns_in_the_asked_order(names: list[str], count: int) -> None:
+    records, lengths = run_of([b"a", b"b"])
+    asked = names[:count]
+    (found,) = batches.range_to_arrow(records, lengths, [], asked, partition_id=PartitionId(1))
+    assert found.schema.names == asked
+    assert found.num_rows == (2 if asked else found.num_rows)
+
+
+def test_a_long_range_comes_in_several_batches() -> None:
+    data = [b"%d" % n for n in range(2 * batches.ARROW_ROWS_MAX + 5)]
+    records, lengths = run_of(data)
+    found = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in found] == [8192, 8192, 5]
+    assert pa.Table.from_batches(found)["data"].to_pylist() == data
+    heads = raw_records.headers_of(records, lengths)
+    found = batches.headers_to_arrow(heads, [], ["transaction_id"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in found] == [8192, 8192, 5]
+
+
+def test_a_wide_range_comes_in_several_batches() -> None:
+    data = [bytes(3_000_000)] * 3 + [b"", b""]
+    records, lengths = run_of(data)
+    found = batches.range_to_arrow(records, lengths, [], ["data"], partition_id=PartitionId(0))
+    assert [b.num_rows for b in found] == [2, 3]
+    assert pa.Table.from_batches(found)["data"].to_pylist() == data
+
+
+@given(st.lists(st.binary(max_size=9), min_size=1, max_size=9))
+def test_headers_give_the_same_columns_as_records(data: list[bytes]) -> None:
+    records, lengths = run_of(data)
+    asked = [name for name in batches.READ_SCHEMA.names if name != "data"]
+    stamps = [(10, 12, 1_700_000_000_000)]
+    whole = batches.range_to_arrow(records, lengths, stamps, asked, partition_id=PartitionId(1))
+    heads = raw_records.headers_of(records, lengths)
+    assert whole == batches.headers_to_arrow(heads, stamps, asked, partition_id=PartitionId(1))
+
+
+def test_an_empty_range() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    assert batches.range_to_arrow(b"", none, [], ["data"], partition_id=PartitionId(0)) == []
+    assert batches.headers_to_arrow(b"", [], ["header"], partition_id=PartitionId(0)) == []
+
+
+def test_torn_headers_are_refused() -> None:
+    with pytest.raises(BadRequest, match="28 bytes each, found 29"):
+        batches.headers_to_arrow(bytes(29), [], ["header"], partition_id=PartitionId(0))
+
+
+@given(st.integers(-(2**63), 2**63 - 1))
+@settings(max_examples=30)
+def test_a_wild_stamp_does_no_harm(stamp_ms: int) -> None:
+    records, lengths = run_of([b"a"])
+    (found,) = batches.range_to_arrow(
+        records, lengths, [(0, 99, stamp_ms)], ["commit_time"], partition_id=PartitionId(0)
+    )
+    assert (found["commit_time"].null_count == 1) == (stamp_ms <= 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# no Python per row
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_calls_do_not_grow_with_the_rows() -> None:
+    counts = []
+    for row_count in (100, 10_000):
+        payload = simple([b"%d" % n * (1 + n % 7) for n in range(row_count)])
+        keep = np.arange(row_count) % 3 != 0
+        first = TransactionId(65_000)
+
+        def way_of_a_batch(
+            payload: bytes = payload, keep: batches.Mask = keep, first: TransactionId = first
+        ) -> None:
+            rows = decode(payload)
+            made = batches.encode_records(rows, keep, first, REQ_ID)
+            lengths = raw_records.lengths_from_wire(made.lengths, len(made.records))
+            assert raw_records.first_bad_record(made.records, lengths) is None
+            raw_records.headers_of(made.records, lengths)
+            names = batches.READ_SCHEMA.names
+            batches.range_to_arrow(made.records, lengths, [], names, partition_id=PartitionId(0))
+
+        way_of_a_batch()
+        counts.append(calls_of(way_of_a_batch))
+    assert counts[1] <= 1.3 * counts[0]

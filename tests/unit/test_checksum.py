@@ -1,0 +1,105 @@
+"""Tests of `waltz_core.checksum`, with crcmod as the oracle."""
+
+import crcmod.predefined
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core import checksum
+
+oracle = crcmod.predefined.mkCrcFun("crc-32")
+runs = st.lists(st.binary(max_size=300), max_size=40)
+
+
+def crcs_of(rows: list[bytes]) -> checksum.U32:
+    return np.array([oracle(row) for row in rows], dtype=np.uint32)
+
+
+def lengths_of(rows: list[bytes]) -> checksum.I64:
+    return np.array([len(row) for row in rows], dtype=np.int64)
+
+
+@given(st.binary(max_size=500), st.binary(max_size=500))
+def test_crc32_is_the_usual_one(first: bytes, second: bytes) -> None:
+    assert checksum.crc32(first) == oracle(first)
+    assert checksum.crc32(second, checksum.crc32(first)) == oracle(first + second)
+
+
+def test_crc32_is_never_negative() -> None:
+    assert checksum.crc32(b"\xff") == 0xFF000000
+
+
+@given(st.binary(max_size=500), st.binary(max_size=5000))
+def test_combine_joins_two_runs(first: bytes, second: bytes) -> None:
+    assert checksum.combine(oracle(first), oracle(second), len(second)) == oracle(first + second)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 4095, 4096, 4097, 262_144, 1 << 24])
+def test_combine_at_the_edges_of_the_digits(length: int) -> None:
+    second = bytes(length)
+    joined = checksum.crc32(second, checksum.crc32(b"left"))
+    assert checksum.combine(checksum.crc32(b"left"), checksum.crc32(second), length) == joined
+    many = checksum.combine_many(
+        np.array([oracle(b"left")] * 2, dtype=np.uint32),
+        np.array([checksum.crc32(second), oracle(b"x")], dtype=np.uint32),
+        np.array([length, 1]),
+    )
+    assert many.tolist() == [joined, oracle(b"leftx")]
+
+
+@given(runs, st.binary(min_size=1, max_size=40))
+def test_combine_many_is_combine_of_each(rows: list[bytes], head: bytes) -> None:
+    heads = np.full(len(rows), oracle(head), dtype=np.uint32)
+    joined = checksum.combine_many(heads, crcs_of(rows), lengths_of(rows))
+    assert joined.tolist() == [oracle(head + row) for row in rows]
+
+
+@given(st.lists(st.binary(min_size=7, max_size=7), max_size=20))
+def test_combine_many_with_one_length_for_all(rows: list[bytes]) -> None:
+    heads = np.full(len(rows), oracle(b"head"), dtype=np.uint32)
+    expected = [oracle(b"head" + row) for row in rows]
+    assert checksum.combine_many(heads, crcs_of(rows), 7).tolist() == expected
+    assert checksum.combine_many(heads, crcs_of(rows), lengths_of(rows)).tolist() == expected
+
+
+@given(runs)
+def test_fold_is_the_crc_of_the_concatenation(rows: list[bytes]) -> None:
+    assert checksum.fold(crcs_of(rows), lengths_of(rows)) == oracle(b"".join(rows))
+
+
+def test_fold_notices_an_exchange_of_two_rows() -> None:
+    rows = [b"one", b"two", b"six"]
+    folded = checksum.fold(crcs_of(rows), lengths_of(rows))
+    assert folded != checksum.fold(crcs_of(rows[::-1]), lengths_of(rows))
+
+
+@given(st.integers(1, 40).flatmap(lambda n: st.lists(st.binary(min_size=n, max_size=n))))
+def test_crc32_of_rows_is_crc32_of_each(rows: list[bytes]) -> None:
+    width = len(rows[0]) if rows else 1
+    matrix = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), width)
+    assert checksum.crc32_of_rows(matrix).tolist() == [oracle(row) for row in rows]
+
+
+@given(runs)
+def test_crc32_with_trailer(rows: list[bytes]) -> None:
+    expected = [oracle(row + oracle(row).to_bytes(4, "big")) for row in rows]
+    assert checksum.crc32_with_trailer(crcs_of(rows)).tolist() == expected
+
+
+def test_tables_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        checksum._shift_tables(0)[0, 0, 0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        checksum._row_tables(4)[0, 0] = 1
+
+
+@pytest.mark.parametrize("length", [-1, checksum.LENGTH_MAX + 1])
+def test_impossible_lengths_are_our_own_bug(length: int) -> None:
+    one = np.array([1], dtype=np.uint32)
+    with pytest.raises(AssertionError):
+        checksum.combine(1, 1, length)
+    with pytest.raises(AssertionError):
+        checksum.shift_many(one, length)
+    with pytest.raises(AssertionError):
+        checksum.shift_many(np.array([1, 1], dtype=np.uint32), np.array([length, 0]))

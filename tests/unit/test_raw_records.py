@@ -1,0 +1,198 @@
+"""Tests of `waltz_core.raw_records`."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core import raw_records
+from waltz_core.checksum import crc32
+from waltz_core.errors import BadFormat
+from waltz_core.record import (
+    RECORD_HEADER,
+    RECORD_PREFIX,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
+
+# Two records that an original has written (interop.md 5.2).
+GOLDEN = bytes.fromhex(
+    "0000000000000000000000010000000100000000000000020000000700000007154677bc68656c6c6f2d30"
+    "9afdeea8"
+    "0000000000000001000000010000000100000000000000030000000700000007753908d262757273742d30"
+    "b77888b5"
+)
+GOLDEN_LENGTHS = np.array([47, 47])
+REQ_ID = ReqId(ClientId(5), Generation(2), PartitionId(1), 100)
+
+
+def record(transaction_id: int, data: bytes, *, sequence: int = 1, header: int = 0) -> bytes:
+    identity = REQ_ID._replace(sequence=sequence).to_bytes()
+    body = RECORD_PREFIX.pack(transaction_id, identity, header, len(data), 0)[:32]
+    body += crc32(data).to_bytes(4, "big") + data
+    return body + crc32(body).to_bytes(4, "big")
+
+
+def run_of(rows: list[bytes], first: int = 0) -> tuple[bytes, raw_records.I64]:
+    records = [record(first + i, row, sequence=i, header=-i) for i, row in enumerate(rows)]
+    return b"".join(records), np.array([len(r) for r in records], dtype=np.int64)
+
+
+datas = st.lists(st.binary(max_size=60), min_size=1, max_size=20)
+
+
+def test_golden_records_are_intact_and_say_what_they_say() -> None:
+    assert raw_records.first_bad_record(GOLDEN, GOLDEN_LENGTHS) is None
+    assert raw_records.first_gap(GOLDEN, GOLDEN_LENGTHS, TransactionId(0)) is None
+    assert raw_records.ids_of(GOLDEN, GOLDEN_LENGTHS).tolist() == [0, 1]
+    assert raw_records.application_headers_of(GOLDEN, GOLDEN_LENGTHS).tolist() == [7, 7]
+    assert raw_records.req_ids_of(GOLDEN, GOLDEN_LENGTHS).tolist() == [(1, 1, 0, 2), (1, 1, 0, 3)]
+    crcs = raw_records.record_crcs(GOLDEN, GOLDEN_LENGTHS)
+    assert crcs == bytes.fromhex("9afdeea8b77888b5")
+    assert raw_records.run_crc(np.frombuffer(crcs, ">u4"), GOLDEN_LENGTHS) == crc32(GOLDEN)
+
+
+@given(datas)
+def test_headers_are_the_first_28_bytes(rows: list[bytes]) -> None:
+    records, lengths = run_of(rows, first=7)
+    starts = raw_records.offsets_of(lengths)[:-1].tolist()
+    packed = raw_records.headers_of(records, lengths)
+    assert packed == b"".join(records[s : s + 28] for s in starts)
+    feed = raw_records.feed_headers_of(records, lengths)
+    assert feed == b"".join(records[s + 8 : s + 28] for s in starts)
+    assert raw_records.from_feed_headers(TransactionId(7), feed) == packed
+    assert RECORD_HEADER.unpack(packed[:28])[0] == 7
+
+
+@given(datas)
+def test_an_intact_run_has_no_bad_record(rows: list[bytes]) -> None:
+    records, lengths = run_of(rows)
+    assert raw_records.first_bad_record(memoryview(records), lengths) is None
+
+
+@given(datas, st.data())
+def test_any_flipped_bit_is_found_in_its_record(rows: list[bytes], data: st.DataObject) -> None:
+    records, lengths = run_of(rows)
+    place = data.draw(st.integers(0, len(records) - 1))
+    damaged = bytearray(records)
+    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    guilty = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+    assert raw_records.first_bad_record(bytes(damaged), lengths) == guilty
+
+
+def test_the_first_of_several_bad_records_is_named() -> None:
+    records, lengths = run_of([b"a" * 9, b"b", b"c", b"d"])
+    damaged = bytearray(records)
+    damaged[-1] ^= 1
+    damaged[60] ^= 1  # in the second record
+    assert raw_records.first_bad_record(bytes(damaged), lengths) == 1
+
+
+def test_lengths_that_cut_records_elsewhere_are_found() -> None:
+    """The bytes are intact, the run's lengths are not those of its records."""
+    records, lengths = run_of([b"aa", b"bb"])
+    shifted = lengths + np.array([1, -1])
+    assert raw_records.first_bad_record(records, shifted) == 0
+
+
+def test_a_record_that_lies_about_its_length_is_found() -> None:
+    body = RECORD_PREFIX.pack(0, REQ_ID.to_bytes(), 0, 99, 0) + b"data"
+    records = body + crc32(body).to_bytes(4, "big")
+    assert raw_records.first_bad_record(records, np.array([44])) == 0
+
+
+def test_an_empty_run() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    assert raw_records.first_bad_record(b"", none) is None
+    assert raw_records.first_gap(b"", none, TransactionId(0)) is None
+    assert raw_records.headers_of(b"", none) == b""
+    assert raw_records.feed_headers_of(b"", none) == b""
+    assert raw_records.record_crcs(b"", none) == b""
+    assert raw_records.ids_of(b"", none).tolist() == []
+    assert raw_records.offsets_of(none).tolist() == [0]
+    assert raw_records.lengths_from_wire(b"", 0).tolist() == []
+
+
+def test_first_gap() -> None:
+    records = record(4, b"a") + record(5, b"b") + record(7, b"c")
+    lengths = np.array([41, 41, 41])
+    assert raw_records.first_gap(records, lengths, TransactionId(4)) == 2
+    assert raw_records.first_gap(records, lengths, TransactionId(3)) == 0
+
+
+@given(st.lists(st.integers(40, raw_records.RECORD_BYTES_MAX), max_size=9))
+def test_lengths_round_trip(values: list[int]) -> None:
+    packed = raw_records.lengths_to_wire(np.array(values, dtype=np.int64))
+    assert packed == struct.pack(f">{len(values)}i", *values)
+    assert raw_records.lengths_from_wire(packed, sum(values)).tolist() == values
+
+
+@pytest.mark.parametrize(
+    ("values", "total", "says"),
+    [
+        ([47, 39], 86, "at least 40"),
+        ([47, -1], 46, "at least 40"),
+        ([raw_records.RECORD_BYTES_MAX + 1], raw_records.RECORD_BYTES_MAX + 1, "at most"),
+        ([47, 47], 95, "add up to 94, found 95"),
+    ],
+)
+def test_impossible_lengths(values: list[int], total: int, says: str) -> None:
+    packed = struct.pack(f">{len(values)}i", *values)
+    with pytest.raises(BadFormat, match=says):
+        raw_records.lengths_from_wire(packed, total)
+
+
+@given(st.binary(max_size=64), st.integers(0, 1 << 40))
+def test_any_bytes_are_lengths_or_bad_format(packed: bytes, total: int) -> None:
+    try:
+        lengths = raw_records.lengths_from_wire(packed, total)
+    except BadFormat:
+        return
+    assert int(lengths.sum()) == total
+
+
+@given(datas, st.data())
+def test_cut(rows: list[bytes], data: st.DataObject) -> None:
+    records, lengths = run_of(rows)
+    skip = data.draw(st.integers(0, len(rows)))
+    count = data.draw(st.integers(0, len(rows) - skip))
+    part, part_lengths = raw_records.cut(records, lengths, skip=skip, count=count)
+    expected = [record(i, rows[i], sequence=i, header=-i) for i in range(skip, skip + count)]
+    assert bytes(part) == b"".join(expected)
+    assert part_lengths.tolist() == [len(r) for r in expected]
+
+
+@pytest.mark.parametrize(
+    ("bytes_max", "count"), [(0, 1), (49, 1), (50, 1), (109, 1), (110, 2), (169, 2), (999, 3)]
+)
+def test_count_within(bytes_max: int, count: int) -> None:
+    assert raw_records.count_within(np.array([50, 60, 70]), bytes_max) == count
+
+
+def test_stamps() -> None:
+    ids = np.array([0, 1, 2, 3, 4, 9])
+    stamps = [(1, 2, 1000), (3, 3, 0), (4, 5, 2000)]
+    assert raw_records.stamps_of(ids, stamps).tolist() == [0, 1000, 1000, 0, 2000, 0]
+    assert raw_records.stamps_of(ids, []).tolist() == [0] * 6
+
+
+def test_prefixes_keep_the_sequence_of_their_row() -> None:
+    made = raw_records.prefixes(
+        np.array([8, 9]),
+        REQ_ID,
+        np.array([0, 2]),
+        np.array([3, -4], dtype=np.int32),
+        lengths=np.array([2, 1]),
+        data_crcs=np.array([crc32(b"ab"), crc32(b"c")], dtype=np.uint32),
+    )
+    expected = [
+        record(8, b"ab", sequence=100, header=3)[:36],
+        record(9, b"c", sequence=102, header=-4)[:36],
+    ]
+    assert [row.tobytes() for row in made] == expected
+    assert raw_records.prefix_crcs(made).tolist() == [crc32(row) for row in expected]
