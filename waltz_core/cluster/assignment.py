@@ -1,0 +1,161 @@
+"""Decides which server owns which partition, and which storages hold it.
+
+Why it stands alone: the lead server decides for all, and any other server may become the lead at
+any moment, so the answer must depend on nothing but what ZooKeeper holds.
+
+Invariants of `assign_partitions`:
+    1. Every partition has exactly one owner.
+    2. A generation rises by one exactly when a partition goes to a server that did not own it.
+    3. Without preferences no two servers' counts differ by more than one.
+    4. Whoever may keep a partition keeps it: nothing moves without need.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from waltz_core import errors
+from waltz_core.cluster.model import (
+    INT32_MAX,
+    PartitionAssignment,
+    ReplicaAssignments,
+    ServerDescriptor,
+)
+from waltz_core.record import Generation, PartitionId, ReplicaId, ServerId
+
+FIRST_GENERATION = Generation(0)
+
+
+def is_in_force(
+    assignment: PartitionAssignment,
+    servers: Mapping[ServerId, ServerDescriptor],
+    *,
+    cversion: int,
+    partition_count: int,
+) -> bool:
+    """Say whether an assignment was made for exactly these servers and all partitions.
+
+    `cversion` is the child version of the assignment's own node (interop.md 4.4).
+    """
+    return (
+        assignment.cversion == cversion
+        and assignment.partition_count == partition_count
+        and all(server_id in servers for server_id in assignment.servers)
+        and sum(len(owned) for owned in assignment.servers.values()) == partition_count
+    )
+
+
+def assign_partitions(
+    old: PartitionAssignment,
+    servers: Mapping[ServerId, ServerDescriptor],
+    *,
+    cversion: int,
+    partition_count: int,
+) -> PartitionAssignment:
+    """Return the assignment for the live servers (interop.md 4.5).
+
+    Preferred partitions go first, to the lowest server id that asks, even beyond its share; then
+    each server keeps what it has up to its share; then the rest is dealt out in order of ids.
+    Raises BadRequest when the cluster would lose partitions.
+    """
+    assert servers
+    if partition_count < old.partition_count:
+        raise errors.BadRequest(
+            f"the assignment has {old.partition_count} partitions, the cluster only "
+            f"{partition_count}: the number of partitions cannot shrink"
+        )
+    deal = _Deal(old, sorted(servers), partition_count)
+    for server_id in deal.owned:
+        deal.give_preferred(server_id, servers[server_id].preferred)
+    for server_id in deal.owned:
+        deal.keep(server_id)
+    for server_id in deal.owned:
+        deal.give_rest(server_id)
+    assert not deal.free  # invariant 1
+    return PartitionAssignment(
+        cversion,
+        partition_count,
+        {server_id: dict(sorted(owned.items())) for server_id, owned in deal.owned.items()},
+    )
+
+
+class _Deal:
+    """One dealing of partitions: what is still free, and what each server has so far."""
+
+    def __init__(
+        self, old: PartitionAssignment, server_ids: Sequence[ServerId], partition_count: int
+    ) -> None:
+        self.free: dict[PartitionId, Generation] = {
+            PartitionId(partition): FIRST_GENERATION for partition in range(partition_count)
+        }
+        self._owner: dict[PartitionId, ServerId] = {}
+        for server_id, owned in old.servers.items():
+            self.free.update(owned)
+            self._owner.update(dict.fromkeys(owned, server_id))
+        self.owned: dict[ServerId, dict[PartitionId, Generation]] = {
+            server_id: {} for server_id in server_ids
+        }
+        self._share, self._spare = divmod(partition_count, len(server_ids))
+
+    def give_preferred(self, server_id: ServerId, preferred: Iterable[PartitionId]) -> None:
+        for partition_id in preferred:
+            if partition_id in self.free:
+                self._give(server_id, partition_id)
+
+    def keep(self, server_id: ServerId) -> None:
+        kept = [p for p in sorted(self.free) if self._owner.get(p) == server_id]
+        self._give_up_to_share(server_id, kept)
+
+    def give_rest(self, server_id: ServerId) -> None:
+        self._give_up_to_share(server_id, sorted(self.free))
+
+    def _give_up_to_share(self, server_id: ServerId, wanted: Sequence[PartitionId]) -> None:
+        for partition_id in wanted:
+            count = len(self.owned[server_id])
+            if count < self._share or (count == self._share and self._spare > 0):
+                self._give(server_id, partition_id)
+
+    def _give(self, server_id: ServerId, partition_id: PartitionId) -> None:
+        generation = self.free.pop(partition_id)
+        if self._owner.get(partition_id) != server_id:
+            generation = _next_generation(generation, partition_id)
+        self.owned[server_id][partition_id] = generation
+        # The one over the share is paid for from the spare ones. It may go below zero when
+        # preferences take more than their due; the other servers then stay below their share.
+        if len(self.owned[server_id]) > self._share:
+            self._spare -= 1
+
+
+def _next_generation(generation: Generation, partition_id: PartitionId) -> Generation:
+    if generation >= INT32_MAX:
+        raise errors.BadFormat(
+            f"the generation of partition {partition_id} is {generation}: no next one fits 32 bits"
+        )
+    return Generation(generation + 1)
+
+
+def assign_replicas(groups: Mapping[ReplicaId, int], partition_count: int) -> ReplicaAssignments:
+    """Give each group of storages one replica of every partition, dealt out in turn."""
+    held: dict[ReplicaId, list[PartitionId]] = {address: [] for address in groups}
+    for group in sorted(set(groups.values())):
+        members = [address for address, its_group in groups.items() if its_group == group]
+        for partition in range(partition_count):
+            held[members[partition % len(members)]].append(PartitionId(partition))
+    return ReplicaAssignments({address: tuple(its) for address, its in held.items()})
+
+
+def check_replica_change(
+    old: ReplicaAssignments, new: ReplicaAssignments, partition_count: int
+) -> None:
+    """Raise BadRequest for a change after which old and new quorums might not meet.
+
+    A partition may gain fewer replicas than make a quorum of its new ones, and may not lose its
+    last one (correctness.md 2.4, row 36). A partition without replicas may be given any.
+    """
+    for partition in range(partition_count):
+        partition_id = PartitionId(partition)
+        before, after = old.replicas_of(partition_id), new.replicas_of(partition_id)
+        added = [address for address in after if address not in before]
+        if before and len(added) >= len(after) // 2 + 1:
+            raise errors.BadRequest(
+                f"partition {partition_id} would get {len(added)} new replicas of "
+                f"{len(after)} in one step: expected fewer than a quorum, change one at a time"
+            )

@@ -1,0 +1,78 @@
+"""The connect string: ZooKeeper's hosts and the root of one cluster, in one piece of text.
+
+Why it stands alone: it is the one thing every user types, in Spark, in a shell and in a
+configuration file, so what is wrong with it is told here, in one sentence, and nowhere else.
+
+    zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
+
+Rules:
+    1. Each host has a port; an IPv6 address stands in brackets: [::1]:2181.
+    2. The root is never "/": a cluster does not share ZooKeeper's own root.
+"""
+
+from dataclasses import dataclass
+
+from waltz_core import errors
+from waltz_core.cluster.paths import ClusterPaths
+
+EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectString:
+    """Where a cluster is: ZooKeeper's hosts, each "host:port", and the cluster's root."""
+
+    hosts: tuple[str, ...]
+    root: str
+
+    @property
+    def paths(self) -> ClusterPaths:
+        """The cluster's paths."""
+        return ClusterPaths(self.root)
+
+    def __str__(self) -> str:
+        return ",".join(self.hosts) + self.root
+
+
+def parse_connect_string(text: str) -> ConnectString:
+    """Return the parts of a connect string; raises BadConfig that says what would be right."""
+    hosts, slash, root = text.strip().partition("/")
+    if not hosts and not slash:
+        raise errors.BadConfig(f"the connect string is empty: {EXPECTED}")
+    names = root.removesuffix("/").split("/")
+    if names == [""]:
+        raise errors.BadConfig(f"the connect string {text!r} names no cluster root: {EXPECTED}")
+    for name in names:
+        if name in ("", ".", "..") or name != name.strip() or not name.isprintable():
+            raise errors.BadConfig(
+                f"the connect string {text!r} has the name {name!r} in its cluster root: {EXPECTED}"
+            )
+    checked = tuple(_checked_host(host.strip(), text) for host in hosts.split(","))
+    return ConnectString(checked, "/" + "/".join(names))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" (brackets of IPv6 stay); raises BadConfig."""
+    host, colon, digits = address.rpartition(":")
+    if not colon or (host.startswith("[") and not host.endswith("]")):
+        raise errors.BadConfig(f"{address!r} has no port: expected host:port")
+    bare = host[1:-1] if host.startswith("[") else host
+    if not bare or bare != bare.strip() or "/" in bare:
+        raise errors.BadConfig(f"{address!r} has no host: expected host:port")
+    if ":" in bare and not host.startswith("["):
+        raise errors.BadConfig(
+            f"{address!r} has an IPv6 host without brackets: expected [::1]:port"
+        )
+    if not (digits.isascii() and digits.isdigit() and 1 <= int(digits[:6]) <= 65535):
+        raise errors.BadConfig(f"{address!r} has the port {digits!r}: expected 1..65535")
+    return host, int(digits)
+
+
+def _checked_host(host: str, text: str) -> str:
+    if not host:
+        raise errors.BadConfig(f"the connect string {text!r} has an empty host: {EXPECTED}")
+    try:
+        name, port = split_address(host)
+    except errors.BadConfig as error:
+        raise errors.BadConfig(f"in the connect string {text!r}, {error}; {EXPECTED}") from error
+    return f"{name}:{port}"

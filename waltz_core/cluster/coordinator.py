@@ -1,0 +1,362 @@
+"""The coordinator: everything that servers, storages, clients and commands do in ZooKeeper.
+
+Why it stands alone: each of these steps is a small protocol over versions, and a mistake in one of
+them loses data or splits a cluster. They are written once, over `znodes.Znodes`, so that the code
+that tests and the simulator run over memory is the code that runs over a real ZooKeeper.
+
+Rules:
+    1. Whatever is written depends on the version that was read: no write is unconditional.
+    2. A partition's metadata and marker change in one write and are read as one pair.
+    3. A write with unknown outcome is never taken for done or for undone: it is read again here
+       where reading can tell (ids, registrations), and raised to the caller where it cannot.
+    4. Nothing here waits for long, except `follow_...`, which run until they are cancelled.
+
+Raises, all of it: CoordinatorUnavailable when ZooKeeper does not answer in time, BadFormat (with
+the path) for a node that cannot be decoded, BadConfig where there is no cluster.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Never
+from uuid import UUID
+
+from waltz_core import errors
+from waltz_core.cluster import model
+from waltz_core.cluster.assignment import check_replica_change
+from waltz_core.cluster.creation import NewCluster, creation_steps
+from waltz_core.cluster.membership import Membership, ServersView
+from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.znodes import (
+    NO_NODE,
+    Create,
+    Node,
+    Operation,
+    SessionState,
+    Set,
+    Signal,
+    StateCallback,
+    Znodes,
+)
+from waltz_core.record import ClientId, PartitionId, ReplicaId, ServerId
+
+ID_ATTEMPTS_MAX = 1000
+READ_ATTEMPTS_MAX = 20
+WRITE_ATTEMPTS_MAX = 20
+
+
+class ClusterView(NamedTuple):
+    """What never changes in the life of a cluster."""
+
+    params: model.ClusterParams
+    store: model.StoreParams
+
+
+class PartitionVersions(NamedTuple):
+    """The versions of a partition's two nodes; NO_NODE for one that does not exist."""
+
+    metadata: int
+    marker: int
+
+
+class PartitionView(NamedTuple):
+    """A partition's two nodes, read as one pair; None for one that does not exist."""
+
+    metadata: model.PartitionMetadata | None
+    metadata_version: int
+    marker: model.PartitionMarker | None
+    marker_version: int
+
+    @property
+    def versions(self) -> PartitionVersions:
+        """What `write_partition` expects."""
+        return PartitionVersions(self.metadata_version, self.marker_version)
+
+
+class Coordinator:
+    """One process's session with ZooKeeper, as a member of one cluster."""
+
+    def __init__(self, znodes: Znodes, root: str) -> None:
+        self._znodes = znodes
+        self._nodes = ClusterNodes(znodes, root)
+        self._membership = Membership(self._nodes)
+        self.paths = self._nodes.paths
+
+    @property
+    def where(self) -> str:
+        """The cluster's connect string, for messages."""
+        return self._nodes.where
+
+    # --- the session
+
+    @property
+    def session_state(self) -> SessionState:
+        """Where the session with ZooKeeper stands now."""
+        return self._znodes.state
+
+    @property
+    def session_timeout_ms(self) -> int:
+        """After this long without us ZooKeeper takes this process for dead."""
+        return self._znodes.session_timeout_ms
+
+    def on_session_state(self, callback: StateCallback) -> None:
+        """Call back, on the event loop, at each change of the session's state."""
+        self._znodes.on_state(callback)
+
+    async def close(self) -> None:
+        """End the session; a registered server is gone from ZooKeeper at once."""
+        await self._znodes.close()
+
+    # --- the cluster
+
+    async def read_cluster(self) -> ClusterView:
+        """Read what never changes."""
+        root = await self._znodes.get(self.paths.root)
+        if root is None or not root.data:
+            raise self._nodes.no_cluster()
+        params = decode_node(self.paths.root, root, model.ClusterParams.from_bytes)
+        store = await self._nodes.read(self.paths.store, model.StoreParams.from_bytes)
+        if params.partition_count != store.partition_count:
+            raise errors.BadFormat(
+                f"{self.paths.root} has {params.partition_count} partitions, "
+                f"{self.paths.store} has {store.partition_count}: expected the same number"
+            )
+        return ClusterView(params, store)
+
+    async def create_cluster(self, new: NewCluster) -> None:
+        """Create every node of a cluster (interop.md 4.2), each partition marked as new.
+
+        Raises CoordinatorConflict where there is a cluster already, or the remains of one.
+        """
+        root = self.paths.root
+        parents = [root[:end] for end in range(1, len(root)) if root[end] == "/"]
+        await self._nodes.ensure(parents)
+        node = await self._znodes.get(root)
+        if node is not None and node.data:
+            raise errors.CoordinatorConflict(f"there is a cluster at {self.where} already")
+        version = NO_NODE if node is None else node.stat.version
+        for step in creation_steps(self.paths, new, root_version=version):
+            try:
+                await self._znodes.write(step)
+            except errors.CoordinatorOutcomeUnknown:
+                if not await self._is_mine(new):
+                    raise
+            except errors.CoordinatorConflict as conflict:
+                raise errors.CoordinatorConflict(
+                    f"at {self.where} there is a cluster already, or the remains of one that was "
+                    f"never finished, to be deleted first ({conflict})"
+                ) from conflict
+
+    async def _is_mine(self, new: NewCluster) -> bool:
+        await self._znodes.sync()
+        node = await self._znodes.get(self.paths.store)
+        root = await self._znodes.get(self.paths.root)
+        if node is None or root is None or not root.data:
+            return False
+        store = decode_node(self.paths.store, node, model.StoreParams.from_bytes)
+        return store.cluster_key == new.cluster_key
+
+    # --- ids
+
+    async def next_client_id(self) -> ClientId:
+        """Take a client id that nobody had before."""
+        return ClientId(await self._next_id(self.paths.client_ids))
+
+    async def next_server_id(self) -> ServerId:
+        """Take a server id that nobody had before."""
+        return ServerId(await self._next_id(self.paths.server_ids))
+
+    async def _next_id(self, path: str) -> int:
+        for _ in range(ID_ATTEMPTS_MAX):
+            node = await self._nodes.require(path)
+            last_id = decode_node(path, node, model.decode_id)
+            if last_id == model.INT32_MAX:
+                raise errors.BadFormat(f"{path}: all {last_id} ids have been given out")
+            try:
+                await self._znodes.write(
+                    [Set(path, model.encode_id(last_id + 1), node.stat.version)]
+                )
+            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                continue  # An id that may have been taken is left to nobody.
+            return last_id + 1
+        raise errors.CoordinatorUnavailable(
+            f"no id from {path} in {ID_ATTEMPTS_MAX} attempts: too many take one at once"
+        )
+
+    # --- partitions
+
+    async def read_partition(self, partition_id: PartitionId) -> PartitionView:
+        """Read metadata and marker as one pair, not older than anything written before the call."""
+        await self._znodes.sync()
+        path = self.paths.partition(partition_id)
+        marker_path = self.paths.marker(partition_id)
+        before = await self._znodes.get(path)
+        for _ in range(READ_ATTEMPTS_MAX):
+            marker = await self._znodes.get(marker_path)
+            after = await self._znodes.get(path)
+            # Both change together, so a marker read while the metadata stood still belongs to it.
+            if _version(before) == _version(after):
+                return PartitionView(
+                    _decode_metadata(path, after, partition_id),
+                    _version(after),
+                    _decode_marker(marker_path, marker),
+                    _version(marker),
+                )
+            before = after
+        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be read")
+
+    async def write_partition(
+        self,
+        partition_id: PartitionId,
+        metadata: model.PartitionMetadata,
+        marker: model.PartitionMarker,
+        expected: PartitionVersions,
+    ) -> PartitionVersions:
+        """Write metadata and marker in one compare-and-set and return their new versions.
+
+        Raises CoordinatorConflict when either node is not at its expected version (nothing was
+        written), CoordinatorOutcomeUnknown when only reading again can tell: then compare session
+        and nonce (correctness.md 2.1 B).
+        """
+        if NO_NODE in expected:
+            parents = (self.paths.partitions, self.paths.ours, self.paths.markers)
+            await self._nodes.ensure(parents)
+        path, data = self.paths.partition(partition_id), metadata.to_bytes(partition_id)
+        steps: list[Operation] = []
+        if expected.metadata == NO_NODE:
+            # An original's metadata starts out empty, too: the first session is version 1.
+            steps.append(Create(path, model.EMPTY_METADATA.to_bytes(partition_id)))
+        steps.append(Set(path, data, max(expected.metadata, 0)))
+        marker_path = self.paths.marker(partition_id)
+        if expected.marker == NO_NODE:
+            steps.append(Create(marker_path, marker.to_bytes()))
+        else:
+            steps.append(Set(marker_path, marker.to_bytes(), expected.marker))
+        *_, metadata_version, marker_version = await self._znodes.write(steps)
+        return PartitionVersions(metadata_version, marker_version)
+
+    # --- storages
+
+    async def read_replica_assignment(self) -> model.ReplicaAssignments:
+        """Read which storages hold which partitions."""
+        return await self._nodes.read(
+            self.paths.replica_assignment, model.ReplicaAssignments.from_bytes
+        )
+
+    async def read_connections(self) -> model.ConnectionMetadata:
+        """Read the admin ports of the storages."""
+        return await self._nodes.read(self.paths.connections, model.ConnectionMetadata.from_bytes)
+
+    async def read_groups(self) -> model.GroupDescriptor:
+        """Read the groups of the storages."""
+        return await self._nodes.read(self.paths.groups, model.GroupDescriptor.from_bytes)
+
+    async def update_replica_assignment(
+        self, change: Callable[[model.ReplicaAssignments], model.ReplicaAssignments]
+    ) -> model.ReplicaAssignments:
+        """Replace the replica assignment by what `change` makes of it; return the new one.
+
+        `change` is called again when somebody else wrote in between. Raises BadRequest for a step
+        that is too wide (correctness.md 2.4, row 36).
+        """
+        path = self.paths.replica_assignment
+        partition_count = (await self.read_cluster()).params.partition_count
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            node = await self._nodes.require(path)
+            old = decode_node(path, node, model.ReplicaAssignments.from_bytes)
+            new = change(old)
+            check_replica_change(old, new, partition_count)
+            try:
+                await self._znodes.write([Set(path, new.to_bytes(), node.stat.version)])
+            except errors.CoordinatorConflict:
+                continue
+            return new
+        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
+
+    async def register_storage_id(self, address: ReplicaId, storage_id: UUID) -> UUID:
+        """Register the storage at `address`, and return the id that is registered for it.
+
+        The first to come is registered for good: an answer other than `storage_id` means that
+        another storage belongs to this address.
+        """
+        path = self.paths.storage_id(address)
+        data = model.StorageRegistration(storage_id).to_bytes()
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            await self._nodes.ensure((self.paths.ours, self.paths.storage_ids))
+            node = await self._znodes.get(path)
+            if node is not None:
+                return decode_node(path, node, model.StorageRegistration.from_bytes).storage_id
+            try:
+                await self._znodes.write([Create(path, data)])
+            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._znodes.sync()
+                continue
+            return storage_id
+        raise errors.CoordinatorUnavailable(f"{path} could not be registered")
+
+    async def read_storage_ids(self) -> dict[ReplicaId, UUID]:
+        """Read the registered id of each storage."""
+        listing = await self._znodes.children(self.paths.storage_ids)
+        found: dict[ReplicaId, UUID] = {}
+        for name in () if listing is None else listing.names:
+            path = self.paths.storage_id(ReplicaId(name))
+            node = await self._znodes.get(path)
+            if node is not None:
+                registration = decode_node(path, node, model.StorageRegistration.from_bytes)
+                found[ReplicaId(name)] = registration.storage_id
+        return found
+
+    async def follow_replica_assignment(
+        self, callback: Callable[[model.ReplicaAssignments], None]
+    ) -> Never:
+        """Call back with the replica assignment, now and at each change, until cancelled."""
+        path = self.paths.replica_assignment
+        last: model.ReplicaAssignments | None = None
+
+        async def look(signal: Signal) -> None:
+            nonlocal last
+            now = await self._nodes.read(path, model.ReplicaAssignments.from_bytes, signal)
+            if now != last:
+                last = now
+                callback(now)
+
+        await self._nodes.follow(look)
+
+    # --- servers
+
+    async def register_server(self, descriptor: model.ServerDescriptor) -> None:
+        """Make this process known as a live server, or change how it is known.
+
+        The node lives as long as the session; `follow_servers` makes it anew after a session was
+        lost, under the same server id, and from now on does the lead server's duty whenever this
+        process has the smallest live server id.
+        """
+        await self._membership.register(descriptor)
+
+    async def unregister_server(self) -> None:
+        """Take this process out of the live servers (a clean shutdown)."""
+        await self._membership.unregister()
+
+    async def read_servers(self) -> ServersView:
+        """Read the live servers and what they own, settled or not."""
+        return await self._membership.read()
+
+    async def follow_servers(self, callback: Callable[[ServersView], None]) -> Never:
+        """Call back with each settled view (or that there is no server), until cancelled."""
+        await self._membership.follow(callback)
+
+
+def _version(node: Node | None) -> int:
+    return NO_NODE if node is None else node.stat.version
+
+
+def _decode_metadata(
+    path: str, node: Node | None, partition_id: PartitionId
+) -> model.PartitionMetadata | None:
+    if node is None:
+        return None
+    return decode_node(
+        path, node, lambda data: model.PartitionMetadata.from_bytes(data, partition_id)
+    )
+
+
+def _decode_marker(path: str, node: Node | None) -> model.PartitionMarker | None:
+    return None if node is None else decode_node(path, node, model.PartitionMarker.from_bytes)

@@ -1,0 +1,125 @@
+"""The steps that create a cluster's nodes, as a pure function of what is wanted.
+
+Why it stands alone: a cluster that was created half way must never be taken for a whole one, and
+the nodes must be those that the original's tools would have made (interop.md 4.2).
+
+Rules:
+    1. The root's own data is written last. A root without data is not a cluster.
+    2. A small cluster is one atomic write; a large one is several, each within ZooKeeper's limit
+       for one request.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+from uuid import UUID
+
+from waltz_core import errors
+from waltz_core.cluster import model
+from waltz_core.cluster.assignment import assign_replicas
+from waltz_core.cluster.connect_string import split_address
+from waltz_core.cluster.paths import ClusterPaths
+from waltz_core.cluster.znodes import NO_NODE, Create, Operation, Set
+from waltz_core.record import PartitionId, ReplicaId
+
+# A create of a marker is about 130 bytes of a request, and a request may have 1 MiB.
+STEP_OPERATIONS_MAX = 2000
+
+
+class NewStorage(NamedTuple):
+    """A storage of a new cluster: its address "host:port", its admin port, its group."""
+
+    address: ReplicaId
+    admin_port: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewCluster:
+    """What `cluster create` is told; raises BadConfig when it makes no sense.
+
+    The cluster key is made by the caller, at random. Without an assignment each group of storages
+    gets one replica of every partition.
+    """
+
+    name: str
+    partition_count: int
+    cluster_key: UUID
+    storages: tuple[NewStorage, ...] = ()
+    assignment: Mapping[ReplicaId, tuple[PartitionId, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise errors.BadConfig("the cluster's name is empty")
+        if not 1 <= self.partition_count <= model.INT32_MAX:
+            raise errors.BadConfig(
+                f"a cluster has 1 partition or more, found {self.partition_count}"
+            )
+        addresses = [storage.address for storage in self.storages]
+        for storage in self.storages:
+            split_address(storage.address)
+            if not 1 <= storage.admin_port <= 65535:
+                raise errors.BadConfig(
+                    f"storage {storage.address} has the admin port {storage.admin_port}: "
+                    "expected 1..65535"
+                )
+            if addresses.count(storage.address) > 1:
+                raise errors.BadConfig(f"storage {storage.address} is named twice")
+        for address, held in (self.assignment or {}).items():
+            if address not in addresses:
+                raise errors.BadConfig(f"the assignment names {address}, which is no storage here")
+            if any(not 0 <= partition_id < self.partition_count for partition_id in held):
+                raise errors.BadConfig(
+                    f"the assignment gives {address} the partitions {list(held)}: "
+                    f"expected 0..{self.partition_count - 1}"
+                )
+
+    @property
+    def groups(self) -> dict[ReplicaId, int]:
+        """The storages' groups, by address."""
+        return {storage.address: storage.group for storage in self.storages}
+
+    @property
+    def replica_assignments(self) -> model.ReplicaAssignments:
+        """Which storage holds which partitions."""
+        if self.assignment is None:
+            return assign_replicas(self.groups, self.partition_count)
+        listed = {address: self.assignment.get(address, ()) for address in self.groups}
+        return model.ReplicaAssignments(listed)
+
+
+def creation_steps(
+    paths: ClusterPaths, new: NewCluster, *, root_version: int
+) -> list[list[Operation]]:
+    """Return the writes, in order; `root_version` is NO_NODE when the root does not exist."""
+    store = model.StoreParams(new.cluster_key, new.partition_count)
+    ports = {storage.address: storage.admin_port for storage in new.storages}
+    first: list[Operation] = [Create(paths.root)] if root_version == NO_NODE else []
+    first += [
+        Create(paths.servers, model.PartitionAssignment().to_bytes()),
+        Create(paths.ids),
+        Create(paths.client_ids, model.encode_id(0)),
+        Create(paths.server_ids, model.encode_id(0)),
+        Create(paths.store, store.to_bytes()),
+        Create(paths.partitions),
+        Create(paths.groups, model.GroupDescriptor(new.groups).to_bytes()),
+        Create(paths.replica_assignment, new.replica_assignments.to_bytes()),
+        Create(paths.connections, model.ConnectionMetadata(ports).to_bytes()),
+        Create(paths.ours),
+        Create(paths.markers),
+        Create(paths.storage_ids),
+    ]
+    marker = model.PartitionMarker(model.MarkerState.NEW).to_bytes()
+    markers = [
+        Create(paths.marker(PartitionId(partition)), marker)
+        for partition in range(new.partition_count)
+    ]
+    steps: list[list[Operation]] = [first]
+    for start in range(0, len(markers), STEP_OPERATIONS_MAX):
+        chunk = markers[start : start + STEP_OPERATIONS_MAX]
+        if len(steps[-1]) + len(chunk) >= STEP_OPERATIONS_MAX:
+            steps.append([])
+        steps[-1] += chunk
+    params = model.ClusterParams(new.name, new.partition_count).to_bytes()
+    steps[-1].append(Set(paths.root, params, max(root_version, 0)))  # rule 1
+    return steps

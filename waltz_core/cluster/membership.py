@@ -1,0 +1,239 @@
+"""Who is registered as a live server, and the lead server's duty to keep the assignment in force.
+
+Why it stands alone: every process follows the membership, but exactly one acts on it, and which
+one that is follows from the membership itself.
+
+Rules:
+    1. An assignment is in force only while its cversion is that of its own node: it was made for
+       exactly the servers that are registered. No other one reaches a caller.
+    2. The lead server is the live one with the smallest id. Only the lead computes assignments
+       here; it writes at the version that it has read, and a conflict means that it looks again.
+    3. A registered server whose session was lost registers again, under the same server id.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Never
+
+from waltz_core import errors
+from waltz_core.cluster import model
+from waltz_core.cluster.assignment import assign_partitions, is_in_force
+from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.paths import DESCRIPTOR_PREFIX
+from waltz_core.cluster.znodes import Create, Delete, NodeStat, Operation, Set, Signal
+from waltz_core.record import Generation, PartitionId, ServerId
+
+READ_ATTEMPTS_MAX = 20
+WRITE_ATTEMPTS_MAX = 20
+
+
+class Ownership(NamedTuple):
+    """Who owns a partition."""
+
+    server_id: ServerId
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class ServersView:
+    """The live servers and what they own.
+
+    `is_settled` says that the assignment was made for exactly these servers; `follow`
+    gives no other view, but for the one without any server.
+    """
+
+    servers: Mapping[ServerId, model.ServerDescriptor]
+    owners: Mapping[PartitionId, Ownership]
+    is_settled: bool
+
+    def partitions_of(self, server_id: ServerId) -> dict[PartitionId, Generation]:
+        """Return what a server owns, by partition."""
+        return {
+            partition_id: owner.generation
+            for partition_id, owner in self.owners.items()
+            if owner.server_id == server_id
+        }
+
+
+class _Registered(NamedTuple):
+    path: str
+    descriptor: model.ServerDescriptor
+    stat: NodeStat
+
+
+class _Membership(NamedTuple):
+    stat: NodeStat
+    assignment: model.PartitionAssignment
+    registered: tuple[_Registered, ...]
+
+    @property
+    def servers(self) -> dict[ServerId, model.ServerDescriptor]:
+        ordered = sorted(self.registered, key=lambda each: each.descriptor.server_id)
+        return {each.descriptor.server_id: each.descriptor for each in ordered}
+
+
+class Membership:
+    """One process's view of the live servers and, if it is one, its part in them."""
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+        # What this process wants to be registered as; None while it does not serve.
+        self._descriptor: model.ServerDescriptor | None = None
+
+    async def register(self, descriptor: model.ServerDescriptor) -> None:
+        """Make this process known as a live server, or change how it is known.
+
+        The node lives as long as the session; `follow` makes it anew after a session was
+        lost, under the same server id. From now on `follow` also does the duty of the lead
+        server whenever this process has the smallest live server id.
+        """
+        self._descriptor = descriptor
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            try:
+                if await self._ensure_registered(await self._read_membership(), descriptor):
+                    return
+            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._nodes.znodes.sync()
+        raise errors.CoordinatorUnavailable(
+            f"server {descriptor.server_id} could not be registered at {self._nodes.where}"
+        )
+
+    async def unregister(self) -> None:
+        """Take this process out of the live servers (a clean shutdown)."""
+        descriptor = self._descriptor
+        self._descriptor = None
+        if descriptor is None:
+            return
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            own = self._own_nodes(await self._read_membership(), descriptor.server_id)
+            if not own:
+                return
+            try:
+                await self._nodes.znodes.write(
+                    [Delete(each.path, each.stat.version) for each in own]
+                )
+            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._nodes.znodes.sync()
+
+    async def read(self) -> ServersView:
+        """Read the live servers and what they own, settled or not."""
+        partition_count = await self._read_partition_count()
+        return _view(await self._read_membership(), partition_count)
+
+    async def follow(self, callback: Callable[[ServersView], None]) -> Never:
+        """Call back with each settled view (or that there is no server), until cancelled.
+
+        While this process is registered, this also keeps it registered and does the lead server's
+        duty: computing the assignment for a changed set of servers (interop.md 4.4 and 4.5).
+        """
+        partition_count: int | None = None
+        last: ServersView | None = None
+
+        async def look(signal: Signal) -> None:
+            nonlocal last, partition_count
+            if partition_count is None:
+                partition_count = await self._read_partition_count()
+            membership = await self._read_membership(signal)
+            descriptor = self._descriptor
+            if descriptor and not await self._ensure_registered(membership, descriptor):
+                return  # Registering has changed what was read; the signal comes.
+            view = _view(membership, partition_count)
+            if view.is_settled or not view.servers:
+                if view != last:
+                    last = view
+                    callback(view)
+            elif self._is_lead(view):
+                await self._write_assignment(membership, partition_count)
+
+        await self._nodes.follow(look)
+
+    def _is_lead(self, view: ServersView) -> bool:
+        return self._descriptor is not None and self._descriptor.server_id == min(view.servers)
+
+    async def _write_assignment(self, membership: _Membership, partition_count: int) -> None:
+        assignment = assign_partitions(
+            membership.assignment,
+            membership.servers,
+            cversion=membership.stat.cversion,
+            partition_count=partition_count,
+        )
+        step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
+        await self._nodes.znodes.write([step])
+
+    async def _ensure_registered(
+        self, membership: _Membership, descriptor: model.ServerDescriptor
+    ) -> bool:
+        """Write this process's node if it is missing or differs; True when nothing was to do."""
+        own = self._own_nodes(membership, descriptor.server_id)
+        if len(own) == 1 and own[0].descriptor == descriptor:
+            return True
+        step: Operation
+        if not own:
+            prefix, data = self._nodes.paths.descriptor_prefix, descriptor.to_bytes()
+            step = Create(prefix, data, ephemeral=True, sequential=True)
+        elif len(own) == 1:
+            step = Set(own[0].path, descriptor.to_bytes(), own[0].stat.version)
+        else:
+            # Two attempts to register have both succeeded.
+            step = Delete(own[-1].path, own[-1].stat.version)
+        await self._nodes.znodes.write([step])
+        return False
+
+    def _own_nodes(self, membership: _Membership, server_id: ServerId) -> list[_Registered]:
+        # A node of an earlier session of this process is not ours any more: ZooKeeper is about to
+        # delete it.
+        session = self._nodes.znodes.session_number
+        return [
+            each
+            for each in membership.registered
+            if each.descriptor.server_id == server_id and each.stat.owner == session
+        ]
+
+    async def _read_partition_count(self) -> int:
+        params = await self._nodes.read(self._nodes.paths.root, model.ClusterParams.from_bytes)
+        return params.partition_count
+
+    async def _read_membership(self, signal: Signal | None = None) -> _Membership:
+        path = self._nodes.paths.servers
+        for _ in range(READ_ATTEMPTS_MAX):
+            node = await self._nodes.require(path, signal)
+            listing = await self._nodes.znodes.children(path, signal)
+            if listing is None or listing.stat != node.stat:
+                continue  # A server came or went, or the assignment changed, in between.
+            registered = await self._read_descriptors(listing.names, signal)
+            if registered is not None:
+                assignment = decode_node(path, node, model.PartitionAssignment.from_bytes)
+                return _Membership(node.stat, assignment, registered)
+        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be read")
+
+    async def _read_descriptors(
+        self, names: tuple[str, ...], signal: Signal | None
+    ) -> tuple[_Registered, ...] | None:
+        found: list[_Registered] = []
+        for name in names:
+            if not name.startswith(DESCRIPTOR_PREFIX):
+                continue
+            path = f"{self._nodes.paths.servers}/{name}"
+            node = await self._nodes.znodes.get(path, signal)
+            if node is None:
+                return None
+            descriptor = decode_node(path, node, model.ServerDescriptor.from_bytes)
+            found.append(_Registered(path, descriptor, node.stat))
+        return tuple(found)
+
+
+def _view(membership: _Membership, partition_count: int) -> ServersView:
+    servers = membership.servers
+    owners = {
+        partition_id: Ownership(server_id, generation)
+        for server_id, owned in membership.assignment.servers.items()
+        for partition_id, generation in owned.items()
+        if server_id in servers
+    }
+    settled = is_in_force(
+        membership.assignment,
+        servers,
+        cversion=membership.stat.cversion,
+        partition_count=partition_count,
+    )
+    return ServersView(servers, dict(sorted(owners.items())), settled)

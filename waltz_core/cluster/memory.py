@@ -1,0 +1,312 @@
+"""ZooKeeper in memory: the same nodes, versions, sessions and watches, and faults on request.
+
+Why it stands alone: servers, storages and the simulator need a ZooKeeper whose every failure can
+be called up at a chosen moment. It keeps only what `znodes.Znodes` promises, and it is tested by
+the same tests as the real one.
+
+Rules:
+    1. Nothing here waits: a method returns, or raises, in the call it was made in.
+    2. Watches fire after the write is complete, in the order in which they were set.
+    3. A callback that writes does not overtake callbacks that are due already.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.znodes import (
+    NO_NODE,
+    PERSISTENT,
+    Children,
+    Create,
+    Delete,
+    Node,
+    NodeStat,
+    Operation,
+    SessionState,
+    Set,
+    Signal,
+    StateCallback,
+)
+
+SESSION_TIMEOUT_MS = 10_000
+
+
+class WriteFault(Enum):
+    """What befalls a write."""
+
+    REQUEST_LOST = auto()  # it never arrives
+    REPLY_LOST = auto()  # it is done, and nobody hears of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    data: bytes | None
+    version: int = 0
+    cversion: int = 0
+    owner: int = PERSISTENT
+
+    @property
+    def stat(self) -> NodeStat:
+        return NodeStat(self.version, self.cversion, self.owner)
+
+
+@dataclass(slots=True)
+class _Watches:
+    # Signals by path, in the order in which they were set; the values mean nothing.
+    of_data: dict[str, dict[Signal, None]] = field(default_factory=dict)
+    of_children: dict[str, dict[Signal, None]] = field(default_factory=dict)
+
+
+class MemoryZooKeeper:
+    """The nodes, shared by all sessions."""
+
+    def __init__(self, new_signal: Callable[[], Signal]) -> None:
+        self.make_signal = new_signal
+        self._nodes: dict[str, _Entry] = {"/": _Entry(None)}
+        self._sessions: list[MemorySession] = []
+        self._next_session = 1
+        self._due: list[Signal] = []
+        self._is_firing = False
+
+    def session(self) -> "MemorySession":
+        """Open a session."""
+        session = MemorySession(self)
+        self._sessions.append(session)
+        return session
+
+    def coordinator(self, root: str) -> Coordinator:
+        """Open a session for one process of the cluster at `root`."""
+        return Coordinator(self.session(), root)
+
+    def dump(self) -> dict[str, bytes]:
+        """Return every node's data, by path."""
+        return {path: entry.data or b"" for path, entry in sorted(self._nodes.items())}
+
+    # --- for sessions
+
+    def take_session_number(self) -> int:
+        """Return a number that no session had before."""
+        self._next_session += 1
+        return self._next_session - 1
+
+    def entry(self, path: str) -> _Entry | None:
+        """Return a node."""
+        return self._nodes.get(path)
+
+    def names(self, path: str) -> tuple[str, ...]:
+        """Return the sorted names of a node's children."""
+        prefix = "/" if path == "/" else f"{path}/"
+        rest = (p[len(prefix) :] for p in self._nodes if p.startswith(prefix) and p != path)
+        return tuple(sorted(name for name in rest if "/" not in name))
+
+    def apply(self, operations: Sequence[Operation], owner: int) -> list[int]:
+        """Do all operations or none, then fire the watches; return the new versions."""
+        before = dict(self._nodes)
+        touched: list[str] = []
+        try:
+            versions = [self._apply_one(operation, owner, touched) for operation in operations]
+        except errors.CoordinatorConflict:
+            self._nodes = before
+            raise
+        self._fire(touched)
+        return versions
+
+    def end_session(self, number: int) -> None:
+        """Delete the ephemeral nodes of a session."""
+        paths = [path for path, entry in self._nodes.items() if entry.owner == number]
+        for path in paths:
+            self.apply([Delete(path, self._nodes[path].version)], PERSISTENT)
+
+    # --- private
+
+    def _apply_one(self, operation: Operation, owner: int, touched: list[str]) -> int:
+        match operation:
+            case Create():
+                return self._create(operation, owner, touched)
+            case Set(path, data, version):
+                entry = self._expect(path, version)
+                self._nodes[path] = replace(entry, data=data, version=version + 1)
+                touched.append(path)
+                return version + 1
+            case Delete(path, version):
+                self._expect(path, version)
+                if self.names(path):
+                    raise errors.CoordinatorConflict(f"{path} has children")
+                del self._nodes[path]
+                self._touch_parent(path)
+                touched.append(path)
+                return NO_NODE
+
+    def _create(self, operation: Create, owner: int, touched: list[str]) -> int:
+        parent = self._nodes.get(_parent(operation.path))
+        if parent is None:
+            raise errors.CoordinatorConflict(f"{operation.path}: its parent does not exist")
+        path = operation.path
+        if operation.sequential:
+            path += f"{parent.cversion:010d}"
+        if path in self._nodes:
+            raise errors.CoordinatorConflict(f"{path} exists already")
+        owner = owner if operation.ephemeral else PERSISTENT
+        self._nodes[path] = _Entry(operation.data, owner=owner)
+        self._touch_parent(path)
+        touched.append(path)
+        return 0
+
+    def _expect(self, path: str, version: int) -> _Entry:
+        assert version >= 0
+        entry = self._nodes.get(path)
+        if entry is None:
+            raise errors.CoordinatorConflict(f"{path}: expected version {version}, found no node")
+        if entry.version != version:
+            raise errors.CoordinatorConflict(
+                f"{path}: expected version {version}, found {entry.version}"
+            )
+        return entry
+
+    def _touch_parent(self, path: str) -> None:
+        parent = _parent(path)
+        entry = self._nodes[parent]
+        self._nodes[parent] = replace(entry, cversion=entry.cversion + 1)
+
+    def _fire(self, touched: Sequence[str]) -> None:
+        for path in touched:
+            for session in self._sessions:
+                self._due.extend(session.watches.of_data.pop(path, ()))
+                # NB: a child's change of data fires too; a needless signal does no harm.
+                self._due.extend(session.watches.of_children.pop(_parent(path), ()))
+        if self._is_firing:
+            return  # rule 3
+        self._is_firing = True
+        try:
+            while self._due:
+                self._due.pop(0).set()
+        finally:
+            self._is_firing = False
+
+
+class MemorySession:
+    """One process's session; implements `znodes.Znodes`."""
+
+    def __init__(self, zookeeper: MemoryZooKeeper) -> None:
+        self._zookeeper = zookeeper
+        self._state = SessionState.CONNECTED
+        self._number = zookeeper.take_session_number()
+        self._signals: list[Signal] = []
+        self._callbacks: list[StateCallback] = []
+        self._is_closed = False
+        self.watches = _Watches()
+        # What befalls the next writes, in order.
+        self.faults: list[WriteFault] = []
+
+    # --- faults
+
+    def suspend(self) -> None:
+        """Cut the connection; the session lives on."""
+        self._change_state(SessionState.SUSPENDED)
+
+    def expire(self) -> None:
+        """End the session as ZooKeeper does: ephemeral nodes go, watches are forgotten."""
+        self.watches = _Watches()
+        self._zookeeper.end_session(self._number)
+        self._change_state(SessionState.LOST)
+
+    def resume(self) -> None:
+        """Connect again: with the same session, or with a new one after `expire`."""
+        if self._state is SessionState.LOST:
+            self._number = self._zookeeper.take_session_number()
+        self._change_state(SessionState.CONNECTED)
+
+    # --- Znodes
+
+    @property
+    def where(self) -> str:
+        """The hosts, for messages."""
+        return "memory:1"
+
+    @property
+    def state(self) -> SessionState:
+        """Where the session stands now."""
+        return self._state
+
+    @property
+    def session_number(self) -> int:
+        """The owner of this session's ephemeral nodes."""
+        return self._number
+
+    @property
+    def session_timeout_ms(self) -> int:
+        """A usual figure; nothing here measures time."""
+        return SESSION_TIMEOUT_MS
+
+    async def get(self, path: str, signal: Signal | None = None) -> Node | None:
+        """Read a node."""
+        self._require_connection()
+        if signal is not None:
+            self.watches.of_data.setdefault(path, {})[signal] = None
+        entry = self._zookeeper.entry(path)
+        return None if entry is None else Node(entry.data or b"", entry.stat)
+
+    async def children(self, path: str, signal: Signal | None = None) -> Children | None:
+        """Read the names of the children."""
+        self._require_connection()
+        entry = self._zookeeper.entry(path)
+        if signal is not None:
+            watches = self.watches.of_data if entry is None else self.watches.of_children
+            watches.setdefault(path, {})[signal] = None
+        return None if entry is None else Children(self._zookeeper.names(path), entry.stat)
+
+    async def write(self, operations: Sequence[Operation]) -> list[int]:
+        """Do all operations or none."""
+        self._require_connection()
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is WriteFault.REQUEST_LOST:
+            raise errors.CoordinatorOutcomeUnknown(f"{self.where} did not answer a write")
+        versions = self._zookeeper.apply(operations, self._number)
+        if fault is WriteFault.REPLY_LOST:
+            raise errors.CoordinatorOutcomeUnknown(f"{self.where} did not answer a write")
+        return versions
+
+    async def sync(self) -> None:
+        """Return: reads here are never stale."""
+        self._require_connection()
+
+    def new_signal(self) -> Signal:
+        """Return a signal that is set at each change of state."""
+        signal = self._zookeeper.make_signal()
+        self._signals.append(signal)
+        return signal
+
+    def drop_signal(self, signal: Signal) -> None:
+        """Forget a signal."""
+        self._signals.remove(signal)
+
+    def on_state(self, callback: StateCallback) -> None:
+        """Call back at each change of state."""
+        self._callbacks.append(callback)
+
+    async def close(self) -> None:
+        """End the session."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._callbacks.clear()
+            self.expire()
+
+    # --- private
+
+    def _require_connection(self) -> None:
+        if self._state is not SessionState.CONNECTED:
+            raise errors.CoordinatorUnavailable(f"no connection to ZooKeeper {self.where}")
+
+    def _change_state(self, state: SessionState) -> None:
+        self._state = state
+        for callback in list(self._callbacks):
+            callback(state)
+        for signal in list(self._signals):
+            signal.set()
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0] or "/"

@@ -1,0 +1,494 @@
+"""What ZooKeeper holds for one cluster: every value and its bytes (`paths.py` says where).
+
+Why it stands alone: these bytes are a contract with every process of a cluster, of this version
+and of others, so nothing else in the project encodes or decodes a node. Layouts are those of the
+original; what is ours alone lives below `R/x`, which an original never reads.
+
+Rules:
+    1. Integers are big-endian; a structure starts with its version byte.
+    2. A decoder takes any bytes and gives a value or `errors.BadFormat`, nothing else. Counts are
+       checked against the bytes that are left before anything is allocated; bytes left over are
+       an error.
+    3. Strings are "modified UTF-8" behind an unsigned 16-bit length.
+    4. Maps keep the order they were decoded in, so that decoding and encoding gives the same bytes.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, TypeVar
+from uuid import UUID
+
+from waltz_core import errors
+from waltz_core.record import (
+    NO_SESSION,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+    SessionId,
+    TransactionId,
+)
+
+# The closing high-water mark of a replica that is engaged in its session: nobody has decided yet.
+UNRESOLVED = TransactionId(-(1 << 63))
+NO_GENERATION = Generation(-1)
+# The membership version of an assignment that nobody has computed yet.
+NO_CVERSION = -1
+INT32_MAX = (1 << 31) - 1
+UTF_BYTES_MAX = 0xFFFF
+NONCE_BYTES = 16
+NO_NONCE = bytes(NONCE_BYTES)
+
+CLUSTER_MAGIC = 0xB4E87347
+STRUCTURE_VERSION = 1
+ASSIGNMENT_VERSION = 3
+
+
+# --- values and their bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterParams:
+    """`R`: int32 magic, byte 1, UTF name, int32 partition count."""
+
+    name: str
+    partition_count: int
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        head = struct.pack(">IB", CLUSTER_MAGIC, STRUCTURE_VERSION)
+        return head + encode_utf(self.name) + struct.pack(">i", self.partition_count)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "ClusterParams":
+        """Decode; raises BadFormat."""
+        reader = _Reader(data, "ClusterParams")
+        magic = reader.int32("magic") & 0xFFFFFFFF
+        if magic != CLUSTER_MAGIC:
+            raise reader.bad(f"expected magic {CLUSTER_MAGIC:08x}, found {magic:08x}")
+        reader.version()
+        return reader.end(ClusterParams(reader.utf("name"), reader.natural("partition count")))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDescriptor:
+    """`R/serverDescriptors/s_N`: byte 1, int32 id, UTF host, int32 port, int32 n, n x int32."""
+
+    server_id: ServerId
+    host: str
+    port: int
+    preferred: tuple[PartitionId, ...] = ()
+
+    @property
+    def address(self) -> str:
+        """Where clients connect to, "host:port"."""
+        return f"{self.host}:{self.port}"
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        return b"".join(
+            (
+                struct.pack(">Bi", STRUCTURE_VERSION, self.server_id),
+                encode_utf(self.host),
+                struct.pack(">i", self.port),
+                _pack_ints(self.preferred),
+            )
+        )
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "ServerDescriptor":
+        """Decode; raises BadFormat."""
+        reader = _Reader(data, "ServerDescriptor")
+        reader.version()
+        server_id = ServerId(reader.int32("server id"))
+        host, port = reader.utf("host"), reader.port("port")
+        return reader.end(ServerDescriptor(server_id, host, port, reader.partitions("preferred")))
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionAssignment:
+    """`R/serverDescriptors`: byte 3, int32 cversion, int32 partition count, int32 n, n x server.
+
+    A server is int32 id, int32 m, m x (int32 partition, int32 generation). The assignment is in
+    force while `cversion` equals the child version of its own node: it was made for exactly the
+    servers that are registered.
+    """
+
+    cversion: int = NO_CVERSION
+    partition_count: int = 0
+    servers: Mapping[ServerId, Mapping[PartitionId, Generation]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        head = (ASSIGNMENT_VERSION, self.cversion, self.partition_count, len(self.servers))
+        parts = [struct.pack(">Biii", *head)]
+        for server_id, owned in self.servers.items():
+            parts.append(struct.pack(">ii", server_id, len(owned)))
+            parts.extend(struct.pack(">ii", *pair) for pair in owned.items())
+        return b"".join(parts)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "PartitionAssignment":
+        """Decode; raises BadFormat, also for a partition that is listed twice or out of range."""
+        reader = _Reader(data, "PartitionAssignment")
+        reader.version(ASSIGNMENT_VERSION)
+        cversion = reader.int32("cversion")
+        partition_count = reader.natural("partition count")
+        servers: dict[ServerId, dict[PartitionId, Generation]] = {}
+        seen: set[PartitionId] = set()
+        for _ in range(reader.count("server count", item_bytes=8)):
+            server_id = ServerId(reader.int32("server id"))
+            if server_id in servers:
+                raise reader.bad(f"server {server_id} is listed twice")
+            servers[server_id] = owned = {}
+            for _ in range(reader.count("partition list length", item_bytes=8)):
+                partition_id = PartitionId(reader.natural("partition id"))
+                if partition_id in seen or partition_id >= partition_count:
+                    raise reader.bad(
+                        f"partition {partition_id} is listed twice or is not below "
+                        f"the partition count {partition_count}"
+                    )
+                seen.add(partition_id)
+                owned[partition_id] = Generation(reader.int32("generation"))
+        return reader.end(PartitionAssignment(cversion, partition_count, servers))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreParams:
+    """`R/store`: byte 1, 16 bytes cluster key, int32 partition count."""
+
+    cluster_key: UUID
+    partition_count: int
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        key = self.cluster_key.bytes
+        return struct.pack(">B16si", STRUCTURE_VERSION, key, self.partition_count)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "StoreParams":
+        """Decode; raises BadFormat."""
+        reader = _Reader(data, "StoreParams")
+        reader.version()
+        key = UUID(bytes=reader.take(16, "cluster key"))
+        return reader.end(StoreParams(key, reader.natural("partition count")))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAssignments:
+    """`R/store/assignment`: byte 1, int32 n, n x (UTF "host:port", int32 m, m x int32)."""
+
+    partitions: Mapping[ReplicaId, tuple[PartitionId, ...]] = field(default_factory=dict)
+
+    def replicas_of(self, partition_id: PartitionId) -> tuple[ReplicaId, ...]:
+        """Return the storages that hold a partition, in the order of the node."""
+        return tuple(name for name, held in self.partitions.items() if partition_id in held)
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        parts = [struct.pack(">Bi", STRUCTURE_VERSION, len(self.partitions))]
+        for address, held in self.partitions.items():
+            parts.append(encode_utf(address) + _pack_ints(held))
+        return b"".join(parts)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "ReplicaAssignments":
+        """Decode; raises BadFormat."""
+        reader = _Reader(data, "ReplicaAssignments")
+        reader.version()
+        held = reader.by_address(lambda: reader.partitions("partitions"), item_bytes=4)
+        return reader.end(ReplicaAssignments(held))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDescriptor:
+    """`R/store/group`: byte 1, int32 n, n x (UTF "host:port", int32 group)."""
+
+    groups: Mapping[ReplicaId, int] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        return _pack_int_by_address(self.groups)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "GroupDescriptor":
+        """Decode; raises BadFormat."""
+        reader = _Reader(data, "GroupDescriptor")
+        reader.version()
+        groups = reader.by_address(lambda: reader.int32("group"), item_bytes=4)
+        return reader.end(GroupDescriptor(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionMetadata:
+    """`R/store/connection`: byte 1, int32 n, n x (UTF "host:port", int32 admin port)."""
+
+    admin_ports: Mapping[ReplicaId, int] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        return _pack_int_by_address(self.admin_ports)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "ConnectionMetadata":
+        """Decode; raises BadFormat."""
+        reader = _Reader(data, "ConnectionMetadata")
+        reader.version()
+        ports = reader.by_address(lambda: reader.port("admin port"), item_bytes=4)
+        return reader.end(ConnectionMetadata(ports))
+
+
+class ReplicaState(NamedTuple):
+    """What is agreed about one replica: engaged in `session_id`, or closed at a mark."""
+
+    session_id: SessionId
+    closing_high_water_mark: TransactionId = UNRESOLVED
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionMetadata:
+    """`R/store/partition/P`: byte 1, int32 generation, int64 session, int32 n, n x replica state.
+
+    A replica state is byte 1, then (byte 1, int32 P, UTF "host:port"), int64 session, int64
+    closing high-water mark. P stands in every state, so encoding and decoding are told it.
+    """
+
+    generation: Generation = NO_GENERATION
+    session_id: SessionId = NO_SESSION
+    states: Mapping[ReplicaId, ReplicaState] = field(default_factory=dict)
+
+    def to_bytes(self, partition_id: PartitionId) -> bytes:
+        """Return the node's bytes."""
+        head = (STRUCTURE_VERSION, self.generation, self.session_id, len(self.states))
+        parts = [struct.pack(">Biqi", *head)]
+        for address, state in self.states.items():
+            parts.append(struct.pack(">BBi", STRUCTURE_VERSION, STRUCTURE_VERSION, partition_id))
+            parts.append(encode_utf(address))
+            parts.append(struct.pack(">qq", *state))
+        return b"".join(parts)
+
+    @staticmethod
+    def from_bytes(data: bytes, partition_id: PartitionId) -> "PartitionMetadata":
+        """Decode; raises BadFormat, also when a state names another partition."""
+        reader = _Reader(data, "PartitionMetadata")
+        reader.version()
+        generation = Generation(reader.int32("generation"))
+        session_id = SessionId(reader.int64("session id"))
+        states: dict[ReplicaId, ReplicaState] = {}
+        for _ in range(reader.count("replica count", item_bytes=24)):
+            reader.version()
+            reader.version()
+            found = reader.int32("partition id")
+            if found != partition_id:
+                raise reader.bad(f"expected partition {partition_id}, found {found}")
+            address = reader.new_address(states)
+            session = SessionId(reader.int64("replica session id"))
+            mark = TransactionId(reader.int64("closing high-water mark"))
+            states[address] = ReplicaState(session, mark)
+        return reader.end(PartitionMetadata(generation, session_id, states))
+
+
+EMPTY_METADATA = PartitionMetadata()
+
+
+class MarkerState(Enum):
+    """Whether a partition may still be without history."""
+
+    NEW = 1  # made by `cluster create` or by adoption; no session has been opened
+    OPEN = 2  # a session has been opened: empty metadata now means that something was lost
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionMarker:
+    """`R/x/partition/P`: byte 1, byte state (1 new, 2 open), int64 session, 16 bytes nonce.
+
+    It changes in one transaction with the partition's metadata. The nonce tells apart two servers
+    that came to hold the same session id, which a restored ZooKeeper makes possible; it counts
+    only while `session_id` is that of the metadata.
+    """
+
+    state: MarkerState
+    session_id: SessionId = NO_SESSION
+    nonce: bytes = NO_NONCE
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        assert len(self.nonce) == NONCE_BYTES
+        fields = (STRUCTURE_VERSION, self.state.value, self.session_id, self.nonce)
+        return struct.pack(">BBq16s", *fields)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "PartitionMarker":
+        """Decode; raises BadFormat."""
+        reader = _Reader(data, "PartitionMarker")
+        reader.version()
+        state = reader.take(1, "state")[0]
+        if state not in (MarkerState.NEW.value, MarkerState.OPEN.value):
+            raise reader.bad(f"expected state 1 (new) or 2 (open), found {state}")
+        session_id = SessionId(reader.int64("session id"))
+        nonce = reader.take(NONCE_BYTES, "nonce")
+        return reader.end(PartitionMarker(MarkerState(state), session_id, nonce))
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRegistration:
+    """`R/x/storage/HOST:PORT`: byte 1, 16 bytes storage id."""
+
+    storage_id: UUID
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        return struct.pack(">B16s", STRUCTURE_VERSION, self.storage_id.bytes)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "StorageRegistration":
+        """Decode; raises BadFormat."""
+        reader = _Reader(data, "StorageRegistration")
+        reader.version()
+        return reader.end(StorageRegistration(UUID(bytes=reader.take(16, "storage id"))))
+
+
+def encode_id(last_id: int) -> bytes:
+    """Return the bytes of an id counter."""
+    return struct.pack(">i", last_id)
+
+
+def decode_id(data: bytes) -> int:
+    """Decode an id counter, 0..INT32_MAX; raises BadFormat."""
+    reader = _Reader(data, "id counter")
+    return reader.end(reader.natural("last id"))
+
+
+# --- strings
+
+
+def encode_utf(text: str) -> bytes:
+    """Return length and modified UTF-8 of a string; raises BadRequest when it is too long.
+
+    Modified means: U+0000 is two bytes, and a character above U+FFFF is its two surrogates.
+    """
+    units = [text[i] if text[i] <= "\uffff" else _surrogates(text[i]) for i in range(len(text))]
+    data = "".join(units).encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")
+    if len(data) > UTF_BYTES_MAX:
+        raise errors.BadRequest(
+            f"a string in ZooKeeper has at most {UTF_BYTES_MAX} bytes, found {len(data)}: "
+            f"{text[:40]!r}..."
+        )
+    return struct.pack(">H", len(data)) + data
+
+
+def decode_utf(data: bytes) -> str:
+    """Return the string of modified UTF-8 (without its length); raises UnicodeDecodeError."""
+    # NB: 0xc0 is in no other sequence of valid UTF-8, so replacing it first is safe; a four-byte
+    # sequence is valid UTF-8 but never written by a modified encoder.
+    text = data.replace(b"\xc0\x80", b"\0").decode("utf-8", "surrogatepass")
+    if any(char > "\uffff" for char in text):
+        raise UnicodeDecodeError("utf-8", data, 0, len(data), "four-byte sequence")
+    return text.encode("utf-16-be", "surrogatepass").decode("utf-16-be", "surrogatepass")
+
+
+def _surrogates(char: str) -> str:
+    high, low = struct.unpack(">HH", char.encode("utf-16-be"))
+    return chr(high) + chr(low)
+
+
+# --- bytes in and out
+
+
+def _pack_ints(values: tuple[PartitionId, ...]) -> bytes:
+    return struct.pack(f">i{len(values)}i", len(values), *values)
+
+
+def _pack_int_by_address(values: Mapping[ReplicaId, int]) -> bytes:
+    parts = [struct.pack(">Bi", STRUCTURE_VERSION, len(values))]
+    for address, value in values.items():
+        parts.append(encode_utf(address) + struct.pack(">i", value))
+    return b"".join(parts)
+
+
+T = TypeVar("T")
+
+
+class _Reader:
+    """A cursor over a node's bytes that turns every surprise into BadFormat."""
+
+    __slots__ = ("_data", "_kind", "_offset")
+
+    def __init__(self, data: bytes, kind: str) -> None:
+        self._data = data
+        self._kind = kind
+        self._offset = 0
+
+    def bad(self, what: str) -> errors.BadFormat:
+        return errors.BadFormat(
+            f"{self._kind}: {what}, at offset {self._offset} of {len(self._data)} bytes"
+        )
+
+    def take(self, size_bytes: int, name: str) -> bytes:
+        left = len(self._data) - self._offset
+        if left < size_bytes:
+            raise self.bad(f"expected {size_bytes} bytes of {name}, found {left}")
+        start, self._offset = self._offset, self._offset + size_bytes
+        return self._data[start : self._offset]
+
+    def version(self, expected: int = STRUCTURE_VERSION) -> None:
+        found = self.take(1, "version")[0]
+        if found != expected:
+            raise self.bad(f"expected version {expected}, found {found}")
+
+    def int32(self, name: str) -> int:
+        return int.from_bytes(self.take(4, name), "big", signed=True)
+
+    def int64(self, name: str) -> int:
+        return int.from_bytes(self.take(8, name), "big", signed=True)
+
+    def natural(self, name: str) -> int:
+        value = self.int32(name)
+        if value < 0:
+            raise self.bad(f"expected {name} of 0 or more, found {value}")
+        return value
+
+    def port(self, name: str) -> int:
+        value = self.int32(name)
+        if not 0 <= value <= 65535:
+            raise self.bad(f"expected {name} in 0..65535, found {value}")
+        return value
+
+    def count(self, name: str, *, item_bytes: int) -> int:
+        value = self.natural(name)
+        left = len(self._data) - self._offset
+        if value * item_bytes > left:
+            raise self.bad(f"{name} {value} needs {value * item_bytes} bytes or more, found {left}")
+        return value
+
+    def utf(self, name: str) -> str:
+        size_bytes = int.from_bytes(self.take(2, f"length of {name}"), "big")
+        data = self.take(size_bytes, name)
+        try:
+            return decode_utf(data)
+        except UnicodeDecodeError as error:
+            raise self.bad(f"{name} is not modified UTF-8 ({error.reason})") from error
+
+    def partitions(self, name: str) -> tuple[PartitionId, ...]:
+        count = self.count(f"length of {name}", item_bytes=4)
+        return tuple(PartitionId(self.natural(name)) for _ in range(count))
+
+    def new_address(self, known: Mapping[ReplicaId, object]) -> ReplicaId:
+        address = ReplicaId(self.utf("storage address"))
+        if address in known:
+            raise self.bad(f"storage {address!r} is listed twice")
+        return address
+
+    def by_address(self, read_value: Callable[[], T], *, item_bytes: int) -> dict[ReplicaId, T]:
+        found: dict[ReplicaId, T] = {}
+        for _ in range(self.count("storage count", item_bytes=2 + item_bytes)):
+            address = self.new_address(found)
+            found[address] = read_value()
+        return found
+
+    def end(self, value: T) -> T:
+        if self._offset != len(self._data):
+            raise self.bad(f"{len(self._data) - self._offset} bytes too many")
+        return value

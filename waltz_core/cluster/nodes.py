@@ -1,0 +1,77 @@
+"""Reading and following the nodes of one cluster: the few moves that every other file makes.
+
+Why it stands alone: a missing node, bytes that cannot be decoded and a connection that breaks are
+met everywhere; what is said and done about each is settled once.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Never, TypeVar
+
+from waltz_core import errors
+from waltz_core.cluster.paths import ClusterPaths
+from waltz_core.cluster.znodes import Create, Node, Signal, Znodes
+
+T = TypeVar("T")
+
+
+class ClusterNodes:
+    """The nodes below one root, through one session."""
+
+    def __init__(self, znodes: Znodes, root: str) -> None:
+        self.znodes = znodes
+        self.paths = ClusterPaths(root)
+
+    @property
+    def where(self) -> str:
+        """The cluster's connect string, for messages."""
+        return f"{self.znodes.where}{self.paths.root}"
+
+    async def require(self, path: str, signal: Signal | None = None) -> Node:
+        """Read a node that every cluster has; raises BadConfig where there is none."""
+        node = await self.znodes.get(path, signal)
+        if node is None:
+            raise self.no_cluster()
+        return node
+
+    async def read(
+        self, path: str, decode: Callable[[bytes], T], signal: Signal | None = None
+    ) -> T:
+        """Read and decode a node that every cluster has."""
+        return decode_node(path, await self.require(path, signal), decode)
+
+    async def ensure(self, paths: Sequence[str]) -> None:
+        """Create nodes without data where they are missing, parents before children."""
+        for path in paths:
+            if await self.znodes.get(path) is None:
+                # A conflict here means that somebody else was quicker.
+                with suppress(errors.CoordinatorConflict):
+                    await self.znodes.write([Create(path)])
+
+    async def follow(self, look: Callable[[Signal], Awaitable[None]]) -> Never:
+        """Look now, and again after each signal, until cancelled; ZooKeeper may come and go."""
+        signal = self.znodes.new_signal()
+        try:
+            while True:
+                signal.clear()
+                # What was in conflict has changed, and what is away comes back: both signal.
+                with suppress(errors.Unavailable, errors.CoordinatorConflict):
+                    await look(signal)
+                await signal.wait()
+        finally:
+            self.znodes.drop_signal(signal)
+
+    def no_cluster(self) -> errors.BadConfig:
+        """Return the error for a root without a cluster."""
+        return errors.BadConfig(
+            f"no cluster at root {self.paths.root} of ZooKeeper {self.znodes.where}: "
+            "create it with `waltz-core cluster create`"
+        )
+
+
+def decode_node(path: str, node: Node, decode: Callable[[bytes], T]) -> T:
+    """Decode a node; the BadFormat it may raise names the path."""
+    try:
+        return decode(node.data)
+    except errors.BadFormat as error:
+        raise errors.BadFormat(f"{path}: {error}") from error

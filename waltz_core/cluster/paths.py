@@ -1,0 +1,136 @@
+"""Where in ZooKeeper everything is: the table of nodes, and the path of each for a given root.
+
+Why it stands alone: a path is part of the contract with every other process of a cluster, of this
+version and of others, as much as the bytes at its end (`model.py`). R is the cluster's root.
+
+Rules:
+    1. What is ours alone lives below `R/x`, which an original neither reads nor minds.
+    2. A partition's name is its number in decimal; a storage's is its address, which has no "/".
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from waltz_core.record import PartitionId, ReplicaId
+
+DESCRIPTOR_PREFIX = "s_"
+
+
+class Znode(NamedTuple):
+    """One row of the znode table (`docs/zookeeper.md`)."""
+
+    path: str
+    kind: str
+    content: str
+    written_by: str
+
+
+ZNODES = (
+    Znode("R", "persistent", "ClusterParams", "cluster create"),
+    Znode("R/ids", "persistent", "nothing", "cluster create"),
+    Znode("R/ids/client", "persistent", "int32, last id given out", "every client, once"),
+    Znode("R/ids/server", "persistent", "int32, last id given out", "every server, once"),
+    Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server"),
+    Znode("R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server"),
+    Znode("R/store", "persistent", "StoreParams", "cluster create"),
+    Znode("R/store/partition", "persistent", "nothing", "cluster create"),
+    Znode("R/store/partition/P", "persistent", "PartitionMetadata", "the owner of P"),
+    Znode("R/store/assignment", "persistent", "ReplicaAssignments", "cluster commands"),
+    Znode("R/store/group", "persistent", "GroupDescriptor", "cluster commands"),
+    Znode("R/store/connection", "persistent", "ConnectionMetadata", "cluster commands"),
+    Znode("R/store/adminLock", "ephemeral", "nothing", "an original's cluster commands"),
+    Znode("R/x", "persistent", "nothing", "cluster create, or adoption"),
+    Znode("R/x/partition", "persistent", "nothing", "cluster create, or adoption"),
+    Znode("R/x/partition/P", "persistent", "PartitionMarker", "the owner of P, with its metadata"),
+    Znode("R/x/storage", "persistent", "nothing", "cluster create, or the first storage"),
+    Znode("R/x/storage/HOST:PORT", "persistent", "StorageRegistration", "its storage, once"),
+    Znode("R/x/writes", "persistent", "reserved for exactly-once writes", "nobody yet"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPaths:
+    """Where the nodes of the cluster with this root are."""
+
+    root: str
+
+    def __post_init__(self) -> None:
+        assert self.root.startswith("/")
+        assert not self.root.endswith("/")
+
+    @property
+    def ids(self) -> str:
+        """Parent of the two id counters."""
+        return f"{self.root}/ids"
+
+    @property
+    def client_ids(self) -> str:
+        """Counter of client ids."""
+        return f"{self.root}/ids/client"
+
+    @property
+    def server_ids(self) -> str:
+        """Counter of server ids."""
+        return f"{self.root}/ids/server"
+
+    @property
+    def servers(self) -> str:
+        """Assignment of partitions, and parent of the live servers' descriptors."""
+        return f"{self.root}/serverDescriptors"
+
+    @property
+    def descriptor_prefix(self) -> str:
+        """What ZooKeeper appends a sequence number to when a server registers."""
+        return f"{self.servers}/{DESCRIPTOR_PREFIX}"
+
+    @property
+    def store(self) -> str:
+        """Cluster key; parent of what storages are told."""
+        return f"{self.root}/store"
+
+    @property
+    def partitions(self) -> str:
+        """Parent of the partitions' metadata."""
+        return f"{self.root}/store/partition"
+
+    def partition(self, partition_id: PartitionId) -> str:
+        """Metadata of one partition."""
+        return f"{self.partitions}/{partition_id}"
+
+    @property
+    def replica_assignment(self) -> str:
+        """Which storages hold which partitions."""
+        return f"{self.root}/store/assignment"
+
+    @property
+    def groups(self) -> str:
+        """Storages by group."""
+        return f"{self.root}/store/group"
+
+    @property
+    def connections(self) -> str:
+        """Storages' admin ports."""
+        return f"{self.root}/store/connection"
+
+    @property
+    def ours(self) -> str:
+        """Parent of everything that an original does not know."""
+        return f"{self.root}/x"
+
+    @property
+    def markers(self) -> str:
+        """Parent of the partition markers."""
+        return f"{self.root}/x/partition"
+
+    def marker(self, partition_id: PartitionId) -> str:
+        """Marker of one partition."""
+        return f"{self.markers}/{partition_id}"
+
+    @property
+    def storage_ids(self) -> str:
+        """Parent of the registered storage ids."""
+        return f"{self.root}/x/storage"
+
+    def storage_id(self, address: ReplicaId) -> str:
+        """Id of the storage that answers at `address`."""
+        return f"{self.storage_ids}/{address}"

@@ -1,0 +1,146 @@
+"""The door to ZooKeeper: nodes with versions, one atomic write, one-shot watches, a session.
+
+Why it stands alone: what a cluster means by its nodes (`coordinator.py`) is written once, over
+this interface, and runs unchanged over a real ZooKeeper (`zookeeper.py`) and over one in memory
+(`memory.py`), so that tests and the simulator exercise the code that runs in production.
+
+Rules for implementations:
+    1. Every write is an atomic list of operations, each with the version it expects. A write that
+       was refused raises `errors.CoordinatorConflict` and changed nothing; one whose answer was
+       lost raises `errors.CoordinatorOutcomeUnknown`; one that was never sent raises
+       `errors.CoordinatorUnavailable`.
+    2. A watch is a signal: it is set once something that was read with it may have changed, and
+       whenever the session's state changes. Early and needless signals do no harm.
+    3. Signals and state callbacks arrive on the thread of the caller's event loop.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+# The version of a node that does not exist. NB: to ZooKeeper itself -1 means "any version", so
+# this value must never reach it: implementations assert that expected versions are not negative.
+NO_NODE = -1
+# The owner of a node that is not ephemeral.
+PERSISTENT = 0
+
+
+class NodeStat(NamedTuple):
+    """A node's own version, the version of its list of children, and its owner session."""
+
+    version: int
+    cversion: int
+    owner: int = PERSISTENT
+
+
+class Node(NamedTuple):
+    """A node as read; no data and empty data are both b""."""
+
+    data: bytes
+    stat: NodeStat
+
+
+class Children(NamedTuple):
+    """The names of a node's children, sorted, and the node's stat at that moment."""
+
+    names: tuple[str, ...]
+    stat: NodeStat
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Create a node that must not exist; `sequential` lets ZooKeeper append a number."""
+
+    path: str
+    data: bytes | None = None
+    ephemeral: bool = False
+    sequential: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Replace the data of a node that must be at `version`."""
+
+    path: str
+    data: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete a node that must be at `version` and have no children."""
+
+    path: str
+    version: int
+
+
+Operation = Create | Set | Delete
+
+
+class SessionState(Enum):
+    """Where the session with ZooKeeper stands."""
+
+    CONNECTED = auto()
+    SUSPENDED = auto()  # no connection; the session, its ephemeral nodes and watches may still live
+    LOST = auto()  # the session is over, and its ephemeral nodes are gone or about to go
+
+
+class Signal(Protocol):
+    """Says that it is time to read again. `asyncio.Event` is one."""
+
+    def set(self) -> None:
+        """Wake up whoever waits; stays set until cleared."""
+
+    def clear(self) -> None:
+        """Forget that it was set."""
+
+    async def wait(self) -> object:
+        """Return once it is set (implementations may also return now and then, unasked)."""
+
+
+StateCallback = Callable[[SessionState], None]
+
+
+class Znodes(Protocol):
+    """One session with ZooKeeper."""
+
+    @property
+    def where(self) -> str:
+        """The hosts, for messages."""
+
+    @property
+    def state(self) -> SessionState:
+        """Where the session stands now."""
+
+    @property
+    def session_number(self) -> int:
+        """ZooKeeper's id of this session: the owner of its ephemeral nodes."""
+
+    @property
+    def session_timeout_ms(self) -> int:
+        """How long ZooKeeper waits for us before it ends the session."""
+
+    async def get(self, path: str, signal: Signal | None = None) -> Node | None:
+        """Read a node, None if there is none; the signal tells a change, creation or deletion."""
+
+    async def children(self, path: str, signal: Signal | None = None) -> Children | None:
+        """Read the names of the children, None if there is no node; the signal tells a change."""
+
+    async def write(self, operations: Sequence[Operation]) -> list[int]:
+        """Do all operations or none; return each node's new version (NO_NODE for a deleted one)."""
+
+    async def sync(self) -> None:
+        """Return once reads see everything that was written anywhere before this call."""
+
+    def new_signal(self) -> Signal:
+        """Return a signal that is also set at each change of state; ends with `drop_signal`."""
+
+    def drop_signal(self, signal: Signal) -> None:
+        """Forget a signal."""
+
+    def on_state(self, callback: StateCallback) -> None:
+        """Call back at each change of the session's state, until closed."""
+
+    async def close(self) -> None:
+        """End the session; its ephemeral nodes go at once. May be called twice."""

@@ -1,0 +1,466 @@
+"""A session with a real ZooKeeper: the only file that names kazoo.
+
+Why it stands alone: kazoo runs threads of its own and calls back on them. Everything that crosses
+from there to the event loop crosses here, so nobody else needs a lock or has to ask which thread
+it is on.
+
+Rules:
+    1. kazoo's callbacks do one thing: hand over to the event loop, `call_soon_threadsafe`.
+    2. A write is sent only while there is a connection. What is asked while there is none waits
+       for one, within the time limit, and then was certainly never sent.
+    3. Every wait has a time limit. A write that was sent and not answered has an unknown outcome;
+       a read has not happened.
+    4. kazoo is never told version -1, which would mean "any".
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from kazoo.client import KazooClient, KazooState, TransactionRequest
+from kazoo.exceptions import (
+    BadVersionError,
+    ConnectionClosedError,
+    ConnectionLoss,
+    KazooException,
+    NodeExistsError,
+    NoNodeError,
+    OperationTimeoutError,
+    RolledBackError,
+    RuntimeInconsistency,
+    SessionExpiredError,
+)
+from kazoo.handlers.threading import SequentialThreadingHandler
+from kazoo.protocol.serialization import Create as CreateRequest
+from kazoo.protocol.states import ZnodeStat
+from kazoo.security import OPEN_ACL_UNSAFE
+
+from waltz_core import errors
+from waltz_core.cluster.connect_string import ConnectString, parse_connect_string
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.znodes import (
+    NO_NODE,
+    PERSISTENT,
+    Children,
+    Create,
+    Delete,
+    Node,
+    NodeStat,
+    Operation,
+    SessionState,
+    Set,
+    Signal,
+    StateCallback,
+)
+
+CONNECT_TIMEOUT_MS = 10_000
+SESSION_TIMEOUT_MS = 10_000
+REQUEST_TIMEOUT_MS = 10_000
+# A watch should never be lost; should one be, what it watched is read again after this long.
+RESYNC_MS = 30_000
+CLOSE_TIMEOUT_MS = 5_000
+RECONNECT_DELAY_S_MAX = 1.0
+EPHEMERAL_FLAG = 1
+SEQUENTIAL_FLAG = 2
+
+LOST_ERRORS = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError)
+CONFLICT_ERRORS = (BadVersionError, NodeExistsError, NoNodeError)
+# What the other operations of a refused write are said to have met.
+BYSTANDER_ERRORS = (RolledBackError, RuntimeInconsistency)
+
+# kazoo tells of each lost connection at length; whoever wants to read it turns this logger on.
+logger = logging.getLogger("waltz_core.kazoo")
+logger.addHandler(logging.NullHandler())
+
+T = TypeVar("T")
+
+
+async def connect(
+    text: str | ConnectString,
+    *,
+    connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+    session_timeout_ms: int = SESSION_TIMEOUT_MS,
+    request_timeout_ms: int = REQUEST_TIMEOUT_MS,
+) -> Coordinator:
+    """Open a session for the cluster that a connect string names; to be closed by the caller.
+
+    Raises BadConfig for a connect string that is none, CoordinatorUnavailable when no ZooKeeper
+    answers within `connect_timeout_ms`. Whether there is a cluster shows at the first read.
+    """
+    place = text if isinstance(text, ConnectString) else parse_connect_string(text)
+    session = ZooKeeperSession(
+        place.hosts,
+        connect_timeout_ms=connect_timeout_ms,
+        session_timeout_ms=session_timeout_ms,
+        request_timeout_ms=request_timeout_ms,
+    )
+    await session.open()
+    return Coordinator(session, place.root)
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    text: str | ConnectString,
+    *,
+    connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+    session_timeout_ms: int = SESSION_TIMEOUT_MS,
+    request_timeout_ms: int = REQUEST_TIMEOUT_MS,
+) -> AsyncIterator[Coordinator]:
+    """Like `connect`, and close the session at the end."""
+    coordinator = await connect(
+        text,
+        connect_timeout_ms=connect_timeout_ms,
+        session_timeout_ms=session_timeout_ms,
+        request_timeout_ms=request_timeout_ms,
+    )
+    try:
+        yield coordinator
+    finally:
+        await coordinator.close()
+
+
+class ZooKeeperSession:
+    """One session; implements `znodes.Znodes`. Lives on the event loop on which it was opened."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        connect_timeout_ms: int,
+        session_timeout_ms: int,
+        request_timeout_ms: int,
+    ) -> None:
+        self._hosts = ",".join(hosts)
+        self._connect_timeout_ms = connect_timeout_ms
+        self._session_timeout_ms = session_timeout_ms
+        self._request_timeout_s = request_timeout_ms / 1000
+        self._client = KazooClient(
+            self._hosts,
+            timeout=session_timeout_ms / 1000,
+            handler=_Handler(connect_timeout_ms / 1000 / len(hosts)),
+            connection_retry={
+                "max_tries": -1,
+                "delay": 0.05,
+                "backoff": 2,
+                "max_jitter": 0.5,
+                "max_delay": RECONNECT_DELAY_S_MAX,
+            },
+            logger=logger,
+        )
+        self._dial = self._client._connection._connect
+        self._client._connection._connect = self._connect_and_note_timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._state = SessionState.LOST
+        self._session_number = PERSISTENT
+        self._is_connected = asyncio.Event()
+        self._is_closed = False
+        self._signals: list[_Signal] = []
+        self._callbacks: list[StateCallback] = []
+
+    async def open(self) -> None:
+        """Connect; raises CoordinatorUnavailable, with nothing left running, when it cannot."""
+        self._loop = asyncio.get_running_loop()
+        self._client.add_listener(self._on_kazoo_state)
+        self._client.start_async()
+        try:
+            async with asyncio.timeout(self._connect_timeout_ms / 1000):
+                await self._is_connected.wait()
+        except TimeoutError as error:
+            await self.close()
+            raise errors.CoordinatorUnavailable(
+                f"no ZooKeeper answered at {self._hosts} within {self._connect_timeout_ms} ms"
+            ) from error
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+
+    # --- Znodes
+
+    @property
+    def where(self) -> str:
+        """The hosts."""
+        return self._hosts
+
+    @property
+    def state(self) -> SessionState:
+        """Where the session stands."""
+        return self._state
+
+    @property
+    def session_number(self) -> int:
+        """ZooKeeper's id of the session."""
+        return self._session_number
+
+    @property
+    def session_timeout_ms(self) -> int:
+        """What ZooKeeper has agreed to; it allows 2 to 20 of its ticks."""
+        return self._session_timeout_ms
+
+    async def get(self, path: str, signal: Signal | None = None) -> Node | None:
+        """Read a node."""
+        watch = _watch_of(signal)
+        while True:
+            try:
+                data, stat = await self._read(lambda: self._client.get_async(path, watch), path)
+            except NoNodeError:
+                # A failed read leaves no watch behind: only asking whether it exists does.
+                if not watch or not await self._exists(path, watch):
+                    return None
+            else:
+                return Node(data or b"", _node_stat(stat))
+
+    async def children(self, path: str, signal: Signal | None = None) -> Children | None:
+        """Read the names of the children."""
+        watch = _watch_of(signal)
+        while True:
+            try:
+                names, stat = await self._read(
+                    lambda: self._client.get_children_async(path, watch, include_data=True), path
+                )
+            except NoNodeError:
+                if not watch or not await self._exists(path, watch):
+                    return None
+            else:
+                return Children(tuple(sorted(names)), _node_stat(stat))
+
+    async def write(self, operations: Sequence[Operation]) -> list[int]:
+        """Do all operations or none, in one multi."""
+        request = self._client.transaction()
+        for operation in operations:
+            _add(request, operation)
+        await self._connection()
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                results = await self._result_of(request.commit_async())
+        except (TimeoutError, *LOST_ERRORS) as error:
+            raise errors.CoordinatorOutcomeUnknown(
+                f"ZooKeeper {self._hosts} has not answered a write to {operations[0].path} "
+                f"({type(error).__name__})"
+            ) from error
+        except KazooException as error:
+            raise self._refused(operations[0].path, error) from error
+        return self._versions(operations, results)
+
+    async def sync(self) -> None:
+        """Have the server that we read from catch up with the leader."""
+        await self._read(lambda: self._client.sync_async("/"), "/")
+
+    def new_signal(self) -> Signal:
+        """Return a signal, also set at each change of state."""
+        assert self._loop is not None
+        signal = _Signal(self._loop)
+        self._signals.append(signal)
+        return signal
+
+    def drop_signal(self, signal: Signal) -> None:
+        """Forget a signal."""
+        self._signals.remove(cast("_Signal", signal))
+
+    def on_state(self, callback: StateCallback) -> None:
+        """Call back at each change of state."""
+        self._callbacks.append(callback)
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._callbacks.clear()
+        self._client.remove_listener(self._on_kazoo_state)
+        self._change_state(SessionState.LOST)
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            # kazoo waits here for its own threads, for 10 seconds if it must.
+            with contextlib.suppress(Exception):
+                self._client.stop()
+                self._client.close()
+            _call_soon(loop, done.set)
+
+        # A thread of its own, not of the loop's pool: the loop's end would wait for that.
+        threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_MS / 1000):
+                await done.wait()
+
+    # --- the session's state
+
+    def _connect_and_note_timeout(self, *address: object) -> tuple[float, float]:
+        # On kazoo's thread. kazoo keeps the agreed session timeout to itself, but for its read
+        # timeout, which is two thirds of it.
+        read_timeout_ms, connect_timeout_ms = self._dial(*address)
+        self._session_timeout_ms = round(read_timeout_ms * 3 / 2)
+        return read_timeout_ms, connect_timeout_ms
+
+    def _on_kazoo_state(self, kazoo_state: str) -> None:
+        # On kazoo's thread.
+        assert self._loop is not None
+        state = {
+            KazooState.CONNECTED: SessionState.CONNECTED,
+            KazooState.SUSPENDED: SessionState.SUSPENDED,
+            KazooState.LOST: SessionState.LOST,
+        }[kazoo_state]
+        identity = self._client.client_id
+        number = identity[0] if identity else None
+        _call_soon(self._loop, self._change_state, state, number)
+
+    def _change_state(self, state: SessionState, number: int | None = None) -> None:
+        self._state = state
+        # While there is no connection the last number stands: the session may come back.
+        self._session_number = self._session_number if number is None else number
+        if state is SessionState.CONNECTED:
+            self._is_connected.set()
+        else:
+            self._is_connected.clear()
+        for callback in list(self._callbacks):
+            callback(state)
+        for signal in list(self._signals):
+            signal.set()
+
+    # --- requests and answers
+
+    async def _connection(self) -> None:
+        """Return once there is a connection."""
+        if self._is_closed:
+            raise errors.CoordinatorUnavailable(f"the session with {self._hosts} is closed")
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                await self._is_connected.wait()
+        except TimeoutError as error:
+            raise errors.CoordinatorUnavailable(
+                f"no connection to ZooKeeper {self._hosts} for "
+                f"{self._request_timeout_s * 1000:.0f} ms"
+            ) from error
+
+    async def _read(self, send: Callable[[], Any], path: str) -> Any:  # noqa: ANN401 - kazoo's
+        await self._connection()
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                return await self._result_of(send())
+        except (TimeoutError, *LOST_ERRORS) as error:
+            raise errors.CoordinatorUnavailable(
+                f"ZooKeeper {self._hosts} has not answered a read of {path} "
+                f"({type(error).__name__})"
+            ) from error
+        except NoNodeError:
+            raise
+        except KazooException as error:
+            raise self._refused(path, error) from error
+
+    async def _exists(self, path: str, watch: Callable[[Any], None]) -> bool:
+        stat = await self._read(lambda: self._client.exists_async(path, watch), path)
+        return stat is not None
+
+    async def _result_of(self, result: Any) -> Any:  # noqa: ANN401 - kazoo's
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        result.rawlink(lambda done: _call_soon(loop, _settle, future, done))
+        return await future
+
+    def _versions(self, operations: Sequence[Operation], results: Sequence[Any]) -> list[int]:
+        for operation, result in zip(operations, results, strict=True):
+            if isinstance(result, BYSTANDER_ERRORS) or not isinstance(result, Exception):
+                continue
+            if isinstance(result, CONFLICT_ERRORS):
+                raise errors.CoordinatorConflict(_conflict(operation, result)) from result
+            raise self._refused(operation.path, result) from result
+        versions: list[int] = []
+        for operation, result in zip(operations, results, strict=True):
+            match operation:
+                case Create():
+                    versions.append(0)
+                case Set():
+                    versions.append(cast("ZnodeStat", result).version)
+                case Delete():
+                    versions.append(NO_NODE)
+        return versions
+
+    def _refused(self, path: str, error: Exception) -> errors.BadConfig:
+        return errors.BadConfig(
+            f"ZooKeeper {self._hosts} refuses a request for {path}: {type(error).__name__}"
+        )
+
+
+class _Signal:
+    """An event of the loop that kazoo's threads may set, and that is never waited for too long."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def clear(self) -> None:
+        self._event.clear()
+
+    async def wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RESYNC_MS / 1000):
+                await self._event.wait()
+
+    def on_kazoo_event(self, _event: object) -> None:
+        # On kazoo's thread. NB: it must be one and the same callable for a signal, because kazoo
+        # keeps a set of callables for each path; bound methods of one object are equal.
+        _call_soon(self._loop, self._event.set)
+
+
+class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
+    """kazoo's threads, with less patience for a host that does not answer at all."""
+
+    def __init__(self, connect_timeout_s: float) -> None:
+        super().__init__()
+        self._connect_timeout_s = connect_timeout_s
+
+    def create_connection(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - kazoo's
+        kwargs["timeout"] = min(kwargs["timeout"], self._connect_timeout_s)
+        return super().create_connection(*args, **kwargs)
+
+
+def _watch_of(signal: Signal | None) -> Callable[[object], None] | None:
+    return None if signal is None else cast("_Signal", signal).on_kazoo_event
+
+
+def _node_stat(stat: ZnodeStat) -> NodeStat:
+    return NodeStat(stat.version, stat.cversion, stat.ephemeralOwner)
+
+
+def _add(request: TransactionRequest, operation: Operation) -> None:
+    match operation:
+        case Create(path, data, ephemeral, sequential):
+            flags = EPHEMERAL_FLAG * ephemeral | SEQUENTIAL_FLAG * sequential
+            # Not request.create, which cannot make a node without data.
+            request.operations.append(CreateRequest(path, data, OPEN_ACL_UNSAFE, flags))
+        case Set(path, data, version):
+            assert version >= 0  # rule 4
+            request.set_data(path, data, version)
+        case Delete(path, version):
+            assert version >= 0  # rule 4
+            request.delete(path, version)
+
+
+def _conflict(operation: Operation, error: Exception) -> str:
+    if isinstance(operation, Create):
+        expected = "expected no node, but its parent"
+    else:
+        expected = f"expected version {operation.version}"
+    return f"{operation.path}: {expected}; ZooKeeper says {type(error).__name__}"
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:  # noqa: ANN401 - kazoo's
+    if future.done():
+        return  # Whoever asked has given up.
+    if result.exception is not None:
+        future.set_exception(result.exception)
+    else:
+        future.set_result(result.value)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    # A loop that has been closed needs no more news.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
