@@ -1,0 +1,294 @@
+"""Message to frame and frame to message, derived from the declarations in `messages.py`.
+
+Why it stands alone: it is the only file that knows how a value lies in a frame. It holds no state
+of a connection and trusts no byte: what a peer sent is a value or a `RemoteProtocolError`, what
+we cannot say in a version is a `LocalProtocolError`.
+
+A plan is made once for each message class and version. It joins neighbouring fields of fixed size
+into one `struct` call and has one function for each field of variable size.
+
+Rules:
+    1. `decode(encode(m)) == m` for whatever both versions can carry; no field is skipped silently.
+    2. Bytes left over after the last field are an error.
+    3. Large byte fields are never copied: encoding hands out the caller's buffers, decoding hands
+       out views of the frame.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
+
+from waltz_core.errors import LocalProtocolError, RemoteProtocolError
+from waltz_core.wire import messages
+from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, Out, Reader, read_count, read_text
+from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, Surface
+
+FRAME_HEADER: Final = struct.Struct(">Bhi")  # magic, version, payload length
+HELLO_VERSION: Final = 0
+_INT32: Final = struct.Struct(">i")
+_SHORT: Final = struct.Struct(">h")
+assert FRAME_HEADER.size == 7
+
+
+class FrameHeader(NamedTuple):
+    """What stands before every payload; `payload_bytes` is as received and may be negative."""
+
+    magic: int
+    version: int
+    payload_bytes: int
+
+
+# ---------------------------------------------------------------------------------------------
+# Frames
+
+
+def decode_frame_header(data: Buffer, offset: int = 0) -> FrameHeader:
+    """Read 7 bytes; the caller has checked that they are there."""
+    return FrameHeader._make(FRAME_HEADER.unpack_from(data, offset))
+
+
+def encode_keep_alive(surface: Surface, version: int) -> bytes:
+    """Return the empty frame that says nothing but "I am here" (interop.md 1.1)."""
+    return FRAME_HEADER.pack(surface.magic, version, 0)
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """Return the whole frame of a hello."""
+    text = hello.text.encode()
+    payload = struct.pack(f">i{len(hello.versions)}h", len(hello.versions), *hello.versions)
+    payload += _INT32.pack(len(text)) + text
+    return FRAME_HEADER.pack(Surface.HELLO.magic, HELLO_VERSION, len(payload)) + payload
+
+
+def decode_hello(payload: Buffer) -> Hello:
+    """Return what a hello's payload says; raise RemoteProtocolError for any other bytes."""
+    view = memoryview(payload)
+    values: list[Any] = []
+    try:
+        count, at = read_count(view, 0, _SHORT.size)
+        versions = struct.unpack_from(f">{count}h", view, at)
+        at = read_text(view, at + count * _SHORT.size, values)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"hello cannot be read: {error}") from error
+    if at != len(view):
+        raise RemoteProtocolError(f"hello: {len(view) - at} bytes after its last field")
+    return Hello(versions=versions, text=values[0])
+
+
+def encode(message: Message, version: int) -> list[Buffer]:
+    """Return the message's frame as buffers to be written one after the other.
+
+    Buffers of the message itself are among them (rule 3), so they must not change until they
+    are written. Raises LocalProtocolError for what this version cannot carry.
+    """
+    plan = _plan(type(message), version)
+    out = Out()
+    try:
+        for write in plan.writers:
+            write(message, out)
+    except (struct.error, UnicodeEncodeError) as error:
+        raise LocalProtocolError(f"{plan.name} {version} cannot carry this: {error}") from error
+    buffers = out.finish()
+    payload_bytes = sum(map(len, buffers)) + 1
+    header = FRAME_HEADER.pack(plan.magic, version, payload_bytes) + plan.code_byte
+    buffers[0] = header + buffers[0]
+    return buffers
+
+
+def decode(surface: Surface, version: int, payload: memoryview) -> Message:
+    """Return the message in a payload; raise RemoteProtocolError for bytes that are none."""
+    if len(payload) == 0:
+        raise RemoteProtocolError(f"surface {surface.name} {version}: a message without a type")
+    plan = _plans(surface, version).get(payload[0])
+    if plan is None:
+        raise RemoteProtocolError(
+            f"surface {surface.name} {version}: there is no message of type {payload[0]}"
+        )
+    values: list[Any] = []
+    at = 1
+    try:
+        for read in plan.readers:
+            at = read(payload, at, values)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(
+            f"{plan.name} {version} cannot be read at byte {at} of {len(payload)}: {error}"
+        ) from error
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"{plan.name} {version}: {error}") from error
+    if at != len(payload):
+        raise RemoteProtocolError(
+            f"{plan.name} {version}: {len(payload) - at} bytes after its last field"
+        )
+    message: Message = plan.make(*values)
+    return message
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans
+
+
+_Writer: TypeAlias = Callable[[Message, Out], None]
+
+
+class _Plan(NamedTuple):
+    """How one message lies in a frame of one version."""
+
+    name: str
+    magic: int
+    code_byte: bytes
+    make: Callable[..., Message]
+    writers: tuple[_Writer, ...]
+    readers: tuple[Reader, ...]
+
+
+# Filled as they are asked for, never changed: the table has a few dozen classes and few versions.
+_plans_made: dict[tuple[type[Message], int], _Plan] = {}
+_tables_made: dict[tuple[Surface, int], dict[int, _Plan]] = {}
+
+
+def _plans(surface: Surface, version: int) -> dict[int, _Plan]:
+    """Return the plans of all messages that exist in a version of a surface, by type code."""
+    found = _tables_made.get((surface, version))
+    if found is None:
+        found = _tables_made[surface, version] = _make_table(surface, version)
+    return found
+
+
+def _plan(message_class: type[Message], version: int) -> _Plan:
+    found = _plans_made.get((message_class, version))
+    if found is None:
+        found = _plans_made[message_class, version] = _make_plan(message_class, version)
+    return found
+
+
+def _make_table(surface: Surface, version: int) -> dict[int, _Plan]:
+    found: dict[int, _Plan] = {}
+    for message_class in _message_classes(surface):
+        if _exists(message_class, version):
+            assert message_class.code not in found, "messages.py rule 3: a code is used twice"
+            found[message_class.code] = _plan(message_class, version)
+    return found
+
+
+def _message_classes(surface: Surface) -> list[type[Message]]:
+    """Return the classes of the table that have a code, in the order of the file."""
+    return [
+        value
+        for value in vars(messages).values()
+        if isinstance(value, type)
+        and issubclass(value, Message)
+        and getattr(value, "surface", None) is surface
+        and hasattr(value, "code")
+    ]
+
+
+def _exists(message_class: type[Message], version: int) -> bool:
+    until = message_class.until
+    return message_class.since <= version and (until is None or version <= until)
+
+
+def _make_plan(message_class: type[Message], version: int) -> _Plan:
+    surface = message_class.surface
+    if not _exists(message_class, version):
+        raise LocalProtocolError(
+            f"{message_class.__name__} is not in version {version} of surface {surface.name}"
+        )
+    hints = get_type_hints(message_class, include_extras=True)
+    writers: list[_Writer] = []
+    readers: list[Reader] = []
+    run: list[tuple[str, FieldKind]] = []
+
+    def end_run() -> None:
+        if run:
+            write, read = _fixed_run(tuple(run))
+            writers.append(write)
+            readers.append(read)
+            run.clear()
+
+    for field in dataclasses.fields(message_class):
+        kind: FieldKind = hints[field.name].__metadata__[0]
+        if field.metadata.get("since", 0) > version:
+            end_run()
+            write, read = _absent(field.name, kind)
+        elif kind in FIXED:
+            run.append((field.name, kind))
+            continue
+        else:
+            end_run()
+            write, read = _variable(field.name, kind)
+        writers.append(write)
+        readers.append(read)
+    end_run()
+    return _Plan(
+        name=message_class.__name__,
+        magic=surface.magic,
+        code_byte=bytes((message_class.code,)),
+        make=message_class,
+        writers=tuple(writers),
+        readers=tuple(readers),
+    )
+
+
+def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, Reader]:
+    """Return how neighbouring fields of fixed size are written and read in one go."""
+    layout = struct.Struct(">" + "".join(FIXED[kind].letter for _, kind in run))
+    pack, unpack_from, size = layout.pack, layout.unpack_from, layout.size
+    names = [name for name, _ in run]
+    get = attrgetter(*names)
+    alone = len(names) == 1
+    packed = [(i, FIXED[kind].to_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].to_wire]
+    unpacked = [
+        (i, FIXED[kind].from_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].from_wire
+    ]
+
+    def write(message: Message, out: Out) -> None:
+        values = [get(message)] if alone else list(get(message))
+        for index, convert in packed:
+            assert convert is not None
+            values[index] = convert(values[index])
+        out.small += pack(*values)
+
+    def read(view: memoryview, at: int, values: list[Any]) -> int:
+        found = unpack_from(view, at)
+        if unpacked:
+            converted = list(found)
+            for index, convert in unpacked:
+                assert convert is not None
+                converted[index] = convert(converted[index])
+            values += converted
+        else:
+            values += found
+        return at + size
+
+    return write, read
+
+
+def _variable(name: str, kind: FieldKind) -> tuple[_Writer, Reader]:
+    put, read = VARIABLE[kind]
+    get = attrgetter(name)
+
+    def write(message: Message, out: Out) -> None:
+        put(get(message), out)
+
+    return write, read
+
+
+def _absent(name: str, kind: FieldKind) -> tuple[_Writer, Reader]:
+    """Return a field that this version does not have: only its empty value can be sent."""
+    assert kind in EMPTY, f"{kind} has no value that means absent"
+    empty = EMPTY[kind]
+    get = attrgetter(name)
+
+    def write(message: Message, _out: Out) -> None:
+        if get(message) != empty:
+            raise LocalProtocolError(
+                f"{type(message).__name__}.{name} cannot be sent to a peer of this older version"
+            )
+
+    def read(_view: memoryview, at: int, values: list[Any]) -> int:
+        values.append(empty)
+        return at
+
+    return write, read

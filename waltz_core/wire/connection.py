@@ -1,0 +1,216 @@
+"""The life of one connection without any I/O: bytes in, hello and messages out, and the reverse.
+
+Why it stands alone: version agreement, frame limits and what ends a connection are rules of the
+protocol, not of sockets. The simulator's network and `net.py` use this same object.
+
+Bytes come in through `get_buffer` and `buffer_updated`, so that a socket can read straight into the
+memory of a large frame; `receive` does both for bytes that are there already.
+
+Rules:
+    1. The first frame of either side is a hello; the highest common version is spoken from then on.
+    2. After a failure nothing is received and nothing can be sent any more.
+    3. What was received before a failure is handed out before it.
+    4. A frame is refused by its length before memory is taken for it.
+    5. An empty frame of the right surface and version is a sign of life and nothing else.
+    6. Each frame's payload has memory of its own: a view of it is good for as long as it is kept.
+"""
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from waltz_core.errors import LocalProtocolError, RemoteProtocolError
+from waltz_core.record import FRAME_BYTES_MAX
+from waltz_core.wire import codec
+from waltz_core.wire.codec import FRAME_HEADER, FrameHeader
+from waltz_core.wire.messages import Buffer, Hello, Message, Surface
+
+HELLO_BYTES_MAX: Final = 64 * 1024
+# One read of small frames; a large frame is read into memory of its own from its second read on.
+_SCRATCH_BYTES: Final = 64 * 1024
+assert FRAME_HEADER.size < _SCRATCH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReceived:
+    """Both sides can speak; `version` is the one they will."""
+
+    peer: Hello
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolFailed:
+    """The peer broke the rules; the connection has to be closed."""
+
+    error: RemoteProtocolError
+
+
+ConnectionEvent: TypeAlias = HelloReceived | Message | ProtocolFailed
+
+
+class Connection:
+    """One end of a connection: what it has agreed on, and a frame that is half there."""
+
+    def __init__(
+        self,
+        surface: Surface,
+        *,
+        is_listener: bool,
+        versions: tuple[int, ...] | None = None,
+        frame_bytes_max: int = FRAME_BYTES_MAX,
+    ) -> None:
+        assert surface is not Surface.HELLO
+        assert FRAME_HEADER.size < frame_bytes_max <= FRAME_BYTES_MAX
+        self.surface = surface
+        self.version: int | None = None
+        self.peer: Hello | None = None
+        self.failure: RemoteProtocolError | None = None
+        self._versions = surface.versions if versions is None else versions
+        self._text = surface.listener_text if is_listener else surface.dialler_text
+        self._frame_bytes_max = frame_bytes_max
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._scratch_end = 0
+        # A frame that did not arrive whole in one read: its header, its memory, how much is there.
+        self._header: FrameHeader | None = None
+        self._frame = memoryview(b"")
+        self._frame_end = 0
+
+    # ------------------------------------------------------------------ going out
+
+    def first_bytes(self) -> bytes:
+        """Return our hello; it is sent at once, without waiting for the peer's."""
+        return codec.encode_hello(Hello(self._versions, self._text))
+
+    def send(self, message: Message) -> list[Buffer]:
+        """Return the message's frame, to be written in order.
+
+        Raises LocalProtocolError before the peer's hello is here (its version is not known), after
+        a failure, for a frame over the limit, and for what the agreed version cannot carry.
+        """
+        if self.version is None or self.failure is not None:
+            state = "has failed" if self.failure else "has no version yet"
+            raise LocalProtocolError(f"{type(message).__name__}: the connection {state}")
+        assert message.surface is self.surface
+        buffers = codec.encode(message, self.version)
+        frame_bytes = sum(map(len, buffers))
+        if frame_bytes > self._frame_bytes_max:
+            raise LocalProtocolError(
+                f"{type(message).__name__}: a frame of {frame_bytes} bytes, "
+                f"the limit is {self._frame_bytes_max}"
+            )
+        return buffers
+
+    def keep_alive(self) -> bytes:
+        """Return an empty frame."""
+        if self.version is None:
+            return codec.encode_keep_alive(Surface.HELLO, codec.HELLO_VERSION)
+        return codec.encode_keep_alive(self.surface, self.version)
+
+    # ------------------------------------------------------------------ coming in
+
+    @property
+    def is_inside_frame(self) -> bool:
+        """Whether the peer owes us the rest of a frame."""
+        return self._header is not None or self._scratch_end > 0
+
+    def receive(self, data: Buffer) -> list[ConnectionEvent]:
+        """Take bytes in and return what they complete, in order."""
+        view = memoryview(data)
+        events: list[ConnectionEvent] = []
+        while view and self.failure is None:
+            room = self.get_buffer()
+            count = min(len(room), len(view))
+            room[:count] = view[:count]
+            view = view[count:]
+            events += self.buffer_updated(count)
+        return events
+
+    def get_buffer(self) -> memoryview:
+        """Return where the next bytes belong; never empty."""
+        if self._header is None:
+            return self._scratch[self._scratch_end :]
+        return self._frame[self._frame_end :]
+
+    def buffer_updated(self, count: int) -> list[ConnectionEvent]:
+        """Take in the first `count` bytes of `get_buffer`; return what they complete, in order."""
+        assert count > 0
+        if self.failure is not None:
+            return []
+        events: list[ConnectionEvent] = []
+        try:
+            if self._header is None:
+                self._scratch_end += count
+                self._read_scratch(events)
+            else:
+                self._frame_end += count
+                if self._frame_end == len(self._frame):
+                    self._end_frame(events)
+        except RemoteProtocolError as error:
+            self.failure = error
+            self._header = None
+            self._scratch_end = 0
+            events.append(ProtocolFailed(error))
+        return events
+
+    def _read_scratch(self, events: list[ConnectionEvent]) -> None:
+        """Take all whole frames out of the scratch; give one that is not whole its own memory."""
+        scratch, end, at = self._scratch, self._scratch_end, 0
+        while end - at >= FRAME_HEADER.size:
+            header = codec.decode_frame_header(scratch, at)
+            self._check_header(header)
+            at += FRAME_HEADER.size
+            if header.payload_bytes > end - at:
+                # numpy does not clear the memory first, which for large frames is most of the cost
+                self._frame = np.empty(header.payload_bytes, dtype=np.uint8).data
+                self._frame_end = end - at
+                self._frame[: end - at] = scratch[at:end]
+                self._header = header
+                at = end
+            elif header.payload_bytes:
+                payload = bytes(scratch[at : at + header.payload_bytes])
+                at += header.payload_bytes
+                self._take(memoryview(payload), events)
+        if at:
+            scratch[: end - at] = bytes(scratch[at:end])
+        self._scratch_end = end - at
+
+    def _end_frame(self, events: list[ConnectionEvent]) -> None:
+        payload = self._frame
+        self._header = None
+        self._frame = memoryview(b"")
+        self._take(payload, events)
+
+    def _check_header(self, header: FrameHeader) -> None:
+        """Raise RemoteProtocolError unless the frame may come now (rules 1 and 4)."""
+        if self.version is None:
+            surface, version, limit = Surface.HELLO, codec.HELLO_VERSION, HELLO_BYTES_MAX
+        else:
+            surface, version, limit = self.surface, self.version, self._frame_bytes_max
+        if header.magic != surface.magic or header.version != version:
+            raise RemoteProtocolError(
+                f"expected a frame of surface {chr(surface.magic)!r} version {version}, "
+                f"found {chr(header.magic)!r} version {header.version}"
+            )
+        if not 0 <= header.payload_bytes <= limit - FRAME_HEADER.size:
+            raise RemoteProtocolError(
+                f"expected a payload of at most {limit - FRAME_HEADER.size} bytes, "
+                f"found a length of {header.payload_bytes}"
+            )
+
+    def _take(self, payload: memoryview, events: list[ConnectionEvent]) -> None:
+        if self.version is not None:
+            events.append(codec.decode(self.surface, self.version, payload))
+            return
+        peer = codec.decode_hello(payload)
+        common = set(peer.versions) & set(self._versions)
+        if not common:
+            raise RemoteProtocolError(
+                f"no common version of surface {chr(self.surface.magic)!r}: "
+                f"we speak {list(self._versions)}, "
+                f"{peer.text[:80]!r} speaks {list(peer.versions[:32])}"
+            )
+        self.peer = peer
+        self.version = max(common)
+        events.append(HelloReceived(peer, self.version))

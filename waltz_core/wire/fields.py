@@ -1,0 +1,388 @@
+"""How each kind of field lies in a payload: one function that puts it, one that reads it.
+
+Why it stands alone: `codec.py` knows messages and versions, this file knows values. A reader takes
+a view of the payload and a place in it, appends the value it finds and returns the place after it.
+
+Rules:
+    1. A count is held against the bytes that are left before anything is allocated for it.
+    2. Entries that become Python objects are at most `ENTRIES_MAX`, on the way out and in.
+    3. Reading raises RemoteProtocolError, `struct.error` or UnicodeDecodeError, and nothing else;
+       putting raises LocalProtocolError, `struct.error` or UnicodeEncodeError.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from waltz_core.checksum import crc32
+from waltz_core.errors import LocalProtocolError, RemoteProtocolError
+from waltz_core.record import (
+    RECORD_HEADER,
+    Chain,
+    LineageEntry,
+    Record,
+    RecordHeader,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, Buffer, FieldKind
+
+_INT32: Final = struct.Struct(">i")
+_UINT32: Final = struct.Struct(">I")
+_LINEAGE_ENTRY: Final = struct.Struct(">qqqq16s")
+# A shorter byte field is joined with its neighbours: a buffer of its own would cost more.
+_INLINE_BYTES_MAX: Final = 2048
+assert _LINEAGE_ENTRY.size == 48
+
+
+class Out:
+    """A frame in the making: the small bytes at its end so far, and the buffers before them."""
+
+    __slots__ = ("done", "small")
+
+    def __init__(self) -> None:
+        self.small = bytearray()
+        self.done: list[Buffer] = []
+
+    def put_bytes(self, data: Buffer) -> None:
+        """Take in bytes; a large buffer is kept as it is and not copied."""
+        if len(data) <= _INLINE_BYTES_MAX:
+            self.small += data
+            return
+        self.done.append(bytes(self.small))
+        self.done.append(data)
+        self.small = bytearray()
+
+    def finish(self) -> list[Buffer]:
+        """Return all buffers in order; nothing may be put any more."""
+        if self.small or not self.done:
+            self.done.append(bytes(self.small))
+        return self.done
+
+
+Putter: TypeAlias = Callable[[Any, Out], None]
+Reader: TypeAlias = Callable[[memoryview, int, list[Any]], int]
+
+
+# ---------------------------------------------------------------------------------------------
+# Fields of fixed size
+
+
+class Fixed(NamedTuple):
+    """A letter of `struct`, and how the value changes on the way out and in."""
+
+    letter: str
+    to_wire: Callable[[Any], object] | None = None
+    from_wire: Callable[[Any], object] | None = None
+
+
+def _sixteen_bytes(value: Buffer) -> bytes:
+    if len(value) != 16:
+        raise LocalProtocolError(f"expected 16 bytes, found {len(value)}")
+    return bytes(value)
+
+
+def _is_one(value: int) -> bool:
+    return value == 1
+
+
+FIXED: Final[dict[FieldKind, Fixed]] = {
+    FieldKind.BOOL: Fixed("B", int, _is_one),
+    FieldKind.INT8: Fixed("b"),
+    FieldKind.INT32: Fixed("i"),
+    FieldKind.INT64: Fixed("q"),
+    FieldKind.CRC32: Fixed("I"),
+    FieldKind.RAW16: Fixed("16s", _sixteen_bytes),
+    FieldKind.REQ_ID: Fixed("16s", ReqId.to_bytes, ReqId.from_bytes),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# Fields of variable size: one `_put` and one `_read` for each
+
+
+def read_count(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, int]:
+    """Return a count that the bytes left can hold (rule 1), and the place after it."""
+    (count,) = _INT32.unpack_from(view, at)
+    at += _INT32.size
+    if count < 0 or count * entry_bytes_min > len(view) - at:
+        raise RemoteProtocolError(
+            f"a count of {count} at byte {at - _INT32.size}, with {len(view) - at} bytes left"
+        )
+    return count, at
+
+
+def _read_entries(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, int]:
+    """Return a count of entries that each become a Python object."""
+    count, at = read_count(view, at, entry_bytes_min)
+    if count > ENTRIES_MAX:
+        raise RemoteProtocolError(f"expected at most {ENTRIES_MAX} entries, found {count}")
+    return count, at
+
+
+def _put_entries(count: int, out: Out) -> None:
+    if count > ENTRIES_MAX:
+        raise LocalProtocolError(f"expected at most {ENTRIES_MAX} entries, found {count}")
+    out.small += _INT32.pack(count)
+
+
+def _put_blob(value: Buffer, out: Out) -> None:
+    out.small += _INT32.pack(_octets(value))
+    out.put_bytes(value)
+
+
+def _octets(value: Buffer) -> int:
+    """Return a buffer's length; a view whose items are not bytes would break every count."""
+    if type(value) is memoryview and (value.itemsize != 1 or value.ndim != 1):
+        raise LocalProtocolError("expected a view of bytes, found one of larger items")
+    return len(value)
+
+
+def _read_blob(view: memoryview, at: int, values: list[Any]) -> int:
+    count, at = read_count(view, at, 1)
+    values.append(view[at : at + count])
+    return at + count
+
+
+def _packed(width: int) -> tuple[Putter, Reader]:
+    """Return the layout of numbers that stay packed, `width` bytes each."""
+
+    def put(value: Buffer, out: Out) -> None:
+        count, rest = divmod(_octets(value), width)
+        if rest:
+            raise LocalProtocolError(f"expected items of {width} bytes, found {len(value)} bytes")
+        out.small += _INT32.pack(count)
+        out.put_bytes(value)
+
+    def read(view: memoryview, at: int, values: list[Any]) -> int:
+        count, at = read_count(view, at, width)
+        values.append(view[at : at + count * width])
+        return at + count * width
+
+    return put, read
+
+
+def _put_text(value: str, out: Out) -> None:
+    data = value.encode()
+    if len(data) > TEXT_BYTES_MAX:
+        raise LocalProtocolError(
+            f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {len(data)}"
+        )
+    out.small += _INT32.pack(len(data))
+    out.small += data
+
+
+def read_text(view: memoryview, at: int, values: list[Any]) -> int:
+    """Read strict UTF-8 of at most `TEXT_BYTES_MAX` bytes."""
+    count, at = read_count(view, at, 1)
+    if count > TEXT_BYTES_MAX:
+        raise RemoteProtocolError(f"expected a text of at most {TEXT_BYTES_MAX}, found {count}")
+    values.append(str(view[at : at + count], "utf-8"))
+    return at + count
+
+
+def _put_text_or_null(value: str | None, out: Out) -> None:
+    if value is None:
+        out.small += _INT32.pack(-1)
+    else:
+        _put_text(value, out)
+
+
+def _read_text_or_null(view: memoryview, at: int, values: list[Any]) -> int:
+    if _INT32.unpack_from(view, at)[0] < 0:
+        values.append(None)
+        return at + _INT32.size
+    return read_text(view, at, values)
+
+
+def _put_int32s(value: tuple[int, ...], out: Out) -> None:
+    _put_entries(len(value), out)
+    out.small += struct.pack(f">{len(value)}i", *value)
+
+
+def _read_int32s(view: memoryview, at: int, values: list[Any]) -> int:
+    count, at = _read_entries(view, at, 4)
+    values.append(struct.unpack_from(f">{count}i", view, at))
+    return at + 4 * count
+
+
+def _listed(put_one: Putter, read_one: Reader, entry_bytes_min: int) -> tuple[Putter, Reader]:
+    """Return the layout of a tuple of values, each laid out by `put_one` and `read_one`."""
+
+    def put(value: tuple[Any, ...], out: Out) -> None:
+        _put_entries(len(value), out)
+        for one in value:
+            put_one(one, out)
+
+    def read(view: memoryview, at: int, values: list[Any]) -> int:
+        count, at = _read_entries(view, at, entry_bytes_min)
+        found: list[Any] = []
+        for _ in range(count):
+            at = read_one(view, at, found)
+        values.append(tuple(found))
+        return at
+
+    return put, read
+
+
+def _present(put_one: Putter, read_one: Reader) -> tuple[Putter, Reader]:
+    """Return the layout of a bool and, if it is true, a value."""
+
+    def put(value: object, out: Out) -> None:
+        out.small.append(value is not None)
+        if value is not None:
+            put_one(value, out)
+
+    def read(view: memoryview, at: int, values: list[Any]) -> int:
+        is_present, at = _read_bool(view, at)
+        if is_present:
+            return read_one(view, at, values)
+        values.append(None)
+        return at
+
+    return put, read
+
+
+def _read_bool(view: memoryview, at: int) -> tuple[bool, int]:
+    if at >= len(view):
+        raise RemoteProtocolError(f"expected a bool at byte {at}, found the end")
+    return view[at] == 1, at + 1
+
+
+def _put_lineage_entry(value: LineageEntry, out: Out) -> None:
+    out.small += _LINEAGE_ENTRY.pack(*value[:4], _sixteen_bytes(value.chain))
+
+
+def _read_lineage_entry(view: memoryview, at: int, values: list[Any]) -> int:
+    first, last, session, stamp_ms, chain = _LINEAGE_ENTRY.unpack_from(view, at)
+    values.append(
+        LineageEntry(
+            TransactionId(first), TransactionId(last), SessionId(session), stamp_ms, Chain(chain)
+        )
+    )
+    return at + _LINEAGE_ENTRY.size
+
+
+def _put_record_header(value: RecordHeader | Record, out: Out) -> None:
+    out.small += RECORD_HEADER.pack(value[0], value[1].to_bytes(), value[2])
+
+
+def _read_record_header(view: memoryview, at: int, values: list[Any]) -> int:
+    transaction_id, req_id, header = RECORD_HEADER.unpack_from(view, at)
+    values.append(RecordHeader(TransactionId(transaction_id), ReqId.from_bytes(req_id), header))
+    return at + RECORD_HEADER.size
+
+
+def _put_record(value: Record, out: Out) -> None:
+    _put_record_header(value, out)
+    _put_blob(value.data, out)
+    out.small += _UINT32.pack(crc32(value.data))
+
+
+def _read_record(view: memoryview, at: int, values: list[Any]) -> int:
+    found: list[Any] = []
+    at = _read_record_header(view, at, found)
+    at = _read_checked_blob(view, at, found)
+    header, data = found
+    values.append(Record(header[0], header[1], header[2], bytes(data)))
+    return at
+
+
+def _read_checked_blob(view: memoryview, at: int, values: list[Any]) -> int:
+    """Read a blob and the CRC after it; the original closes the connection on a mismatch too."""
+    at = _read_blob(view, at, values)
+    (expected,) = _UINT32.unpack_from(view, at)
+    found = crc32(values[-1])
+    if found != expected:
+        raise RemoteProtocolError(f"data before byte {at}: CRC {found:08x}, sent {expected:08x}")
+    return at + _UINT32.size
+
+
+def _put_data_or_error(value: tuple[Buffer | None, str | None], out: Out) -> None:
+    data, error = value
+    if (data is not None) and (error is not None):
+        raise LocalProtocolError("expected data or an error text, found both")
+    out.small.append(data is not None)
+    if data is None:
+        _put_text_or_null(error, out)
+    else:
+        _put_blob(data, out)
+        out.small += _UINT32.pack(crc32(data))
+
+
+def _read_data_or_error(view: memoryview, at: int, values: list[Any]) -> int:
+    is_data, at = _read_bool(view, at)
+    found: list[Any] = []
+    if is_data:
+        at = _read_checked_blob(view, at, found)
+        values.append((found[0], None))
+    else:
+        at = _read_text_or_null(view, at, found)
+        values.append((None, found[0]))
+    return at
+
+
+def _put_text_bool(value: tuple[str, bool], out: Out) -> None:
+    _put_text(value[0], out)
+    out.small.append(value[1])
+
+
+def _read_text_bool(view: memoryview, at: int, values: list[Any]) -> int:
+    found: list[Any] = []
+    at = read_text(view, at, found)
+    flag, at = _read_bool(view, at)
+    values.append((found[0], flag))
+    return at
+
+
+def _put_int32_bool(value: tuple[int, bool], out: Out) -> None:
+    out.small += _INT32.pack(value[0])
+    out.small.append(value[1])
+
+
+def _read_int32_bool(view: memoryview, at: int, values: list[Any]) -> int:
+    (number,) = _INT32.unpack_from(view, at)
+    flag, at = _read_bool(view, at + _INT32.size)
+    values.append((number, flag))
+    return at
+
+
+def _put_stack_frame(value: tuple[str, str, str | None, int], out: Out) -> None:
+    _put_text(value[0], out)
+    _put_text(value[1], out)
+    _put_text_or_null(value[2], out)
+    out.small += _INT32.pack(value[3])
+
+
+def _read_stack_frame(view: memoryview, at: int, values: list[Any]) -> int:
+    found: list[Any] = []
+    at = read_text(view, at, found)
+    at = read_text(view, at, found)
+    at = _read_text_or_null(view, at, found)
+    found += _INT32.unpack_from(view, at)
+    values.append(tuple(found))
+    return at + _INT32.size
+
+
+VARIABLE: Final[dict[FieldKind, tuple[Putter, Reader]]] = {
+    FieldKind.BLOB: (_put_blob, _read_blob),
+    FieldKind.TEXT: (_put_text, read_text),
+    FieldKind.TEXT_OR_NULL: (_put_text_or_null, _read_text_or_null),
+    FieldKind.INT32S: (_put_int32s, _read_int32s),
+    FieldKind.PACKED_INT32S: _packed(4),
+    FieldKind.PACKED_INT64S: _packed(8),
+    FieldKind.TEXTS: _listed(_put_text, read_text, 4),
+    FieldKind.LINEAGE: _listed(_put_lineage_entry, _read_lineage_entry, 48),
+    FieldKind.RECORDS: _listed(_put_record, _read_record, 36),
+    FieldKind.HEADERS: _listed(_put_record_header, _read_record_header, 28),
+    FieldKind.TEXT_BOOL_MAP: _listed(_put_text_bool, _read_text_bool, 5),
+    FieldKind.INT32_BOOL_MAP: _listed(_put_int32_bool, _read_int32_bool, 5),
+    FieldKind.DATA_OR_ERROR: (_put_data_or_error, _read_data_or_error),
+    FieldKind.PRESENT_RECORD: _present(_put_record, _read_record),
+    FieldKind.PRESENT_HEADER: _present(_put_record_header, _read_record_header),
+    FieldKind.STACK: _listed(_put_stack_frame, _read_stack_frame, 16),
+}
+# What a field of a newer version is when it was not sent.
+EMPTY: Final[dict[FieldKind, object]] = {FieldKind.INT32S: ()}
+assert FIXED.keys() | VARIABLE.keys() == set(FieldKind), "a kind has no layout"
