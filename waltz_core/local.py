@@ -343,13 +343,11 @@ class LocalCluster:
         marker = self.directory / "created"
         if marker.exists():
             return
-        addresses = [f"127.0.0.1:{m.port}" for m in self.members if m.kind == "storage"]
+        storages = [member for member in self.members if member.kind == "storage"]
+        assert storages, "a cluster has storages"
         command = [sys.executable, "-m", "waltz_core", "cluster", "create", self.connect]
         command += ["--name", "local", "--partitions", str(self._loaded().partition_count)]
-        for member in self.members:
-            if member.kind == "storage":
-                command += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
-        assert addresses, "a cluster has storages"
+        command += [f"--storage=127.0.0.1:{m.port}:{m.admin_port}" for m in storages]
         left = max(1.0, deadline - time.monotonic())
         command += ["--if-absent", "--wait-s", f"{left:.1f}"]
         done = subprocess.run(  # noqa: S603 - our own program and our own arguments
@@ -376,7 +374,8 @@ class LocalCluster:
                 last = str(error)
                 time.sleep(0.05)
         raise Unreachable(
-            f"the cluster in {self.directory} was not ready in time: {last}\n{self._tail('server-1')}"
+            f"the cluster in {self.directory} was not ready in time: {last}\n"
+            f"{self._tail('server-1')}"
         )
 
     def _check_alive(self) -> None:

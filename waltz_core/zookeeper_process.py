@@ -89,8 +89,11 @@ def run(config: Path, *, exit_with_parent: bool) -> int:
     sys.stdout.flush()
     if not exit_with_parent:
         os.execv(line[0], line)  # noqa: S606 - found by find_java, no shell
+    # No thread runs in this process yet, so the hook between fork and exec is safe.
     child = subprocess.Popen(  # noqa: S603 - found by find_java, no shell
-        line, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
+        line,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509
     )
 
     def stop(_signal: int, _frame: object) -> None:

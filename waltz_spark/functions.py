@@ -36,3 +36,22 @@ def lock(name: str, key: Column | str) -> Column:
 def _refuse(kind: Column) -> Column:
     text = F.lit("the key of a lock is a whole number or a string, not ")
     return F.raise_error(F.concat(text, kind)).cast("bigint")
+
+
+def partition_of(hashed: Column, partition_count: int) -> Column:
+    """Return the log partition of a 32-bit hash, the one every client would choose.
+
+    Args:
+        hashed: an int column, as `lock` makes it.
+        partition_count: how many partitions the log has.
+
+    The product of two 32-bit numbers does not fit a signed long, so the multiplication is done in
+    two halves (record.spread is the same rule on one value).
+    """
+    golden = F.lit(0x9E3779B1)
+    half = F.lit(0xFFFF)
+    wide = hashed.cast("bigint").bitwiseAND(F.lit(0xFFFFFFFF))
+    low = wide.bitwiseAND(half) * golden
+    high = F.shiftleft((F.shiftrightunsigned(wide, 16) * golden).bitwiseAND(half), 16)
+    mixed = (low + high).bitwiseAND(F.lit(0xFFFFFFFF))
+    return F.shiftrightunsigned(mixed * F.lit(partition_count), 32).cast("int")

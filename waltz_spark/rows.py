@@ -102,26 +102,26 @@ def _to_plain(column: pa.Array, data_format: str) -> list[Any]:
 
 def _plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
     """Return the type whose Python values a packer knows; casting to it and back is exact."""
-    text = data_format == "json"
-    if pa.types.is_date(kind):
-        return pa.string() if text else pa.int32()
-    if pa.types.is_timestamp(kind):
-        return pa.string() if text else pa.int64()
-    if pa.types.is_duration(kind):
-        return pa.int64()
+    if pa.types.is_nested(kind):
+        return _plain_nested(kind, data_format)
     if pa.types.is_decimal(kind):
         return pa.string()
+    as_text = data_format == "json"
+    if pa.types.is_date(kind):
+        return pa.string() if as_text else pa.int32()
+    if pa.types.is_timestamp(kind):
+        return pa.string() if as_text else pa.int64()
+    return pa.int64() if pa.types.is_duration(kind) else kind
+
+
+def _plain_nested(kind: pa.DataType, data_format: str) -> pa.DataType:
     if pa.types.is_map(kind):
-        return pa.map_(
-            _plain_type(kind.key_type, data_format), _plain_type(kind.item_type, data_format)
-        )
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(_plain_type(kind.value_type, data_format))
+        key, item = (_plain_type(part, data_format) for part in (kind.key_type, kind.item_type))
+        return pa.map_(key, item)
     if pa.types.is_struct(kind):
-        return pa.struct(
-            [pa.field(part.name, _plain_type(part.type, data_format)) for part in kind]
-        )
-    return kind
+        parts = [pa.field(part.name, _plain_type(part.type, data_format)) for part in kind]
+        return pa.struct(parts)
+    return pa.list_(_plain_type(kind.value_type, data_format))
 
 
 def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
@@ -146,7 +146,7 @@ def _each(parts: dict[str, Callable[[Any], Any] | None], value: dict[str, Any]) 
     return {name: (parts[name] or _same)(part) for name, part in value.items()}
 
 
-def _same(value: Any) -> Any:
+def _same(value: Any) -> Any:  # noqa: ANN401 - any value passes
     return value
 
 
@@ -234,7 +234,7 @@ def _typed(values: list[Any], kind: pa.DataType, plain: pa.DataType) -> pa.Array
     return array if plain == kind else array.cast(kind)
 
 
-def _unpack_msgpack(payload: bytes) -> Any:
+def _unpack_msgpack(payload: bytes) -> Any:  # noqa: ANN401 - whatever was packed
     return msgpack.unpackb(payload, strict_map_key=False)
 
 

@@ -30,7 +30,7 @@ def add(command: argparse.ArgumentParser) -> None:
             "--directory",
             type=Path,
             default=Path(os.environ.get("WALTZ_LOCAL_DIRECTORY", DIRECTORY_DEFAULT)),
-            help=f"where the cluster lives (default {DIRECTORY_DEFAULT}, or $WALTZ_LOCAL_DIRECTORY)",
+            help=f"where it lives (default {DIRECTORY_DEFAULT}, or $WALTZ_LOCAL_DIRECTORY)",
         )
 
 

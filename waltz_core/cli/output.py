@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 def say(text: str) -> None:
     """Print a line for people on standard error, at once."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - this is the output door
+    print(text, file=sys.stderr, flush=True)
 
 
 def show(text: str) -> None:
     """Print a result line on standard output, at once."""
-    print(text, flush=True)  # noqa: T201 - this is the output door
+    print(text, flush=True)
 
 
 def show_json(value: object) -> None:

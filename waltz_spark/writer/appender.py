@@ -14,9 +14,8 @@ Rules:
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,9 @@ from waltz_core.client import BatchOutcome, Reason
 from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.columns import Shaped
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 BATCH_BYTES_MAX = 4 * 1024 * 1024
 RETRY_SECONDS_MAX = 60.0
@@ -41,8 +43,10 @@ _SEND_AGAIN = (
 _NEVER: dict[Reason, tuple[type[WaltzError], str]] = {
     Reason.AHEAD: (
         ClientAhead,
-        "a row's client_high_water_mark lies past the end of the log: the marks are of another "
-        "cluster, or the log was made anew",
+        (
+            "a row's client_high_water_mark lies past the end of the log: the marks are of another "
+            "cluster, or the log was made anew"
+        ),
     ),
     Reason.TOO_LARGE: (TooLarge, "the log found a transaction too large"),
 }

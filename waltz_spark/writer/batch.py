@@ -7,6 +7,7 @@ so it holds plain values only, and nothing may hang on shared state, `abort` or 
 import dataclasses
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -180,6 +181,8 @@ def summarise(tasks: list[Written]) -> dict[str, object]:
     for task in tasks:
         for partition, first, last in task.runs:
             runs.setdefault(partition, []).append((first, last))
+    for found in runs.values():
+        found.sort()
     own = sum(_is_own(runs.get(partition, []), conflict) for partition, conflict in _all(tasks))
     return {
         "committed": sum(task.committed for task in tasks),
@@ -194,5 +197,6 @@ def _all(tasks: list[Written]) -> Iterator[tuple[int, int]]:
         yield from task.conflicts
 
 
-def _is_own(runs: list[tuple[int, int]], conflict: int) -> bool:
-    return any(first <= conflict <= last for first, last in runs)
+def _is_own(sorted_runs: list[tuple[int, int]], conflict: int) -> bool:
+    place = bisect_right(sorted_runs, (conflict, 1 << 63)) - 1
+    return place >= 0 and sorted_runs[place][1] >= conflict

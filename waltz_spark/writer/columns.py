@@ -28,7 +28,7 @@ from pyspark.sql.types import (
 )
 
 from waltz_core.errors import BadRequest, TooLarge
-from waltz_core.record import TRANSACTION_BYTES_MAX, BEFORE_FIRST
+from waltz_core.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.rows import pack
 
@@ -57,6 +57,10 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
     if MARK_COLUMN in types and not isinstance(types[MARK_COLUMN], _INTEGERS):
         found = types[MARK_COLUMN].simpleString()
         raise BadRequest(f"column {MARK_COLUMN!r} is to be long; found {found}")
+    _check_options(types, options)
+
+
+def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None:
     for name in options.result_columns or ():
         if name not in types:
             raise BadRequest(f"option 'resultColumns': there is no column {name!r}")

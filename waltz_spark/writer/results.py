@@ -51,7 +51,7 @@ def result_batch(answered: Answered) -> pa.RecordBatch:
         pa.array(answered.conflicting, pa.int64(), mask=committed),
         pa.array(marks.astype(np.int64), pa.int64(), mask=committed),
     ]
-    fields = [identity.schema.field(name).with_nullable(True) for name in kept]
+    fields = [identity.schema.field(name).with_nullable(nullable=True) for name in kept]
     columns = [identity.column(name) for name in kept]
     return pa.RecordBatch.from_arrays(columns + own, schema=pa.schema([*fields, *RESULT_FIELDS]))
 

@@ -1,0 +1,226 @@
+"""`make demo`: a year of flights through Spark into three replicas and back, then a conflict.
+
+    1. A real cluster on this machine: ZooKeeper, three storages that sync, two servers.
+    2. 336,776 departures, one transaction each, under an append lock on the aircraft.
+    3. Read back through Spark and compared whole: every column of every row.
+    4. A table built from the log: the busiest aircraft, and where each one is.
+    5. Two dispatchers decide from one snapshot about the same aircraft. The log takes the first
+       one's decisions and hands the second one's conflicting rows back, with the transactions
+       that won. Decided anew from a new snapshot, they are taken.
+
+Any difference ends it with exit code 1.
+"""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flights import ROW_COUNT, SCHEMA, flights
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark user knows
+
+import waltz_core.local
+import waltz_spark
+from waltz_core.errors import WaltzError
+from waltz_spark.functions import lock, partition_of
+
+DISPATCH = 7  # the application header of a dispatch; a departure has 0
+DISPATCH_SCHEMA = "tailnum string, origin string, dest string, dispatcher string"
+ANNA_TAKES, BORIS_TAKES = (0, 40), (25, 65)  # places in the list of the busiest aircraft
+CONTESTED = ANNA_TAKES[1] - BORIS_TAKES[0]
+
+
+class Failed(Exception):
+    """The log did not do what it promises."""
+
+
+@dataclass
+class Figures:
+    """What the last lines say."""
+
+    rows: int = 0
+    rejected: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Note how long something took, and say so."""
+        began = time.monotonic()
+        yield
+        self.seconds[what] = time.monotonic() - began
+        say(f"   {self.seconds[what]:.1f} s")
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def check(what: str, *, found: object, expected: object) -> None:
+    """Compare one figure; end the demo when it is not as it must be."""
+    if found != expected:
+        raise Failed(f"{what}: expected {expected}, found {found}")
+
+
+def load(table: DataFrame, connect: str, partition_count: int) -> None:
+    """Append every flight under its aircraft's lock; without a tail number by flight number."""
+    aircraft = lock("aircraft", "tailnum")
+    by_flight = partition_of(lock("flight", "flight"), partition_count)
+    placed = table.select(
+        "*",
+        F.array_compact(F.array(aircraft)).alias("append_locks"),
+        F.when(F.col("tailnum").isNull(), by_flight).alias("partition"),
+    )
+    placed.write.format("waltz").mode("append").option("dataFormat", "msgpack").save(connect)
+
+
+def departures(snapshot: waltz_spark.Snapshot) -> DataFrame:
+    """Return the flights as the log has them, with where each one lies in it."""
+    columns = f"{SCHEMA}, partition int, transaction_id long"
+    return snapshot.read(columns, dataFormat="msgpack", headers="0")
+
+
+def differing_rows(table: DataFrame, back: DataFrame) -> int:
+    """Count the rows that one table has more often than the other, all columns compared."""
+    columns = table.columns
+    both = table.select(*columns, F.lit(1).alias("side")).unionAll(
+        back.select(*columns, F.lit(-1).alias("side"))
+    )
+    return both.groupBy(*columns).agg(F.sum("side").alias("sides")).where("sides != 0").count()
+
+
+def whereabouts(back: DataFrame) -> DataFrame:
+    """Build the table of aircraft from the log: how busy each one was, and where it is."""
+    latest = F.struct("time_hour", "sched_dep_time", "partition", "transaction_id")
+    return (
+        back.where("tailnum IS NOT NULL")
+        .groupBy("tailnum")
+        .agg(F.count("*").alias("departures"), F.max_by("dest", latest).alias("at"))
+        .orderBy(F.desc("departures"), "tailnum")
+    )
+
+
+def dispatch(spark: SparkSession, who: str, aircraft: list[tuple[str, str]], to: str) -> DataFrame:
+    """Decide where aircraft fly next: rows under a write lock on each."""
+    rows = [(tailnum, at, to, who) for tailnum, at in aircraft]
+    table = spark.createDataFrame(rows, DISPATCH_SCHEMA)
+    return table.select(
+        "*",
+        F.array(lock("aircraft", "tailnum")).alias("write_locks"),
+        F.lit(DISPATCH).alias("header"),
+    )
+
+
+def conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) -> int:
+    """Let two dispatchers meet; return how many decisions the log refused."""
+    snapshot = waltz_spark.snapshot(spark, connect)
+    marks = snapshot.high_water_marks
+    anna = dispatch(spark, "Anna", busiest[slice(*ANNA_TAKES)], "BOS")
+    boris = dispatch(spark, "Boris", busiest[slice(*BORIS_TAKES)], "SFO")
+    first = waltz_spark.append(anna, connect, high_water_marks=marks, dataFormat="msgpack")
+    check(
+        "Anna's rows committed", found=first.counts["committed"], expected=len(range(*ANNA_TAKES))
+    )
+    second = waltz_spark.append(boris, connect, high_water_marks=marks, dataFormat="msgpack")
+    refused = second.rejected.select(
+        "tailnum", "dest", "partition", "lock_failure_transaction_id"
+    ).cache()
+    won = first.committed.select(
+        "tailnum", "partition", F.col("transaction_id").alias("lock_failure_transaction_id")
+    )
+    both = {tailnum for tailnum, _ in busiest[BORIS_TAKES[0] : ANNA_TAKES[1]]}
+    check(
+        "Boris's refused aircraft",
+        found={row.tailnum for row in refused.collect()},
+        expected=both,
+    )
+    named = refused.join(won, ["tailnum", "partition", "lock_failure_transaction_id"]).count()
+    check("refusals that name Anna's transaction", found=named, expected=CONTESTED)
+    say("   Boris gets back exactly the rows that Anna was faster with, and who won:")
+    refused.orderBy("partition", "lock_failure_transaction_id").show(5, truncate=False)
+    again = decide_anew(spark, connect, both)
+    check("Boris's rows committed after he looked again", found=again, expected=CONTESTED)
+    return int(second.counts["rejected"])
+
+
+def decide_anew(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
+    """Recompute the refused decisions from a new snapshot: fly on from where Anna sends them."""
+    snapshot = waltz_spark.snapshot(spark, connect)
+    sent = snapshot.read(DISPATCH_SCHEMA, dataFormat="msgpack", headers=DISPATCH)
+    now = [
+        (row.tailnum, row.dest)
+        for row in sent.where("dispatcher = 'Anna'").collect()
+        if row.tailnum in tailnums
+    ]
+    boris = dispatch(spark, "Boris", now, "SFO")
+    marks = snapshot.high_water_marks
+    return int(
+        waltz_spark.append(boris, connect, high_water_marks=marks, dataFormat="msgpack").counts[
+            "committed"
+        ]
+    )
+
+
+def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
+    """Run the five steps on a cluster."""
+    figures = Figures()
+    before = waltz_spark.snapshot(spark, connect).high_water_marks
+    check("transactions in the log before", found=sum(m + 1 for m in before.values()), expected=0)
+    table = flights(spark, scratch).cache()
+    figures.rows = table.count()
+    check("flights in the file", found=figures.rows, expected=ROW_COUNT)
+    say(f"2. writing {figures.rows:,} flights through Spark into three replicas")
+    with figures.timed("write"):
+        load(table, connect, len(before))
+    say("3. reading them back through Spark")
+    back = departures(waltz_spark.snapshot(spark, connect)).cache()
+    with figures.timed("read"):
+        check("flights in the log", found=back.count(), expected=ROW_COUNT)
+    say("   comparing every column of every row")
+    with figures.timed("compare"):
+        check("rows that differ", found=differing_rows(table, back), expected=0)
+    say("4. the busiest aircraft, and where each one is, from the log")
+    found = whereabouts(back).limit(BORIS_TAKES[1]).collect()
+    for row in found[:5]:
+        say(f"   {row.tailnum:8} {row.departures:4} departures, now at {row['at']}")
+    say("5. two dispatchers, one snapshot, the same aircraft")
+    figures.rejected = conflict(spark, connect, [(row.tailnum, row["at"]) for row in found])
+    return figures
+
+
+def main() -> int:
+    """Run the demo; return the exit code."""
+    parser = argparse.ArgumentParser(description="A year of flights through Waltz and Spark.")
+    parser.add_argument("--connect", help="an empty cluster; else one is started and ended")
+    given = parser.parse_args().connect
+    began = time.monotonic()
+    try:
+        with contextlib.ExitStack() as stack:
+            say("1. starting ZooKeeper, three storages, two servers, and Spark")
+            connect = given or stack.enter_context(waltz_core.local.cluster())
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            spark = waltz_spark.session("waltz demo", master="local[2]")
+            stack.callback(spark.stop)
+            say(f"   {connect}")
+            figures = run(spark, connect, scratch)
+    except (Failed, WaltzError) as error:
+        say(f"demo: FAILED: {error}")
+        return 1
+    write, read = figures.seconds["write"], figures.seconds["read"]
+    say("")
+    say(f"rows       {figures.rows:,}")
+    say(f"write      {write:.1f} s, {figures.rows / write:,.0f} rows/s, into three replicas")
+    say(f"read       {read:.1f} s, {figures.rows / read:,.0f} rows/s")
+    say(f"rejected   {figures.rejected} of the second dispatcher's rows")
+    say(f"in all     {time.monotonic() - began:.1f} s")
+    say("demo: OK")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""`waltz-core cluster create | show`: what ZooKeeper holds of a cluster."""
+
+import argparse
+import asyncio
+import uuid
+
+from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cluster import zookeeper
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.creation import NewCluster, NewStorage
+from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata
+from waltz_core.errors import BadConfig
+from waltz_core.record import PartitionId, ReplicaId
+
+CONNECT_WAIT_S = 10.0
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Declare the verbs."""
+    verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
+    create = verbs.add_parser("create", help="make a cluster's nodes in ZooKeeper")
+    create.add_argument("--name", default="waltz", help="default waltz")
+    create.add_argument("--partitions", type=int, required=True, help="fixed for ever")
+    create.add_argument(
+        "--storage",
+        action="append",
+        default=[],
+        metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
+        help="a storage; give it once for each. Every group holds one replica of each partition; "
+        "without GROUP each storage is a group of its own",
+    )
+    create.add_argument("--if-absent", action="store_true", help="an existing cluster is fine")
+    create.set_defaults(verb=_create)
+    shown = verbs.add_parser("show", help="show servers, storages and partitions")
+    shown.add_argument("--json", action="store_true")
+    shown.set_defaults(verb=_show)
+    for verb in (create, shown):
+        verb.add_argument("connect", help="zk1:2181,zk2:2181/waltz/payments")
+        verb.add_argument(
+            "--wait-s",
+            type=float,
+            default=CONNECT_WAIT_S,
+            help=f"how long to wait for ZooKeeper (default {CONNECT_WAIT_S:.0f})",
+        )
+
+
+def _create(arguments: argparse.Namespace) -> int:
+    storages = tuple(_storage(text, index) for index, text in enumerate(arguments.storage))
+    new = NewCluster(
+        name=arguments.name,
+        partition_count=arguments.partitions,
+        cluster_key=uuid.uuid4(),  # noqa: TID251 - a new cluster's key is made here
+        storages=storages,
+    )
+    return asyncio.run(_create_at(arguments, new))
+
+
+async def _create_at(arguments: argparse.Namespace, new: NewCluster) -> int:
+    timeout_ms = round(arguments.wait_s * 1000)
+    async with zookeeper.connected(arguments.connect, connect_timeout_ms=timeout_ms) as found:
+        if arguments.if_absent and await _exists(found):
+            say(f"there is a cluster at {arguments.connect} already")
+            return 0
+        await found.create_cluster(new)
+        say(
+            f"created {new.name} at {arguments.connect}: {new.partition_count} partitions, "
+            f"{len(new.storages)} storages, key {new.cluster_key}"
+        )
+    return 0
+
+
+async def _exists(coordinator: Coordinator) -> bool:
+    try:
+        await coordinator.read_cluster()
+    except BadConfig:
+        return False
+    return True
+
+
+def _storage(text: str, index: int) -> NewStorage:
+    parts = text.rsplit(":", 3)
+    if len(parts) == 4 and parts[1].isdigit():
+        host, port, admin, group = parts
+    else:
+        host, port, admin = [*text.rsplit(":", 2), "", ""][:3]
+        group = str(index)
+    if not (host and port.isdigit() and admin.isdigit() and group.isdigit()):
+        raise BadConfig(f"--storage is HOST:PORT:ADMIN_PORT[:GROUP]; found {text!r}")
+    return NewStorage(ReplicaId(f"{host}:{port}"), int(admin), int(group))
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    return asyncio.run(_show_at(arguments))
+
+
+async def _show_at(arguments: argparse.Namespace) -> int:
+    timeout_ms = round(arguments.wait_s * 1000)
+    async with zookeeper.connected(arguments.connect, connect_timeout_ms=timeout_ms) as found:
+        cluster = await found.read_cluster()
+        servers = await found.read_servers()
+        assignment = await found.read_replica_assignment()
+        partitions = {}
+        for number in range(cluster.params.partition_count):
+            partition = PartitionId(number)
+            view = await found.read_partition(partition)
+            owner = servers.owners.get(partition)
+            name = None
+            if owner is not None and owner.server_id in servers.servers:
+                descriptor = servers.servers[owner.server_id]
+                name = f"{descriptor.host}:{descriptor.port}"
+            partitions[number] = _partition(name, view.metadata)
+    summary = {
+        "name": cluster.params.name,
+        "cluster_key": str(cluster.store.cluster_key),
+        "partition_count": cluster.params.partition_count,
+        "servers": {
+            int(key): f"{server.host}:{server.port}" for key, server in servers.servers.items()
+        },
+        "storages": {
+            str(address): [int(p) for p in held] for address, held in assignment.partitions.items()
+        },
+        "partitions": partitions,
+    }
+    if arguments.json:
+        show_json(summary)
+    else:
+        _print(summary)
+    return 0
+
+
+def _partition(owner: str | None, metadata: PartitionMetadata | None) -> dict[str, object]:
+    if metadata is None:
+        return {"server": owner, "generation": None, "session": None, "engaged": []}
+    engaged = [
+        str(replica)
+        for replica, state in metadata.states.items()
+        if state.closing_high_water_mark == UNRESOLVED
+    ]
+    return {
+        "server": owner,
+        "generation": int(metadata.generation),
+        "session": int(metadata.session_id),
+        "engaged": engaged,
+    }
+
+
+def _print(summary: dict[str, object]) -> None:
+    show(f"{summary['name']}  key {summary['cluster_key']}")
+    partitions = summary["partitions"]
+    assert isinstance(partitions, dict)
+    show_table(
+        ("partition", "server", "generation", "session", "engaged replicas"),
+        [
+            (
+                number,
+                part["server"] or "-",
+                "-" if part["generation"] is None else part["generation"],
+                "-" if part["session"] is None else part["session"],
+                " ".join(part["engaged"]) or "-",
+            )
+            for number, part in partitions.items()
+        ],
+    )
