@@ -3,13 +3,14 @@
 Why it stands alone: the record checksum is the one thing that travels unchanged from a client's
 DataFrame over three disks to a reader, so there must be one definition of it. CRC-32 is linear
 over XOR. Hence the checksum of a record follows from that of its header and that of its data, and
-the checksum of a whole frame from those of its rows: a pass over the bytes is made once, by zlib,
-and never row by row where a frame has thousands of rows.
+the checksum of a run of records from those inside it, without a second pass over the bytes.
 
 Rules:
     1. CRC-32 IEEE 802.3 as zlib has it, always as an unsigned number (interop.md, "CRC").
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python per row; tables are built once and are never changed.
+    4. What is linear can be made to cancel out: where the CRCs themselves come from somebody who
+       may mean harm, each row is checked, and `fold` is not the means.
 """
 
 import zlib

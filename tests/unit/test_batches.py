@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from waltz_core import batches, raw_records
+from waltz_core import batches, checksum, raw_records
 from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.record import (
@@ -165,6 +165,25 @@ def test_a_row_over_the_limit_is_refused_before_it_is_sent() -> None:
     simple([bytes(TRANSACTION_BYTES_MAX)])
 
 
+def test_a_single_row_is_a_batch_of_one() -> None:
+    one = batches.single_row(-3, memoryview(b"data"), crc32(b"data"), locks=[[1, -2], [], [3]])
+    same = decode(encode([(-3, b"data", [1, -2], [], [3], 0)]))
+    assert one.count == same.count == 1
+    assert [listed(c) for c in (one.write_locks, one.read_locks, one.append_locks)] == [
+        [[1, -2]],
+        [[]],
+        [[3]],
+    ]
+    made = [batches.encode_records(rows, None, TransactionId(4), REQ_ID) for rows in (one, same)]
+    assert made[0] == made[1]
+    assert bytes(made[0].records) == expected_record(4, 0, -3, b"data")
+
+
+def test_a_single_row_with_a_wrong_crc_is_refused() -> None:
+    with pytest.raises(BadRequest, match="CRC 00000001"):
+        batches.single_row(0, b"data", 1, locks=[[], [], []])
+
+
 def test_limits_of_a_batch() -> None:
     payload = simple([b"a", b"b", b"c"])
     assert decode(payload, rows_max=3).count == 3
@@ -201,6 +220,20 @@ def test_contents_that_are_refused(place: int, column: list[object], says: str) 
     columns = [*GOOD[:place], column, *GOOD[place + 1 :]]
     with pytest.raises(BadRequest, match=says):
         decode(stream(batches.APPEND_SCHEMA, *columns))
+
+
+def test_wrong_crcs_that_add_up_are_refused() -> None:
+    """CRC-32 is linear, so two wrong CRCs can cancel out over the whole batch."""
+    data = [b"first", b"second", b"third"]
+    crcs = np.array([crc32(row) for row in data], dtype=np.uint32)
+    lengths = np.array([len(row) for row in data])
+    right = checksum.fold(crcs, lengths)
+    crcs[0] ^= 1
+    crcs[1] ^= checksum.shift_many(np.array([1], dtype=np.uint32), len(data[1]))[0]
+    assert checksum.fold(crcs, lengths) == right
+    none: list[list[int]] = [[], [], []]
+    with pytest.raises(BadRequest, match="data of row 0"):
+        decode(stream(batches.APPEND_SCHEMA, [0, 0, 0], data, crcs, none, none, none))
 
 
 def test_a_mark_below_the_first_is_refused() -> None:
