@@ -254,15 +254,12 @@ def single_row(
             f"append: expected data with CRC {data_crc:08x}, found {zlib.crc32(data):08x}"
         )
     lengths = np.array([len(data)], dtype=np.int64)
-    columns = (LockColumn(np.array([0, len(k)]), np.array(k, dtype=np.int32)) for k in locks)
-    return AppendRows(
-        np.array([header], dtype=np.int32),
-        _as_binary(bytes(data), lengths),
-        lengths,
-        np.array([data_crc], dtype=np.uint32),
-        *columns,
-        marks=None,
+    write, read, append = (
+        LockColumn(np.array([0, len(hashes)]), np.array(hashes, dtype=np.int32)) for hashes in locks
     )
+    headers, crcs = np.array([header], dtype=np.int32), np.array([data_crc], dtype=np.uint32)
+    rows = _as_binary(bytes(data), lengths)
+    return AppendRows(headers, rows, lengths, crcs, write, read, append, marks=None)
 
 
 def _brief(error: BaseException) -> str:
