@@ -1,0 +1,138 @@
+"""The asyncio program that runs one machine.
+
+Why it stands alone: every process has the same few lines between its sockets and its machines, and
+the contract of `machine.py` (order, wake-ups, what a failure means) has to hold in one place.
+
+Rules:
+    1. One step at a time. An event that is posted while effects are performed waits its turn.
+    2. All effects of a step are performed, in list order, before the next event is taken.
+    3. `wake_at_ms` is read again after every step; there is at most one timer.
+    4. A machine that raises is dead: nothing is posted to it any more, and its owner is told once.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from waltz_core.machine import Machine, Report, Wakeup
+
+_log = logging.getLogger(__name__)
+
+EventT = TypeVar("EventT")
+EffectT = TypeVar("EffectT")
+
+
+def loop_clock_ms() -> int:
+    """Return the running loop's monotonic time, in milliseconds."""
+    return int(asyncio.get_running_loop().time() * 1000)
+
+
+class Driver(Generic[EventT, EffectT]):
+    """Runs one machine on the running loop; makes no tasks and no threads."""
+
+    def __init__(
+        self,
+        machine: Machine[EventT | Wakeup, EffectT | Report],
+        perform: Callable[[EffectT], None],
+        *,
+        on_report: Callable[[Report], None] | None = None,
+        on_failure: Callable[[Exception], None] | None = None,
+        clock: Callable[[], int] = loop_clock_ms,
+        name: str = "",
+    ) -> None:
+        self._machine = machine
+        self._perform = perform
+        self._on_report = on_report or self._log_report
+        self._on_failure = on_failure
+        self._clock = clock
+        self._name = name or type(machine).__name__
+        self._inbox: deque[EventT | Wakeup] = deque()
+        self._is_stepping = False
+        self._is_stopped = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_ms = 0
+        self._loop = asyncio.get_running_loop()
+        self._set_timer()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the machine takes no more events."""
+        return self._is_stopped
+
+    def post(self, event: EventT) -> None:
+        """Give the machine an event, and perform the effects before returning (but see rule 1).
+
+        A stopped driver drops it. Never raises what the machine raises: see `on_failure`.
+        """
+        if self._is_stopped:
+            return
+        self._inbox.append(event)
+        if not self._is_stepping:
+            self._run()
+
+    def stop(self) -> None:
+        """Take no more events and cancel the timer; harmless when repeated."""
+        self._is_stopped = True
+        self._inbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _run(self) -> None:
+        self._is_stepping = True
+        try:
+            while self._inbox and not self._is_stopped:
+                self._step(self._inbox.popleft())
+        except Exception as error:  # noqa: BLE001 - rule 4: whatever it is, the machine is dead
+            self._fail(error)
+        finally:
+            self._is_stepping = False
+        if not self._is_stopped:
+            self._set_timer()
+
+    def _step(self, event: EventT | Wakeup) -> None:
+        effects = self._machine.step(event, self._clock())
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("driver.step machine=%s event=%r effects=%r", self._name, event, effects)
+        for effect in effects:
+            if isinstance(effect, Report):
+                self._on_report(effect)
+            else:
+                self._perform(effect)
+
+    def _fail(self, error: Exception) -> None:
+        self.stop()
+        _log.error("driver.failed machine=%s", self._name, exc_info=error)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    def _set_timer(self) -> None:
+        """Arm the timer; one that is too early is left alone and looks again when it fires."""
+        wake_at_ms = self._machine.wake_at_ms
+        if wake_at_ms is None:
+            return
+        if self._timer is not None:
+            if self._timer_at_ms <= wake_at_ms:
+                return
+            self._timer.cancel()
+        self._timer_at_ms = wake_at_ms
+        delay_ms = max(0, wake_at_ms - self._clock())
+        self._timer = self._loop.call_later(delay_ms / 1000, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        if self._is_stopped:
+            return
+        wake_at_ms = self._machine.wake_at_ms
+        if wake_at_ms is not None and wake_at_ms <= self._clock():
+            self._inbox.append(Wakeup())
+            if not self._is_stepping:
+                self._run()
+            return
+        self._set_timer()
+
+    def _log_report(self, report: Report) -> None:
+        fields = " ".join(f"{name}={value}" for name, value in report.fields)
+        _log.info("%s machine=%s %s", report.name, self._name, fields)

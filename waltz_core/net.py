@@ -1,0 +1,519 @@
+"""TCP for every process: dial, listen, and links that carry messages.
+
+Why it stands alone: it is the one file that opens sockets for the system's own protocols. A link
+wraps a `wire.connection.Connection`; what a message means is nobody's business here.
+
+Who uses a link sees it only after both hellos, and then either gives callbacks (`start`: messages
+are handed over as they come, the fastest way) or awaits `receive`.
+
+Rules:
+    1. Callbacks run on the loop, in the order of arrival; `on_closed` comes once, and comes last.
+    2. Messages that arrive before `start` wait in an inbox; over `_INBOX_BYTES_MAX` reading pauses.
+    3. Over `WRITE_BACKLOG_BYTES_HIGH` a link is congested. A listener's link then stops reading:
+       who does not take answers may not ask. A dialler's reads on, because answers make room.
+    4. Over its hard limit of unsent bytes a link is cut, with a reason.
+    5. A peer that is silent in its hello, or trickles a frame, is cut.
+    6. The dialling side sends an empty frame when it has sent nothing for a while.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl as tls
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeAlias, TypeVar, cast
+
+import uvloop
+
+from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
+from waltz_core.wire.connection import Connection, ConnectionEvent, HelloReceived, ProtocolFailed
+from waltz_core.wire.messages import Hello, Message, Surface
+
+_log = logging.getLogger(__name__)
+
+HELLO_S_MAX: Final = 5.0
+CLOSE_S_MAX: Final = 5.0
+WRITE_BACKLOG_BYTES_HIGH: Final = 1024 * 1024
+WRITE_BACKLOG_BYTES_LOW: Final = 256 * 1024
+WRITE_BACKLOG_BYTES_MAX: Final = 64 * 1024 * 1024
+LINKS_MAX: Final = 10_000
+_INBOX_BYTES_MAX: Final = 1024 * 1024
+_TICK_S: Final = 15.0
+# The original's diallers send their sign of life after 600 s; whoever misses two is gone.
+_IDLE_TICKS_MAX: Final = int(1_300 / _TICK_S)
+_FRAME_BYTES_PER_TICK_MIN: Final = 1024 * int(_TICK_S)
+# How long sent bytes may stay without an acknowledgement of the peer's kernel.
+_USER_TIMEOUT_MS: Final = 15_000
+
+MessagesCallback: TypeAlias = Callable[[list[Message]], None]
+ClosedCallback: TypeAlias = Callable[[str], None]
+DrainedCallback: TypeAlias = Callable[[], None]
+ResultT = TypeVar("ResultT")
+
+
+def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run a program on uvloop until it returns; what every daemon's entry point calls."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" ("[::1]:99" for IPv6); raise BadConfig for others."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65_535:
+        raise BadConfig(f'expected an address "host:port", found {address!r}')
+    return host, int(port)
+
+
+async def dial(
+    surface: Surface,
+    address: str,
+    *,
+    timeout_s: float = 5.0,
+    ssl: tls.SSLContext | None = None,
+    write_backlog_bytes_max: int = WRITE_BACKLOG_BYTES_MAX,
+) -> "Link":
+    """Return a link to "host:port" on which both sides have said hello.
+
+    Raises Unreachable when there is no connection within `timeout_s` seconds, RemoteProtocolError
+    when somebody answers who does not speak our language.
+    """
+    host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[Link] = loop.create_future()
+
+    def is_ready(link: Link) -> None:
+        if not ready.done():
+            ready.set_result(link)
+
+    def is_gone(link: Link) -> None:
+        if not ready.done():
+            reason = f"{address}: {link.closed_reason} before its hello"
+            ready.set_exception(link._connection.failure or Unreachable(reason))
+            ready.exception()  # so that nobody complains when the dial was given up before this
+
+    link = Link(surface, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
+    link._on_ready = is_ready
+    link._on_lost = is_gone
+    try:
+        async with asyncio.timeout(timeout_s):
+            await loop.create_connection(lambda: _LinkProtocol(link), host, port, ssl=ssl)
+            await ready
+    except TimeoutError as error:
+        raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
+    except OSError as error:
+        raise Unreachable(f"{address}: {error}") from error
+    finally:
+        if link.version is None or not ready.done() or ready.cancelled():
+            link.abort("the dial was given up")  # also when the caller was cancelled
+    return link
+
+
+async def listen(
+    surface: Surface,
+    host: str,
+    port: int,
+    on_connection: Callable[["Link"], None],
+    *,
+    ssl: tls.SSLContext | None = None,
+    links_max: int = LINKS_MAX,
+) -> "Listener":
+    """Listen and call `on_connection` with every link once both sides have said hello.
+
+    Port 0 takes a free one; `Listener.port` tells which. Raises BadConfig when the address cannot
+    be listened on.
+    """
+    listener = Listener(surface, on_connection, links_max)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(10.0):
+            server = await loop.create_server(
+                listener._make_protocol, host, port, ssl=ssl, backlog=1024
+            )
+    except OSError as error:
+        raise BadConfig(f"cannot listen on {host}:{port}: {error}") from error
+    listener._server = server
+    listener.host = host
+    listener.port = server.sockets[0].getsockname()[1]
+    return listener
+
+
+class Listener:
+    """An open port and the links that came in through it."""
+
+    def __init__(
+        self, surface: Surface, on_connection: Callable[["Link"], None], links_max: int
+    ) -> None:
+        self.host = ""
+        self.port = 0
+        self._surface = surface
+        self._on_connection = on_connection
+        self._links_max = links_max
+        self._links: dict[Link, None] = {}
+        self._server: asyncio.Server | None = None
+
+    @property
+    def links(self) -> tuple["Link", ...]:
+        """The links that are open, those still saying hello among them."""
+        return tuple(self._links)
+
+    async def close(self, reason: str = "shutting down") -> None:
+        """Take no more connections, close those that are open, wait until they are."""
+        if self._server is not None:
+            self._server.close()
+        for link in self.links:
+            link.close(reason)
+        for link in self.links:
+            await link.wait_closed()
+
+    def _make_protocol(self) -> "_LinkProtocol":
+        link = Link(
+            self._surface, is_listener=True, write_backlog_bytes_max=WRITE_BACKLOG_BYTES_MAX
+        )
+        link._on_made = self._link_made
+        link._on_ready = self._on_connection
+        link._on_lost = self._link_lost
+        return _LinkProtocol(link)
+
+    def _link_made(self, link: "Link") -> None:
+        if len(self._links) >= self._links_max:
+            _log.warning("net.refused links=%d peer=%s", len(self._links), link.address)
+            link.abort("too many connections")
+            return
+        self._links[link] = None
+
+    def _link_lost(self, link: "Link") -> None:
+        self._links.pop(link, None)
+
+
+class Link:
+    """One TCP connection that carries messages of one surface."""
+
+    def __init__(
+        self, surface: Surface, *, is_listener: bool, write_backlog_bytes_max: int
+    ) -> None:
+        assert write_backlog_bytes_max > WRITE_BACKLOG_BYTES_HIGH
+        self.address = ""
+        self.closed_reason: str | None = None
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._connection = Connection(surface, is_listener=is_listener)
+        self._is_listener = is_listener
+        self._write_backlog_bytes_max = write_backlog_bytes_max
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        # Who listens: to its beginning, to messages, to its end.
+        self._on_made: Callable[[Link], None] | None = None
+        self._on_ready: Callable[[Link], None] | None = None
+        self._on_lost: Callable[[Link], None] | None = None
+        self._on_messages: MessagesCallback | None = None
+        self._on_closed: ClosedCallback | None = None
+        self._on_drained: DrainedCallback | None = None
+        # What waits: messages before `start`, whoever awaits.
+        self._inbox: list[Message] = []
+        self._inbox_bytes = 0
+        self._arrived = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._is_paused_by_owner = False
+        self._is_reading = True
+        # What the last tick saw.
+        self._timer: asyncio.TimerHandle | None = None
+        self._tick_sent = 0
+        self._tick_received = 0
+        self._tick_was_inside_frame = False
+        self._idle_ticks = 0
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def version(self) -> int | None:
+        """The version that both ends speak; None before the peer's hello."""
+        return self._connection.version
+
+    @property
+    def peer(self) -> Hello | None:
+        """The peer's hello."""
+        return self._connection.peer
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self.closed_reason is not None
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether so much is unsent that the owner should produce no more (rule 3)."""
+        return not self._drained.is_set()
+
+    @property
+    def write_backlog_bytes(self) -> int:
+        """How many bytes are handed over but not yet taken by the kernel."""
+        if self._transport is None or self.is_closed:
+            return 0
+        return self._transport.get_write_buffer_size()
+
+    # ------------------------------------------------------------------ coming in
+
+    def start(
+        self,
+        on_messages: MessagesCallback,
+        on_closed: ClosedCallback,
+        on_drained: DrainedCallback | None = None,
+    ) -> None:
+        """Hand messages, the end and the end of a congestion to callbacks from now on (rule 1)."""
+        assert self._on_messages is None
+        self._on_messages = on_messages
+        self._on_closed = on_closed
+        self._on_drained = on_drained
+        if self._inbox:
+            on_messages(self._take_inbox())
+        if self._closed.is_set():
+            assert self.closed_reason is not None
+            on_closed(self.closed_reason)
+
+    async def receive(self) -> list[Message]:
+        """Return what has arrived, at least one message; raise Unreachable when none will come."""
+        assert self._on_messages is None
+        while not self._inbox:
+            if self.is_closed:
+                raise Unreachable(f"{self.address}: {self.closed_reason}")
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._take_inbox()
+
+    def pause_reading(self) -> None:
+        """Leave what the peer sends in the kernel, so that it has to stop by and by."""
+        self._is_paused_by_owner = True
+        self._update_reading()
+
+    def resume_reading(self) -> None:
+        """Undo `pause_reading`."""
+        self._is_paused_by_owner = False
+        self._update_reading()
+
+    # ------------------------------------------------------------------ going out
+
+    def send(self, message: Message) -> None:
+        """Send a message; nothing happens when the link is closed (`on_closed` tells).
+
+        The message's buffers must not change any more. Raises LocalProtocolError for a message
+        that cannot be sent in the agreed version.
+        """
+        if self.is_closed:
+            return
+        assert self._transport is not None
+        buffers = self._connection.send(message)
+        if len(buffers) == 1:
+            self._transport.write(buffers[0])
+        else:
+            self._transport.writelines(buffers)
+        self.bytes_sent += sum(map(len, buffers))
+        backlog_bytes = self._transport.get_write_buffer_size()
+        if backlog_bytes > self._write_backlog_bytes_max:
+            self.abort(f"the peer does not read: {backlog_bytes} bytes are unsent")
+
+    async def drained(self) -> None:
+        """Wait until the link is not congested, or closed."""
+        await self._drained.wait()
+
+    # ------------------------------------------------------------------ ending
+
+    def close(self, reason: str) -> None:
+        """Send what is unsent, within `CLOSE_S_MAX`, then end."""
+        if self.is_closed:
+            return
+        self.closed_reason = reason
+        if self._transport is None:
+            return
+        self._transport.close()
+        self._set_timer(CLOSE_S_MAX, self._transport.abort)
+
+    def abort(self, reason: str) -> None:
+        """End now; what is unsent is lost."""
+        if not self.is_closed:
+            self.closed_reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is gone and `on_closed` was called."""
+        await self._closed.wait()
+
+    # ------------------------------------------------------------------ private
+
+    def _made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.address = _peer_address(transport)
+        if self._on_made is not None:
+            self._on_made(self)
+        if self.is_closed:  # refused, or the dial was given up meanwhile
+            transport.abort()
+            return
+        _set_socket_options(transport.get_extra_info("socket"))
+        transport.set_write_buffer_limits(
+            high=WRITE_BACKLOG_BYTES_HIGH, low=WRITE_BACKLOG_BYTES_LOW
+        )
+        transport.write(self._connection.first_bytes())
+        self._set_timer(HELLO_S_MAX, self._hello_is_late)
+
+    def _lost(self, error: Exception | None) -> None:
+        if self.closed_reason is None:
+            self.closed_reason = f"connection lost: {error}" if error else "closed by the peer"
+        self._set_timer(None, None)
+        self._closed.set()
+        self._arrived.set()
+        self._drained.set()
+        self._transport = None
+        if self._on_lost is not None:
+            self._on_lost(self)
+        if self._on_closed is not None:
+            self._on_closed(self.closed_reason)
+
+    def _received(self, count: int) -> None:
+        self.bytes_received += count
+        events = self._connection.buffer_updated(count)
+        if not events or self.is_closed:
+            return
+        if isinstance(events[0], HelloReceived):
+            self._hello_received()
+            del events[0]
+        failed: RemoteProtocolError | None = None
+        if events and isinstance(events[-1], ProtocolFailed):
+            failed = events[-1].error
+            del events[-1]
+        if events and not self.is_closed:
+            self._hand_over(_only_messages(events), count)
+        if failed is not None:
+            _log.warning("net.protocol peer=%s error=%s", self.address, failed)
+            self.abort(str(failed))
+
+    def _hello_received(self) -> None:
+        self._set_timer(_TICK_S, self._tick)
+        if self._on_ready is not None:
+            self._on_ready(self)
+
+    def _hand_over(self, messages: list[Message], count: int) -> None:
+        if self._on_messages is not None:
+            self._on_messages(messages)
+            return
+        self._inbox += messages
+        self._inbox_bytes += count
+        self._arrived.set()
+        self._update_reading()
+
+    def _take_inbox(self) -> list[Message]:
+        taken = self._inbox
+        self._inbox = []
+        self._inbox_bytes = 0
+        self._update_reading()
+        return taken
+
+    def _congested(self, *, is_congested: bool) -> None:
+        if is_congested:
+            self._drained.clear()
+        else:
+            self._drained.set()
+        self._update_reading()
+        if not is_congested and self._on_drained is not None:
+            self._on_drained()
+
+    def _update_reading(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        is_wanted = not (
+            self._is_paused_by_owner
+            or self._inbox_bytes > _INBOX_BYTES_MAX
+            or (self._is_listener and self.is_congested)
+        )
+        if is_wanted and not self._is_reading:
+            transport.resume_reading()
+        elif self._is_reading and not is_wanted:
+            transport.pause_reading()
+        self._is_reading = is_wanted
+
+    def _hello_is_late(self) -> None:
+        self.abort(f"expected a hello within {HELLO_S_MAX} s")
+
+    def _tick(self) -> None:
+        """Look after rules 5 and 6, every `_TICK_S`."""
+        received = self.bytes_received - self._tick_received
+        is_inside_frame = self._connection.is_inside_frame
+        is_slow = is_inside_frame and self._tick_was_inside_frame
+        self._idle_ticks = 0 if received or not self._is_reading else self._idle_ticks + 1
+        if is_slow and received < _FRAME_BYTES_PER_TICK_MIN and self._is_reading:
+            self.abort(f"a frame came too slowly: {received} bytes in {_TICK_S} s")
+            return
+        if self._is_listener and self._idle_ticks > _IDLE_TICKS_MAX:
+            self.abort(f"nothing was received for {int(_IDLE_TICKS_MAX * _TICK_S)} s")
+            return
+        if not self._is_listener and self.bytes_sent == self._tick_sent:
+            assert self._transport is not None
+            self._transport.write(self._connection.keep_alive())
+        self._tick_sent = self.bytes_sent
+        self._tick_received = self.bytes_received
+        self._tick_was_inside_frame = is_inside_frame
+        self._set_timer(_TICK_S, self._tick)
+
+    def _set_timer(self, delay_s: float | None, call: Callable[[], None] | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if delay_s is not None and call is not None:
+            self._timer = self._loop.call_later(delay_s, call)
+
+
+class _LinkProtocol(asyncio.BufferedProtocol):
+    """What the loop calls; a link's own callers do not see these methods."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._link._made(cast("asyncio.Transport", transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._link._lost(exc)
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._link._connection.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._link._received(nbytes)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._link._congested(is_congested=True)
+
+    def resume_writing(self) -> None:
+        self._link._congested(is_congested=False)
+
+
+def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
+    """Return the same list: the hello was its first entry, a failure its last, both are gone."""
+    return cast("list[Message]", events)
+
+
+def _peer_address(transport: asyncio.Transport) -> str:
+    name = transport.get_extra_info("peername")
+    return f"{name[0]}:{name[1]}" if name else "unknown"
+
+
+def _set_socket_options(sock: socket.socket) -> None:
+    """Send at once, and learn within seconds that a peer's machine is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 3),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _USER_TIMEOUT_MS),
+    ):
+        option = getattr(socket, name, None)  # Linux has them all, others some
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
