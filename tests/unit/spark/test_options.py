@@ -1,0 +1,118 @@
+"""Options of format("waltz"): every wrong one is a sentence that names it and the mend."""
+
+import pytest
+
+from waltz_core.errors import BadConfig
+from waltz_spark.options import (
+    LOG_COLUMNS,
+    OPTIONS,
+    OnLockFailure,
+    check_names,
+    parse_read,
+    parse_write,
+)
+
+CLUSTER = {"path": "zk:2181/waltz/x"}
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("onLockFailur", "onLockFailure"),
+        ("startingHighWatermark", "startingHighWaterMarks"),
+        ("batch_size", "batchSize"),
+        ("DATAFORMATS", "dataFormat"),
+    ],
+)
+def test_a_misspelt_option_is_told_with_the_nearest_right_one(key: str, nearest: str) -> None:
+    with pytest.raises(BadConfig, match=f"did you mean '{nearest}'"):
+        check_names({**CLUSTER, key: "1"})
+
+
+def test_spark_s_own_keys_pass() -> None:
+    check_names({**CLUSTER, "checkpointlocation": "/x", "queryname": "q", "provider": "waltz"})
+
+
+def test_every_option_of_the_table_is_known_in_any_case() -> None:
+    check_names({option.name.upper(): "x" for option in OPTIONS})
+
+
+def test_no_cluster_says_all_three_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WALTZ_CONNECT", raising=False)
+    with pytest.raises(BadConfig) as caught:
+        parse_read({})
+    for way in ("load(...)", "option 'connect'", "$WALTZ_CONNECT"):
+        assert way in str(caught.value)
+
+
+def test_the_environment_names_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WALTZ_CONNECT", "zk:2181/waltz/env")
+    assert parse_read({}).connect == "zk:2181/waltz/env"
+    assert parse_read({"connect": "zk:2181/waltz/option"}).connect == "zk:2181/waltz/option"
+    both = {"connect": "zk:2181/waltz/option", "path": "zk:2181/waltz/path"}
+    assert parse_read(both).connect == "zk:2181/waltz/path"
+
+
+def test_defaults_of_a_read() -> None:
+    options = parse_read(CLUSTER)
+    assert (options.starting, options.ending) == ("earliest", "latest")
+    assert options.columns == LOG_COLUMNS
+    assert options.partitions is None
+    assert options.from_replica
+    assert options.fail_on_data_loss
+
+
+def test_marks_are_json_by_partition() -> None:
+    options = parse_read({**CLUSTER, "startingHighWaterMarks": '{"0": 41, "3": -1}'})
+    assert options.starting == {0: 41, 3: -1}
+
+
+@pytest.mark.parametrize("value", ["newest", "{", '{"0": "x"}', '{"0": -2}', "[1]", '{"a": 1}'])
+def test_bad_marks_are_refused_by_name(value: str) -> None:
+    with pytest.raises(BadConfig, match="startingHighWaterMarks"):
+        parse_read({**CLUSTER, "startingHighWaterMarks": value})
+
+
+def test_an_option_of_the_other_direction_is_refused() -> None:
+    with pytest.raises(BadConfig, match="'onLockFailure' is for writing, this is reading"):
+        parse_read({**CLUSTER, "onLockFailure": "reject"})
+    with pytest.raises(BadConfig, match="'partitions' is for reading, this is writing"):
+        parse_write({**CLUSTER, "partitions": "1"})
+
+
+def test_columns_are_checked_with_the_nearest_name() -> None:
+    assert parse_read({**CLUSTER, "columns": "header, partition"}).columns == (
+        "header",
+        "partition",
+    )
+    with pytest.raises(BadConfig, match="did you mean 'transaction_id'"):
+        parse_read({**CLUSTER, "columns": "transactionid"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("partitions", "0,x"),
+        ("partitions", "-1"),
+        ("transactionIds", "9-3"),
+        ("minPartitions", "0"),
+        ("maxTransactionsPerTask", "many"),
+        ("failOnDataLoss", "perhaps"),
+        ("readFrom", "disk"),
+        ("dataFormat", "xml"),
+    ],
+)
+def test_values_out_of_bounds_are_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(BadConfig, match=name):
+        parse_read({**CLUSTER, name: value})
+
+
+def test_a_write_s_options() -> None:
+    options = parse_write(
+        {**CLUSTER, "onLockFailure": "reject", "batchSize": "10", "resultColumns": "a, b"}
+    )
+    assert options.on_lock_failure is OnLockFailure.REJECT
+    assert options.batch_rows == 10
+    assert options.result_columns == ("a", "b")
+    with pytest.raises(BadConfig, match="one of fail, reject; found 'retries'"):
+        parse_write({**CLUSTER, "onLockFailure": "retries"})

@@ -1,0 +1,68 @@
+"""Ranges of ids into tasks: nothing twice, nothing missing, nothing past the end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.errors import BadConfig, DataLoss
+from waltz_spark.options import parse_read
+from waltz_spark.planning import (
+    Span,
+    chosen_partitions,
+    resolve_ends,
+    resolve_starts,
+    spans,
+    split,
+)
+
+
+def read(**options: str):  # noqa: ANN201
+    return parse_read({"path": "zk:2181/w/x", **options})
+
+
+def test_starts_are_exclusive_and_ends_inclusive() -> None:
+    marks = {0: 9, 1: 4}
+    options = read(startingHighWaterMarks='{"0": 4}', endingHighWaterMarks='{"0": 6}')
+    starts, ends = resolve_starts(options, marks), resolve_ends(options, marks)
+    assert spans(starts, ends) == [Span(0, 5, 6), Span(1, 0, 4)]
+
+
+def test_an_empty_log_gives_no_task() -> None:
+    options = read()
+    assert spans(resolve_starts(options, {0: -1}), resolve_ends(options, {0: -1})) == []
+    assert split([], task_count_min=4, per_task_max=10) == []
+
+
+def test_a_mark_past_the_end_is_data_loss_unless_allowed() -> None:
+    wanted = '{"0": 10}'
+    with pytest.raises(DataLoss, match="transaction 10 of partition 0, but its log ends at 9"):
+        resolve_ends(read(endingHighWaterMarks=wanted), {0: 9})
+    allowed = read(endingHighWaterMarks=wanted, failOnDataLoss="false")
+    assert resolve_ends(allowed, {0: 9}) == {0: 9}
+
+
+def test_ranges_of_ids_cut_every_partition() -> None:
+    found = spans({0: -1, 1: -1}, {0: 99, 1: 15}, [(10, 19), (15, 30)])
+    assert found == [Span(0, 10, 19), Span(0, 20, 30), Span(1, 10, 15)]
+
+
+def test_an_absent_partition_is_named() -> None:
+    with pytest.raises(BadConfig, match="partition 7; this cluster has 0 to 3"):
+        chosen_partitions(read(partitions="0,7"), 4)
+    assert chosen_partitions(read(partitions="2,0"), 4) == [0, 2]
+
+
+@given(
+    counts=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    task_count_min=st.integers(1, 20),
+    per_task_max=st.integers(1, 120),
+)
+def test_tasks_cover_exactly_what_was_asked_for(
+    counts: list[int], task_count_min: int, per_task_max: int
+) -> None:
+    whole = [Span(p, 7, 6 + count) for p, count in enumerate(counts) if count]
+    tasks = split(whole, task_count_min=task_count_min, per_task_max=per_task_max)
+    covered = [(t.partition, i) for t in tasks for i in range(t.first, t.last + 1)]
+    assert covered == [(s.partition, i) for s in whole for i in range(s.first, s.last + 1)]
+    assert all(t.last - t.first < per_task_max for t in tasks)
+    assert len(tasks) >= min(task_count_min, sum(counts))

@@ -1,0 +1,102 @@
+"""Payloads: what is packed is unpacked exactly, and what does not fit is named."""
+
+import datetime as dt
+import decimal
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.errors import BadFormat
+from waltz_spark.rows import Unpacker, pack
+
+UTC = dt.UTC
+EVERY_TYPE = pa.table(
+    {
+        "int": pa.array([1, None], pa.int32()),
+        "long": pa.array([-(1 << 63), None], pa.int64()),
+        "float": pa.array([1.5, 0.1], pa.float32()),
+        "double": pa.array([0.1, None], pa.float64()),
+        "bool": pa.array([True, None], pa.bool_()),
+        "string": pa.array(["grüße 🛩", None]),
+        "binary": pa.array([b"\x00\xff", None], pa.binary()),
+        "date": pa.array([dt.date(2013, 1, 31), None]),
+        "timestamp": pa.array(
+            [dt.datetime(2013, 1, 1, 10, 0, 0, 123456, UTC), None], pa.timestamp("us", "UTC")
+        ),
+        "timestamp_ntz": pa.array([dt.datetime(1913, 1, 1, 10), None], pa.timestamp("us")),  # noqa: DTZ001
+        "decimal": pa.array(
+            [decimal.Decimal("12345678901234567890.12"), None], pa.decimal128(38, 2)
+        ),
+        "dates": pa.array([[dt.date(2000, 1, 1), None], None], pa.list_(pa.date32())),
+        "map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
+        "map_int": pa.array([[(1, b"x")], None], pa.map_(pa.int32(), pa.binary())),
+        "struct": pa.array(
+            [{"x": 1, "y": b"q"}, None], pa.struct([("x", pa.int32()), ("y", pa.binary())])
+        ),
+        "structs": pa.array(
+            [[{"d": dt.date(2001, 1, 1)}], None], pa.list_(pa.struct([("d", pa.date32())]))
+        ),
+    }
+).combine_chunks()
+
+
+def where(index: int) -> str:
+    return f"partition 0, transaction {index}"
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+def test_every_spark_type_comes_back_exactly(data_format: str) -> None:
+    batch = EVERY_TYPE.to_batches()[0]
+    payloads = pack(batch.columns, batch.schema.names, data_format)
+    unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, where)
+    for field, before, after in zip(batch.schema, batch.columns, unpacked, strict=True):
+        assert after.type == field.type, field.name
+        assert after.to_pylist() == before.to_pylist(), field.name
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.none() | st.integers(-(1 << 63), (1 << 63) - 1),
+            st.none() | st.text(),
+            st.none() | st.floats(allow_nan=False, width=64),
+            st.none() | st.binary(),
+        ),
+        max_size=20,
+    )
+)
+def test_any_row_round_trips(data_format: str, rows: list[tuple[object, ...]]) -> None:
+    kinds = [pa.int64(), pa.string(), pa.float64(), pa.binary()]
+    columns = [pa.array([row[i] for row in rows], kind) for i, kind in enumerate(kinds)]
+    names = ["a", "b", "c", "d"]
+    fields = [pa.field(name, kind) for name, kind in zip(names, kinds, strict=True)]
+    payloads = pack(columns, names, data_format)
+    unpacked = Unpacker(fields, data_format).columns(payloads, where)
+    assert [c.to_pylist() for c in unpacked] == [c.to_pylist() for c in columns]
+
+
+def test_a_column_that_a_payload_lacks_is_null() -> None:
+    payloads = pack([pa.array([1])], ["a"], "msgpack")
+    found = Unpacker([pa.field("b", pa.string())], "msgpack").columns(payloads, where)
+    assert found[0].to_pylist() == [None]
+
+
+def test_a_value_of_another_type_names_its_row_and_column() -> None:
+    payloads = pack([pa.array(["1", "x"])], ["a"], "msgpack")
+    with pytest.raises(BadFormat, match="transaction 0: column 'a' is to be int32, found '1'"):
+        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, where)
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+@given(payload=st.binary(max_size=40))
+def test_any_bytes_give_columns_or_a_typed_error(data_format: str, payload: bytes) -> None:
+    unpacker = Unpacker([pa.field("a", pa.int32()), pa.field("b", pa.date32())], data_format)
+    try:
+        found = unpacker.columns(pa.array([payload], pa.binary()), where)
+    except BadFormat as error:
+        assert "transaction 0" in str(error)
+    else:
+        assert [len(column) for column in found] == [1, 1]
