@@ -22,8 +22,8 @@ from waltz_core.cluster.paths import ClusterPaths
 from waltz_core.cluster.znodes import NO_NODE, Create, Operation, Set
 from waltz_core.record import PartitionId, ReplicaId
 
-# A create of a marker is about 130 bytes of a request, and a request may have 1 MiB.
-STEP_OPERATIONS_MAX = 2000
+# A create of a marker takes about 100 bytes and its path; a request may have 1 MiB.
+STEP_OPERATIONS_MAX = 1000
 
 
 class NewStorage(NamedTuple):
@@ -94,8 +94,8 @@ def creation_steps(
     """Return the writes, in order; `root_version` is NO_NODE when the root does not exist."""
     store = model.StoreParams(new.cluster_key, new.partition_count)
     ports = {storage.address: storage.admin_port for storage in new.storages}
-    first: list[Operation] = [Create(paths.root)] if root_version == NO_NODE else []
-    first += [
+    operations: list[Operation] = [Create(paths.root)] if root_version == NO_NODE else []
+    operations += [
         Create(paths.servers, model.PartitionAssignment().to_bytes()),
         Create(paths.ids),
         Create(paths.client_ids, model.encode_id(0)),
@@ -110,16 +110,13 @@ def creation_steps(
         Create(paths.storage_ids),
     ]
     marker = model.PartitionMarker(model.MarkerState.NEW).to_bytes()
-    markers = [
+    operations += [
         Create(paths.marker(PartitionId(partition)), marker)
         for partition in range(new.partition_count)
     ]
-    steps: list[list[Operation]] = [first]
-    for start in range(0, len(markers), STEP_OPERATIONS_MAX):
-        chunk = markers[start : start + STEP_OPERATIONS_MAX]
-        if len(steps[-1]) + len(chunk) >= STEP_OPERATIONS_MAX:
-            steps.append([])
-        steps[-1] += chunk
     params = model.ClusterParams(new.name, new.partition_count).to_bytes()
-    steps[-1].append(Set(paths.root, params, max(root_version, 0)))  # rule 1
-    return steps
+    operations.append(Set(paths.root, params, max(root_version, 0)))  # rule 1
+    return [
+        operations[start : start + STEP_OPERATIONS_MAX]
+        for start in range(0, len(operations), STEP_OPERATIONS_MAX)
+    ]

@@ -146,7 +146,10 @@ class MemoryZooKeeper:
             raise errors.CoordinatorConflict(f"{operation.path}: its parent does not exist")
         path = operation.path
         if operation.sequential:
-            path += f"{parent.cversion:010d}"
+            # The number of children ever created: cversion counts these and the deleted ones.
+            parent_path = _parent(operation.path)
+            created_count = (parent.cversion + len(self.names(parent_path))) // 2
+            path += f"{created_count:010d}"
         if path in self._nodes:
             raise errors.CoordinatorConflict(f"{path} exists already")
         owner = owner if operation.ephemeral else PERSISTENT

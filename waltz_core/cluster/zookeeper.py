@@ -34,6 +34,7 @@ from kazoo.exceptions import (
     SessionExpiredError,
 )
 from kazoo.handlers.threading import SequentialThreadingHandler
+from kazoo.protocol.serialization import Connect as ConnectRequest
 from kazoo.protocol.serialization import Create as CreateRequest
 from kazoo.protocol.states import ZnodeStat
 from kazoo.security import OPEN_ACL_UNSAFE
@@ -150,8 +151,8 @@ class ZooKeeperSession:
             },
             logger=logger,
         )
-        self._dial = self._client._connection._connect
-        self._client._connection._connect = self._connect_and_note_timeout
+        self._invoke = self._client._connection._invoke
+        self._client._connection._invoke = self._invoke_and_note_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._state = SessionState.LOST
         self._session_number = PERSISTENT
@@ -289,12 +290,15 @@ class ZooKeeperSession:
 
     # --- the session's state
 
-    def _connect_and_note_timeout(self, *address: object) -> tuple[float, float]:
-        # On kazoo's thread. kazoo keeps the agreed session timeout to itself, but for its read
-        # timeout, which is two thirds of it.
-        read_timeout_ms, connect_timeout_ms = self._dial(*address)
-        self._session_timeout_ms = round(read_timeout_ms * 3 / 2)
-        return read_timeout_ms, connect_timeout_ms
+    def _invoke_and_note_timeout(
+        self, timeout_s: float, request: object, xid: int | None = None
+    ) -> Any:  # noqa: ANN401 - kazoo's
+        # On kazoo's thread, before it tells of the connection. kazoo keeps the session timeout
+        # that ZooKeeper agreed to for itself.
+        answer = self._invoke(timeout_s, request, xid)
+        if isinstance(request, ConnectRequest) and answer[0].time_out > 0:
+            self._session_timeout_ms = answer[0].time_out
+        return answer
 
     def _on_kazoo_state(self, kazoo_state: str) -> None:
         # On kazoo's thread.

@@ -1,0 +1,493 @@
+"""What every ZooKeeper must do for a cluster: told once, run over memory and over a real one.
+
+A world opens sessions. `test_coordinator.py` runs the stories over memory, `test_zookeeper.py` over
+a real ZooKeeper; each story has a root of its own.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+from uuid import UUID
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.cluster import model
+from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
+from waltz_core.cluster.creation import NewCluster, NewStorage
+from waltz_core.cluster.membership import Ownership, ServersView
+from waltz_core.cluster.znodes import NO_NODE, Create, Delete, SessionState, Set, Znodes
+
+PATIENCE_S = 15
+KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
+STORAGES = tuple(NewStorage(f"10.0.0.{n}:5280", 5281, n) for n in range(3))
+ADDRESSES = tuple(storage.address for storage in STORAGES)
+NONCE = bytes(range(16))
+
+T = TypeVar("T")
+
+
+class World(Protocol):
+    """A ZooKeeper that stories are told in."""
+
+    async def znodes(self) -> Znodes: ...
+
+    async def expire(self, znodes: Znodes) -> None: ...
+
+
+class Inbox:
+    """Collects what is called back, and waits for what is expected."""
+
+    def __init__(self) -> None:
+        self.all: list = []
+        self._came = asyncio.Event()
+
+    def __call__(self, value: object) -> None:
+        self.all.append(value)
+        self._came.set()
+
+    async def until(self, is_right: Callable[[T], bool]) -> T:
+        async with asyncio.timeout(PATIENCE_S):
+            while not (self.all and is_right(self.all[-1])):
+                self._came.clear()
+                await self._came.wait()
+        return self.all[-1]
+
+
+@contextlib.asynccontextmanager
+async def running(*forever: Awaitable[object]) -> AsyncIterator[None]:
+    """Run what never ends for as long as the block lasts; what it raises, the block raises."""
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_awaited(each)) for each in forever]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def _awaited(each: Awaitable[object]) -> None:
+    await each
+
+
+async def member(world: World, root: str) -> Coordinator:
+    return Coordinator(await world.znodes(), root)
+
+
+async def created(world: World, root: str, *, partition_count: int = 4) -> Coordinator:
+    coordinator = await member(world, root)
+    await coordinator.create_cluster(NewCluster("payments", partition_count, KEY, STORAGES))
+    return coordinator
+
+
+def descriptor(server_id: int, preferred: Sequence[int] = ()) -> model.ServerDescriptor:
+    return model.ServerDescriptor(server_id, "10.0.1.1", 5000 + server_id, tuple(preferred))
+
+
+def owned(view: ServersView) -> dict[int, tuple[int, int]]:
+    return {partition: tuple(owner) for partition, owner in view.owners.items()}
+
+
+# --- the cluster
+
+
+async def a_cluster_is_created_once(world: World, root: str) -> None:
+    coordinator = await member(world, root)
+    with pytest.raises(errors.BadConfig, match=f"no cluster at root {root} .*cluster create"):
+        await coordinator.read_cluster()
+    await coordinator.create_cluster(NewCluster("payments", 4, KEY, STORAGES))
+    view = await coordinator.read_cluster()
+    assert view.params == model.ClusterParams("payments", 4)
+    assert view.store == model.StoreParams(KEY, 4)
+    assert (await coordinator.read_groups()).groups == dict(zip(ADDRESSES, range(3), strict=True))
+    assert (await coordinator.read_connections()).admin_ports == dict.fromkeys(ADDRESSES, 5281)
+    assert (await coordinator.read_replica_assignment()).partitions == dict.fromkeys(
+        ADDRESSES, (0, 1, 2, 3)
+    )
+    with pytest.raises(errors.CoordinatorConflict, match="there is a cluster"):
+        await coordinator.create_cluster(NewCluster("other", 2, UUID(int=7)))
+    assert await coordinator.read_cluster() == view
+
+
+async def a_cluster_has_the_nodes_of_the_original(world: World, root: str) -> None:
+    await created(world, root, partition_count=2)
+    znodes = await world.znodes()
+    found: dict[str, bytes] = {}
+
+    async def walk(path: str) -> None:
+        found[path.removeprefix(root)] = (await znodes.get(path)).data
+        for name in (await znodes.children(path)).names:
+            await walk(f"{path}/{name}")
+
+    await walk(root)
+    assert {path for path in found if not path.startswith("/x")} == {
+        "",
+        "/ids",
+        "/ids/client",
+        "/ids/server",
+        "/serverDescriptors",
+        "/store",
+        "/store/assignment",
+        "/store/connection",
+        "/store/group",
+        "/store/partition",
+    }
+    assert found[""].hex() == "b4e8734701" + "0008" + b"payments".hex() + "00000002"
+    assert found["/ids"] == found["/store/partition"] == b""
+    assert found["/ids/client"] == found["/ids/server"] == bytes(4)
+    assert found["/serverDescriptors"].hex() == "03ffffffff0000000000000000"
+    assert found["/store"].hex() == "01" + KEY.hex + "00000002"
+    assert (await znodes.get(root)).stat.version == 1
+    marker = "0101" + "ff" * 8 + "00" * 16
+    assert {path: data.hex() for path, data in found.items() if path.startswith("/x")} == {
+        "/x": "",
+        "/x/partition": "",
+        "/x/partition/0": marker,
+        "/x/partition/1": marker,
+        "/x/storage": "",
+    }
+
+
+async def a_large_cluster_takes_several_writes(world: World, root: str) -> None:
+    coordinator = await created(world, root, partition_count=4500)
+    assert (await coordinator.read_cluster()).params.partition_count == 4500
+    last = await coordinator.read_partition(4499)
+    assert last.marker == model.PartitionMarker(model.MarkerState.NEW)
+
+
+async def the_remains_of_a_creation_are_no_cluster(world: World, root: str) -> None:
+    znodes = await world.znodes()
+    coordinator = Coordinator(znodes, root)
+    for path in (root[:end] for end in range(1, len(root)) if root[end] == "/"):
+        with contextlib.suppress(errors.CoordinatorConflict):
+            await znodes.write([Create(path)])
+    await znodes.write([Create(root), Create(f"{root}/ids")])
+    with pytest.raises(errors.BadConfig, match="no cluster at root"):
+        await coordinator.read_cluster()
+    with pytest.raises(errors.CoordinatorConflict, match="remains of one"):
+        await coordinator.create_cluster(NewCluster("payments", 4, KEY))
+    await znodes.write([Delete(f"{root}/ids", 0)])
+    await coordinator.create_cluster(NewCluster("payments", 4, KEY))
+    assert (await coordinator.read_cluster()).store.cluster_key == KEY
+
+
+async def a_damaged_node_is_named(world: World, root: str) -> None:
+    coordinator = await created(world, root)
+    znodes = await world.znodes()
+    await znodes.write([Set(f"{root}/store", b"\7nonsense", 0)])
+    with pytest.raises(errors.BadFormat, match=f"{root}/store: StoreParams: expected version 1"):
+        await coordinator.read_cluster()
+
+
+# --- ids
+
+
+async def ids_are_never_given_twice(world: World, root: str) -> None:
+    members = [await created(world, root), await member(world, root), await member(world, root)]
+    taken: list[int] = []
+
+    async def take(coordinator: Coordinator) -> None:
+        taken.extend([await coordinator.next_client_id() for _ in range(5)])
+
+    async with asyncio.TaskGroup() as group:
+        for coordinator in members * 3:
+            group.create_task(take(coordinator))
+    assert sorted(taken) == list(range(1, 46))
+    assert await members[0].next_server_id() == 1
+    assert await members[1].next_server_id() == 2
+
+
+# --- partitions
+
+
+async def a_partition_is_written_by_compare_and_set(world: World, root: str) -> None:
+    first, second = await created(world, root), await member(world, root)
+    view = await first.read_partition(2)
+    new = model.PartitionMarker(model.MarkerState.NEW)
+    assert view == (None, NO_NODE, new, 0)
+    assert (await second.read_partition(2)) == view
+    states = {ADDRESSES[0]: model.ReplicaState(0), ADDRESSES[1]: model.ReplicaState(0, 41)}
+    metadata = model.PartitionMetadata(1, 0, states)
+    marker = model.PartitionMarker(model.MarkerState.OPEN, 0, NONCE)
+    versions = await first.write_partition(2, metadata, marker, view.versions)
+    assert versions == (1, 1)
+    assert await second.read_partition(2) == (metadata, 1, marker, 1)
+    later = model.PartitionMetadata(2, 1, states)
+    with pytest.raises(errors.CoordinatorConflict):
+        await second.write_partition(2, later, marker, view.versions)
+    with pytest.raises(errors.CoordinatorConflict):
+        await second.write_partition(2, later, marker, PartitionVersions(1, 0))
+    assert await first.read_partition(2) == (metadata, 1, marker, 1)
+    assert await second.write_partition(2, later, marker, versions) == (2, 2)
+    assert (await first.read_partition(1)).metadata is None
+
+
+async def an_originals_partition_is_adopted(world: World, root: str) -> None:
+    coordinator = await created(world, root)
+    znodes = await world.znodes()
+    for name in (
+        "partition/0",
+        "partition/1",
+        "partition/2",
+        "partition/3",
+        "partition",
+        "storage",
+    ):
+        await znodes.write([Delete(f"{root}/x/{name}", 0)])
+    await znodes.write([Delete(f"{root}/x", 0)])
+    metadata = model.PartitionMetadata(3, 9, {})
+    await znodes.write([Create(f"{root}/store/partition/0", metadata.to_bytes(0))])
+    view = await coordinator.read_partition(0)
+    assert view == (metadata, 0, None, NO_NODE)
+    marker = model.PartitionMarker(model.MarkerState.OPEN, 10, NONCE)
+    versions = await coordinator.write_partition(0, metadata, marker, view.versions)
+    assert versions == (1, 0)
+    assert (await coordinator.read_partition(0)).marker == marker
+
+
+# --- storages
+
+
+async def the_first_storage_id_stays(world: World, root: str) -> None:
+    coordinator, other = await created(world, root), await member(world, root)
+    assert await coordinator.read_storage_ids() == {}
+    mine, foreign = UUID(int=1), UUID(int=2)
+    assert await coordinator.register_storage_id("10.0.0.1:5280", mine) == mine
+    assert await other.register_storage_id("10.0.0.1:5280", foreign) == mine
+    assert await coordinator.register_storage_id("10.0.0.1:5280", mine) == mine
+    assert await other.register_storage_id("[::1]:5280", foreign) == foreign
+    assert await other.read_storage_ids() == {"10.0.0.1:5280": mine, "[::1]:5280": foreign}
+
+
+async def the_replica_assignment_is_followed(world: World, root: str) -> None:
+    coordinator, follower = await created(world, root), await member(world, root)
+    inbox = Inbox()
+    one_more = (*ADDRESSES, "10.0.0.9:5280")
+    async with running(follower.follow_replica_assignment(inbox)):
+        before = await inbox.until(lambda found: True)
+        assert list(before.partitions) == list(ADDRESSES)
+        written = await coordinator.update_replica_assignment(
+            lambda old: model.ReplicaAssignments(dict.fromkeys(one_more, (0, 1, 2, 3)))
+        )
+        assert await inbox.until(lambda found: len(found.partitions) == 4) == written
+        with pytest.raises(errors.BadRequest, match="partition 0 would get 2 new replicas of 3"):
+            await coordinator.update_replica_assignment(
+                lambda old: model.ReplicaAssignments(
+                    {ADDRESSES[0]: (0,), "10.0.0.8:1": (0,), "10.0.0.7:1": (0,)}
+                )
+            )
+    assert len(inbox.all) == 2
+
+
+# --- servers
+
+
+async def servers_come_and_go(world: World, root: str) -> None:
+    client = await created(world, root)
+    one, two = await member(world, root), await member(world, root)
+    at_client, at_one, at_two = Inbox(), Inbox(), Inbox()
+    async with running(
+        client.follow_servers(at_client), one.follow_servers(at_one), two.follow_servers(at_two)
+    ):
+        await at_client.until(lambda view: not view.servers)
+        await one.register_server(descriptor(1))
+        view = await at_client.until(lambda view: len(view.servers) == 1)
+        assert owned(view) == dict.fromkeys(range(4), (1, 1))
+        await two.register_server(descriptor(2))
+        for inbox in (at_client, at_one, at_two):
+            view = await inbox.until(lambda view: len(view.servers) == 2)
+            assert view.is_settled
+            assert owned(view) == {0: (1, 1), 1: (1, 1), 2: (2, 2), 3: (2, 2)}
+            assert view.partitions_of(2) == {2: 2, 3: 2}
+            assert view.servers[2].address == "10.0.1.1:5002"
+        # The lead goes; the other one becomes the lead.
+        await one.unregister_server()
+        for inbox in (at_client, at_one, at_two):
+            view = await inbox.until(lambda view: list(view.servers) == [2])
+            assert owned(view) == {0: (2, 2), 1: (2, 2), 2: (2, 2), 3: (2, 2)}
+        await two.close()
+        view = await at_client.until(lambda view: not view.servers)
+        assert view.owners == {}
+    third = await member(world, root)
+    at_third = Inbox()
+    await third.register_server(descriptor(3, preferred=[3]))
+    async with running(third.follow_servers(at_third)):
+        view = await at_third.until(lambda view: list(view.servers) == [3])
+        assert owned(view) == dict.fromkeys(range(4), (3, 3))
+    assert (await client.read_servers()) == view
+
+
+async def no_view_is_out_of_step(world: World, root: str) -> None:
+    client = await created(world, root)
+    members = [await member(world, root) for _ in range(4)]
+    at_client = Inbox()
+    followers = [each.follow_servers(Inbox()) for each in members]
+    async with running(client.follow_servers(at_client), *followers):
+        async with asyncio.TaskGroup() as group:
+            for number, each in enumerate(members, start=1):
+                group.create_task(each.register_server(descriptor(number)))
+        await at_client.until(lambda view: len(view.servers) == 4)
+        async with asyncio.TaskGroup() as group:
+            for each in members[:2]:
+                group.create_task(each.unregister_server())
+        await at_client.until(lambda view: list(view.servers) == [3, 4])
+    generations = dict.fromkeys(range(4), Ownership(0, 0))
+    for view in at_client.all:
+        if not view.servers:
+            continue
+        assert view.is_settled
+        assert set(view.owners) == {0, 1, 2, 3}
+        assert all(owner.server_id in view.servers for owner in view.owners.values())
+        for partition, owner in view.owners.items():
+            before = generations[partition]
+            if before.server_id == owner.server_id:
+                assert owner.generation >= before.generation
+            else:
+                assert owner.generation > before.generation
+            generations[partition] = owner
+
+
+async def a_server_whose_session_is_lost_comes_back(world: World, root: str) -> None:
+    client = await created(world, root)
+    znodes = await world.znodes()
+    server = Coordinator(znodes, root)
+    at_client, states = Inbox(), Inbox()
+    server.on_session_state(states)
+    onlooker = await world.znodes()
+    async with running(client.follow_servers(at_client), server.follow_servers(Inbox())):
+        await server.register_server(descriptor(1))
+        await at_client.until(lambda view: list(view.servers) == [1])
+        await only_child(onlooker, f"{root}/serverDescriptors", "s_0000000000")
+        first_number = znodes.session_number
+        await world.expire(znodes)
+        await states.until(lambda state: state is SessionState.CONNECTED)
+        assert SessionState.LOST in states.all
+        assert znodes.session_number != first_number
+        await only_child(onlooker, f"{root}/serverDescriptors", "s_0000000001")
+    at_other = Inbox()
+    async with running(server.follow_servers(Inbox()), client.follow_servers(at_other)):
+        view = await at_other.until(lambda view: view.is_settled)
+    assert list(view.servers) == [1]
+    assert owned(view) == dict.fromkeys(range(4), (1, 1))
+
+
+async def only_child(znodes: Znodes, path: str, name: str) -> None:
+    """Wait until a node has this child and no other."""
+    signal = znodes.new_signal()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await znodes.children(path, signal)).names != (name,):
+            await signal.wait()
+            signal.clear()
+    znodes.drop_signal(signal)
+
+
+async def a_server_is_registered_once(world: World, root: str) -> None:
+    server = await created(world, root)
+    inbox = Inbox()
+    await server.register_server(descriptor(1))
+    async with running(server.follow_servers(inbox)):
+        await inbox.until(lambda view: list(view.servers) == [1])
+        await server.register_server(descriptor(1))
+        await server.register_server(descriptor(1, preferred=[2]))
+        view = await inbox.until(lambda view: view.servers[1].preferred == (2,))
+    assert list(view.servers) == [1]
+    znodes = await world.znodes()
+    assert len((await znodes.children(f"{root}/serverDescriptors")).names) == 1
+
+
+# --- the door itself
+
+
+async def a_write_is_all_or_nothing(world: World, root: str) -> None:
+    znodes = await world.znodes()
+    base = "/" + root.replace("/", "-")
+    assert await znodes.get(base) is None
+    assert await znodes.children(base) is None
+    assert await znodes.write([Create(base), Create(f"{base}/a", b"1")]) == [0, 0]
+    assert await znodes.write(
+        [Set(f"{base}/a", b"2", 0), Set(f"{base}/a", b"3", 1), Create(f"{base}/b", b"")]
+    ) == [1, 2, 0]
+    refused = [
+        [Set(f"{base}/a", b"4", 2), Set(f"{base}/b", b"4", 7)],
+        [Set(f"{base}/a", b"4", 2), Create(f"{base}/b")],
+        [Set(f"{base}/a", b"4", 2), Create(f"{base}/none/c")],
+        [Set(f"{base}/a", b"4", 2), Delete(f"{base}/none", 0)],
+        [Delete(f"{base}/a", 1)],
+    ]
+    for operations in refused:
+        with pytest.raises(errors.CoordinatorConflict, match=base):
+            await znodes.write(operations)
+    assert (await znodes.get(f"{base}/a")) == (b"3", (2, 0, 0))
+    assert (await znodes.children(base)) == (("a", "b"), (0, 2, 0))
+    numbered = Create(f"{base}/s_", b"x", ephemeral=True, sequential=True)
+    await znodes.write([numbered])
+    await znodes.write([numbered])
+    assert (await znodes.children(base)).names == ("a", "b", "s_0000000002", "s_0000000003")
+    owner = (await znodes.get(f"{base}/s_0000000003")).stat.owner
+    assert owner == znodes.session_number != 0
+    assert await znodes.write([Delete(f"{base}/a", 2)]) == [NO_NODE]
+    assert (await znodes.get(base)).stat == (0, 5, 0)
+    await znodes.close()
+    other = await world.znodes()
+    assert (await other.children(base)).names == ("b",)
+
+
+async def signals_tell_each_kind_of_change(world: World, root: str) -> None:
+    watcher, writer = await world.znodes(), await world.znodes()
+    base = "/" + root.replace("/", "-") + "-signals"
+    signal = watcher.new_signal()
+
+    async def told(*operations: object) -> None:
+        signal_was_set = asyncio.timeout(PATIENCE_S)
+        signal.clear()
+        await writer.write(operations)
+        async with signal_was_set:
+            await signal.wait()
+
+    assert await watcher.get(base, signal) is None
+    await told(Create(base, b"1"))
+    assert await watcher.children(f"{base}/a", signal) is None
+    await told(Create(f"{base}/a"))
+    assert (await watcher.get(base, signal)).data == b"1"
+    await told(Set(base, b"2", 0))
+    assert (await watcher.children(base, signal)).names == ("a",)
+    await told(Create(f"{base}/b"))
+    assert (await watcher.children(base, signal)).names == ("a", "b")
+    await told(Delete(f"{base}/b", 0))
+    assert (await watcher.get(f"{base}/a", signal)).data == b""
+    await told(Delete(f"{base}/a", 0))
+    watcher.drop_signal(signal)
+
+
+async def a_closed_session_refuses(world: World, root: str) -> None:
+    znodes = await world.znodes()
+    await znodes.close()
+    await znodes.close()
+    assert znodes.state is SessionState.LOST
+    with pytest.raises(errors.CoordinatorUnavailable):
+        await znodes.get(root)
+    with pytest.raises(errors.CoordinatorUnavailable):
+        await znodes.write([Create(root)])
+
+
+STORIES = [
+    a_cluster_is_created_once,
+    a_cluster_has_the_nodes_of_the_original,
+    a_large_cluster_takes_several_writes,
+    the_remains_of_a_creation_are_no_cluster,
+    a_damaged_node_is_named,
+    ids_are_never_given_twice,
+    a_partition_is_written_by_compare_and_set,
+    an_originals_partition_is_adopted,
+    the_first_storage_id_stays,
+    the_replica_assignment_is_followed,
+    servers_come_and_go,
+    no_view_is_out_of_step,
+    a_server_whose_session_is_lost_comes_back,
+    a_server_is_registered_once,
+    a_write_is_all_or_nothing,
+    signals_tell_each_kind_of_change,
+    a_closed_session_refuses,
+]

@@ -1,0 +1,75 @@
+"""A real ZooKeeper for the whole run: one process, on a free port, ended by its own id."""
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from waltz_core.zookeeper_process import command, zookeeper_config
+
+READY_S = 40
+
+
+class ZooKeeperProcess:
+    """A ZooKeeper of our own, which may be killed and started again on the same data."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.config = directory / "zoo.cfg"
+        self.config.write_text(zookeeper_config(directory / "data", self.port))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        log = (self.directory / "zookeeper.log").open("ab")
+        with log:
+            self.process = subprocess.Popen(
+                command(self.config), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + READY_S
+        while not self._answers():
+            assert self.process.poll() is None, (self.directory / "zookeeper.log").read_text()
+            assert time.monotonic() < deadline, f"no ZooKeeper at {self.host} in {READY_S} s"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def _answers(self) -> bool:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self.port), 1) as s,
+        ):
+            s.sendall(b"ruok")
+            return s.recv(4) == b"imok"
+        return False
+
+
+@pytest.fixture(scope="session")
+def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return "host:port" of a ZooKeeper that is there for the whole run; use a root of your own."""
+    process = ZooKeeperProcess(tmp_path_factory.mktemp("zookeeper"))
+    process.start()
+    yield process.host
+    process.kill()
+
+
+@pytest.fixture
+def own_zookeeper(tmp_path: Path) -> Iterator[ZooKeeperProcess]:
+    """Return a ZooKeeper that the test may kill and start again."""
+    process = ZooKeeperProcess(tmp_path)
+    process.start()
+    yield process
+    process.kill()

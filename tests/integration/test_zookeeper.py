@@ -1,0 +1,163 @@
+"""The coordinator over a real ZooKeeper: the stories of the contract, and lost connections."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from kazoo.client import KazooClient
+
+from tests.cluster_contract import STORIES, Inbox, created, descriptor, owned, running
+from tests.integration.conftest import ZooKeeperProcess
+from waltz_core import errors
+from waltz_core.cluster import zookeeper as door
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.znodes import Create, SessionState, Set, Znodes
+
+pytestmark = pytest.mark.zookeeper
+
+
+class RealWorld:
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.sessions: list[door.ZooKeeperSession] = []
+
+    async def znodes(self) -> Znodes:
+        session = door.ZooKeeperSession(
+            [self.host],
+            connect_timeout_ms=10_000,
+            session_timeout_ms=4_000,
+            request_timeout_ms=5_000,
+        )
+        await session.open()
+        self.sessions.append(session)
+        return session
+
+    async def expire(self, znodes: door.ZooKeeperSession) -> None:
+        # A second client takes the session over and closes it: ZooKeeper then ends it for all.
+        identity = znodes._client.client_id
+        thief = KazooClient(self.host, client_id=identity)
+        await asyncio.to_thread(thief.start)
+        await asyncio.to_thread(thief.stop)
+        await asyncio.to_thread(thief.close)
+
+
+@contextlib.asynccontextmanager
+async def world_at(host: str) -> AsyncIterator[RealWorld]:
+    world = RealWorld(host)
+    try:
+        yield world
+    finally:
+        for session in world.sessions:
+            await session.close()
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_story(story, zookeeper):
+    async def run():
+        async with world_at(zookeeper) as world:
+            await story(world, f"/stories/{story.__name__}")
+
+    asyncio.run(run())
+
+
+def test_the_connect_string_says_it_all(zookeeper):
+    async def run():
+        async with door.connected(f"{zookeeper}/deep/down/cluster") as coordinator:
+            assert coordinator.where == f"{zookeeper}/deep/down/cluster"
+            assert coordinator.session_state is SessionState.CONNECTED
+            with pytest.raises(errors.BadConfig, match="no cluster at root /deep/down/cluster"):
+                await coordinator.read_cluster()
+        with pytest.raises(errors.CoordinatorUnavailable, match="closed"):
+            await coordinator.read_cluster()
+
+    asyncio.run(run())
+
+
+def test_the_session_timeout_is_the_agreed_one(zookeeper):
+    async def run():
+        # The server ticks every 500 ms and allows 2 to 20 ticks.
+        async with door.connected(f"{zookeeper}/a", session_timeout_ms=60_000) as coordinator:
+            assert coordinator.session_timeout_ms == 10_000
+
+    asyncio.run(run())
+
+
+def test_nobody_listens():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        host = f"127.0.0.1:{probe.getsockname()[1]}"
+    begun = time.monotonic()
+
+    async def run():
+        with pytest.raises(
+            errors.CoordinatorUnavailable, match=f"answered at {host} within 700 ms"
+        ):
+            await door.connect(f"{host}/a", connect_timeout_ms=700)
+
+    asyncio.run(run())
+    assert 0.6 < time.monotonic() - begun < 5
+
+
+def test_somebody_listens_and_says_nothing():
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        host = f"127.0.0.1:{mute.getsockname()[1]}"
+
+        async def run():
+            begun = time.monotonic()
+            with pytest.raises(errors.CoordinatorUnavailable, match=host):
+                await door.connect(f"{host}/a", connect_timeout_ms=700, session_timeout_ms=2_000)
+            return time.monotonic() - begun
+
+        assert asyncio.run(run()) < 0.7 + door.CLOSE_TIMEOUT_MS / 1000 + 1
+
+
+def test_a_value_over_the_servers_limit_is_not_taken_for_a_success(zookeeper):
+    async def run():
+        async with world_at(zookeeper) as world:
+            znodes = await world.znodes()
+            await znodes.write([Create("/big")])
+            with pytest.raises(errors.Unavailable):
+                await znodes.write([Set("/big", bytes(2_000_000), 0)])
+            assert (await znodes.get("/big")).data == b""
+
+    asyncio.run(run())
+
+
+def test_zookeeper_is_killed_and_comes_back(own_zookeeper: ZooKeeperProcess):
+    async def run():
+        async with world_at(own_zookeeper.host) as world:
+            server = await created(world, "/restarts")
+            other = Coordinator(await world.znodes(), "/restarts")
+            views, states, replicas = Inbox(), Inbox(), Inbox()
+            server.on_session_state(states)
+            following = (
+                server.follow_servers(views),
+                other.follow_servers(Inbox()),
+                other.follow_replica_assignment(replicas),
+            )
+            async with running(*following):
+                await server.register_server(descriptor(1))
+                await views.until(lambda view: list(view.servers) == [1])
+                before = await server.read_partition(0)
+                await asyncio.to_thread(own_zookeeper.kill)
+                await states.until(lambda state: state is SessionState.SUSPENDED)
+                begun = time.monotonic()
+                with pytest.raises(errors.CoordinatorUnavailable, match=own_zookeeper.host):
+                    await server.next_client_id()
+                assert time.monotonic() - begun < 8
+                await asyncio.to_thread(own_zookeeper.start)
+                await states.until(lambda state: state is SessionState.CONNECTED)
+                assert await server.next_client_id() == 1
+                assert await server.read_partition(0) == before
+                await other.register_server(descriptor(2))
+                view = await views.until(lambda view: len(view.servers) == 2)
+                assert owned(view) == {0: (1, 1), 1: (1, 1), 2: (2, 2), 3: (2, 2)}
+                await other.update_replica_assignment(lambda old: type(old)())
+                await replicas.until(lambda found: not found.partitions)
+
+    asyncio.run(run())

@@ -1,0 +1,165 @@
+"""Who owns what: the figures that the original was seen to reach, and the four invariants."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core import errors
+from waltz_core.cluster.assignment import (
+    assign_partitions,
+    assign_replicas,
+    check_replica_change,
+    is_in_force,
+)
+from waltz_core.cluster.model import PartitionAssignment, ReplicaAssignments, ServerDescriptor
+
+
+def live(*server_ids, preferred=None):
+    wanted = preferred or {}
+    return {s: ServerDescriptor(s, "h", 5000 + s, tuple(wanted.get(s, ()))) for s in server_ids}
+
+
+def assigned(old, servers, *, partition_count=4, cversion=1):
+    return assign_partitions(old, servers, cversion=cversion, partition_count=partition_count)
+
+
+def test_as_the_original_did_it():
+    one = assigned(PartitionAssignment(), live(1))
+    assert one == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
+    two = assigned(one, live(1, 2), cversion=2)
+    assert two == PartitionAssignment(2, 4, {1: {0: 1, 1: 1}, 2: {2: 2, 3: 2}})
+    three = assigned(two, live(3), cversion=5)
+    assert three == PartitionAssignment(5, 4, {3: {0: 2, 1: 2, 2: 3, 3: 3}})
+
+
+def test_the_remainder_goes_to_the_lowest_ids():
+    found = assigned(PartitionAssignment(), live(5, 2, 9), partition_count=8)
+    assert {server: len(owned) for server, owned in found.servers.items()} == {2: 3, 5: 3, 9: 2}
+
+
+def test_fewer_partitions_than_servers():
+    found = assigned(PartitionAssignment(), live(1, 2, 3), partition_count=2)
+    assert found.servers == {1: {0: 1}, 2: {1: 1}, 3: {}}
+
+
+def test_preferred_partitions_go_to_who_asks_first_even_beyond_its_share():
+    servers = live(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
+    found = assigned(PartitionAssignment(), servers)
+    assert found.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
+
+
+def test_a_preference_for_what_it_owns_moves_nothing():
+    old = PartitionAssignment(1, 4, {1: {0: 7, 1: 7}, 2: {2: 7, 3: 7}})
+    assert assigned(old, live(1, 2, preferred={2: [2]})).servers == old.servers
+
+
+def test_no_partition_is_left_out_when_preferences_use_up_a_share():
+    # The original takes the spare one away here and leaves partition 4 without an owner.
+    found = assigned(PartitionAssignment(), live(1, 2, preferred={1: [0, 1]}), partition_count=5)
+    assert found.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
+
+
+def test_more_partitions_than_before():
+    old = PartitionAssignment(1, 2, {1: {0: 3}, 2: {1: 4}})
+    assert assigned(old, live(1, 2)).servers == {1: {0: 3, 2: 1}, 2: {1: 4, 3: 1}}
+
+
+def test_fewer_partitions_than_before_is_refused():
+    old = PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
+    with pytest.raises(errors.BadRequest, match="cannot shrink"):
+        assigned(old, live(1), partition_count=3)
+
+
+def test_generations_end_at_32_bits():
+    old = PartitionAssignment(1, 1, {1: {0: 2**31 - 2}})
+    last = assigned(old, live(2), partition_count=1)
+    assert last.servers == {2: {0: 2**31 - 1}}
+    assert assigned(last, live(2), partition_count=1).servers == last.servers
+    with pytest.raises(errors.BadFormat, match="generation of partition 0"):
+        assigned(last, live(3), partition_count=1)
+
+
+@given(st.data(), st.integers(0, 40))
+def test_invariants(data, partition_count):
+    ids = st.lists(st.integers(1, 12), min_size=1, max_size=6, unique=True)
+    old = PartitionAssignment(0, 0, {})
+    for cversion in range(1, 4):
+        preferred = {}
+        if data.draw(st.booleans()):
+            lists = st.lists(st.integers(0, 45), max_size=10)
+            preferred = data.draw(st.dictionaries(st.integers(1, 12), lists, max_size=3))
+        servers = live(*data.draw(ids), preferred=preferred)
+        new = assigned(old, servers, partition_count=partition_count, cversion=cversion)
+        check_invariants(old, new, servers, partition_count, even=not preferred)
+        assert is_in_force(new, servers, cversion=cversion, partition_count=partition_count)
+        assert PartitionAssignment.from_bytes(new.to_bytes()) == new
+        old = new
+
+
+def check_invariants(old, new, servers, partition_count, *, even):
+    before = {p: (s, g) for s, owned in old.servers.items() for p, g in owned.items()}
+    after = {p: (s, g) for s, owned in new.servers.items() for p, g in owned.items()}
+    assert sorted(after) == list(range(partition_count))
+    assert sum(len(owned) for owned in new.servers.values()) == partition_count
+    assert list(new.servers) == sorted(servers)
+    for partition, (server, generation) in after.items():
+        owner, old_generation = before.get(partition, (None, 0))
+        assert generation == old_generation + (server != owner)
+    if even:
+        counts = [len(owned) for owned in new.servers.values()]
+        assert max(counts) - min(counts) <= 1
+        for server, owned in new.servers.items():
+            kept = [p for p in old.servers.get(server, {}) if p in owned]
+            lost = [p for p in old.servers.get(server, {}) if p not in owned]
+            assert not lost or len(kept) == len(owned)
+
+
+def test_in_force_is_for_exactly_these_servers_and_all_partitions():
+    servers = live(1, 2)
+    assignment = PartitionAssignment(7, 2, {1: {0: 1}, 2: {1: 1}})
+    assert is_in_force(assignment, servers, cversion=7, partition_count=2)
+    assert not is_in_force(assignment, servers, cversion=8, partition_count=2)
+    assert not is_in_force(assignment, servers, cversion=7, partition_count=3)
+    assert not is_in_force(assignment, live(1), cversion=7, partition_count=2)
+    partial = PartitionAssignment(7, 2, {1: {0: 1}, 2: {}})
+    assert not is_in_force(partial, servers, cversion=7, partition_count=2)
+
+
+def test_each_group_gets_one_replica_of_each_partition():
+    groups = {"a:1": 0, "b:1": 0, "c:1": 1, "d:1": 2}
+    found = assign_replicas(groups, 5)
+    assert found.partitions == {
+        "a:1": (0, 2, 4),
+        "b:1": (1, 3),
+        "c:1": (0, 1, 2, 3, 4),
+        "d:1": (0, 1, 2, 3, 4),
+    }
+    assert found.replicas_of(3) == ("b:1", "c:1", "d:1")
+
+
+def replicas(*names):
+    return ReplicaAssignments(dict.fromkeys(names, (0,)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_allowed"),
+    [
+        ("", "abc", True),
+        ("abc", "abc", True),
+        ("abc", "abd", True),
+        ("abc", "ade", False),
+        ("abc", "def", False),
+        ("abc", "abcd", True),
+        ("abc", "abcde", True),
+        ("a", "ab", True),
+        ("a", "b", False),
+        ("abc", "ab", True),
+        ("abc", "", True),
+    ],
+)
+def test_old_and_new_quorums_meet(old, new, is_allowed):
+    if is_allowed:
+        check_replica_change(replicas(*old), replicas(*new), 1)
+    else:
+        with pytest.raises(errors.BadRequest, match="change one at a time"):
+            check_replica_change(replicas(*old), replicas(*new), 1)

@@ -1,0 +1,70 @@
+"""What users type: what is understood, and what is said about the rest."""
+
+import pytest
+
+from waltz_core.cluster.connect_string import (
+    ConnectString,
+    parse_connect_string,
+    split_address,
+)
+from waltz_core.errors import BadConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "root"),
+    [
+        ("zk1:2181,zk2:2181/waltz/payments", ("zk1:2181", "zk2:2181"), "/waltz/payments"),
+        ("localhost:2181/w", ("localhost:2181",), "/w"),
+        (" 10.0.0.1:1/w/ ", ("10.0.0.1:1",), "/w"),
+        ("a:1, b:65535/w", ("a:1", "b:65535"), "/w"),
+        ("[::1]:2181,[fe80::2]:9/w/x y", ("[::1]:2181", "[fe80::2]:9"), "/w/x y"),
+    ],
+)
+def test_a_good_one(text, hosts, root):
+    found = parse_connect_string(text)
+    assert found == ConnectString(hosts, root)
+    assert parse_connect_string(str(found)) == found
+    assert found.paths.store == f"{root}/store"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the connect string is empty"),
+        ("  ", "the connect string is empty"),
+        ("zk1:2181", "names no cluster root"),
+        ("zk1:2181/", "names no cluster root"),
+        ("zk1:2181,zk2:2181", "names no cluster root"),
+        ("zk1:2181//a", "has the name '' in its cluster root"),
+        ("zk1:2181/a//b", "has the name '' in its cluster root"),
+        ("zk1:2181/a/../b", "has the name '..' in its cluster root"),
+        ("zk1:2181/a\0", "in its cluster root"),
+        ("zk1/waltz", "'zk1' has no port"),
+        ("zk1:2181,zk2/waltz", "'zk2' has no port"),
+        ("/waltz", "has an empty host"),
+        ("zk1:2181,/waltz", "has an empty host"),
+        (",zk1:2181/waltz", "has an empty host"),
+        (":2181/waltz", "':2181' has no host"),
+        ("zk1:/waltz", "has the port ''"),
+        ("zk1:zk/waltz", "has the port 'zk'"),
+        ("zk1:0/waltz", "has the port '0'"),
+        ("zk1:65536/waltz", "has the port '65536'"),
+        ("zk1:-1/waltz", "has the port '-1'"),
+        ("zk1:٢/waltz", "has the port '٢'"),
+        ("::1:2181/waltz", "IPv6 host without brackets"),
+        ("[::1]/waltz", "'[::1]' has no port"),
+    ],
+)
+def test_a_bad_one_is_told_in_a_sentence_with_a_good_one(text, said):
+    with pytest.raises(BadConfig) as caught:
+        parse_connect_string(text)
+    assert said in str(caught.value)
+    assert "zk1:2181,zk2:2181/waltz/payments" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_address_is_split():
+    assert split_address("storage-1:5280") == ("storage-1", 5280)
+    assert split_address("[::1]:80") == ("[::1]", 80)
+    with pytest.raises(BadConfig, match="has no host"):
+        split_address("a/b:80")

@@ -1,0 +1,62 @@
+"""A cluster that makes no sense is refused before anything is written; the steps come in order."""
+
+from uuid import UUID
+
+import pytest
+
+from waltz_core.cluster.creation import (
+    STEP_OPERATIONS_MAX,
+    NewCluster,
+    NewStorage,
+    creation_steps,
+)
+from waltz_core.cluster.paths import ClusterPaths
+from waltz_core.cluster.znodes import NO_NODE, Create, Set
+from waltz_core.errors import BadConfig
+
+KEY = UUID(int=1)
+ONE = NewStorage("a:1", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"name": ""}, "name is empty"),
+        ({"partition_count": 0}, "1 partition or more, found 0"),
+        ({"partition_count": 2**31}, "1 partition or more"),
+        ({"storages": (ONE, ONE)}, "a:1 is named twice"),
+        ({"storages": (NewStorage("a", 2, 0),)}, "'a' has no port"),
+        ({"storages": (NewStorage("a:1", 0, 0),)}, "admin port 0"),
+        ({"assignment": {"b:1": (0,)}}, "b:1, which is no storage here"),
+        ({"storages": (ONE,), "assignment": {"a:1": (4,)}}, "expected 0..3"),
+        ({"storages": (ONE,), "assignment": {"a:1": (-1,)}}, "expected 0..3"),
+    ],
+)
+def test_nonsense_is_refused(fields, said):
+    good = {"name": "n", "partition_count": 4, "cluster_key": KEY}
+    with pytest.raises(BadConfig, match=said.replace("..", r"\.\.")):
+        NewCluster(**{**good, **fields})
+
+
+def test_an_assignment_may_be_given():
+    storages = (ONE, NewStorage("b:1", 2, 1))
+    new = NewCluster("n", 4, KEY, storages, {"b:1": (1, 3)})
+    assert new.replica_assignments.partitions == {"a:1": (), "b:1": (1, 3)}
+
+
+@pytest.mark.parametrize("partition_count", [1, 985, 986, 987, 988, 2000, 3001])
+@pytest.mark.parametrize("root_version", [NO_NODE, 0, 7])
+def test_the_roots_data_comes_last_and_no_step_is_too_large(partition_count, root_version):
+    paths = ClusterPaths("/w")
+    steps = creation_steps(paths, NewCluster("n", partition_count, KEY), root_version=root_version)
+    assert all(0 < len(step) <= STEP_OPERATIONS_MAX for step in steps)
+    operations = [operation for step in steps for operation in step]
+    assert isinstance(operations[-1], Set)
+    assert (operations[-1].path, operations[-1].version) == ("/w", max(root_version, 0))
+    made = [operation.path for operation in operations if isinstance(operation, Create)]
+    assert ("/w" in made) == (root_version == NO_NODE)
+    assert len(made) == len(set(made)) == len(operations) - 1
+    assert sum(path.startswith("/w/x/partition/") for path in made) == partition_count
+    for path in made:
+        parent = path.rpartition("/")[0]
+        assert parent in ("", "/w") or made.index(parent) < made.index(path)

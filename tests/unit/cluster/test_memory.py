@@ -1,0 +1,124 @@
+"""The ZooKeeper in memory: order of watches, and that sessions and faults do what they say."""
+
+import asyncio
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.cluster.memory import MemoryZooKeeper, WriteFault
+from waltz_core.cluster.znodes import NO_NODE, Create, Delete, SessionState, Set
+
+
+class Flag:
+    """A signal that may do something when it is set."""
+
+    def __init__(self, log, name, action=None):
+        self.log, self.name, self.action = log, name, action
+
+    def set(self):
+        self.log.append(self.name)
+        if self.action:
+            self.action()
+
+    def clear(self):
+        pass
+
+    async def wait(self):
+        raise AssertionError("nothing here waits")
+
+
+def now(coroutine):
+    """Run what must not wait: rule 1."""
+    with pytest.raises(StopIteration) as done:
+        coroutine.send(None)
+    return done.value.value
+
+
+def test_nothing_waits_so_the_simulator_needs_no_event_loop():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    coordinator = zookeeper.coordinator("/w")
+    now(zookeeper.session().write([Create("/a", b"1")]))
+    with pytest.raises(errors.BadConfig):
+        coordinator.read_cluster().send(None)
+    assert zookeeper.dump() == {"/": b"", "/a": b"1"}
+
+
+def test_watches_fire_once_in_order_and_after_the_write():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    reader, writer = zookeeper.session(), zookeeper.session()
+    now(writer.write([Create("/a")]))
+    log = []
+    seen = []
+
+    def write_more():
+        seen.append(zookeeper.dump()["/a"])
+        now(writer.write([Set("/b", b"", 0)]))
+
+    first, second = Flag(log, "first", write_more), Flag(log, "second")
+    third = Flag(log, "third")
+    now(writer.write([Create("/b")]))
+    now(reader.get("/a", first))
+    now(reader.get("/a", second))
+    now(reader.get("/b", third))
+    now(writer.write([Set("/a", b"x", 0)]))
+    assert log == ["first", "second", "third"]
+    assert seen == [b"x"]
+    now(writer.write([Set("/a", b"y", 1)]))
+    assert log == ["first", "second", "third"]
+
+
+def test_a_refused_write_fires_nothing_and_changes_nothing():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    now(session.write([Create("/a"), Create("/a/b")]))
+    log = []
+    now(session.get("/a", Flag(log, "a")))
+    before = zookeeper.dump()
+    for operations in (
+        [Set("/a", b"x", 0), Set("/a", b"y", 0)],
+        [Set("/a", b"x", 0), Delete("/a", 1)],
+        [Set("/a", b"x", 0), Create("/none/c")],
+        [Set("/a", b"x", 0), Create("/a/b")],
+        [Set("/a", b"x", 0), Delete("/none", 0)],
+    ):
+        with pytest.raises(errors.CoordinatorConflict):
+            session.write(operations).send(None)
+    assert zookeeper.dump() == before
+    assert log == []
+
+
+def test_states_and_faults():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    states = []
+    session.on_state(states.append)
+    signal = session.new_signal()
+    now(session.write([Create("/e", ephemeral=True), Create("/p")]))
+    session.suspend()
+    assert signal.is_set()
+    for refused in (session.get("/e"), session.children("/"), session.write([]), session.sync()):
+        with pytest.raises(errors.CoordinatorUnavailable):
+            refused.send(None)
+    session.resume()
+    number = session.session_number
+    assert now(session.get("/e")).stat.owner == number
+    session.expire()
+    session.resume()
+    assert session.session_number != number
+    assert sorted(zookeeper.dump()) == ["/", "/p"]
+    session.faults += [WriteFault.REQUEST_LOST, WriteFault.REPLY_LOST]
+    for expected in (b"", b"1"):
+        with pytest.raises(errors.CoordinatorOutcomeUnknown):
+            session.write([Set("/p", b"1", 0)]).send(None)
+        assert now(session.get("/p")).data == expected
+    assert now(session.write([Delete("/p", 1)])) == [NO_NODE]
+    session.drop_signal(signal)
+    signal.clear()
+    now(session.close())
+    assert not signal.is_set()
+    assert states == [
+        SessionState.SUSPENDED,
+        SessionState.CONNECTED,
+        SessionState.LOST,
+        SessionState.CONNECTED,
+    ]

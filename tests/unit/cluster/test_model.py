@@ -1,0 +1,131 @@
+"""What decoders say about bytes that mean nothing, and what encoders refuse."""
+
+import struct
+from uuid import UUID
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.cluster import model
+
+
+@pytest.mark.parametrize(
+    ("decode", "text", "said"),
+    [
+        (
+            model.ClusterParams.from_bytes,
+            "",
+            "expected 4 bytes of magic, found 0, at offset 0 of 0",
+        ),
+        (
+            model.ClusterParams.from_bytes,
+            "b4e87348" + "01",
+            "expected magic b4e87347, found b4e87348",
+        ),
+        (model.ClusterParams.from_bytes, "b4e87347" + "02", "expected version 1, found 2"),
+        (model.ClusterParams.from_bytes, "b4e87347" + "01" + "0001", "expected 1 bytes of name"),
+        (
+            model.ClusterParams.from_bytes,
+            "b4e87347" + "01" + "0001" + "ff" + "00000001",
+            "name is not modified UTF-8",
+        ),
+        (
+            model.ClusterParams.from_bytes,
+            "b4e87347" + "01" + "0004" + "f09f9880" + "00000001",
+            "name is not modified UTF-8",
+        ),
+        (
+            model.ClusterParams.from_bytes,
+            "b4e87347" + "01" + "0000" + "ffffffff",
+            "expected partition count of 0 or more, found -1",
+        ),
+        (
+            model.ClusterParams.from_bytes,
+            "b4e87347" + "01" + "0000" + "00000001" + "00",
+            "1 bytes too many",
+        ),
+        (
+            model.ServerDescriptor.from_bytes,
+            "01" + "00000001" + "0000" + "00010000",
+            "expected port in 0..65535, found 65536",
+        ),
+        (model.PartitionAssignment.from_bytes, "01", "expected version 3, found 1"),
+        (
+            model.PartitionAssignment.from_bytes,
+            "03" + "00000001" * 2 + "7fffffff",
+            "server count 2147483647 needs 17179869176 bytes or more, found 0",
+        ),
+        (
+            model.PartitionAssignment.from_bytes,
+            "03" + "00000001" * 2 + "00000002" + ("00000007" + "00000000") * 2,
+            "server 7 is listed twice",
+        ),
+        (
+            model.PartitionAssignment.from_bytes,
+            "03" + "00000001" * 2 + "00000001" + "00000007" + "00000001" + "00000001" * 2,
+            "partition 1 is listed twice or is not below the partition count 1",
+        ),
+        (
+            model.PartitionAssignment.from_bytes,
+            "03" + "00000001" * 2 + "00000001" + "00000007" + "00000002" + "0000000000000001" * 2,
+            "partition 0 is listed twice",
+        ),
+        (
+            model.GroupDescriptor.from_bytes,
+            "01" + "00000002" + "0003613a3100000000" * 2,
+            "storage 'a:1' is listed twice",
+        ),
+        (
+            model.PartitionMarker.from_bytes,
+            "01" + "03" + "00" * 24,
+            "expected state 1 (new) or 2 (open), found 3",
+        ),
+        (model.decode_id, "ffffffff", "expected last id of 0 or more"),
+        (model.decode_id, "000000", "expected 4 bytes of last id, found 3"),
+    ],
+)
+def test_what_is_wrong_is_said(decode, text, said):
+    with pytest.raises(errors.BadFormat) as caught:
+        decode(bytes.fromhex(text))
+    assert said in str(caught.value)
+    assert " at offset " in str(caught.value)
+
+
+def test_metadata_of_another_partition_is_refused():
+    metadata = model.PartitionMetadata(1, 2, {"a:1": model.ReplicaState(2)})
+    data = metadata.to_bytes(3)
+    assert model.PartitionMetadata.from_bytes(data, 3) == metadata
+    with pytest.raises(errors.BadFormat, match="expected partition 4, found 3"):
+        model.PartitionMetadata.from_bytes(data, 4)
+
+
+def test_a_string_over_65535_bytes_is_refused():
+    assert len(model.encode_utf("é" * 32767)) == 2 + 65534
+    with pytest.raises(errors.BadRequest, match="at most 65535 bytes, found 65536"):
+        model.encode_utf("é" * 32768)
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ("", "0000"),
+        ("a\0b", "0004" + "61c08062"),
+        ("é€", "0005" + "c3a9e282ac"),
+        ("\U0001f600", "0006" + "eda0bdedb880"),
+        ("\ud83d", "0003" + "eda0bd"),
+    ],
+)
+def test_modified_utf8(text, data):
+    assert model.encode_utf(text).hex() == data
+    assert model.decode_utf(bytes.fromhex(data)[2:]) == text
+
+
+def test_unresolved_is_the_smallest_long():
+    assert struct.pack(">q", model.UNRESOLVED).hex() == "8000000000000000"
+    assert model.ReplicaState(4).closing_high_water_mark == model.UNRESOLVED
+
+
+def test_a_nonce_has_sixteen_bytes():
+    with pytest.raises(AssertionError):
+        model.PartitionMarker(model.MarkerState.OPEN, 1, b"short").to_bytes()
+    assert model.StorageRegistration(UUID(int=3)).to_bytes() == b"\1" + bytes(15) + b"\3"

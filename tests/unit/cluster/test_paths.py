@@ -1,0 +1,28 @@
+"""The table of nodes and the paths agree."""
+
+from waltz_core.cluster.paths import ZNODES, ClusterPaths
+
+
+def test_the_table_names_every_path():
+    paths = ClusterPaths("/R")
+    found = {
+        paths.root,
+        paths.ids,
+        paths.client_ids,
+        paths.server_ids,
+        paths.servers,
+        paths.descriptor_prefix + "N",
+        paths.store,
+        paths.partitions,
+        paths.partition("P"),
+        paths.replica_assignment,
+        paths.groups,
+        paths.connections,
+        paths.ours,
+        paths.markers,
+        paths.marker("P"),
+        paths.storage_ids,
+        paths.storage_id("HOST:PORT"),
+    }
+    reserved = {"/R/store/adminLock", "/R/x/writes"}
+    assert found | reserved == {f"/{znode.path}" for znode in ZNODES}
