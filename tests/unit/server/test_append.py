@@ -1,0 +1,537 @@
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from waltz_core import errors, raw_records
+from waltz_core.batches import encode_append
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.replication.events import Batch, SessionOpened
+from waltz_core.server.append import AppendPipeline, BatchCommitted, Outcome, Reached, SubmitBatch
+from waltz_core.server.events import Answer, ConnectionId, Limits
+from waltz_core.server.mounts import Mounts
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendRequest,
+    AppendResult,
+    ErrorResponse,
+    Reason,
+)
+
+ALICE, BOB = ClientId(1), ClientId(2)
+A, B = ConnectionId(10), ConnectionId(20)
+GENERATION = Generation(3)
+MIB = 1024 * 1024
+
+
+class World:
+    """A pipeline with a session and two mounted clients; commits what it is told to."""
+
+    def __init__(self, limits: Limits | None = None, *, is_open: bool = True) -> None:
+        self.mounts = Mounts(100)
+        self.pipeline = AppendPipeline(limits or Limits(lock_slot_count=1009), self.mounts)
+        self.session = 0
+        self.submitted: list[Batch] = []
+        for client, connection in ((ALICE, A), (BOB, B)):
+            self.mounts.begin(client, connection, 1)
+            self.mounts.finish(client, connection)
+        self.sequence = 1
+        if is_open:
+            self.open(-1)
+
+    def open(
+        self, mark: int, *, settled: int | None = None, unbroken: bool = True
+    ) -> list[Outcome]:
+        self.session += 1
+        opened = SessionOpened(
+            SessionId(self.session), GENERATION, TransactionId(mark), GENESIS_CHAIN, unbroken
+        )
+        last = TransactionId(mark if settled is None else settled)
+        return self.pipeline.settled(opened, last, unbroken=unbroken)
+
+    def single(
+        self,
+        client: ClientId = ALICE,
+        *,
+        mark: int = -1,
+        write: Sequence[int] = (),
+        read: Sequence[int] = (),
+        append: Sequence[int] = (),
+        data: bytes = b"data",
+        generation: Generation = GENERATION,
+    ) -> ReqId:
+        req_id = ReqId(client, generation, PartitionId(0), self.sequence)
+        self.sequence += 1
+        message = AppendRequest(
+            req_id, mark, tuple(write), tuple(read), tuple(append), 7, data, signed_crc(data)
+        )
+        self.early = self.pipeline.receive(A if client == ALICE else B, message, 100)
+        return req_id
+
+    def batch(
+        self,
+        rows: Sequence[bytes],
+        client: ClientId = ALICE,
+        *,
+        mark: int = -1,
+        write: Sequence[Sequence[int]] | None = None,
+        marks: Sequence[int] | None = None,
+    ) -> ReqId:
+        req_id = ReqId(client, GENERATION, PartitionId(0), self.sequence)
+        self.sequence += len(rows)
+        none: list[list[int]] = [[] for _ in rows]
+        payload = encode_append(
+            list(range(len(rows))),
+            list(rows),
+            write_locks=none if write is None else write,
+            read_locks=none,
+            append_locks=none,
+            marks=marks,
+        )
+        message = AppendBatch(req_id, mark, payload, signed_crc(payload))
+        self.early = self.pipeline.receive(A if client == ALICE else B, message, len(payload))
+        return req_id
+
+    def turn(self, now_ms: int = 0, wall_ms: int = 1_000) -> list[Outcome]:
+        out = self.pipeline.turn(now_ms=now_ms, wall_ms=wall_ms)
+        self.submitted += [each.batch for each in out if isinstance(each, SubmitBatch)]
+        return out
+
+    def commit(self) -> list[Outcome]:
+        """Commit everything that was submitted in this session."""
+        chain = GENESIS_CHAIN
+        for batch in self.submitted:
+            chain = next_chain(
+                chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
+            )
+        last = self.submitted[-1].last
+        return self.pipeline.committed(last, chain)
+
+
+def signed_crc(data: bytes) -> int:
+    (value,) = struct.unpack(">i", struct.pack(">I", zlib.crc32(data)))
+    assert isinstance(value, int)
+    return value
+
+
+def results(outcomes: Sequence[Outcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
+    """Return id, reason and conflict of each row of each request that was answered."""
+    found = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Answer) and isinstance(outcome.message, AppendResult):
+            message = outcome.message
+            ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
+            conflicts = np.frombuffer(message.conflicting, ">i8").tolist()
+            reasons = [Reason(each) for each in bytes(message.reasons)]
+            found[message.req_id] = list(zip(ids, reasons, conflicts, strict=True))
+    return found
+
+
+def faults(outcomes: Sequence[Outcome]) -> list[int]:
+    return [
+        each.message.error_code
+        for each in outcomes
+        if isinstance(each, Answer) and isinstance(each.message, ErrorResponse)
+    ]
+
+
+COMMITTED, LOCK, LOST = Reason.COMMITTED, Reason.LOCK, Reason.LOST
+
+
+# --- ids, records, answers
+
+
+def test_a_single_append_is_answered_when_it_is_committed_and_not_before() -> None:
+    world = World()
+    req_id = world.single(data=b"hello")
+    out = world.turn(wall_ms=123)
+    assert results(out) == {}
+    (batch,) = world.submitted
+    assert (batch.first, batch.last, batch.stamp_ms) == (0, 0, 123)
+    lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
+    assert raw_records.first_bad_record(batch.records, lengths) is None
+    assert raw_records.record_crcs(batch.records, lengths) == batch.record_crcs
+    assert zlib.crc32(batch.records) == batch.records_crc
+    assert bytes(batch.records[36:-4]) == b"hello"
+    out = world.commit()
+    assert results(out) == {req_id: [(0, COMMITTED, -1)]}
+    assert world.pipeline.high_water_mark == 0
+    assert world.pipeline.in_flight_bytes == 0
+
+
+def test_what_waits_together_goes_to_the_store_as_one_batch_in_fair_order() -> None:
+    world = World()
+    first = world.single(data=b"one")
+    rows = world.batch([b"two", b"three"])
+    other = world.single(BOB, data=b"four")
+    out = world.turn()
+    (batch,) = world.submitted
+    assert [type(each) for each in out] == [SubmitBatch]
+    lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
+    assert raw_records.first_bad_record(batch.records, lengths) is None
+    assert raw_records.ids_of(batch.records, lengths).tolist() == [0, 1, 2, 3]
+    assert raw_records.record_crcs(batch.records, lengths) == batch.record_crcs
+    assert zlib.crc32(batch.records) == batch.records_crc
+    answered = results(world.commit())
+    # Alice's single, then Bob's turn, then Alice's batch.
+    assert answered == {
+        first: [(0, COMMITTED, -1)],
+        other: [(1, COMMITTED, -1)],
+        rows: [(2, COMMITTED, -1), (3, COMMITTED, -1)],
+    }
+
+
+def test_rows_of_a_batch_keep_their_sequence_numbers_when_others_are_refused() -> None:
+    world = World()
+    world.single(write=[5])
+    world.turn()
+    world.commit()
+    rows = world.batch([b"a", b"b", b"c"], write=[[1], [5], [2]], mark=-1)
+    world.turn()
+    batch = world.submitted[-1]
+    lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
+    assert raw_records.req_ids_of(batch.records, lengths)["sequence"].tolist() == [
+        rows.sequence,
+        rows.sequence + 2,
+    ]
+    assert results(world.commit()) == {
+        rows: [(1, COMMITTED, -1), (-1, LOCK, 0), (2, COMMITTED, -1)]
+    }
+
+
+def test_commit_stamps_never_decrease() -> None:
+    world = World()
+    world.single()
+    world.turn(wall_ms=500)
+    world.single()
+    world.turn(wall_ms=400)
+    assert [batch.stamp_ms for batch in world.submitted] == [500, 500]
+
+
+def test_the_committed_batch_comes_with_its_lineage_before_its_answers() -> None:
+    world = World()
+    world.single()
+    world.turn(wall_ms=9)
+    out = world.commit()
+    assert [type(each) for each in out] == [BatchCommitted, Answer]
+    assert isinstance(out[0], BatchCommitted)
+    batch = world.submitted[0]
+    chain = next_chain(
+        GENESIS_CHAIN, TransactionId(0), TransactionId(0), SessionId(1), batch.record_crcs
+    )
+    assert out[0].entry == (0, 0, 1, 9, chain)
+
+
+# --- locks
+
+
+def test_a_refusal_for_a_committed_conflict_is_told_at_once() -> None:
+    world = World()
+    world.single(write=[5])
+    world.turn()
+    world.commit()
+    late = world.single(BOB, read=[5], mark=-1)
+    assert results(world.turn()) == {late: [(-1, LOCK, 0)]}
+    fine = world.single(BOB, read=[5], mark=0)
+    world.turn()
+    assert results(world.commit())[fine] == [(1, COMMITTED, -1)]
+
+
+def test_a_refusal_for_a_conflict_in_flight_waits_for_it() -> None:
+    world = World()
+    winner = world.single(write=[5])
+    world.turn()
+    waiting = world.single(BOB, write=[5])
+    assert world.turn() == []
+    assert results(world.commit()) == {winner: [(0, COMMITTED, -1)], waiting: [(-1, LOCK, 0)]}
+
+
+def test_two_that_conflict_in_one_turn() -> None:
+    world = World()
+    winner = world.single(write=[5])
+    loser = world.single(BOB, write=[5])
+    blind = world.single(BOB, append=[5])
+    world.turn()
+    assert results(world.commit()) == {
+        winner: [(0, COMMITTED, -1)],
+        loser: [(-1, LOCK, 0)],
+        blind: [(1, COMMITTED, -1)],
+    }
+
+
+def test_a_mark_above_the_log_is_refused_row_by_row() -> None:
+    world = World()
+    ahead = world.single(mark=0, read=[1])
+    rows = world.batch([b"a", b"b"], BOB, marks=[-1, 4])
+    out = world.turn()
+    assert results(out) == {ahead: [(-1, Reason.AHEAD, -1)]}
+    assert results(world.commit()) == {rows: [(0, COMMITTED, -1), (-1, Reason.AHEAD, -1)]}
+
+
+# --- checks at the door of the log
+
+
+def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
+    world = World()
+    stale = world.single(generation=Generation(2))
+    fenced = world.single(BOB)
+    rows = world.batch([b"a", b"b"], BOB)
+    # Checked when dequeued: a newer mount while they wait fences them off.
+    world.mounts.begin(BOB, ConnectionId(21), 2)
+    assert results(world.turn()) == {
+        stale: [(-1, Reason.GENERATION, -1)],
+        fenced: [(-1, Reason.NOT_MOUNTED, -1)],
+        rows: [(-1, Reason.NOT_MOUNTED, -1)] * 2,
+    }
+    assert world.submitted == []
+
+
+def test_a_wrong_checksum_is_told_and_nothing_is_appended() -> None:
+    world = World()
+    req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
+    world.pipeline.receive(A, AppendRequest(req_id, -1, (), (), (), 0, b"data", 1), 50)
+    world.pipeline.receive(A, AppendBatch(req_id, -1, b"payload", 1), 50)
+    out = world.turn()
+    assert faults(out) == [errors.ChecksumMismatch.code] * 2
+    assert world.submitted == []
+
+
+def test_a_batch_that_cannot_be_decoded_is_told() -> None:
+    world = World()
+    req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
+    junk = b"no arrow"
+    world.pipeline.receive(A, AppendBatch(req_id, -1, junk, signed_crc(junk)), 50)
+    assert faults(world.turn()) == [errors.BadRequest.code]
+
+
+def test_sequence_numbers_that_run_out_are_told() -> None:
+    world = World()
+    world.sequence = 0x7FFFFFFF
+    world.batch([b"a", b"b"])
+    assert faults(world.turn()) == [errors.BadRequest.code]
+    world.sequence = 0x7FFFFFFF
+    last = world.batch([b"a"])
+    world.turn()
+    assert results(world.commit()) == {last: [(0, COMMITTED, -1)]}
+
+
+def test_a_transaction_over_4_mib_is_too_large() -> None:
+    world = World()
+    single = world.single(data=bytes(4 * MIB + 1))
+    largest = world.single(data=bytes(4 * MIB))
+    assert results(world.turn()) == {single: [(-1, Reason.TOO_LARGE, -1)]}
+    assert results(world.commit()) == {largest: [(0, COMMITTED, -1)]}
+
+
+# --- waiting
+
+
+def test_appends_wait_for_a_session_and_then_enter_in_order() -> None:
+    world = World(is_open=False)
+    first, second = world.single(), world.single()
+    assert not world.pipeline.wants_turn
+    assert world.turn() == []
+    world.open(41)
+    assert world.pipeline.wants_turn
+    world.turn()
+    assert results(world.commit()) == {first: [(42, COMMITTED, -1)], second: [(43, COMMITTED, -1)]}
+
+
+def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
+    world = World(Limits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
+    refused = []
+    for _ in range(20):
+        req_id = world.single()
+        if results(world.early) == {req_id: [(-1, Reason.OVERLOADED, -1)]}:
+            refused.append(req_id)
+    assert len(refused) == 10
+    world.single(BOB)
+    assert world.early == []
+    assert world.pipeline.queued_bytes == 1100
+
+
+def test_a_full_window_stops_the_turns_until_something_lands() -> None:
+    world = World(Limits(lock_slot_count=11, in_flight_bytes_max=100, slice_bytes_max=100))
+    world.single(data=bytes(100))
+    world.single(data=bytes(100))
+    world.turn()
+    assert not world.pipeline.wants_turn
+    assert len(world.submitted) == 1
+    world.commit()
+    assert world.pipeline.wants_turn
+
+
+def test_a_closed_connection_takes_back_what_was_not_submitted() -> None:
+    world = World()
+    world.single()
+    world.turn()
+    world.single()
+    assert world.pipeline.close(A) == []
+    assert world.turn() == []
+    assert len(results(world.commit())) == 1
+
+
+# --- flush and mount barriers
+
+
+def test_a_flush_waits_for_all_that_was_received_before_it_and_nothing_after() -> None:
+    world = World()
+    assert world.pipeline.flush(1) == [Reached(1)]
+    world.single(write=[5])
+    world.turn()
+    world.single(BOB, write=[5])
+    assert world.pipeline.flush(2) == []
+    assert world.pipeline.flush(3) == []
+    world.single()
+    world.turn()
+    chain = GENESIS_CHAIN
+    batch = world.submitted[0]
+    chain = next_chain(chain, batch.first, batch.last, SessionId(1), batch.record_crcs)
+    out = world.pipeline.committed(TransactionId(0), chain)
+    assert [each for each in out if isinstance(each, Reached)] == []
+    out = world.commit()
+    assert [each.token for each in out if isinstance(each, Reached)] == [2, 3]
+
+
+def test_a_flush_is_freed_by_refusals_and_by_closed_connections_too() -> None:
+    world = World()
+    world.single(generation=Generation(9))
+    world.pipeline.flush(1)
+    assert Reached(1) in world.turn()
+    world.single()
+    world.pipeline.flush(2)
+    assert world.pipeline.close(A) == [Reached(2)]
+
+
+def test_a_barrier_waits_for_what_is_in_flight_only() -> None:
+    world = World()
+    assert world.pipeline.barrier(1) == [Reached(1)]
+    world.single()
+    world.turn()
+    assert world.pipeline.barrier(2) == []
+    world.single()
+    assert world.commit()[-1] == Reached(2)
+
+
+# --- lost sessions
+
+
+def test_nothing_is_told_at_the_end_of_a_session_but_all_of_it_when_settled() -> None:
+    world = World()
+    kept, lost = world.single(write=[1]), None
+    world.turn()
+    lost = world.single(write=[2])
+    world.turn()
+    waiting = world.single(BOB, write=[2])
+    behind = world.single(BOB, write=[1])
+    world.turn()
+    world.pipeline.barrier(9)
+    world.pipeline.closed()
+    assert world.turn() == []
+    out = world.open(0, settled=0)
+    assert results(out) == {
+        kept: [(0, COMMITTED, -1)],
+        lost: [(-1, LOST, -1)],
+        waiting: [(-1, LOST, -1)],
+        behind: [(-1, LOCK, 0)],
+    }
+    assert Reached(9) in out
+    assert world.pipeline.in_flight_bytes == 0
+
+
+def test_locks_of_lost_transactions_are_free_again_when_nobody_else_wrote() -> None:
+    world = World()
+    world.single(write=[5])
+    world.turn()
+    world.pipeline.closed()
+    world.open(-1, settled=-1, unbroken=True)
+    world.submitted.clear()
+    again = world.single(BOB, write=[5], mark=-1)
+    world.turn()
+    assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
+
+
+def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> None:
+    world = World()
+    world.pipeline.closed()
+    world.open(7, settled=-1, unbroken=False)
+    behind = world.single(write=[5], mark=6)
+    assert results(world.turn()) == {behind: [(-1, LOCK, 7)]}
+    level = world.single(write=[5], mark=7)
+    world.turn()
+    assert results(world.commit()) == {level: [(8, COMMITTED, -1)]}
+
+
+def test_a_request_may_be_settled_in_the_middle() -> None:
+    world = World()
+    rows = world.batch([b"a", b"b", b"c"], write=[[1], [1], [2]])
+    world.turn()
+    world.pipeline.closed()
+    assert results(world.open(0, settled=0)) == {
+        rows: [(0, COMMITTED, -1), (-1, LOCK, 0), (-1, LOST, -1)]
+    }
+
+
+def test_giving_up_tells_queued_from_doubtful() -> None:
+    world = World()
+    in_flight = world.single()
+    world.turn()
+    queued = world.single()
+    world.pipeline.flush(4)
+    first, second, out = world.pipeline.abandon()
+    assert [ticket.req_id for ticket in first] == [queued]
+    assert [ticket.req_id for ticket in second] == [in_flight]
+    assert out == [Reached(4)]
+    assert world.pipeline.queued_bytes == world.pipeline.in_flight_bytes == 0
+
+
+# --- cost
+
+
+@pytest.mark.parametrize("locks", [0, 1])
+def test_the_calls_for_ten_thousand_rows_are_at_most_twice_those_for_a_hundred(locks: int) -> None:
+    def calls(row_count: int) -> int:
+        world = World(Limits(lock_slot_count=1_048_573))
+        write = [[row] * locks for row in range(row_count)]
+        payloads = [bytes(512)] * row_count
+        counted = 0
+
+        def count(_frame: object, event: str, _arg: object) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        world.batch(payloads, write=write)
+        sys.setprofile(count)
+        try:
+            world.turn()
+            out = world.commit()
+        finally:
+            sys.setprofile(None)
+        ((_, rows),) = results(out).items()
+        assert len(rows) == row_count
+        return counted
+
+    calls(10_000)  # builds tables that are kept
+    assert calls(10_000) <= 2 * calls(100)
+
+
+def test_no_chain_of_ours_but_the_log_s() -> None:
+    world = World()
+    world.single()
+    world.turn()
+    with pytest.raises(AssertionError):
+        world.pipeline.committed(TransactionId(0), GENESIS_CHAIN)
+    assert BEFORE_FIRST == -1

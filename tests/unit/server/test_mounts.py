@@ -1,0 +1,70 @@
+from waltz_core.record import ClientId
+from waltz_core.server.events import ConnectionId
+from waltz_core.server.mounts import Mounts
+
+ALICE, BOB = ClientId(1), ClientId(2)
+OLD, NEW = ConnectionId(10), ConnectionId(11)
+
+
+def test_appends_are_taken_from_the_answer_on_not_from_the_request() -> None:
+    mounts = Mounts(10)
+    mounts.begin(ALICE, OLD, 5)
+    assert mounts.is_current(ALICE, OLD)
+    assert not mounts.is_ready(ALICE, OLD)
+    mounts.finish(ALICE, OLD)
+    assert mounts.is_ready(ALICE, OLD)
+    assert not mounts.is_ready(BOB, OLD)
+
+
+def test_the_highest_sequence_wins_and_an_equal_one_only_on_its_own_connection() -> None:
+    mounts = Mounts(10)
+    mounts.begin(ALICE, OLD, 5)
+    assert mounts.fault(ALICE, OLD, 5) is None
+    assert mounts.fault(ALICE, NEW, 5) is not None
+    assert mounts.fault(ALICE, NEW, 4) is not None
+    assert mounts.fault(ALICE, OLD, 4) is not None
+    assert mounts.fault(ALICE, NEW, 6) is None
+    assert mounts.fault(BOB, NEW, 0) is None
+
+
+def test_a_newer_connection_fences_the_older_one_at_once() -> None:
+    mounts = Mounts(10)
+    mounts.begin(ALICE, OLD, 5)
+    mounts.finish(ALICE, OLD)
+    mounts.begin(ALICE, NEW, 6)
+    assert not mounts.is_ready(ALICE, OLD)
+    assert not mounts.is_ready(ALICE, NEW)
+    mounts.close(OLD)
+    assert mounts.is_current(ALICE, NEW)
+
+
+def test_the_fence_outlives_its_connection_and_ends_with_the_generation() -> None:
+    mounts = Mounts(10)
+    mounts.begin(ALICE, OLD, 5)
+    mounts.close(OLD)
+    assert mounts.count == 0
+    fault = mounts.fault(ALICE, NEW, 5)
+    assert fault is not None
+    assert "connection sequence 5" in str(fault)
+    mounts.clear()
+    assert mounts.fault(ALICE, NEW, 0) is None
+
+
+def test_only_so_many_clients_that_left_are_remembered() -> None:
+    mounts = Mounts(2)
+    for client in range(3):
+        connection = ConnectionId(100 + client)
+        mounts.begin(ClientId(client), connection, 7)
+        mounts.close(connection)
+    assert mounts.highest(ClientId(0)) is None
+    assert mounts.highest(ClientId(1)) == 7
+    assert mounts.highest(ClientId(2)) == 7
+
+
+def test_one_connection_may_mount_for_several_clients() -> None:
+    mounts = Mounts(10)
+    mounts.begin(ALICE, OLD, 1)
+    mounts.begin(BOB, OLD, 1)
+    mounts.begin(ALICE, OLD, 2)
+    mounts.close(OLD)
+    assert (mounts.highest(ALICE), mounts.highest(BOB)) == (2, 1)

@@ -1,0 +1,43 @@
+from waltz_core.replication.events import ProveMark
+from waltz_core.server.proofs import Proofs
+
+
+def test_questions_that_come_during_a_proof_share_the_next_one() -> None:
+    proofs: Proofs[str] = Proofs(1000)
+    assert proofs.ask("a", 10) == [ProveMark(1)]
+    assert proofs.ask("b", 11) == []
+    assert proofs.ask("c", 12) == []
+    assert proofs.proved(1, 20) == (["a"], [ProveMark(2)])
+    assert proofs.proved(2, 30) == (["b", "c"], [])
+
+
+def test_an_answer_to_no_proof_of_ours_answers_nobody() -> None:
+    proofs: Proofs[str] = Proofs(1000)
+    assert proofs.proved(7, 0) == ((), [])
+    assert proofs.failed(0, 0) == ((), [])
+    assert proofs.ask("a", 10) == [ProveMark(1)]
+    assert proofs.failed(2, 20) == ((), [])
+    assert proofs.failed(1, 20) == (["a"], [])
+
+
+def test_freshness_counts_from_when_the_proof_was_asked_for() -> None:
+    proofs: Proofs[str] = Proofs(1000)
+    assert not proofs.is_fresh(0)
+    proofs.ask("a", 10)
+    proofs.proved(1, 900)
+    assert proofs.is_fresh(1010)
+    assert not proofs.is_fresh(1011)
+    proofs.confirm(5)
+    assert proofs.is_fresh(1010)
+    proofs.confirm(500)
+    assert proofs.is_fresh(1500)
+
+
+def test_the_end_of_a_session_returns_all_questions_and_ends_freshness() -> None:
+    proofs: Proofs[str] = Proofs(1000)
+    proofs.confirm(0)
+    proofs.ask("a", 10)
+    proofs.ask("b", 10)
+    assert proofs.reset() == ["a", "b"]
+    assert not proofs.is_fresh(10)
+    assert proofs.proved(1, 20) == ((), [])

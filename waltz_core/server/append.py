@@ -1,0 +1,582 @@
+"""The append pipeline of one partition: wait, judge, encode, submit, answer when final.
+
+Why it stands alone: this is where a transaction gets its id or its refusal, so every promise about
+outcomes is kept here: nothing is told before it is final, nothing final ever changes.
+
+    received -> its connection's lane -> [turn] checks, lock judgement, ids -> records
+             -> one store batch, in flight -> committed or settled -> answered
+
+Rules (correctness.md rows 22-30, "Room for our rules"):
+    1. Connection and generation are checked when a request leaves its lane, not when it enters:
+       what an older connection left behind is refused from the moment a newer one mounts.
+    2. Locks are entered at judgement with the ids that the rows will have, so an entry above the
+       high-water mark is in flight. A row refused for such an id waits until that is final.
+    3. Rows are judged once. What a lost session took with it is told LOST, after `Settled` only.
+    4. All that one turn takes goes to the store as one batch: small requests share a quorum round.
+    5. Ids in flight are consecutive from the high-water mark on.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain as chained
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from waltz_core.batches import AppendRows, EncodedBatch, LockColumn, decode_append, encode_records
+from waltz_core.checksum import combine, crc32
+from waltz_core.errors import BadRequest, ChecksumMismatch, TooLarge, WaltzError
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    TRANSACTION_BYTES_MAX,
+    Chain,
+    Generation,
+    LineageEntry,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.replication.events import Batch, SessionOpened
+from waltz_core.server.events import Answer, ConnectionId, Limits, refusal
+from waltz_core.server.lanes import Lanes
+from waltz_core.server.locks import Judgement, LockTable, Requests
+from waltz_core.server.mounts import Mounts
+from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket, Ticket
+from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
+
+_SEQUENCE_MAX: Final = 0x7FFFFFFF
+_U32: Final = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitBatch:
+    """Hand these records to the store."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCommitted:
+    """These records are in the log for ever."""
+
+    entry: LineageEntry
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """All that a flush or a mount waited for is final."""
+
+    token: int
+
+
+Outcome: TypeAlias = Answer | SubmitBatch | BatchCommitted | Reached
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A batch in flight, and who is to be told when it has landed."""
+
+    entry: LineageEntry
+    batch: Batch
+    submitted_ms: int
+    tickets: list[Ticket]
+    waiting: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What one turn has taken so far."""
+
+    parts: list[EncodedBatch] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+    out: list[Outcome] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts since the start, for metrics; `refused` is by `Reason`."""
+
+    requests: int = 0
+    batches: int = 0
+    accepted: int = 0
+    committed: int = 0
+    committed_bytes: int = 0
+    refused: list[int] = field(default_factory=lambda: [0] * len(Reason))
+
+
+class AppendPipeline:
+    """See the module's rules; `Partition` feeds it and carries out what it returns."""
+
+    def __init__(self, limits: Limits, mounts: Mounts) -> None:
+        self._limits = limits
+        self._mounts = mounts
+        self._lanes: Lanes[Ticket] = Lanes()
+        self._epochs: deque[Epoch] = deque((Epoch(),))
+        self._flights: deque[_Flight] = deque()
+        self._in_flight_bytes = 0
+        self._table: LockTable | None = None
+        self._is_open = False
+        self._session_id = NO_SESSION
+        self._generation = Generation(-1)
+        self._high_water_mark = BEFORE_FIRST
+        self._next_id = TransactionId(0)
+        self._chain: Chain = GENESIS_CHAIN
+        self._stamp_ms = 0
+        self.proved_ms: int | None = None
+        self.figures = Figures()
+
+    # -----------------------------------------------------------------------------------------
+    # figures
+
+    @property
+    def high_water_mark(self) -> TransactionId:
+        """The last committed id of the session that was opened last."""
+        return self._high_water_mark
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits in the lanes."""
+        return self._lanes.bytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """What was submitted and is not final."""
+        return self._in_flight_bytes
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether `turn` would do something now."""
+        return (
+            self._is_open
+            and bool(self._lanes)
+            and self._in_flight_bytes < self._limits.in_flight_bytes_max
+            and len(self._flights) < self._limits.in_flight_batches_max
+        )
+
+    @property
+    def locks(self) -> LockTable | None:
+        """The lock table; None before the first session."""
+        return self._table
+
+    # -----------------------------------------------------------------------------------------
+    # the store session
+
+    def settled(
+        self, opened: SessionOpened, last: TransactionId, *, unbroken: bool
+    ) -> list[Outcome]:
+        """A session has opened and earlier ones are settled: appends are taken from now on.
+
+        `unbroken`: nobody else can have written since the session before. Otherwise all that is
+        known of the locks is that they were written at or below the mark.
+        """
+        assert not self._is_open
+        assert last <= opened.high_water_mark
+        out: list[Outcome] = []
+        self._high_water_mark = opened.high_water_mark
+        while self._flights and self._flights[0].entry.last <= last:
+            self._land(self._flights.popleft(), out, is_ours=unbroken)
+        for flight in self._flights:
+            for ticket in flight.tickets:
+                ticket.settle(last)
+                self._finish(ticket, out)
+            out.extend(Reached(token) for token in flight.waiting)
+        self._flights.clear()
+        self._in_flight_bytes = 0
+        self._session_id, self._generation = opened.session_id, opened.generation
+        self._chain, self._next_id = opened.chain, TransactionId(opened.high_water_mark + 1)
+        if self._table is None:
+            self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
+        elif unbroken:
+            self._table.clamp(opened.high_water_mark)
+        else:
+            self._table.reset(opened.high_water_mark)
+        self._is_open = True
+        return out
+
+    def committed(self, last: TransactionId, chain: Chain) -> list[Outcome]:
+        """The high-water mark has moved to `last`, where the log's chain is `chain`."""
+        assert self._is_open
+        assert self._high_water_mark <= last < self._next_id
+        self._high_water_mark = last
+        out: list[Outcome] = []
+        while self._flights and self._flights[0].entry.last <= last:
+            flight = self._flights.popleft()
+            self._in_flight_bytes -= len(flight.batch.records)
+            self.proved_ms = flight.submitted_ms
+            assert flight.entry.last < last or flight.entry.chain == chain
+            self._land(flight, out)
+        assert self._in_flight_bytes >= 0
+        return out
+
+    def closed(self) -> None:
+        """The session takes no more; what is in flight waits for the next one's `settled`."""
+        self._is_open = False
+
+    def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
+        """Give the partition up: return what was never submitted, and what may be in the log."""
+        self._is_open = False
+        queued = self._lanes.drop_all()
+        in_flight: list[Ticket] = []
+        out: list[Outcome] = []
+        for flight in self._flights:
+            in_flight.extend(flight.tickets)
+            out.extend(Reached(token) for token in flight.waiting)
+        self._flights.clear()
+        self._in_flight_bytes = 0
+        for epoch in self._epochs:
+            out.extend(Reached(token) for token in epoch.waiting)
+        self._epochs = deque((Epoch(),))
+        return queued, in_flight, out
+
+    # -----------------------------------------------------------------------------------------
+    # clients
+
+    def receive(
+        self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int
+    ) -> list[Outcome]:
+        """Let a request wait for its turn; refuse it when too much waits already."""
+        self.figures.requests += 1
+        epoch = self._epochs[-1]
+        epoch.unfinished += 1
+        ticket: Ticket
+        if isinstance(message, AppendRequest):
+            ticket = SingleTicket(connection, cost_bytes, message, epoch)
+        else:
+            ticket = BatchTicket(connection, cost_bytes, message, message.req_id, epoch)
+        if self._is_over_share(ticket):
+            out: list[Outcome] = []
+            self._refuse(ticket, Reason.OVERLOADED, out)
+            return out
+        self._lanes.push(ticket)
+        return []
+
+    def close(self, connection: ConnectionId) -> list[Outcome]:
+        """Drop what a closed connection had waiting; what is in flight goes on, unanswered."""
+        out: list[Outcome] = []
+        for ticket in self._lanes.drop(connection):
+            self._leave_epoch(ticket, out)
+        return out
+
+    def barrier(self, token: int) -> list[Outcome]:
+        """Give `Reached` when everything that is in flight now is final (a mount's wait)."""
+        if not self._flights:
+            return [Reached(token)]
+        self._flights[-1].waiting.append(token)
+        return []
+
+    def flush(self, token: int) -> list[Outcome]:
+        """Give `Reached` when everything received up to now is final."""
+        if self._epochs[-1].unfinished:
+            self._epochs[-1].waiting.append(token)
+            self._epochs.append(Epoch())
+        elif len(self._epochs) > 1:
+            self._epochs[-2].waiting.append(token)
+        else:
+            return [Reached(token)]
+        return []
+
+    # -----------------------------------------------------------------------------------------
+    # a turn
+
+    def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
+        """Take about one slice of what waits, judge it, and submit it as one batch (rule 4)."""
+        draft = _Draft()
+        group: list[SingleTicket] = []
+        bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
+        while self.wants_turn and bytes_left > 0 and rows_left > 0:
+            ticket = self._lanes.take()
+            assert ticket is not None
+            bytes_left -= ticket.cost_bytes
+            if isinstance(ticket, SingleTicket):
+                rows_left -= 1
+                if self._may_enter(ticket, draft.out):
+                    group.append(ticket)
+            else:
+                self._judge_singles(group, draft)
+                group = []
+                self._judge_batch(ticket, draft)
+                rows_left -= ticket.ids.size
+        self._judge_singles(group, draft)
+        self._submit(draft, now_ms, wall_ms)
+        return draft.out
+
+    def _judge_batch(self, ticket: BatchTicket, draft: _Draft) -> None:
+        message, ticket.message = ticket.message, None
+        assert message is not None
+        try:
+            rows = self._decode(message)
+        except WaltzError as error:
+            self._fail(ticket, error, draft.out)
+            return
+        if reason := self._stale(ticket):
+            ticket.refuse(reason, rows.count)
+            self._finish(ticket, draft.out)
+            return
+        small_enough = rows.lengths <= TRANSACTION_BYTES_MAX
+        all_small = bool(small_enough.all())
+        marks = message.client_high_water_mark if rows.marks is None else rows.marks
+        judgement = self._judge(
+            Requests(
+                rows.write_locks,
+                rows.read_locks,
+                rows.append_locks,
+                np.maximum(marks, BEFORE_FIRST),
+                None if all_small else small_enough,
+            )
+        )
+        accepted = judgement.accepted
+        reasons = np.where(accepted, np.uint8(Reason.COMMITTED), np.uint8(Reason.LOCK))
+        reasons[judgement.ahead] = Reason.AHEAD
+        if not all_small:
+            reasons[~small_enough] = Reason.TOO_LARGE
+        ticket.ids, ticket.conflicts = judgement.ids, judgement.conflicts
+        ticket.reasons = reasons
+        if judgement.accepted_count:
+            keep = None if judgement.accepted_count == rows.count else accepted
+            draft.parts.append(encode_records(rows, keep, self._next_id, ticket.req_id))
+            self._next_id = TransactionId(self._next_id + judgement.accepted_count)
+            draft.tickets.append(ticket)
+        elif judgement.pending.any():
+            draft.tickets.append(ticket)
+        else:
+            self._finish(ticket, draft.out)
+
+    def _judge_singles(self, group: list[SingleTicket], draft: _Draft) -> None:
+        if not group:
+            return
+        messages = [ticket.message for ticket in group]
+        marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
+        judgement = self._judge(
+            Requests(
+                _lock_column([message.write_locks for message in messages]),
+                _lock_column([message.read_locks for message in messages]),
+                _lock_column([message.append_locks for message in messages]),
+                np.maximum(marks, BEFORE_FIRST),
+            )
+        )
+        kept: list[SingleTicket] = []
+        for ticket, transaction_id, conflict, ahead, pending in zip(
+            group,
+            judgement.ids.tolist(),
+            judgement.conflicts.tolist(),
+            judgement.ahead.tolist(),
+            judgement.pending.tolist(),
+            strict=True,
+        ):
+            if transaction_id >= 0:
+                ticket.transaction_id = transaction_id
+                kept.append(ticket)
+                draft.tickets.append(ticket)
+            elif ahead:
+                self._refuse(ticket, Reason.AHEAD, draft.out)
+            else:
+                ticket.reason, ticket.conflict = Reason.LOCK, conflict
+                if pending:
+                    draft.tickets.append(ticket)
+                else:
+                    self._finish(ticket, draft.out)
+        if kept:
+            draft.parts.append(_encode_singles(kept))
+            self._next_id = TransactionId(self._next_id + len(kept))
+
+    def _judge(self, requests: Requests) -> Judgement:
+        assert self._table is not None
+        return self._table.judge(
+            requests, high_water_mark=self._high_water_mark, next_id=self._next_id
+        )
+
+    def _submit(self, draft: _Draft, now_ms: int, wall_ms: int) -> None:
+        if not draft.parts:
+            if draft.tickets:
+                # Refused for an id in flight, so there is a flight; its landing ends all doubt.
+                self._flights[-1].tickets.extend(draft.tickets)
+            return
+        part = _joined(draft.parts)
+        self._stamp_ms = max(self._stamp_ms, wall_ms)
+        batch = Batch(*part, stamp_ms=self._stamp_ms)
+        self._chain = next_chain(
+            self._chain, batch.first, batch.last, self._session_id, batch.record_crcs
+        )
+        entry = LineageEntry(batch.first, batch.last, self._session_id, self._stamp_ms, self._chain)
+        assert batch.last + 1 == self._next_id
+        self._flights.append(_Flight(entry, batch, now_ms, draft.tickets))
+        self._in_flight_bytes += len(batch.records)
+        self.figures.batches += 1
+        self.figures.accepted += batch.last - batch.first + 1
+        draft.out.append(SubmitBatch(batch))
+
+    # -----------------------------------------------------------------------------------------
+    # checks
+
+    def _is_over_share(self, ticket: Ticket) -> bool:
+        """Whether the lanes are full and this connection has its share of them already."""
+        lanes, limit = self._lanes, self._limits.queue_bytes_max
+        if lanes.bytes + ticket.cost_bytes <= limit:
+            return False
+        return lanes.bytes_of(ticket.connection) + ticket.cost_bytes > limit // (
+            lanes.lane_count + 1
+        )
+
+    def _stale(self, ticket: Ticket) -> Reason | None:
+        """Rule 1; a reason, or None for an append that may enter."""
+        req_id = ticket.req_id
+        if not self._mounts.is_ready(req_id.client_id, ticket.connection):
+            return Reason.NOT_MOUNTED
+        if req_id.generation != self._generation:
+            return Reason.GENERATION
+        return None
+
+    def _may_enter(self, ticket: SingleTicket, out: list[Outcome]) -> bool:
+        message = ticket.message
+        reason = self._stale(ticket)
+        if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
+            reason = Reason.TOO_LARGE
+        if reason is not None:
+            self._refuse(ticket, reason, out)
+            return False
+        found = crc32(message.data)
+        if found != message.data_crc & _U32:
+            expected = message.data_crc & _U32
+            self._fail(
+                ticket,
+                ChecksumMismatch(
+                    f"append: expected data with CRC {expected:08x}, found {found:08x}"
+                ),
+                out,
+            )
+            return False
+        return True
+
+    def _decode(self, message: AppendBatch) -> AppendRows:
+        found = crc32(message.payload)
+        expected = message.payload_crc & _U32
+        if found != expected:
+            raise ChecksumMismatch(
+                f"append batch: expected a payload with CRC {expected:08x}, found {found:08x}"
+            )
+        limits = self._limits
+        rows = decode_append(
+            message.payload, rows_max=limits.batch_rows_max, bytes_max=limits.batch_bytes_max
+        )
+        sequence = message.req_id.sequence
+        if sequence < 0 or sequence + rows.count - 1 > _SEQUENCE_MAX:
+            raise BadRequest(
+                f"append batch: expected sequence numbers in 0..{_SEQUENCE_MAX}, found "
+                f"{rows.count} from {sequence} on: take a new client id before they run out"
+            )
+        return rows
+
+    # -----------------------------------------------------------------------------------------
+    # endings
+
+    def _land(self, flight: _Flight, out: list[Outcome], *, is_ours: bool = True) -> None:
+        batch = flight.batch
+        self.figures.committed += batch.last - batch.first + 1
+        self.figures.committed_bytes += len(batch.records)
+        if is_ours:  # Else the log may have been cut and written on since, with other chains.
+            out.append(BatchCommitted(flight.entry, batch))
+        for ticket in flight.tickets:
+            self._finish(ticket, out)
+        out.extend(Reached(token) for token in flight.waiting)
+
+    def _finish(self, ticket: Ticket, out: list[Outcome]) -> None:
+        """Answer a request whose rows are all final."""
+        refused = self.figures.refused
+        if isinstance(ticket, SingleTicket):
+            if ticket.reason:
+                refused[ticket.reason] += 1
+        elif ticket.reasons.any():
+            for reason, count in enumerate(np.bincount(ticket.reasons).tolist()):
+                refused[reason] += count if reason else 0
+        out.append(ticket.answer(self._high_water_mark))
+        self._leave_epoch(ticket, out)
+
+    def _refuse(self, ticket: Ticket, reason: Reason, out: list[Outcome]) -> None:
+        """Refuse all rows of a request that was not judged."""
+        if isinstance(ticket, SingleTicket):
+            ticket.refuse(reason)
+        else:
+            message, ticket.message = ticket.message, None
+            assert message is not None
+            try:
+                rows = self._decode(message)
+            except WaltzError as error:
+                self._fail(ticket, error, out)
+                return
+            ticket.refuse(reason, rows.count)
+        self._finish(ticket, out)
+
+    def _fail(self, ticket: Ticket, error: WaltzError, out: list[Outcome]) -> None:
+        if isinstance(error, TooLarge):
+            self.figures.refused[Reason.TOO_LARGE] += 1
+        out.append(refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error))
+        self._leave_epoch(ticket, out)
+
+    def _leave_epoch(self, ticket: Ticket, out: list[Outcome]) -> None:
+        ticket.epoch.unfinished -= 1
+        assert ticket.epoch.unfinished >= 0
+        while len(self._epochs) > 1 and not self._epochs[0].unfinished:
+            out.extend(Reached(token) for token in self._epochs.popleft().waiting)
+
+
+# ---------------------------------------------------------------------------------------------
+# one by one: what comes alone is encoded alone
+
+
+def _lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(locks) for locks in rows], out=offsets[1:])
+    values = np.fromiter(chained.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
+    return LockColumn(offsets, values)
+
+
+def _encode_singles(tickets: Sequence[SingleTicket]) -> EncodedBatch:
+    """Return the records of single transactions whose ids follow one another."""
+    pieces: list[bytes | memoryview] = []
+    crcs: list[bytes] = []
+    lengths: list[int] = []
+    for ticket in tickets:
+        message = ticket.message
+        data = message.data
+        prefix = RECORD_PREFIX.pack(
+            ticket.transaction_id,
+            message.req_id.to_bytes(),
+            message.header,
+            len(data),
+            message.data_crc,
+        )
+        crc = crc32(data, crc32(prefix)).to_bytes(4, "big")
+        pieces += (prefix, data, crc)
+        crcs.append(crc)
+        lengths.append(RECORD_OVERHEAD_BYTES + len(data))
+    records = b"".join(pieces)
+    return EncodedBatch(
+        first=TransactionId(tickets[0].transaction_id),
+        last=TransactionId(tickets[-1].transaction_id),
+        lengths=np.array(lengths, dtype=">i4").tobytes(),
+        records=memoryview(records),
+        record_crcs=b"".join(crcs),
+        records_crc=crc32(records),
+    )
+
+
+def _joined(parts: Sequence[EncodedBatch]) -> EncodedBatch:
+    """Return runs of records that follow one another as one."""
+    if len(parts) == 1:
+        return parts[0]
+    records_crc = 0
+    for part in parts:
+        records_crc = combine(records_crc, part.records_crc, len(part.records))
+    return EncodedBatch(
+        first=parts[0].first,
+        last=parts[-1].last,
+        lengths=b"".join(part.lengths for part in parts),
+        records=memoryview(b"".join(part.records for part in parts)),
+        record_crcs=b"".join(part.record_crcs for part in parts),
+        records_crc=records_crc,
+    )

@@ -1,0 +1,261 @@
+"""The feed of one partition: to each client that asked, every committed transaction in order.
+
+Why it stands alone: a client's picture of the log is made of what is sent here, so it must be
+dense and in order for each of them, whatever their pace, and a client that does not read must cost
+no more than the frames already handed to its connection.
+
+Rules (interop.md 2.2 and 2.3; correctness.md row 22):
+    1. A context sends ids `next..until` and nothing above the high-water mark, each once.
+    2. A mount grants up to the mark at its time; a feed request grants at least
+       `feed_grant_count_min` transactions from the client's mark. The end of a grant is answered.
+    3. A congested connection gets nothing. One turn sends each context one frame at most.
+    4. What is no longer remembered is fetched once for all contexts that stand at the same id.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from waltz_core.raw_records import FEED_HEADER_BYTES
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    ClientId,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
+from waltz_core.wire.messages import FeedBatch, FeedSuspended
+
+# Contexts served in one turn: a turn of the loop stays short however many clients there are.
+FRAMES_PER_TURN_MAX = 64
+
+Key: TypeAlias = tuple[ConnectionId, ClientId]
+
+
+class Memory(Protocol):
+    """Where feed headers come from without waiting."""
+
+    def recall(self, first: TransactionId, last: TransactionId) -> Stretch | None:
+        """Return headers from `first` up to `last` or fewer; None when they must be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchHeaders:
+    """Get the feed headers from `first` up to `last` (or fewer) from a storage."""
+
+    first: TransactionId
+    last: TransactionId
+
+
+@dataclass(frozen=True, slots=True)
+class MountReached:
+    """The feed of a mounting client has come to the mark that its mount was promised."""
+
+    question: Received
+
+
+Outcome: TypeAlias = Answer | FetchHeaders | MountReached
+
+
+@dataclass(slots=True)
+class _Context:
+    question: Received  # the mount, until it is answered; then the feed request granted last
+    mount_id: ReqId
+    next: TransactionId
+    until: TransactionId
+    is_mounting: bool
+    is_granted: bool = True
+    is_fetching: bool = False
+
+    @property
+    def connection(self) -> ConnectionId:
+        """Where the feed goes."""
+        return self.question.connection
+
+
+class Feed:
+    """The feed contexts of one partition."""
+
+    def __init__(self, limits: Limits, memory: Memory) -> None:
+        self._limits = limits
+        self._memory = memory
+        # In order of turns.
+        self._contexts: OrderedDict[Key, _Context] = OrderedDict()
+        self._congested: set[ConnectionId] = set()
+        self._high_water_mark = BEFORE_FIRST
+        self._session_id = SessionId(-1)
+        self._has_more = False
+
+    # -----------------------------------------------------------------------------------------
+    # figures
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether `turn` would send something now."""
+        return self._has_more
+
+    @property
+    def count(self) -> int:
+        """How many clients are fed."""
+        return len(self._contexts)
+
+    def lag_max(self) -> int:
+        """How far the slowest client is behind the high-water mark."""
+        nexts = [context.next for context in self._contexts.values()]
+        return self._high_water_mark + 1 - min(nexts) if nexts else 0
+
+    # -----------------------------------------------------------------------------------------
+    # what comes in
+
+    def mount(self, question: Received, *, mark: TransactionId, until: TransactionId) -> None:
+        """Feed a mounting client from its mark up to the log's; `MountReached` follows."""
+        assert BEFORE_FIRST <= mark <= until <= self._high_water_mark
+        mount_id = question.message.req_id
+        key = (question.connection, mount_id.client_id)
+        assert key not in self._contexts
+        first = TransactionId(mark + 1)
+        self._contexts[key] = _Context(question, mount_id, first, until, is_mounting=True)
+        self._has_more = True
+
+    def grant(self, question: Received, *, mark: TransactionId) -> bool:
+        """Go on after the client's mark; False when there is no such mount, or a grant is open.
+
+        The request is answered by `FeedSuspended` at the end of the stretch.
+        """
+        mount_id = question.message.req_id
+        context = self._contexts.get((question.connection, mount_id.client_id))
+        if context is None or context.mount_id != mount_id or context.is_granted:
+            return False
+        assert mark <= self._high_water_mark
+        context.question = question
+        context.next = TransactionId(mark + 1)
+        context.until = max(
+            self._high_water_mark, TransactionId(mark + self._limits.feed_grant_count_min)
+        )
+        context.is_granted = True
+        self._has_more = True
+        return True
+
+    def drop_client(self, client_id: ClientId) -> list[Received]:
+        """End all feeds of one client; return its mounts and feed requests not yet answered."""
+        keys = [key for key in self._contexts if key[1] == client_id]
+        dropped = [self._contexts.pop(key) for key in keys]
+        return [context.question for context in dropped if context.is_granted]
+
+    def close(self, connection: ConnectionId) -> None:
+        """The connection is gone."""
+        for key in [key for key in self._contexts if key[0] == connection]:
+            del self._contexts[key]
+        self._congested.discard(connection)
+
+    def congested(self, connection: ConnectionId) -> None:
+        """Send this connection nothing until it has drained."""
+        self._congested.add(connection)
+
+    def drained(self, connection: ConnectionId) -> None:
+        """The connection takes frames again."""
+        self._congested.discard(connection)
+        self._has_more = True
+
+    def advanced(self, session_id: SessionId, high_water_mark: TransactionId) -> None:
+        """The high-water mark has moved, or a new session has confirmed it."""
+        self._session_id = session_id
+        self._high_water_mark = high_water_mark
+        self._has_more = True
+
+    def abandon(self) -> list[Received]:
+        """End all feeds; return the mounts and feed requests not yet answered."""
+        waiting = [each.question for each in self._contexts.values() if each.is_granted]
+        self._contexts.clear()
+        self._has_more = False
+        return waiting
+
+    # -----------------------------------------------------------------------------------------
+    # what goes out
+
+    def turn(self) -> list[Outcome]:
+        """Send a frame to each context that can take one, some of them at a time (rule 3)."""
+        out: list[Outcome] = []
+        self._has_more = False
+        frames = 0
+        for key, context in list(self._contexts.items()):
+            if context.connection in self._congested or context.is_fetching:
+                continue
+            if not context.is_granted:
+                continue
+            if frames == FRAMES_PER_TURN_MAX:
+                self._has_more = True
+                break
+            if self._serve(context, out):
+                frames += 1
+                self._contexts.move_to_end(key)
+        return out
+
+    def fetched(self, stretch: Stretch) -> list[Outcome]:
+        """Headers have come from a storage: send them to everybody who waits at their first id."""
+        out: list[Outcome] = []
+        for context in self._contexts.values():
+            if context.is_fetching and context.next == stretch.first:
+                context.is_fetching = False
+                if context.connection not in self._congested:
+                    self._send(context, stretch, out)
+                    self._end_grant(context, out)
+                self._has_more = True
+        return out
+
+    def _serve(self, context: _Context, out: list[Outcome]) -> bool:
+        """Send one frame, or end the grant, or ask for headers; True when a frame was sent."""
+        last = min(context.until, self._high_water_mark)
+        if context.next > last:
+            self._end_grant(context, out)
+            return False
+        last = min(last, TransactionId(context.next + self._limits.feed_frame_count_max - 1))
+        stretch = self._memory.recall(context.next, last)
+        if stretch is None:
+            context.is_fetching = True
+            fetch = FetchHeaders(
+                context.next,
+                TransactionId(context.next + self._limits.feed_frame_count_max - 1),
+            )
+            if fetch not in out:
+                out.append(fetch)
+            return False
+        self._send(context, stretch, out)
+        self._end_grant(context, out)
+        return True
+
+    def _send(self, context: _Context, stretch: Stretch, out: list[Outcome]) -> None:
+        # What was fetched for another context may reach further than this one was granted.
+        count = min(stretch.size, context.until - context.next + 1)
+        assert stretch.first == context.next
+        assert count > 0
+        assert context.next + count - 1 <= self._high_water_mark
+        chain_at, chain = stretch.chain_at, stretch.chain
+        if chain_at >= context.next + count:
+            chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
+        message = FeedBatch(
+            context.mount_id,
+            context.next,
+            count,
+            memoryview(stretch.headers)[: count * FEED_HEADER_BYTES],
+            self._session_id,
+            chain_at,
+            chain,
+        )
+        context.next = TransactionId(context.next + count)
+        out.append(Answer(context.connection, message, 0))
+        if context.next <= min(context.until, self._high_water_mark):
+            self._has_more = True
+
+    def _end_grant(self, context: _Context, out: list[Outcome]) -> None:
+        if context.next <= context.until:
+            return
+        context.is_granted = False
+        if context.is_mounting:
+            context.is_mounting = False
+            out.append(MountReached(context.question))
+            return
+        message = FeedSuspended(context.mount_id)
+        out.append(Answer(context.connection, message, context.question.cost_bytes))

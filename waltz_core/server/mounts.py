@@ -1,0 +1,102 @@
+"""Which connection of each client may append to a partition, and which never again.
+
+Why it stands alone: a client whose connection broke learns the fate of its appends by mounting
+again, and only then may send them anew. That is safe only while nothing sent on an older
+connection can still get in: the fence kept here.
+
+Rules (correctness.md row 22 and "Room for our rules"; spark.md, "Exactly once"):
+    1. For each client the highest connection sequence wins, for the whole generation, also after
+       its connection has closed. An equal one is accepted on the same connection only.
+    2. A connection takes appends from the answer to its mount on, not from the request.
+    3. At most `limit` clients without a connection are remembered; beyond that the one that left
+       first is forgotten, so `limit` other clients must have left since a fence could fail.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from waltz_core.errors import ConnectionSuperseded
+from waltz_core.record import ClientId
+from waltz_core.server.events import ConnectionId
+
+
+@dataclass(slots=True)
+class _Mount:
+    connection: ConnectionId
+    sequence: int
+    is_ready: bool
+
+
+class Mounts:
+    """The mounts of one partition in one generation."""
+
+    __slots__ = ("_clients_of", "_left", "_limit", "_mounts")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._mounts: dict[ClientId, _Mount] = {}
+        self._clients_of: dict[ConnectionId, list[ClientId]] = {}
+        # The highest sequence of clients that left, in the order in which they did.
+        self._left: OrderedDict[ClientId, int] = OrderedDict()
+
+    def highest(self, client_id: ClientId) -> int | None:
+        """The highest connection sequence that the client has mounted with, if any."""
+        mount = self._mounts.get(client_id)
+        return self._left.get(client_id) if mount is None else mount.sequence
+
+    def fault(
+        self, client_id: ClientId, connection: ConnectionId, sequence: int
+    ) -> ConnectionSuperseded | None:
+        """Say why this connection may not mount (rule 1), None when it may."""
+        highest = self.highest(client_id)
+        if highest is None or sequence > highest:
+            return None
+        if sequence == highest and self.is_current(client_id, connection):
+            return None
+        return ConnectionSuperseded(
+            f"client {client_id} has mounted with connection sequence {highest}, "
+            f"this one has {sequence}"
+        )
+
+    def begin(self, client_id: ClientId, connection: ConnectionId, sequence: int) -> None:
+        """Fence off older connections of the client."""
+        assert self.fault(client_id, connection, sequence) is None
+        mount = self._mounts.get(client_id)
+        if mount is not None:
+            self._clients_of[mount.connection].remove(client_id)
+        self._left.pop(client_id, None)
+        self._mounts[client_id] = _Mount(connection, sequence, is_ready=False)
+        self._clients_of.setdefault(connection, []).append(client_id)
+
+    def is_current(self, client_id: ClientId, connection: ConnectionId) -> bool:
+        """Whether this is the client's connection, mounted or about to be."""
+        mount = self._mounts.get(client_id)
+        return mount is not None and mount.connection == connection
+
+    def finish(self, client_id: ClientId, connection: ConnectionId) -> None:
+        """The mount is answered: the connection's appends are taken from now on (rule 2)."""
+        assert self.is_current(client_id, connection)
+        self._mounts[client_id].is_ready = True
+
+    def is_ready(self, client_id: ClientId, connection: ConnectionId) -> bool:
+        """Whether an append of the client that came on this connection may enter the log."""
+        mount = self._mounts.get(client_id)
+        return mount is not None and mount.is_ready and mount.connection == connection
+
+    def close(self, connection: ConnectionId) -> None:
+        """The connection is gone; its fences stay (rule 1)."""
+        for client_id in self._clients_of.pop(connection, ()):
+            self._left[client_id] = self._mounts.pop(client_id).sequence
+        while len(self._left) > self._limit:
+            self._left.popitem(last=False)
+
+    def clear(self) -> None:
+        """A new generation: every client has to mount again, with any sequence."""
+        self._mounts.clear()
+        self._clients_of.clear()
+        self._left.clear()
+
+    @property
+    def count(self) -> int:
+        """How many clients are mounted now."""
+        return len(self._mounts)

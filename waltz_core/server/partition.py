@@ -1,0 +1,610 @@
+"""One partition as it is served: appends, mounts, feeds and reads over the store's sessions.
+
+Why it stands alone: this is where clients meet replication. Each part below has its own file and
+knows nothing of the others; only this one routes between them, and only this one knows whether
+there is a store session.
+
+Rules (correctness.md 2.1 H and rows 16, 21, 22, 28, 29, 39):
+    1. Nothing of a session is told before `SessionOpened` and `Settled`: requests wait until then.
+    2. When nobody else can have written between two sessions (`unbroken`, same generation), locks
+       are clamped and caches kept up to the mark; otherwise both start anew.
+    3. A mount is answered when (a) there is a settled session, (b) everything of older connections
+       of the client is final, (c) the feed, where there is one, has reached the mark taken then.
+    4. A mark is told only while a quorum has confirmed the session within the session timer.
+    5. A high-water mark never goes back; a store that says otherwise has lost data, and the
+       partition is given up.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import assert_never
+
+from waltz_core import errors
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    Generation,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication import events as replication
+from waltz_core.server import append, feed
+from waltz_core.server.append import AppendPipeline
+from waltz_core.server.cache import FeedCache, TransactionCache
+from waltz_core.server.events import (
+    Answer,
+    Closed,
+    Congested,
+    ConnectionId,
+    Drained,
+    Effect,
+    Event,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Identity,
+    Limits,
+    Received,
+    Store,
+    Stretch,
+    refusal,
+)
+from waltz_core.server.feed import Feed
+from waltz_core.server.mounts import Mounts
+from waltz_core.server.proofs import Proofs
+from waltz_core.server.reads import Reads
+from waltz_core.server.tickets import Ticket
+from waltz_core.wire.messages import (
+    LATEST_MARK,
+    AppendBatch,
+    AppendRequest,
+    ClientMessage,
+    FeedRequest,
+    FlushRequest,
+    FlushResponse,
+    HighWaterMarkRequest,
+    HighWaterMarkResponse,
+    Mounted,
+    MountRequest,
+    MountResponse,
+    MountWriter,
+    RangeRequest,
+    ReplicasRequest,
+    ReplicasResponse,
+    TransactionDataRequest,
+)
+
+READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
+
+
+@dataclass(slots=True)
+class _Mounting:
+    """A mount that waits for what is in flight, and then for its feed."""
+
+    question: Received
+    wants_feed: bool
+
+
+class Partition:
+    """See the module's rules. A machine: events of `server.events` in, their effects out."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        store: Store,
+        limits: Limits,
+        transactions: TransactionCache,
+        feed_cache: FeedCache,
+    ) -> None:
+        self._identity = identity
+        self._store = store
+        self._limits = limits
+        self._mounts = Mounts(limits.fences_max)
+        self.pipeline = AppendPipeline(limits, self._mounts)
+        self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
+        self.feed = Feed(limits, self.reads)
+        self._proofs: Proofs[Received] = Proofs(limits.session_timer_ms)
+        self._generation = Generation(-1)
+        self._settled_generation = Generation(-1)
+        self._is_owned = False
+        self._opening: replication.SessionOpened | None = None
+        self._session_id: SessionId = NO_SESSION
+        self._is_open = False
+        self._high_water_mark = BEFORE_FIRST
+        self._until_open: deque[tuple[int, Received]] = deque()
+        self._mounting: dict[int, _Mounting] = {}
+        self._flushing: dict[int, Received] = {}
+        self._tokens = count(1)
+        self._now_ms = 0
+        self._wall_ms = 0
+        self.session_changes = 0
+
+    # -----------------------------------------------------------------------------------------
+    # figures
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a settled store session: what health reports."""
+        return self._is_open
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this server serves the partition."""
+        return self._is_owned
+
+    @property
+    def high_water_mark(self) -> TransactionId:
+        """The last committed transaction known here."""
+        return self._high_water_mark
+
+    @property
+    def generation(self) -> Generation:
+        """The ownership's generation."""
+        return self._generation
+
+    @property
+    def mount_count(self) -> int:
+        """How many clients are mounted."""
+        return self._mounts.count
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When to send the next `Wakeup`."""
+        if self.pipeline.wants_turn or self.feed.wants_turn:
+            return self._now_ms
+        times = [self._store.wake_at_ms, self.reads.wake_at_ms]
+        if self._until_open:
+            times.append(self._until_open[0][0])
+        wanted = [time_ms for time_ms in times if time_ms is not None]
+        return min(wanted) if wanted else None
+
+    # -----------------------------------------------------------------------------------------
+    # the only way in
+
+    def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
+        """Take one event in; `now_ms` is monotonic."""
+        self._now_ms = now_ms
+        out: list[Effect] = []
+        match event:
+            case Received():
+                self._wall_ms = max(self._wall_ms, event.wall_ms)
+                self._receive(event, out)
+            case Closed():
+                self._close(event.connection, out)
+            case Congested():
+                self.feed.congested(event.connection)
+            case Drained():
+                self.feed.drained(event.connection)
+            case Fetched():
+                self._route_reads(self.reads.fetched(event.token, event.message, now_ms), out)
+            case FetchFailed():
+                self._route_reads(self.reads.failed(event.token, event.reason, now_ms), out)
+            case Wakeup():
+                self._wake(out)
+            case replication.Own():
+                self._own(event, out)
+            case replication.Disown():
+                self._drive(event, out)
+                self._give_up("the partition has moved to another server", out)
+            case _:
+                self._drive(event, out)
+        return out
+
+    def _wake(self, out: list[Effect]) -> None:
+        store_at_ms = self._store.wake_at_ms
+        if store_at_ms is not None and store_at_ms <= self._now_ms:
+            self._drive(Wakeup(), out)
+        while self._until_open and self._until_open[0][0] <= self._now_ms:
+            _, question = self._until_open.popleft()
+            error = errors.Unavailable(
+                f"partition {self._identity.partition_id} has no store session for "
+                f"{self._limits.open_wait_ms} ms"
+            )
+            out.append(_refuse(question, error))
+        self._route_reads(self.reads.wake(self._now_ms), out)
+        if self.pipeline.wants_turn:
+            self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms), out)
+        self._feed_turn(out)
+
+    # -----------------------------------------------------------------------------------------
+    # clients
+
+    def _receive(self, event: Received, out: list[Effect]) -> None:
+        message = event.message
+        if not self._is_owned:
+            out.append(self._not_owned(event))
+        elif isinstance(message, AppendRequest | AppendBatch):
+            self._route(self.pipeline.receive(event.connection, message, event.cost_bytes), out)
+        elif isinstance(message, FlushRequest):
+            token = next(self._tokens)
+            self._flushing[token] = event
+            self._route(self.pipeline.flush(token), out)
+        elif self._is_open:
+            self._answer(event, out)
+        else:
+            self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
+
+    def _answer(self, event: Received, out: list[Effect]) -> None:
+        assert self._is_open
+        message = event.message
+        match message:
+            case MountRequest() | MountWriter():
+                self._mount(event, message, out)
+            case FeedRequest():
+                self._grant(event, message, out)
+            case HighWaterMarkRequest():
+                self._tell_mark(event, out)
+            case ReplicasRequest():
+                self._tell_mark(event, out, always=message.linearizable)
+            case RangeRequest():
+                self._route_reads(self.reads.range(event, message), out)
+            case TransactionDataRequest():
+                self._route_reads(self.reads.data(event, message), out)
+            case _:
+                fault = f"{type(message).__name__} is no request to a partition"
+                out.append(_refuse(event, errors.BadRequest(fault)))
+
+    def _close(self, connection: ConnectionId, out: list[Effect]) -> None:
+        self._mounts.close(connection)
+        self.feed.close(connection)
+        self._until_open = deque(
+            (at_ms, question)
+            for at_ms, question in self._until_open
+            if question.connection != connection
+        )
+        self._route(self.pipeline.close(connection), out)
+
+    # -----------------------------------------------------------------------------------------
+    # mounts
+
+    def _mount(
+        self, event: Received, message: MountRequest | MountWriter, out: list[Effect]
+    ) -> None:
+        req_id, connection = message.req_id, event.connection
+        mark = _mark_of(message)
+        if error := self._mount_error(req_id, mark, message.connection_sequence, connection):
+            out.append(self._mount_refusal(event, error))
+            return
+        # Of this client nothing older goes on, not even a mount on the same connection.
+        older = self.feed.drop_client(req_id.client_id)
+        for token, mounting in list(self._mounting.items()):
+            if mounting.question.message.req_id.client_id == req_id.client_id:
+                older.append(self._mounting.pop(token).question)
+        out.extend(_superseded(question) for question in older)
+        self._mounts.begin(req_id.client_id, connection, message.connection_sequence)
+        token = next(self._tokens)
+        wants_feed = not isinstance(message, MountWriter) or message.wants_feed
+        self._mounting[token] = _Mounting(event, wants_feed)
+        self._route(self.pipeline.barrier(token), out)
+
+    def _mount_error(
+        self, req_id: ReqId, mark: int, sequence: int, connection: ConnectionId
+    ) -> errors.WaltzError | None:
+        where = f"partition {self._identity.partition_id}"
+        if req_id.generation > self._generation:
+            return errors.NotOwned(
+                f"{where}: asked for in generation {req_id.generation}, "
+                f"this server has it in generation {self._generation}"
+            )
+        if req_id.generation < self._generation:
+            return errors.GenerationMismatch(
+                f"{where}: asked for in generation {req_id.generation}, "
+                f"it has moved on to generation {self._generation}"
+            )
+        if mark < LATEST_MARK:
+            return errors.BadRequest(f"{where}: expected a mark of -1 or more, found {mark}")
+        if mark > self._high_water_mark:
+            return errors.ClientAhead(
+                f"{where}: the client's high-water mark {mark} is above the log's "
+                f"{self._high_water_mark}: another cluster, or the log was lost"
+            )
+        return self._mounts.fault(req_id.client_id, connection, sequence)
+
+    def _mount_refusal(self, event: Received, error: errors.WaltzError) -> Answer:
+        message = event.message
+        if isinstance(message, MountRequest) and isinstance(error, errors.ClientAhead):
+            return Answer(
+                event.connection, MountResponse(message.req_id, CLIENT_AHEAD), event.cost_bytes
+            )
+        return _refuse(event, error)
+
+    def _drained(self, token: int, out: list[Effect]) -> None:
+        """Everything older is final (rule 3 b)."""
+        mounting = self._mounting.pop(token)
+        event = mounting.question
+        message = event.message
+        assert isinstance(message, MountRequest | MountWriter)
+        if not self._mounts.is_current(message.req_id.client_id, event.connection):
+            return  # The connection has closed.
+        mark = _mark_of(message)
+        if not mounting.wants_feed:
+            self._mounted(event, out)
+            return
+        self.feed.mount(
+            event,
+            mark=self._high_water_mark if mark == LATEST_MARK else TransactionId(mark),
+            until=self._high_water_mark,
+        )
+
+    def _mounted(self, event: Received, out: list[Effect]) -> None:
+        message = event.message
+        assert isinstance(message, MountRequest | MountWriter)
+        self._mounts.finish(message.req_id.client_id, event.connection)
+        answer: ClientMessage = MountResponse(message.req_id, READY)
+        if isinstance(message, MountWriter):
+            answer = Mounted(
+                message.req_id,
+                self._session_id,
+                self._high_water_mark,
+                self._limits.batch_rows_max,
+                self._limits.batch_bytes_max,
+                self._limits.connection_bytes_max,
+            )
+        out.append(Answer(event.connection, answer, event.cost_bytes))
+
+    def _grant(self, event: Received, message: FeedRequest, out: list[Effect]) -> None:
+        mark = message.client_high_water_mark
+        if mark > self._high_water_mark:
+            fault = (
+                f"feed after {mark} of partition {self._identity.partition_id}: its high-water "
+                f"mark is {self._high_water_mark}"
+            )
+            out.append(_refuse(event, errors.ClientAhead(fault)))
+        elif mark < BEFORE_FIRST or not self.feed.grant(event, mark=TransactionId(mark)):
+            fault = (
+                f"feed after {mark} of partition {self._identity.partition_id}: expected a mark "
+                "of -1 or more and the request id of a mount whose last grant is used up"
+            )
+            out.append(_refuse(event, errors.BadRequest(fault)))
+
+    def _feed_turn(self, out: list[Effect]) -> None:
+        if self.feed.wants_turn:
+            self._route_feed(self.feed.turn(), out)
+
+    # -----------------------------------------------------------------------------------------
+    # marks
+
+    def _tell_mark(self, event: Received, out: list[Effect], *, always: bool = False) -> None:
+        """Answer with the mark, after a proof when the last one is too old (rule 4)."""
+        if not always and self._proofs.is_fresh(self._now_ms):
+            out.append(self._with_mark(event, self._high_water_mark))
+            return
+        for effect in self._proofs.ask(event, self._now_ms):
+            self._drive(effect, out)
+
+    def _with_mark(self, event: Received, mark: TransactionId) -> Answer:
+        req_id = event.message.req_id
+        answer: ClientMessage
+        if isinstance(event.message, FlushRequest):
+            answer = FlushResponse(req_id, mark)
+        elif isinstance(event.message, ReplicasRequest):
+            answer = ReplicasResponse(
+                req_id,
+                self._session_id,
+                mark,
+                tuple(self._store.readable_replicas),
+                self._identity.cluster_key,
+                self._identity.partition_count,
+            )
+        else:
+            answer = HighWaterMarkResponse(req_id, mark)
+        return Answer(event.connection, answer, event.cost_bytes)
+
+    # -----------------------------------------------------------------------------------------
+    # the store
+
+    def _drive(self, event: replication.Event, out: list[Effect]) -> None:
+        """Step the store; what it tells the owner is dealt with here, the rest goes out."""
+        for effect in self._store.step(event, self._now_ms):
+            match effect:
+                case replication.SessionOpened():
+                    self._opening = effect
+                case replication.Settled():
+                    self._settled(effect, out)
+                case replication.Committed():
+                    self._committed(effect, out)
+                case replication.SessionClosed():
+                    self._session_closed(effect, out)
+                case replication.MarkProved() | replication.MarkUnproved():
+                    self._proof_ended(effect, out)
+                case replication.Released():
+                    self._give_up(effect.reason, out)
+                    out.append(effect)
+                case _:
+                    out.append(effect)
+        self.reads.replicas = self._store.readable_replicas
+
+    def _own(self, event: replication.Own, out: list[Effect]) -> None:
+        if event.generation != self._generation:
+            self._mounts.clear()
+            self._generation = event.generation
+        self._is_owned = True
+        self._drive(event, out)
+
+    def _settled(self, event: replication.Settled, out: list[Effect]) -> None:
+        opened, self._opening = self._opening, None
+        assert opened is not None
+        assert opened.session_id == event.session_id
+        mark = opened.high_water_mark
+        if mark < self._high_water_mark:
+            self._lose(f"the log ends at {mark}, told was {self._high_water_mark}", out)
+            return
+        unbroken = opened.unbroken and opened.generation == self._settled_generation
+        self._settled_generation = opened.generation
+        self._session_id, self._is_open = opened.session_id, True
+        self._high_water_mark = mark
+        self.session_changes += 1
+        self._proofs.confirm(self._now_ms)
+        if not unbroken:
+            self.reads.forget_all()
+        self.reads.replicas = self._store.readable_replicas
+        outcomes = self.pipeline.settled(opened, event.committed_last, unbroken=unbroken)
+        self.feed.advanced(opened.session_id, mark)
+        self._route_reads(self.reads.opened(opened.session_id, mark), out)
+        self._route(outcomes, out)
+        out.append(
+            Report("session_opened", (("session", opened.session_id), ("high_water_mark", mark)))
+        )
+        waiting, self._until_open = self._until_open, deque()
+        for _, question in waiting:
+            self._receive(question, out)
+
+    def _committed(self, event: replication.Committed, out: list[Effect]) -> None:
+        assert self._is_open
+        assert event.session_id == self._session_id
+        self._high_water_mark = event.last
+        outcomes = self.pipeline.committed(event.last, event.chain)
+        self.reads.advanced(event.last)
+        self._route(outcomes, out)
+        if self.pipeline.proved_ms is not None:
+            self._proofs.confirm(self.pipeline.proved_ms)
+        self.feed.advanced(self._session_id, event.last)
+        self._feed_turn(out)
+
+    def _session_closed(self, event: replication.SessionClosed, out: list[Effect]) -> None:
+        self._is_open = False
+        self._opening = None
+        self.pipeline.closed()
+        self.reads.closed()
+        deadline_ms = self._now_ms + self._limits.open_wait_ms
+        # Asked before the session ended, so the next one may answer as well.
+        self._until_open.extend((deadline_ms, question) for question in self._proofs.reset())
+        out.append(
+            Report("session_closed", (("session", event.session_id), ("reason", event.reason)))
+        )
+
+    def _proof_ended(
+        self, event: replication.MarkProved | replication.MarkUnproved, out: list[Effect]
+    ) -> None:
+        if isinstance(event, replication.MarkProved):
+            questions, proofs = self._proofs.proved(event.token, self._now_ms)
+            out.extend(self._with_mark(each, event.high_water_mark) for each in questions)
+        else:
+            questions, proofs = self._proofs.failed(event.token, self._now_ms)
+            out.extend(_refuse(each, self._unproved()) for each in questions)
+        for proof in proofs:
+            self._drive(proof, out)
+
+    def _unproved(self) -> errors.WaltzError:
+        return errors.SessionLost(
+            f"partition {self._identity.partition_id}: no quorum of storages confirmed the session"
+        )
+
+    # -----------------------------------------------------------------------------------------
+    # giving up
+
+    def _not_owned(self, event: Received) -> Answer:
+        if isinstance(event.message, MountRequest):
+            answer = MountResponse(event.message.req_id, NOT_READY)
+            return Answer(event.connection, answer, event.cost_bytes)
+        error = errors.NotOwned(f"this server does not own partition {self._identity.partition_id}")
+        return _refuse(event, error)
+
+    def _lose(self, reason: str, out: list[Effect]) -> None:
+        """Rule 5: serve nothing rather than a log that has changed below what was told."""
+        self._give_up(reason, out)
+        self._drive(replication.Disown(), out)
+        out.append(Report("data_loss", (("reason", reason),)))
+        out.append(replication.Released(f"data loss: {reason}"))
+
+    def _give_up(self, reason: str, out: list[Effect]) -> None:
+        """Answer everything that waits: the partition is no longer served here."""
+        self._is_owned = self._is_open = False
+        self._opening = None
+        queued, in_flight, outcomes = self.pipeline.abandon()
+        where = f"partition {self._identity.partition_id}: {reason}"
+        gone = errors.NotOwned(where)
+        unknown = errors.OutcomeUnknown(f"{where}; the append may or may not be in the log")
+        out.extend(_refuse_ticket(ticket, gone) for ticket in queued)
+        out.extend(_refuse_ticket(ticket, unknown) for ticket in in_flight)
+        waiting = [question for _, question in self._until_open]
+        waiting += self._flushing.values()
+        waiting += (mounting.question for mounting in self._mounting.values())
+        waiting += self._proofs.reset()
+        waiting += self.feed.abandon()
+        waiting += self.reads.abandon()
+        self._until_open.clear()
+        self._flushing.clear()
+        self._mounting.clear()
+        self._mounts.clear()
+        out.extend(_refuse(question, gone) for question in waiting)
+        assert all(isinstance(outcome, append.Reached) for outcome in outcomes)
+
+    # -----------------------------------------------------------------------------------------
+    # routing between the parts
+
+    def _route(self, outcomes: Sequence[append.Outcome], out: list[Effect]) -> None:
+        for outcome in outcomes:
+            match outcome:
+                case Answer():
+                    out.append(outcome)
+                case append.SubmitBatch():
+                    self._drive(replication.Submit(self._session_id, outcome.batch), out)
+                case append.BatchCommitted():
+                    self.reads.remember(outcome.entry, outcome.batch)
+                case append.Reached():
+                    self._reached(outcome.token, out)
+                case _:
+                    assert_never(outcome)
+
+    def _route_feed(self, outcomes: Sequence[feed.Outcome], out: list[Effect]) -> None:
+        for outcome in outcomes:
+            match outcome:
+                case Answer():
+                    out.append(outcome)
+                case feed.FetchHeaders():
+                    fetches = self.reads.headers(outcome.first, outcome.last)
+                    self._route_reads(fetches, out)
+                case feed.MountReached():
+                    self._mounted(outcome.question, out)
+                case _:
+                    assert_never(outcome)
+
+    def _route_reads(self, outcomes: Sequence[Answer | Fetch | Stretch], out: list[Effect]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, Stretch):
+                self._route_feed(self.feed.fetched(outcome), out)
+            else:
+                out.append(outcome)
+
+    def _reached(self, token: int, out: list[Effect]) -> None:
+        if token in self._mounting:
+            if self._is_open:
+                self._drained(token, out)
+            else:
+                # The session is gone since; the mount starts over with the next one.
+                question = self._mounting.pop(token).question
+                deadline_ms = self._now_ms + self._limits.open_wait_ms
+                self._until_open.append((deadline_ms, question))
+            return
+        event = self._flushing.pop(token, None)
+        if event is None:
+            return  # A mount that was replaced by a later one.
+        if self._is_open:
+            self._tell_mark(event, out)
+        else:
+            self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
+
+
+def _mark_of(message: MountRequest | MountWriter) -> int:
+    if isinstance(message, MountWriter):
+        return message.high_water_mark
+    return message.client_high_water_mark
+
+
+def _refuse(question: Received, error: errors.WaltzError) -> Answer:
+    return refusal(question.connection, question.message.req_id, question.cost_bytes, error)
+
+
+def _refuse_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
+    return refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error)
+
+
+def _superseded(question: Received) -> Answer:
+    return _refuse(
+        question, errors.ConnectionSuperseded("a later connection of the client has mounted")
+    )

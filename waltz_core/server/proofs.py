@@ -1,0 +1,78 @@
+"""Answers that must not be stale: the high-water mark, told only while nobody newer owns the log.
+
+Why it stands alone: a server that was paused or cut off does not know that it has been replaced,
+and still has a mark to tell. Whoever asks for the mark gets it from here, after a quorum of
+storages has confirmed, later than the question, that it knows no later session; or without asking
+them while such a confirmation is fresh.
+
+Rules (correctness.md row 16 and "ZooKeeper away"):
+    1. A proof that was begun before a question came answers that question only when it is asked
+       for no more than `session_timer_ms` of freshness.
+    2. One proof is under way at a time; questions that come meanwhile share the next one.
+"""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from waltz_core.replication.events import ProveMark
+
+QuestionT = TypeVar("QuestionT")
+
+
+class Proofs(Generic[QuestionT]):
+    """Who waits for which proof."""
+
+    __slots__ = ("_asked", "_asked_ms", "_session_timer_ms", "_token", "_waiting", "proved_ms")
+
+    def __init__(self, session_timer_ms: int) -> None:
+        self._session_timer_ms = session_timer_ms
+        self._waiting: list[QuestionT] = []
+        self._asked: list[QuestionT] = []
+        self._asked_ms = 0
+        self._token = 0
+        # When a quorum last confirmed the session; None before it did.
+        self.proved_ms: int | None = None
+
+    def is_fresh(self, now_ms: int) -> bool:
+        """Whether the session timer still covers an answer without a proof."""
+        return self.proved_ms is not None and now_ms - self.proved_ms <= self._session_timer_ms
+
+    def confirm(self, at_ms: int) -> None:
+        """A quorum answered a request that was sent at `at_ms`: that is a proof too."""
+        if self.proved_ms is None or at_ms > self.proved_ms:
+            self.proved_ms = at_ms
+
+    def ask(self, question: QuestionT, now_ms: int) -> list[ProveMark]:
+        """Let a question wait for a proof that begins now or later."""
+        self._waiting.append(question)
+        return self._begin(now_ms)
+
+    def proved(self, token: int, now_ms: int) -> tuple[Sequence[QuestionT], list[ProveMark]]:
+        """Return the questions that this proof answers, and the next proof to ask for."""
+        if token != self._token or not self._asked:
+            return (), []
+        answered, self._asked = self._asked, []
+        self.confirm(self._asked_ms)
+        return answered, self._begin(now_ms)
+
+    def failed(self, token: int, now_ms: int) -> tuple[Sequence[QuestionT], list[ProveMark]]:
+        """Return the questions that stay without this proof, and the next proof to ask for."""
+        if token != self._token or not self._asked:
+            return (), []
+        unanswered, self._asked = self._asked, []
+        return unanswered, self._begin(now_ms)
+
+    def reset(self) -> Sequence[QuestionT]:
+        """The session is over: return every question; nothing is proved any more."""
+        questions = [*self._asked, *self._waiting]
+        self._asked, self._waiting = [], []
+        self.proved_ms = None
+        return questions
+
+    def _begin(self, now_ms: int) -> list[ProveMark]:
+        if self._asked or not self._waiting:
+            return []
+        self._asked, self._waiting = self._waiting, []
+        self._asked_ms = now_ms
+        self._token += 1
+        return [ProveMark(self._token)]

@@ -1,0 +1,475 @@
+"""Committed transactions for clients: from memory where they are recent, else from a storage.
+
+Why it stands alone: reading must never be able to hurt appending, nor one reader another. What is
+remembered, what is asked of storages, how often and of which, is decided here.
+
+Rules:
+    1. Nothing above the high-water mark is ever told or asked for.
+    2. Equal fetches share one answer. A fetch that failed leaves nothing behind: it is tried at
+       the next replica, and later from the start, so no transaction becomes unreadable.
+    3. What a storage sends is checked whole before it goes on: first id, density, every CRC.
+    4. At most `fetches_max` fetches are under way; the others wait in order.
+    5. What was asked for while a session ends is asked again in the next one.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import raw_records
+from waltz_core.batches import select_records
+from waltz_core.checksum import crc32
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, Unreachable, WaltzError
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    RECORD_HEADER,
+    RECORD_PREFIX,
+    LineageEntry,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication.events import Batch
+from waltz_core.server.cache import FeedCache, TransactionCache
+from waltz_core.server.events import Answer, Fetch, Limits, Received, Stretch, refusal
+from waltz_core.wire.messages import (
+    Buffer,
+    RangeBytes,
+    RangeData,
+    RangeForm,
+    RangeRaw,
+    RangeRequest,
+    TransactionDataRequest,
+    TransactionDataResponse,
+)
+
+I64 = npt.NDArray[np.int64]
+
+# How often all replicas are tried for one request before its client is told.
+ROUNDS_MAX: Final = 2
+RETRY_FIRST_MS: Final = 100
+RETRY_MAX_MS: Final = 5_000
+# How many of the newest batches are known by their bounds, stamps and chains, beside the caches.
+ENTRIES_MAX: Final = 16_384
+_WHOLE_BYTES_MAX: Final = 1 << 62
+
+
+class _Run(NamedTuple):
+    """Records first..last as a range answer carries them; `lengths` is empty for headers."""
+
+    first: TransactionId
+    last: TransactionId
+    form: int
+    lengths: I64
+    records: Buffer
+    lineage: tuple[LineageEntry, ...]
+
+
+_Key: TypeAlias = tuple[TransactionId, TransactionId, int, int]
+
+
+@dataclass(slots=True)
+class _Job:
+    """One stretch that must come from a storage, and who waits for it."""
+
+    key: _Key
+    waiting: list[Received] = field(default_factory=list)
+    for_feed: bool = False
+    tried: list[ReplicaId] = field(default_factory=list)
+    rounds: int = 0
+    retry_ms: int = RETRY_FIRST_MS
+
+
+Outcome: TypeAlias = Answer | Fetch | Stretch
+
+
+class Reads:
+    """The reading side of one partition."""
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        limits: Limits,
+        transactions: TransactionCache,
+        feed: FeedCache,
+    ) -> None:
+        self._partition_id = partition_id
+        self._limits = limits
+        self._transactions = transactions
+        self._feed = feed
+        self._entries: list[LineageEntry] = []
+        self._session_id = NO_SESSION
+        self._high_water_mark = BEFORE_FIRST
+        self._is_open = False
+        self._jobs: dict[_Key, _Job] = {}
+        self._ready: deque[_Job] = deque()
+        self._running: dict[int, _Job] = {}
+        self._parked: list[tuple[int, _Job]] = []
+        self._token = 0
+        self._turn = 0
+        self.replicas: Sequence[ReplicaId] = ()
+        self.fetches = 0
+        self.failed_fetches = 0
+
+    # -----------------------------------------------------------------------------------------
+    # the session
+
+    def opened(self, session_id: SessionId, high_water_mark: TransactionId) -> list[Outcome]:
+        """A session has opened: whatever waits is asked in it (rule 5)."""
+        self._session_id, self._high_water_mark = session_id, high_water_mark
+        self._is_open = True
+        self._ready.extend(job for _, job in self._parked)
+        self._parked.clear()
+        return self._start()
+
+    def closed(self) -> None:
+        """The session is over; fetches of it may still succeed, and new ones wait."""
+        self._is_open = False
+
+    def advanced(self, high_water_mark: TransactionId) -> None:
+        """The high-water mark has moved."""
+        self._high_water_mark = high_water_mark
+
+    def remember(self, entry: LineageEntry, batch: Batch) -> None:
+        """Keep a committed batch while there is room."""
+        lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
+        self._transactions.put(entry, lengths, batch.records)
+        self._feed.put(entry.first, raw_records.feed_headers_of(batch.records, lengths))
+        if self._entries and self._entries[-1].last + 1 != entry.first:
+            self._entries.clear()
+        self._entries.append(entry)
+        if len(self._entries) > 2 * ENTRIES_MAX:
+            del self._entries[:-ENTRIES_MAX]
+
+    def forget_all(self) -> None:
+        """Somebody else may have written: nothing that is remembered counts."""
+        self._transactions.clear()
+        self._feed.clear()
+        self._entries.clear()
+
+    def abandon(self) -> list[Received]:
+        """The partition is given up: return all requests that wait."""
+        waiting = [question for job in self._jobs.values() for question in job.waiting]
+        self._jobs.clear()
+        self._ready.clear()
+        self._running.clear()
+        self._parked.clear()
+        self._is_open = False
+        self.forget_all()
+        return waiting
+
+    # -----------------------------------------------------------------------------------------
+    # requests
+
+    def range(self, question: Received, message: RangeRequest) -> list[Outcome]:
+        """Answer a range request, now or when a storage has."""
+        if fault := _range_fault(message):
+            return [_refuse(question, BadRequest(fault))]
+        last = min(TransactionId(message.last), self._high_water_mark)
+        first = TransactionId(message.first)
+        if first > last:
+            run = _Run(first, TransactionId(first - 1), message.form, _EMPTY, b"", ())
+            return [self._range_answer(question, message, run)]
+        bytes_max = min(max(message.bytes_max, 1), self._limits.range_bytes_max)
+        run_or_none = self._recall_run(first, last, bytes_max, message.form)
+        if run_or_none is not None:
+            return [self._range_answer(question, message, run_or_none)]
+        return self._fetch((first, last, bytes_max, message.form), question)
+
+    def data(self, question: Received, message: TransactionDataRequest) -> list[Outcome]:
+        """Answer a request for one transaction's data, now or when a storage has."""
+        wanted = TransactionId(message.transaction_id)
+        if not 0 <= wanted <= self._high_water_mark:
+            fault = (
+                f"transaction {wanted} of partition {self._partition_id} is not in the log: "
+                f"its high-water mark is {self._high_water_mark}"
+            )
+            answer = TransactionDataResponse(message.req_id, wanted, (None, fault))
+            return [Answer(question.connection, answer, question.cost_bytes)]
+        run = self._recall_run(wanted, wanted, 1, RangeForm.WHOLE)
+        if run is not None:
+            return [_data_answer(question, message, run)]
+        return self._fetch((wanted, wanted, 1, int(RangeForm.WHOLE)), question)
+
+    def headers(self, first: TransactionId, last: TransactionId) -> list[Outcome]:
+        """Get feed headers from a storage; a `Stretch` follows."""
+        last = min(last, self._high_water_mark)
+        assert first <= last
+        bytes_max = self._limits.feed_frame_count_max * RECORD_HEADER.size
+        return self._fetch((first, last, bytes_max, int(RangeForm.HEADERS)), None)
+
+    # -----------------------------------------------------------------------------------------
+    # memory
+
+    def recall(self, first: TransactionId, last: TransactionId) -> Stretch | None:
+        """Return feed headers that are remembered (`feed.Memory`)."""
+        headers = self._feed.read(first, last)
+        if not headers:
+            return None
+        reach = first + len(headers) // raw_records.FEED_HEADER_BYTES - 1
+        end = self._last_entry_within(TransactionId(first), TransactionId(reach))
+        if end is None:
+            return Stretch(first, headers)
+        return Stretch(first, headers, end.last, end.chain)
+
+    def _last_entry_within(self, first: TransactionId, last: TransactionId) -> LineageEntry | None:
+        low, high = 0, len(self._entries)
+        while low < high:
+            middle = (low + high) // 2
+            if self._entries[middle].last <= last:
+                low = middle + 1
+            else:
+                high = middle
+        if low == 0 or self._entries[low - 1].last < first:
+            return None
+        return self._entries[low - 1]
+
+    def _recall_run(
+        self, first: TransactionId, last: TransactionId, bytes_max: int, form: int
+    ) -> _Run | None:
+        if form == RangeForm.HEADERS:
+            last = min(last, TransactionId(first + max(1, bytes_max // RECORD_HEADER.size) - 1))
+            bytes_max = _WHOLE_BYTES_MAX
+        parts = self._transactions.read(first, last, bytes_max)
+        if not parts:
+            return None
+        lineage = tuple(part.entry for part in parts)
+        reach = parts[-1].last
+        if form == RangeForm.HEADERS:
+            heads = [raw_records.headers_of(part.records, part.lengths) for part in parts]
+            return _Run(first, reach, form, _EMPTY, b"".join(heads), lineage)
+        if len(parts) == 1:
+            return _Run(first, reach, form, parts[0].lengths, parts[0].records, lineage)
+        lengths = np.concatenate([part.lengths for part in parts])
+        return _Run(first, reach, form, lengths, b"".join(part.records for part in parts), lineage)
+
+    # -----------------------------------------------------------------------------------------
+    # storages
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When a parked fetch wants to be tried again."""
+        if not self._is_open or not self._parked:
+            return None
+        return min(at_ms for at_ms, _ in self._parked)
+
+    def wake(self, now_ms: int) -> list[Outcome]:
+        """Try again what has waited long enough."""
+        if not self._parked:
+            return []
+        due = [job for at_ms, job in self._parked if at_ms <= now_ms]
+        self._parked = [(at_ms, job) for at_ms, job in self._parked if at_ms > now_ms]
+        self._ready.extend(due)
+        return self._start()
+
+    def fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[Outcome]:
+        """A storage has sent a stretch."""
+        job = self._running.get(token)
+        if job is None:
+            return []
+        try:
+            run = _checked(message, job.key)
+        except WaltzError as error:
+            return self.failed(token, str(error), now_ms)
+        del self._running[token], self._jobs[job.key]
+        out: list[Outcome] = []
+        if job.for_feed:
+            out.append(_feed_stretch(run))
+        out.extend(self._told(question, run) for question in job.waiting)
+        return out + self._start()
+
+    def failed(self, token: int, reason: str, now_ms: int) -> list[Outcome]:
+        """A storage did not send what was asked; rule 2."""
+        job = self._running.pop(token, None)
+        if job is None:
+            return []
+        self.failed_fetches += 1
+        if all(replica in job.tried for replica in self.replicas):
+            job.tried.clear()
+            job.rounds += 1
+        out: list[Outcome] = []
+        if not job.tried and job.rounds >= ROUNDS_MAX and job.waiting:
+            first, last, *_ = job.key
+            error = Unreachable(
+                f"no replica of partition {self._partition_id} gave transactions "
+                f"{first}..{last}: {reason}"
+            )
+            out.extend(_refuse(question, error) for question in job.waiting)
+            job.waiting.clear()
+            job.rounds = 0
+        if not job.waiting and not job.for_feed:
+            del self._jobs[job.key]
+        elif job.tried:
+            self._ready.append(job)
+        else:
+            self._parked.append((now_ms + job.retry_ms, job))
+            job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
+        return out + self._start()
+
+    def _fetch(self, key: _Key, question: Received | None) -> list[Outcome]:
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = _Job(key)
+            self._ready.append(job)
+        if question is None:
+            job.for_feed = True
+        else:
+            job.waiting.append(question)
+        return self._start()
+
+    def _start(self) -> list[Outcome]:
+        out: list[Outcome] = []
+        while (
+            self._is_open
+            and self._ready
+            and self.replicas
+            and len(self._running) < self._limits.fetches_max
+        ):
+            job = self._ready.popleft()
+            out.append(self._ask(job))
+        return out
+
+    def _ask(self, job: _Job) -> Fetch:
+        untried = [replica for replica in self.replicas if replica not in job.tried]
+        choice = untried or list(self.replicas)
+        replica = choice[self._turn % len(choice)]
+        self._turn += 1
+        self._token += 1
+        self.fetches += 1
+        job.tried.append(replica)
+        self._running[self._token] = job
+        first, last, bytes_max, form = job.key
+        message = RangeRaw(
+            self._session_id,
+            self._token,
+            self._partition_id,
+            first,
+            last,
+            bytes_max,
+            form,
+            whole_batches=False,
+            reader=True,
+        )
+        return Fetch(self._token, replica, message)
+
+    # -----------------------------------------------------------------------------------------
+    # answers
+
+    def _told(self, question: Received, run: _Run) -> Answer:
+        message = question.message
+        if isinstance(message, RangeRequest):
+            return self._range_answer(question, message, run)
+        assert isinstance(message, TransactionDataRequest)
+        return _data_answer(question, message, run)
+
+    def _range_answer(self, question: Received, message: RangeRequest, run: _Run) -> Answer:
+        lengths, records = run.lengths, run.records
+        count = run.last - run.first + 1
+        if message.header_values and count:
+            lengths, records, count = _filtered(run, message.header_values)
+        answer = RangeData(
+            message.req_id,
+            run.first,
+            count,
+            run.last + 1,
+            run.form,
+            raw_records.lengths_to_wire(lengths),
+            records,
+            self._session_id,
+            self._high_water_mark,
+            run.lineage,
+        )
+        return Answer(question.connection, answer, question.cost_bytes)
+
+
+_EMPTY: Final = np.empty(0, dtype=np.int64)
+
+
+def _range_fault(message: RangeRequest) -> str | None:
+    """Say what is wrong with a range request, if anything."""
+    if not 0 <= message.first <= message.last:
+        return f"range: expected 0 <= first <= last, found {message.first}..{message.last}"
+    if message.form not in tuple(RangeForm):
+        return (
+            f"range: expected a form of {[int(form) for form in RangeForm]}, found {message.form}"
+        )
+    return None
+
+
+def _refuse(question: Received, error: WaltzError) -> Answer:
+    return refusal(question.connection, question.message.req_id, question.cost_bytes, error)
+
+
+def _data_answer(question: Received, message: TransactionDataRequest, run: _Run) -> Answer:
+    assert run.first == run.last == message.transaction_id
+    data = memoryview(run.records)[RECORD_PREFIX.size : -4]
+    answer = TransactionDataResponse(message.req_id, message.transaction_id, (data, None))
+    return Answer(question.connection, answer, question.cost_bytes)
+
+
+def _feed_stretch(run: _Run) -> Stretch:
+    heads = np.frombuffer(run.records, dtype=np.uint8).reshape(-1, RECORD_HEADER.size)
+    headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
+    chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
+    for entry in reversed(run.lineage):
+        if run.first <= entry.last <= run.last:
+            chain_at, chain = entry.last, entry.chain
+            break
+    return Stretch(run.first, headers, chain_at, chain)
+
+
+def _filtered(run: _Run, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
+    """Return lengths, records and count of those with one of the application headers."""
+    if run.form == RangeForm.HEADERS:
+        heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
+        kept = heads[np.isin(heads["header"].astype(np.int32), header_values)]
+        return _EMPTY, kept.tobytes(), int(kept.size)
+    values = raw_records.application_headers_of(run.records, run.lengths)
+    records, lengths = select_records(run.records, run.lengths, np.isin(values, header_values))
+    return lengths, records, int(lengths.size)
+
+
+def _checked(message: RangeBytes, key: _Key) -> _Run:
+    """Rule 3; raises BadFormat or ChecksumMismatch."""
+    first, last, _, form = key
+    reach = TransactionId(message.first + message.count - 1)
+    if message.first != first or not first <= reach <= last or message.form != form:
+        raise BadFormat(
+            f"range from a storage: expected transactions from {first} up to {last} in form "
+            f"{form}, found {message.first}..{reach} in form {message.form}"
+        )
+    if form == RangeForm.HEADERS:
+        _check_headers(message)
+        return _Run(first, reach, form, _EMPTY, message.records, message.lineage)
+    lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
+    if lengths.size != message.count:
+        raise BadFormat(f"range from a storage: {message.count} records, {lengths.size} lengths")
+    bad = raw_records.first_bad_record(message.records, lengths)
+    if bad is None:
+        bad = raw_records.first_gap(message.records, lengths, first)
+    if bad is not None:
+        raise ChecksumMismatch(
+            f"range from a storage: transaction {first + bad} is damaged or another one"
+        )
+    return _Run(first, reach, form, lengths, message.records, message.lineage)
+
+
+def _check_headers(message: RangeBytes) -> None:
+    if len(message.records) != message.count * RECORD_HEADER.size:
+        raise BadFormat(
+            f"range from a storage: expected {message.count} headers of {RECORD_HEADER.size} "
+            f"bytes, found {len(message.records)} bytes"
+        )
+    if crc32(message.records) != message.records_crc & 0xFFFFFFFF:
+        raise ChecksumMismatch("range from a storage: the headers' CRC does not fit")
+    heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
+    expected = np.arange(message.first, message.first + message.count, dtype=np.int64)
+    if (heads["transaction_id"] != expected).any():
+        raise BadFormat(f"range from a storage: ids after {message.first} are not dense")

@@ -1,0 +1,123 @@
+"""Append requests on their way through the server, and the outcome of each of their rows.
+
+Why it stands alone: what a client is told about an append must be the truth for ever. Every row's
+outcome is written in one of two places, here: when the row is judged, and when a lost session is
+settled. Nothing else changes it.
+
+Rules:
+    1. A row's outcome is final when its id, or the id that it was refused for, is no longer in
+       flight. A request is answered when all of its rows are final.
+    2. `settle`: what lies above the settled mark is LOST, whether it was accepted or refused for an
+       id that is lost itself. It is not judged again, so nothing can bring it back after its client
+       was told (correctness.md, "Room for our rules").
+    3. Rows of one request have consecutive sequence numbers, refused ones too.
+"""
+
+import struct
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.record import ReqId, TransactionId
+from waltz_core.server.events import Answer, ConnectionId
+from waltz_core.server.locks import NO_CONFLICT, REFUSED
+from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+_ID = struct.Struct(">q")
+_NONE: Final = _ID.pack(REFUSED)
+assert REFUSED == NO_CONFLICT == -1
+_REASONS: Final = {reason: bytes((reason,)) for reason in Reason}
+
+
+@dataclass(slots=True)
+class Epoch:
+    """The requests received between two flushes: how many are not final, and who waits for it."""
+
+    unfinished: int = 0
+    waiting: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SingleTicket:
+    """One transaction, sent alone."""
+
+    connection: ConnectionId
+    cost_bytes: int
+    message: AppendRequest
+    epoch: Epoch
+    transaction_id: int = REFUSED
+    reason: Reason = Reason.COMMITTED
+    conflict: int = NO_CONFLICT
+
+    @property
+    def req_id(self) -> ReqId:
+        """The request's id, which is the transaction's."""
+        return self.message.req_id
+
+    def refuse(self, reason: Reason) -> None:
+        """The transaction will not be in the log, and this is final."""
+        self.transaction_id, self.reason, self.conflict = REFUSED, reason, NO_CONFLICT
+
+    def settle(self, last: TransactionId) -> None:
+        """Rule 2."""
+        if self.transaction_id > last or self.conflict > last:
+            self.refuse(Reason.LOST)
+
+    def answer(self, high_water_mark: TransactionId) -> Answer:
+        """Return what the client is told."""
+        accepted = self.transaction_id != REFUSED
+        message = AppendResult(
+            self.message.req_id,
+            high_water_mark,
+            _ID.pack(self.transaction_id) if accepted else _NONE,
+            _REASONS[self.reason],
+            _NONE if self.conflict == NO_CONFLICT else _ID.pack(self.conflict),
+        )
+        return Answer(self.connection, message, self.cost_bytes)
+
+
+@dataclass(slots=True)
+class BatchTicket:
+    """Many transactions in one request. `message` goes once it is encoded: it pins the frame."""
+
+    connection: ConnectionId
+    cost_bytes: int
+    message: AppendBatch | None
+    req_id: ReqId
+    epoch: Epoch
+    ids: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    reasons: U8 = field(default_factory=lambda: np.empty(0, np.uint8))
+    conflicts: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def refuse(self, reason: Reason, row_count: int) -> None:
+        """No row will be in the log, and this is final."""
+        self.ids = np.full(row_count, REFUSED, np.int64)
+        self.conflicts = np.full(row_count, NO_CONFLICT, np.int64)
+        self.reasons = np.full(row_count, reason, np.uint8)
+
+    def settle(self, last: TransactionId) -> None:
+        """Rule 2."""
+        lost = (self.ids > last) | (self.conflicts > last)
+        self.ids = np.where(lost, REFUSED, self.ids)
+        self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)
+        self.reasons = np.where(lost, np.uint8(Reason.LOST), self.reasons)
+
+    def answer(self, high_water_mark: TransactionId) -> Answer:
+        """Return what the client is told."""
+        assert self.ids.size == self.reasons.size == self.conflicts.size > 0
+        message = AppendResult(
+            self.req_id,
+            high_water_mark,
+            self.ids.astype(">i8").tobytes(),
+            self.reasons.tobytes(),
+            self.conflicts.astype(">i8").tobytes(),
+        )
+        return Answer(self.connection, message, self.cost_bytes)
+
+
+Ticket: TypeAlias = SingleTicket | BatchTicket
