@@ -1,0 +1,377 @@
+"""Every setting of every process: default, unit, bounds, and what too little or too much costs.
+
+Why it stands alone: no other module has settings of its own, so this file is the whole list. A
+machine is given the few numbers it needs, never a config object. How settings are declared,
+loaded and written is `settings.py`.
+
+Rules:
+    1. A name ends with its unit; a port 0 means "any free one", an `http_port` 0 means "none".
+    2. Sizes that formats rest on are no settings; they stand beside the format.
+    3. What a field costs when it is too small and too large stands in its sentence.
+
+The samples in `conf/` are written from here by `make docs`; a test compares them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from waltz_core.errors import BadConfig
+from waltz_core.settings import Config, nearest, render, setting
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+PORT_MAX = 65_535
+MS_MAX = 24 * 60 * 60 * 1000
+
+
+def _connect() -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        "",
+        "ZooKeeper's hosts and the cluster's root. All processes of a cluster have the same.",
+        example="127.0.0.1:2181/waltz/local",
+    )
+
+
+def _port(default: int, doc: str) -> Any:  # noqa: ANN401 - see `setting`
+    return setting(default, doc, least=0, most=PORT_MAX)
+
+
+def _bytes(default: int, doc: str, *, least: int = KIB, most: int = 1024 * GIB) -> Any:  # noqa: ANN401 - see `setting`
+    return setting(default, doc, least=least, most=most)
+
+
+def _ms(default: int, doc: str, *, least: int = 1) -> Any:  # noqa: ANN401 - see `setting`
+    return setting(default, doc, least=least, most=MS_MAX)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZooKeeperConfig(Config):
+    """How a process deals with ZooKeeper; part of every other kind."""
+
+    connect: str = _connect()
+    zookeeper_connect_timeout_ms: int = _ms(
+        10_000, "How long a start waits for ZooKeeper. Too long hides a wrong address."
+    )
+    zookeeper_session_timeout_ms: int = _ms(
+        4_000,
+        "After how much silence ZooKeeper takes this process for dead. Too short: a pause of the "
+        "machine moves partitions. Too long: a dead server's partitions wait that long.",
+        least=500,
+    )
+    zookeeper_request_timeout_ms: int = _ms(
+        10_000, "How long one request to ZooKeeper may take before it counts as unavailable."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig(ZooKeeperConfig):
+    """A storage daemon."""
+
+    kind: ClassVar[str] = "storage"
+
+    directory: str = setting(
+        "",
+        "Where the log lies. One directory belongs to one storage of one cluster, for ever.",
+        example="data/storage",
+    )
+    listen_host: str = setting("127.0.0.1", 'The address to listen at; "0.0.0.0" for every one.')
+    port: int = _port(15_280, "For servers and readers. 0: any free one.")
+    advertised_host: str = setting(
+        "", "The host under which servers reach it, part of its identity. Empty: `listen_host`."
+    )
+    admin_port: int = _port(15_281, "For administration. 0: any free one.")
+    http_port: int = _port(0, "For /metrics, /health and /ping. 0: none.")
+    segment_bytes_max: int = _bytes(
+        1_000_000_000,
+        "When a segment file is full and the next begins. Too small: many files and indexes. "
+        "Too large: slow to check at a start and to copy.",
+        least=4 * KIB,
+        most=2_000_000_000,
+    )
+    open_segments_max: int = setting(
+        64,
+        "Segment files held open over all partitions. Too few: files are opened at each old read. "
+        "Too many: the limit of the process on open files.",
+        least=2,
+        most=65_536,
+    )
+    reserve_bytes: int = _bytes(
+        64 * MIB,
+        "Space set aside, given back when the disk is full, so that repair and marks still work. "
+        "Too small: a full disk also stops repair.",
+        least=0,
+        most=64 * GIB,
+    )
+    marker_interval_ms: int = _ms(
+        1_000,
+        "How often the mark of what was acknowledged is written beside the log. Too long: after a "
+        "disk was rolled back, less can be told about it. Too short: writes for nothing.",
+    )
+    trust_fsync: bool = setting(
+        True,  # noqa: FBT003 - it stands for itself, beside its name
+        "Whether the disk keeps what it says it has synced. False: after every restart of the "
+        "machine a replica counts as suspect until it was repaired.",
+    )
+    writer_threads_count: int = setting(
+        2,
+        "Threads that write and sync, one call at a time for a partition. Too few: partitions wait "
+        "for one another's syncs. Too many: they only contend for the disk.",
+        least=1,
+        most=64,
+    )
+    queue_bytes_max: int = _bytes(
+        64 * MIB,
+        "Appends that wait for a writer, over all partitions. Full: connections are not read. "
+        "Too small: a sync has little to do. Too large: memory and latency.",
+        least=32 * MIB,
+    )
+    connections_max: int = setting(
+        1_024, "Connections at one time; more are refused.", least=4, most=100_000
+    )
+
+    def validate(self) -> None:
+        """Check relations between fields; raises BadConfig."""
+        self._differ("port", "admin_port", "http_port")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(ZooKeeperConfig):
+    """A server daemon; what begins with `partition_` or `connection_` holds for each of them."""
+
+    kind: ClassVar[str] = "server"
+
+    listen_host: str = setting("127.0.0.1", 'The address to listen at; "0.0.0.0" for every one.')
+    port: int = _port(15_180, "For clients. 0: any free one.")
+    advertised_host: str = setting("", "The host that clients are told. Empty: `listen_host`.")
+    advertised_port: int = _port(0, "The port that clients are told. 0: `port`.")
+    http_port: int = _port(0, "For /metrics, /health and /ping. 0: none.")
+    lock_slot_count: int = setting(
+        1_048_573,
+        "Slots of a partition's lock table, 8 bytes each; best a prime. Too few: clients that lag "
+        "are refused without a conflict. Too many: memory, and time when a partition moves.",
+        least=101,
+        most=134_217_689,
+    )
+    lock_table_bytes_max: int = _bytes(
+        256 * MIB,
+        "Lock tables of all partitions together. Over it, all tables are made smaller.",
+        least=MIB,
+    )
+    feed_cache_bytes: int = _bytes(
+        64 * MIB,
+        "Headers of recent transactions, over all partitions. Too small: feeds that lag a little "
+        "read from storages.",
+        least=MIB,
+    )
+    transaction_cache_bytes: int = _bytes(
+        128 * MIB,
+        "Recent transactions with their data, over all partitions. Too small: readers of recent "
+        "data cost the storages' disks.",
+        least=MIB,
+    )
+    memory_bytes_max: int = _bytes(
+        GIB,
+        "All of this server's buffers, caches and tables. Over it, appends are refused as "
+        "overloaded and connections are not read.",
+        least=64 * MIB,
+    )
+    connections_max: int = setting(
+        10_000, "Connections at one time; more are refused.", least=4, most=100_000
+    )
+    connection_in_flight_bytes_max: int = _bytes(
+        64 * MIB,
+        "Requests of one connection that are not answered yet. Over it, it is not read.",
+        least=16 * MIB,
+    )
+    connection_in_flight_max: int = setting(
+        1_024,
+        "Appends and batches of one connection that are not answered yet. Over it, it is not read.",
+        least=1,
+        most=1_000_000,
+    )
+    write_buffer_bytes_max: int = _bytes(
+        MIB,
+        "Answers that one client has not taken yet. Over it, it is fed and read no more until it "
+        "has taken some.",
+        least=64 * KIB,
+    )
+    partition_queue_bytes_max: int = _bytes(
+        32 * MIB,
+        "Appends that wait to be judged. Full: they are refused as overloaded.",
+        least=16 * MIB,
+    )
+    partition_in_flight_bytes_max: int = _bytes(
+        4 * MIB,
+        "Records sent to replicas and not on a quorum of disks yet. Too small: the disks idle "
+        "between syncs. Too large: latency, and memory for each replica.",
+        least=64 * KIB,
+    )
+    partition_in_flight_batches_max: int = setting(
+        64, "Batches sent to replicas and not on a quorum of disks yet.", least=1, most=65_536
+    )
+    batch_rows_max: int = setting(
+        16_384,
+        "Rows of one append batch of a client. Too many: other clients' appends wait for it.",
+        least=1,
+        most=1_000_000,
+    )
+    batch_bytes_max: int = _bytes(
+        8 * MIB, "Bytes of one append batch of a client.", least=5 * MIB, most=15 * MIB
+    )
+    replica_lag_bytes_max: int = _bytes(
+        64 * MIB,
+        "How far a replica may fall behind before it is fed from the others' logs instead of from "
+        "memory. Too small: a short pause costs reads. Too large: memory for each replica.",
+        least=MIB,
+    )
+    checkpoint_interval_count: int = setting(
+        250_000,
+        "After how many transactions low-water marks are raised. Too many: a recovery compares "
+        "more. Too few: a new session, and a short pause, more often.",
+        least=100,
+        most=1_000_000_000,
+    )
+    feed_frame_count_max: int = setting(
+        4_096, "Transactions of one feed message.", least=1, most=65_536
+    )
+    feed_grant_count_min: int = setting(
+        10_000,
+        "The least that a client may ask to be fed ahead. Too small: a round trip too often.",
+        least=1,
+        most=10_000_000,
+    )
+    range_bytes_max: int = _bytes(
+        4 * MIB, "Records of one answer to a reader.", least=64 * KIB, most=8 * MIB
+    )
+    partition_fetches_max: int = setting(
+        8, "Reads from storages at one time for one partition.", least=1, most=1_024
+    )
+    fences_count_max: int = setting(
+        262_144,
+        "Clients whose latest connection is remembered after they left, for one partition.",
+        least=1_024,
+        most=100_000_000,
+    )
+    retry_interval_ms_min: int = _ms(
+        100, "The first pause before a replica is tried again. Too short: busy for nothing."
+    )
+    retry_interval_ms_max: int = _ms(
+        20_000, "The longest such pause. Too long: a storage that is back waits to be used."
+    )
+    quorum_timeout_ms: int = _ms(
+        5_000,
+        "How long a store session may have no answer of a quorum before it is given up. Too short: "
+        "slow disks end sessions. Too long: a dead connection is noticed late.",
+        least=100,
+    )
+    session_timer_ms: int = _ms(
+        2_000,
+        "For how long after a quorum has answered marks are told without asking it again. Too "
+        "long: a server that has lost its partitions tells old marks.",
+    )
+    open_wait_ms: int = _ms(
+        5_000, "How long a read or mount waits for a store session before it is refused."
+    )
+
+    def validate(self) -> None:
+        """Check relations between fields; raises BadConfig."""
+        self._differ("port", "http_port")
+        self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
+        self._not_above("batch_bytes_max", "partition_queue_bytes_max")
+        self._not_above("batch_bytes_max", "connection_in_flight_bytes_max")
+        held = self.lock_table_bytes_max + self.feed_cache_bytes + self.transaction_cache_bytes
+        if held > self.memory_bytes_max:
+            raise BadConfig(
+                "memory_bytes_max: expected at least lock_table_bytes_max + feed_cache_bytes + "
+                f"transaction_cache_bytes ({held}), found {self.memory_bytes_max}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig(ZooKeeperConfig):
+    """An application's client, and each Spark task."""
+
+    kind: ClassVar[str] = "client"
+
+    dial_timeout_ms: int = _ms(5_000, "How long making one connection to a server may take.")
+    request_timeout_ms: int = _ms(
+        30_000,
+        "How long an append may take before its outcome is unknown. Too short: unknown outcomes "
+        "while a partition moves. Too long: an application learns late.",
+        least=100,
+    )
+    mount_timeout_ms: int = _ms(10_000, "How long one try to mount a partition may take.")
+    retry_interval_ms_min: int = _ms(50, "The first pause before a server is tried again.")
+    retry_interval_ms_max: int = _ms(
+        2_000, "The longest such pause. Too long: idle after a server is back."
+    )
+    in_flight_count_max: int = setting(
+        20_000,
+        "Transactions of one partition that wait for their outcome; more make `submit` wait. Too "
+        "few: throughput is bound by latency. Too many: memory, and stale locks.",
+        least=1,
+        most=10_000_000,
+    )
+    in_flight_bytes_max: int = _bytes(32 * MIB, "The same in bytes.", least=5 * MIB)
+    batch_rows_max: int = setting(
+        10_000,
+        "Transactions sent in one append batch; the server may allow less.",
+        least=1,
+        most=1_000_000,
+    )
+    batch_bytes_max: int = _bytes(
+        4 * MIB,
+        "Bytes sent in one append batch; the server may allow less.",
+        least=64 * KIB,
+        most=15 * MIB,
+    )
+    range_bytes_max: int = _bytes(
+        4 * MIB, "Records asked for at once when reading.", least=64 * KIB, most=8 * MIB
+    )
+    feed_ahead_count_max: int = setting(
+        100_000,
+        "Transactions fed and not applied yet, beyond which no more is asked for. Too few: a round "
+        "trip too often. Too many: memory.",
+        least=100,
+        most=100_000_000,
+    )
+
+    def validate(self) -> None:
+        """Check relations between fields; raises BadConfig."""
+        self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
+        self._not_above("batch_bytes_max", "in_flight_bytes_max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(Config):
+    """A cluster of processes on one machine, for development, notebooks and tests."""
+
+    kind: ClassVar[str] = "local"
+
+    directory: str = setting(".waltz", "Where data, configuration and logs lie.")
+    storage_count: int = setting(
+        3, "Storages. Every partition has a replica on each.", least=1, most=9
+    )
+    server_count: int = setting(2, "Servers, which share the partitions.", least=1, most=16)
+    partition_count: int = setting(
+        4, "Partitions. Fixed for the life of the directory.", least=1, most=1_024
+    )
+    ready_timeout_ms: int = _ms(60_000, "How long `up` waits until every partition takes appends.")
+
+
+KINDS: dict[str, type[Config]] = {
+    each.kind: each for each in (StorageConfig, ServerConfig, ClientConfig, LocalConfig)
+}
+
+
+def render_toml(kind: str, values: Mapping[str, object]) -> str:
+    """Return the text of a configuration file with these values and nothing else.
+
+    Raises:
+        BadConfig: an unknown kind or setting, or a value of another type or out of bounds.
+    """
+    if kind not in KINDS:
+        raise BadConfig(f"unknown kind of process {kind!r}{nearest(kind, list(KINDS))}")
+    return render(KINDS[kind], values)
