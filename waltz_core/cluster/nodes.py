@@ -54,9 +54,12 @@ class ClusterNodes:
         try:
             while True:
                 signal.clear()
-                # What was in conflict has changed, and what is away comes back: both signal.
-                with suppress(errors.Unavailable, errors.CoordinatorConflict):
+                try:
                     await look(signal)
+                except errors.CoordinatorOutcomeUnknown:
+                    continue  # It may never have been written, and then nothing will signal.
+                except (errors.Unavailable, errors.CoordinatorConflict):
+                    pass  # What is away comes back, what was in conflict has changed: both signal.
                 await signal.wait()
         finally:
             self.znodes.drop_signal(signal)

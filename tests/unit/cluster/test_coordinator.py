@@ -226,3 +226,90 @@ def test_ids_end_at_32_bits():
             await coordinator.next_client_id()
 
     asyncio.run(story())
+
+
+def test_a_node_of_an_earlier_session_is_not_relied_on():
+    async def story():
+        world = MemoryWorld()
+        client = await created(world, ROOT)
+        earlier, session = await world.znodes(), await world.znodes()
+        await Coordinator(earlier, ROOT).register_server(descriptor(1))
+        server = Coordinator(session, ROOT)
+        await server.register_server(descriptor(1))
+        earlier.expire()
+        assert world.zookeeper.names(f"{ROOT}/serverDescriptors") == ("s_0000000001",)
+        assert list((await client.read_servers()).servers) == [1]
+
+    asyncio.run(story())
+
+
+def test_only_a_registered_lead_assigns():
+    async def story():
+        world = MemoryWorld()
+        client = await created(world, ROOT)
+        lead, second = await member(world, ROOT), await member(world, ROOT)
+        await lead.register_server(descriptor(1))
+        await second.register_server(descriptor(2))
+        before = world.zookeeper.dump()
+        at_client, at_second, at_lead = Inbox(), Inbox(), Inbox()
+        async with running(client.follow_servers(at_client), second.follow_servers(at_second)):
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert at_client.all == at_second.all == []
+            assert world.zookeeper.dump() == before
+            async with running(lead.follow_servers(at_lead)):
+                await at_client.until(lambda view: view.is_settled)
+
+    asyncio.run(story())
+
+
+@FAULTS
+def test_an_assignment_of_unknown_fate_is_looked_at_again(fault):
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        session = await world.znodes()
+        server = Coordinator(session, ROOT)
+        await server.register_server(descriptor(1))
+        session.faults.append(fault)
+        inbox = Inbox()
+        async with running(server.follow_servers(inbox)):
+            await inbox.until(lambda view: view.is_settled)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("read_number", [1, 2, 3])
+def test_metadata_and_marker_are_read_as_a_pair(read_number):
+    async def story():
+        world = MemoryWorld()
+        writer = await created(world, ROOT)
+        metadata = model.PartitionMetadata(1, 0, {})
+        marker = model.PartitionMarker(model.MarkerState.OPEN, 0, bytes(range(16)))
+        before = await writer.read_partition(0)
+
+        async def write() -> None:
+            await writer.write_partition(0, metadata, marker, before.versions)
+
+        # The reads are of the metadata, the marker, the metadata.
+        reader = Interrupted(world.zookeeper, read_number, write)
+        view = await Coordinator(reader, ROOT).read_partition(0)
+        assert reader.read_count >= 3
+        assert view == (metadata, 1, marker, 1)
+
+    asyncio.run(story())
+
+
+class Interrupted(MemorySession):
+    """A session in which something else happens just before its n-th read."""
+
+    def __init__(self, zookeeper, read_number, interruption):
+        super().__init__(zookeeper)
+        self.read_number, self.interruption = read_number, interruption
+        self.read_count = 0
+
+    async def get(self, path, signal=None):
+        self.read_count += 1
+        if self.read_count == self.read_number:
+            await self.interruption()
+        return await super().get(path, signal)
