@@ -1,0 +1,285 @@
+"""The append pipeline against a log that loses sessions: what it tells must be true for ever.
+
+Random clients, locks, marks, session losses (with and without a foreign owner in between), cuts in
+the middle of a batch, late commits, remounts. Afterwards the log itself is the witness.
+"""
+
+import random
+import struct
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from waltz_core import raw_records
+from waltz_core.batches import encode_append
+from waltz_core.record import (
+    GENESIS_CHAIN,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.replication.events import Batch, SessionOpened
+from waltz_core.server.append import AppendPipeline, Outcome, Reached, SubmitBatch
+from waltz_core.server.events import Answer, ConnectionId, Limits
+from waltz_core.server.mounts import Mounts
+from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
+
+SEEDS = range(150)
+STEPS = 80
+GENERATION = Generation(1)
+FOREIGN = ClientId(99)
+
+
+@dataclass
+class Row:
+    """What a client sent: the truth to compare with."""
+
+    mark: int
+    write: tuple[int, ...]
+    read: tuple[int, ...]
+    append: tuple[int, ...]
+
+
+@dataclass
+class World:
+    rng: random.Random
+    rows: dict[ReqId, Row] = field(default_factory=dict)
+    requests: dict[ReqId, int] = field(default_factory=dict)  # first row -> number of rows
+    answers: dict[ReqId, list[tuple[int, Reason, int]]] = field(default_factory=dict)
+    log: list[ReqId] = field(default_factory=list)
+    in_flight: list[Batch] = field(default_factory=list)
+    sequence: int = 1
+    session: int = 0
+    is_open: bool = False
+    unanswered_at_flush: dict[int, set[ReqId]] = field(default_factory=dict)
+    reached: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.mounts = Mounts(100)
+        # So few slots that locks collide: refusals may be false, acceptances may not.
+        limits = Limits(
+            lock_slot_count=self.rng.choice((13, 1009)),
+            slice_rows_max=self.rng.choice((2, 8192)),
+            in_flight_batches_max=self.rng.choice((2, 64)),
+        )
+        self.pipeline = AppendPipeline(limits, self.mounts)
+        self.connections = {ClientId(1): ConnectionId(10), ClientId(2): ConnectionId(20)}
+        self.sequences = dict.fromkeys(self.connections, 1)
+        for client, connection in self.connections.items():
+            self.mounts.begin(client, connection, 1)
+            self.mounts.finish(client, connection)
+
+    # --- what may happen
+
+    def locks(self) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(6) for _ in range(self.rng.choice((0, 0, 1, 1, 2))))
+
+    def row(self) -> Row:
+        lag = self.rng.choice((-1, 0, 0, 0, 1, 3))
+        return Row(max(-1, len(self.log) - 1 - lag), self.locks(), self.locks(), self.locks())
+
+    def send(self) -> None:
+        client = self.rng.choice(list(self.connections))
+        connection = self.connections[client]
+        rows = [self.row() for _ in range(self.rng.choice((1, 1, 2, 5)))]
+        req_id = ReqId(client, GENERATION, PartitionId(0), self.sequence)
+        for row in rows:
+            self.rows[req_id._replace(sequence=self.sequence)] = row
+            self.sequence += 1
+        self.requests[req_id] = len(rows)
+        if len(rows) == 1 and self.rng.random() < 0.7:
+            (row,) = rows
+            data = b"x"
+            locks = (row.write, row.read, row.append)
+            single = AppendRequest(req_id, row.mark, *locks, 0, data, signed_crc(data))
+            self.take(self.pipeline.receive(connection, single, 50))
+            return
+        payload = encode_append(
+            [0] * len(rows),
+            [b"x"] * len(rows),
+            write_locks=[row.write for row in rows],
+            read_locks=[row.read for row in rows],
+            append_locks=[row.append for row in rows],
+            marks=[row.mark for row in rows],
+        )
+        batch = AppendBatch(req_id, -1, payload, signed_crc(payload))
+        self.take(self.pipeline.receive(connection, batch, 50))
+
+    def turn(self) -> None:
+        self.take(self.pipeline.turn(now_ms=0, wall_ms=0))
+
+    def commit(self) -> None:
+        if not self.is_open or not self.in_flight:
+            return
+        for _ in range(self.rng.randint(1, len(self.in_flight))):
+            self.append_to_log(self.in_flight.pop(0))
+        self.take(self.pipeline.committed(TransactionId(len(self.log) - 1), self.chain))
+
+    def lose(self) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        self.pipeline.closed()
+
+    def open(self) -> None:
+        if self.is_open:
+            return
+        # Recovery keeps some of what was in flight, possibly part of a batch.
+        for _ in range(self.rng.randint(0, len(self.in_flight))):
+            self.append_to_log(self.in_flight.pop(0))
+        if self.in_flight and self.rng.random() < 0.5:
+            batch = self.in_flight.pop(0)
+            self.append_to_log(batch, self.rng.randint(0, batch.last - batch.first))
+        self.in_flight.clear()
+        settled = len(self.log) - 1
+        unbroken = self.rng.random() < 0.6
+        if not unbroken:
+            for _ in range(self.rng.randrange(4)):
+                foreign = ReqId(FOREIGN, GENERATION, PartitionId(0), self.sequence)
+                self.sequence += 1
+                self.rows[foreign] = Row(len(self.log) - 1, self.locks(), (), ())
+                self.log.append(foreign)
+        self.session += 1
+        self.chain = GENESIS_CHAIN
+        opened = SessionOpened(
+            SessionId(self.session),
+            GENERATION,
+            TransactionId(len(self.log) - 1),
+            GENESIS_CHAIN,
+            unbroken,
+        )
+        self.is_open = True
+        self.take(self.pipeline.settled(opened, TransactionId(settled), unbroken=unbroken))
+
+    def remount(self) -> None:
+        client = self.rng.choice(list(self.connections))
+        connection = ConnectionId(self.connections[client] + 1)
+        self.connections[client] = connection
+        self.sequences[client] += 1
+        self.mounts.begin(client, connection, self.sequences[client])
+        self.mounts.finish(client, connection)
+
+    def flush(self) -> None:
+        token = len(self.unanswered_at_flush)
+        self.unanswered_at_flush[token] = set(self.requests) - set(self.answers)
+        self.take(self.pipeline.flush(token))
+
+    # --- what is said
+
+    def append_to_log(self, batch: Batch, count: int | None = None) -> None:
+        lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
+        ids = raw_records.ids_of(batch.records, lengths).tolist()
+        req_ids = raw_records.req_ids_of(batch.records, lengths).tolist()
+        assert ids[0] == batch.first == len(self.log)
+        for transaction_id, req_id in zip(ids[:count], req_ids[:count], strict=True):
+            assert transaction_id == len(self.log)
+            self.log.append(ReqId(*req_id))
+        self.chain = next_chain(
+            self.chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
+        )
+
+    def take(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, SubmitBatch):
+                self.in_flight.append(outcome.batch)
+            elif isinstance(outcome, Reached):
+                assert outcome.token not in self.reached
+                self.reached.add(outcome.token)
+                assert self.unanswered_at_flush[outcome.token] <= set(self.answers)
+            elif isinstance(outcome, Answer):
+                message = outcome.message
+                assert isinstance(message, AppendResult)
+                self.answered(message)
+
+    def answered(self, message: AppendResult) -> None:
+        assert message.req_id not in self.answers, "answered twice"
+        assert self.is_open, "nothing is told between sessions"
+        ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
+        conflicts = np.frombuffer(message.conflicting, ">i8").tolist()
+        reasons = [Reason(each) for each in bytes(message.reasons)]
+        assert len(ids) == self.requests[message.req_id]
+        self.answers[message.req_id] = list(zip(ids, reasons, conflicts, strict=True))
+        mark = len(self.log) - 1
+        assert message.high_water_mark <= mark
+        for transaction_id, reason, conflict in self.answers[message.req_id]:
+            assert (reason == Reason.COMMITTED) == (transaction_id >= 0)
+            assert transaction_id <= mark
+            assert conflict <= mark, "a refusal was told before its reason was final"
+            assert (reason == Reason.LOCK) == (conflict >= 0)
+
+    # --- the truth
+
+    def check(self) -> None:
+        assert set(self.answers) == set(self.requests)
+        assert len(set(self.log)) == len(self.log), "AtMostOnce"
+        told = set()
+        for first, rows in self.answers.items():
+            for number, (transaction_id, _, conflict) in enumerate(rows):
+                req_id = first._replace(sequence=first.sequence + number)
+                if transaction_id >= 0:
+                    assert self.log[transaction_id] == req_id, "OutcomeTruth: committed"
+                    told.add(req_id)
+                else:
+                    assert req_id not in self.log, "OutcomeTruth: refused"
+                    assert conflict == -1 or conflict > self.rows[req_id].mark
+        assert told == {req_id for req_id in self.log if req_id.client_id != FOREIGN}
+        for place, req_id in enumerate(self.log):
+            if req_id.client_id == FOREIGN:
+                continue
+            row = self.rows[req_id]
+            held = set(row.write) | set(row.read)
+            for between in self.log[row.mark + 1 : place]:
+                entered = self.rows[between]
+                assert not held & {*entered.write, *entered.append}, "LockSerial"
+            assert row.mark < place, "NotAhead"
+
+
+def signed_crc(data: bytes) -> int:
+    (value,) = struct.unpack(">i", struct.pack(">I", zlib.crc32(data)))
+    assert isinstance(value, int)
+    return value
+
+
+def run(seed: int) -> World:
+    world = World(random.Random(seed))
+    steps = (
+        [world.send] * 8
+        + [world.turn] * 5
+        + [world.commit] * 3
+        + [world.lose, world.open, world.open, world.remount, world.flush]
+    )
+    for _ in range(STEPS):
+        world.rng.choice(steps)()
+    # Heal: everything that waits must be told in the end.
+    world.open()
+    while world.pipeline.wants_turn or world.in_flight:
+        world.turn()
+        world.commit()
+    world.check()
+    assert world.reached == set(world.unanswered_at_flush)
+    return world
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_told_is_true(seed: int) -> None:
+    run(seed)
+
+
+def test_the_schedules_reach_what_they_are_for() -> None:
+    reasons = dict.fromkeys(Reason, 0)
+    sessions = 0
+    for seed in range(40):
+        world = run(seed)
+        sessions += world.session
+        for rows in world.answers.values():
+            for _, reason, _ in rows:
+                reasons[reason] += 1
+    for reason in (Reason.COMMITTED, Reason.LOCK, Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED):
+        assert reasons[reason] > 20, reason
+    assert sessions > 100
