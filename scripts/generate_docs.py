@@ -1,0 +1,112 @@
+"""Write what is generated: the samples in `conf/`. `--check` compares and writes nothing.
+
+Why it stands alone: a test runs `generated()` and compares, so that no sample and no table can
+drift from the code that it describes.
+"""
+
+import sys
+from pathlib import Path
+
+from waltz_core.config import KINDS
+from waltz_core.settings import sample_toml
+from waltz_core.zookeeper_process import zookeeper_config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LOGGING = """\
+# What is logged and where, as Python's logging.config.dictConfig takes it.
+# Used by: waltz-core --logging conf/logging.toml COMMAND
+
+version = 1
+disable_existing_loggers = false
+
+[formatters.line]
+format = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s"
+datefmt = "%Y-%m-%dT%H:%M:%S"
+
+[handlers.stderr]
+class = "logging.StreamHandler"
+stream = "ext://sys.stderr"
+formatter = "line"
+
+# INFO: a person wants it once. WARNING: someone should look. ERROR: a guarantee is touched.
+[root]
+level = "INFO"
+handlers = ["stderr"]
+
+# DEBUG here is the replay log: every event and effect of every state machine.
+[loggers."waltz_core.driver"]
+level = "INFO"
+
+# kazoo tells of each lost connection at length.
+[loggers.kazoo]
+level = "WARNING"
+"""
+
+SPARK = """\
+# Spark settings that go well with Waltz; copy what you like into $SPARK_HOME/conf/.
+# `waltz_spark.session()` sets them by itself.
+
+# Tasks of Python sources start in 20 ms rather than 50.
+spark.python.unix.domain.socket.enabled  true
+
+# commit_time is told in this zone; the log itself has UTC milliseconds.
+spark.sql.session.timeZone  UTC
+
+# Rows that a write task gets at once, and so the size of its append batches.
+spark.sql.execution.arrow.maxRecordsPerBatch  10000
+
+# Workers stay alive between tasks, and with them their connections. This is the default.
+spark.python.worker.reuse  true
+
+# NB: the workers' Python is no setting here: set PYSPARK_PYTHON to the one that has waltz-spark.
+"""
+
+
+def zoo_cfg() -> str:
+    """Return the sample for `waltz-core zookeeper run`."""
+    head = (
+        "# One ZooKeeper node on this machine, for development: waltz-core zookeeper run\n"
+        "# A production cluster has three or five; see ZooKeeper's own guide.\n"
+    )
+    return head + zookeeper_config(Path("data/zookeeper"), 2181)
+
+
+def generated() -> dict[Path, str]:
+    """Return every generated file with the text that it should have."""
+    texts = {
+        ROOT / "conf" / "zoo.cfg": zoo_cfg(),
+        ROOT / "conf" / "logging.toml": LOGGING,
+        ROOT / "conf" / "spark-defaults.conf": SPARK,
+    }
+    for kind, config_type in KINDS.items():
+        texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
+    return texts
+
+
+def drifted() -> list[str]:
+    """Return the generated files that do not have the text that they should have."""
+    return [
+        str(path.relative_to(ROOT))
+        for path, text in sorted(generated().items())
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+
+
+def main() -> int:
+    """Write what has drifted, or only name it with `--check`; return the exit code."""
+    stale = drifted()
+    if "--check" in sys.argv[1:]:
+        for name in stale:
+            print(f"{name}: not up to date, run make docs")
+        return 1 if stale else 0
+    for name in stale:
+        path = ROOT / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(generated()[path], encoding="utf-8")
+        print(f"wrote {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The settings themselves: complete, within bounds, documented, and consistent with the formats."""
+
+import tomllib
+from dataclasses import fields
+
+import pytest
+
+from waltz_core.config import (
+    KINDS,
+    ClientConfig,
+    LocalConfig,
+    ServerConfig,
+    StorageConfig,
+    render_toml,
+)
+from waltz_core.errors import BadConfig
+from waltz_core.record import FRAME_BYTES_MAX, RECORD_OVERHEAD_BYTES, TRANSACTION_BYTES_MAX
+from waltz_core.settings import load, sample_toml
+
+CONNECT = "127.0.0.1:2181/waltz/test"
+UNITS = (
+    "_bytes",
+    "_bytes_max",
+    "_ms",
+    "_ms_min",
+    "_ms_max",
+    "_count",
+    "_count_max",
+    "_count_min",
+    "_max",
+)
+
+
+@pytest.mark.parametrize("config_type", KINDS.values(), ids=KINDS)
+def test_the_sample_alone_is_a_configuration(config_type, tmp_path):
+    path = tmp_path / "sample.toml"
+    path.write_text(sample_toml(config_type))
+    loaded = load(config_type, path=path)
+    assert all(
+        shown.origin == "default" or shown.name in ("connect", "directory")
+        for shown in loaded.shown()
+    )
+
+
+@pytest.mark.parametrize("config_type", KINDS.values(), ids=KINDS)
+def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
+    for each in fields(config_type):
+        assert each.metadata["doc"].endswith("."), each.name
+        if each.type is int:
+            least, most = each.metadata["least"], each.metadata["most"]
+            assert least <= each.default <= most, each.name
+            assert each.name.endswith((*UNITS, "port")), f"{each.name} does not end with its unit"
+
+
+@pytest.mark.parametrize("config_type", KINDS.values(), ids=KINDS)
+def test_every_bound_is_held(config_type):
+    given = {
+        each.name: each.metadata["example"]
+        for each in fields(config_type)
+        if each.metadata["example"]
+    }
+    for each in fields(config_type):
+        for bound, step in (("least", -1), ("most", 1)):
+            if each.metadata[bound] is not None:
+                value = each.metadata[bound] + step
+                with pytest.raises(BadConfig, match=f"{each.name}: expected"):
+                    config_type(**given, **{each.name: value})
+
+
+def test_relations_are_checked():
+    with pytest.raises(BadConfig, match="admin_port: expected a port other than port's"):
+        StorageConfig(connect=CONNECT, directory="d", port=9, admin_port=9)
+    with pytest.raises(
+        BadConfig, match="retry_interval_ms_min: expected at most retry_interval_ms_max"
+    ):
+        ServerConfig(connect=CONNECT, retry_interval_ms_min=500, retry_interval_ms_max=400)
+    with pytest.raises(BadConfig, match="memory_bytes_max: expected at least"):
+        ServerConfig(connect=CONNECT, memory_bytes_max=100 << 20)
+    with pytest.raises(BadConfig, match="batch_bytes_max: expected at most in_flight_bytes_max"):
+        ClientConfig(connect=CONNECT, batch_bytes_max=6 << 20, in_flight_bytes_max=5 << 20)
+
+
+def test_one_transaction_of_the_greatest_size_fits_every_limit():
+    whole = TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES
+    least = {each.name: each.metadata["least"] for each in fields(ServerConfig)}
+    assert least["batch_bytes_max"] > whole
+    assert least["partition_queue_bytes_max"] > whole
+    assert least["connection_in_flight_bytes_max"] > whole
+    assert (
+        next(f for f in fields(ServerConfig) if f.name == "batch_bytes_max").metadata["most"]
+        < FRAME_BYTES_MAX
+    )
+    assert (
+        next(f for f in fields(StorageConfig) if f.name == "queue_bytes_max").metadata["least"]
+        > FRAME_BYTES_MAX
+    )
+    client = {each.name: each.metadata["least"] for each in fields(ClientConfig)}
+    assert client["in_flight_bytes_max"] > whole
+
+
+def test_lock_slots_are_a_prime_by_default():
+    count = ServerConfig(connect=CONNECT).lock_slot_count
+    assert all(count % divisor for divisor in range(2, int(count**0.5) + 1))
+
+
+def test_render_toml_writes_what_a_daemon_reads_back(tmp_path):
+    values = {
+        "connect": CONNECT,
+        "directory": "/d",
+        "port": 0,
+        "reserve_bytes": 4096,
+        "trust_fsync": False,
+    }
+    text = render_toml("storage", values)
+    assert tomllib.loads(text) == values
+    with pytest.raises(BadConfig, match="unknown kind of process 'storag'; did you mean 'storage'"):
+        render_toml("storag", {})
+
+
+def test_a_local_cluster_needs_no_settings():
+    assert load(LocalConfig).config == LocalConfig()

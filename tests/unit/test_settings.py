@@ -1,0 +1,161 @@
+"""Where a value comes from, what is refused, and what is written."""
+
+import tomllib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from waltz_core.errors import BadConfig
+from waltz_core.settings import Config, Shown, load, nearest, render, sample_toml, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantConfig(Config):
+    """A plant."""
+
+    kind: ClassVar[str] = "plant"
+
+    name: str = setting("", "What it is called.", example="fern")
+    water_ms: int = setting(2_000, "How often. Too often: it drowns.", least=1_000, most=9_000)
+    port: int = setting(15_000, "Where it drains.", least=0, most=65_535)
+    is_green: bool = setting(True, "Whether it is well.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CactusConfig(PlantConfig):
+    """A plant with `connect` and a relation."""
+
+    kind: ClassVar[str] = "cactus"
+
+    connect: str = setting("", "Where.", example="here:1/x")
+    least_ms: int = setting(1_000, "Least.", least=1, most=9_000)
+    drain_port: int = setting(0, "Where else.", least=0, most=65_535)
+
+    def validate(self) -> None:
+        self._not_above("least_ms", "water_ms")
+        self._differ("port", "drain_port")
+
+
+def write(tmp_path, text):
+    path = tmp_path / "plant.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    path = write(tmp_path, 'name = "a"\nwater_ms = 1_001\nport = 1\n')
+    loaded = load(
+        PlantConfig,
+        path=path,
+        environment={"WALTZ_PLANT_WATER_MS": "1002", "WALTZ_PLANT_PORT": "2", "HOME": "/"},
+        flags={"port": 3, "is_green": None},
+    )
+    assert loaded.config == PlantConfig(name="a", water_ms=1_002, port=3, is_green=True)
+    assert loaded.shown() == [
+        Shown("name", "a", str(path)),
+        Shown("water_ms", 1_002, "environment WALTZ_PLANT_WATER_MS"),
+        Shown("port", 3, "flag --port"),
+        Shown("is_green", True, "default"),
+    ]
+
+
+def test_a_general_connect_serves_every_kind_and_the_own_one_wins():
+    environment = {"WALTZ_CONNECT": "general", "WALTZ_CACTUS_NAME": "n"}
+    assert load(CactusConfig, environment=environment).config.connect == "general"
+    environment["WALTZ_CACTUS_CONNECT"] = "own"
+    assert load(CactusConfig, environment=environment).config.connect == "own"
+    plant = load(PlantConfig, environment={**environment, "WALTZ_PLANT_NAME": "p"})
+    assert plant.config.name == "p", "a kind without `connect` does not mind WALTZ_CONNECT"
+
+
+def test_an_unknown_name_is_told_with_the_nearest(tmp_path):
+    path = write(tmp_path, 'name = "a"\nwater_msec = 5\n')
+    with pytest.raises(BadConfig, match=r"plant\.toml: unknown .*'water_msec'.*mean 'water_ms'"):
+        load(PlantConfig, path=path)
+    with pytest.raises(BadConfig, match=r"WALTZ_PLANT_PROT: unknown .*'prot'.*mean 'port'"):
+        load(PlantConfig, environment={"WALTZ_PLANT_PROT": "1"})
+    with pytest.raises(BadConfig, match="unknown setting 'zzz'; expected one of name, water_ms"):
+        load(PlantConfig, flags={"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("water_ms = 999", "water_ms: expected 1000..9000, found 999"),
+        ("water_ms = 9001", "expected 1000..9000, found 9001"),
+        ("water_ms = true", "water_ms: expected a whole number, found True"),
+        ("water_ms = 1.5", "expected a whole number, found 1.5"),
+        ('water_ms = "soon"', "expected a whole number, found 'soon'"),
+        ("is_green = 1", "is_green: expected true or false, found 1"),
+        ('is_green = "yes"', "expected true or false, found 'yes'"),
+        ("name = 5", "name: expected a text, found 5"),
+        ("name = []", "expected a text"),
+        ("[name]", "expected a text"),
+        ("name = ", "expected a TOML file"),
+        ('name = ""', "name is required"),
+        ("", r"plant: name is required: set it in plant.toml, as WALTZ_PLANT_NAME, or by --name"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_place(tmp_path, text, message):
+    with pytest.raises(BadConfig, match=message):
+        load(PlantConfig, path=write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(BadConfig, match=r"nothing\.toml: expected a TOML file: No such file"):
+        load(PlantConfig, path=tmp_path / "nothing.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadConfig, match=r"bytes\.toml: expected a TOML file"):
+        load(PlantConfig, path=tmp_path / "bytes.toml")
+
+
+def test_texts_of_flags_and_environment_become_what_the_setting_is():
+    loaded = load(
+        PlantConfig,
+        environment={"WALTZ_PLANT_IS_GREEN": "FALSE", "WALTZ_PLANT_WATER_MS": "2_500"},
+        flags={"name": "17"},
+    )
+    assert loaded.config == PlantConfig(name="17", water_ms=2_500, is_green=False)
+
+
+def test_a_config_made_by_hand_is_checked_too():
+    with pytest.raises(BadConfig, match=r"water_ms: expected 1000\.\.9000, found 1"):
+        PlantConfig(name="a", water_ms=1)
+    with pytest.raises(BadConfig, match="water_ms: expected int, found '5'"):
+        PlantConfig(name="a", water_ms="5")
+    with pytest.raises(
+        BadConfig, match=r"least_ms: expected at most water_ms \(2000\), found 3000"
+    ):
+        CactusConfig(name="a", connect="c", least_ms=3_000)
+    with pytest.raises(BadConfig, match="drain_port: expected a port other than port's"):
+        CactusConfig(name="a", connect="c", port=5, drain_port=5)
+    assert CactusConfig(name="a", connect="c", port=0, drain_port=0).port == 0
+
+
+def test_what_is_rendered_is_read_back(tmp_path):
+    values = {"name": 'a "b" \\ c', "is_green": False, "port": 15_001, "water_ms": 1_500}
+    text = render(PlantConfig, values)
+    assert tomllib.loads(text) == values
+    assert load(PlantConfig, path=write(tmp_path, text)).config == PlantConfig(**values)
+    with pytest.raises(BadConfig, match="plant: unknown setting 'nam'; did you mean 'name'"):
+        render(PlantConfig, {"nam": "x"})
+    with pytest.raises(BadConfig, match="control characters"):
+        render(PlantConfig, {"name": "a\nb"})
+    with pytest.raises(BadConfig, match="plant: water_ms: expected 1000"):
+        render(PlantConfig, {"water_ms": 1})
+
+
+def test_a_sample_is_complete_and_its_comments_are_the_defaults(tmp_path):
+    sample = sample_toml(PlantConfig)
+    assert tomllib.loads(sample) == {"name": "fern"}
+    live = "\n".join(
+        line.removeprefix("# ") if " = " in line else line for line in sample.splitlines()
+    )
+    assert load(PlantConfig, path=write(tmp_path, live)).config == PlantConfig(name="fern")
+    assert "# How often. Too often: it drowns. [1_000..9_000]" in sample
+    assert "# port = 15000" in sample
+
+
+def test_nearest_lists_all_when_nothing_is_near():
+    assert nearest("qqq", ["a", "b"]) == "; expected one of a, b"

@@ -1,0 +1,260 @@
+"""How settings are declared, put together from their sources, shown, and written.
+
+Why it stands alone: `config.py` is then a list that a person can read. Nothing here knows a
+setting by name, but for `connect`, which everything has.
+
+Rules:
+    1. A value comes from the first that has it: flag, environment, file, default.
+    2. The environment's name of `port` of a storage is `WALTZ_STORAGE_PORT`; `WALTZ_CONNECT` serves
+       every kind of process that has `connect`.
+    3. An unknown name is an error with the nearest right one, in a file and in the environment.
+    4. What is wrong with a value is told with its source: expected, found, where.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+
+from waltz_core.errors import BadConfig
+
+Value: TypeAlias = str | int | bool
+
+
+def setting(
+    default: Value,
+    doc: str,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    example: str = "",
+) -> Any:  # noqa: ANN401 - what `dataclasses.field` returns has every type
+    """Declare a setting. With an `example` it has no default that could work, and must be given."""
+    assert not example or default == "", "only a text can be required"
+    metadata = {"doc": doc, "least": least, "most": most, "example": example}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What all kinds have in common: bounds are checked when one is made."""
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check(each.name, getattr(self, each.name), each)
+        self.validate()
+
+    def validate(self) -> None:
+        """Check relations between fields; raises BadConfig."""
+
+    def _differ(self, *names: str) -> None:
+        """Hold that ports given by number are not given twice."""
+        seen: dict[int, str] = {}
+        for name in names:
+            port: int = getattr(self, name)
+            if port and port in seen:
+                raise BadConfig(
+                    f"{name}: expected a port other than {seen[port]}'s, both are {port}"
+                )
+            seen[port] = name
+
+    def _not_above(self, smaller: str, greater: str) -> None:
+        """Hold that one setting does not exceed another."""
+        low, high = getattr(self, smaller), getattr(self, greater)
+        if low > high:
+            raise BadConfig(f"{smaller}: expected at most {greater} ({high}), found {low}")
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+# --- Loading
+
+
+class Shown(NamedTuple):
+    """A setting as `waltz-core config show` prints it."""
+
+    name: str
+    value: Value
+    origin: str
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[ConfigT]):
+    """A configuration, and for each setting that is no default where it came from."""
+
+    config: ConfigT
+    origins: Mapping[str, str]
+
+    def shown(self) -> list[Shown]:
+        """Return each setting with its value and its origin, in the order of the sample."""
+        return [
+            Shown(
+                each.name, getattr(self.config, each.name), self.origins.get(each.name, "default")
+            )
+            for each in fields(self.config)
+        ]
+
+
+def load(
+    config_type: type[ConfigT],
+    *,
+    path: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Value | None] | None = None,
+) -> Loaded[ConfigT]:
+    """Put a configuration together (rule 1). A flag that is None was not given.
+
+    Raises:
+        BadConfig: a file that cannot be read, a name that is unknown, a value out of bounds, or a
+            setting that is required and absent; says where.
+    """
+    values: dict[str, Value] = {}
+    origins: dict[str, str] = {}
+    known = {each.name: each for each in fields(config_type)}
+
+    def take(name: str, value: object, origin: str) -> None:
+        if name not in known:
+            raise BadConfig(f"{origin}: unknown setting {name!r}{nearest(name, list(known))}")
+        values[name] = _typed(name, value, known[name].type, origin)
+        _check(f"{origin}: {name}", values[name], known[name])
+        origins[name] = origin
+
+    if path is not None:
+        for name, value in _read_toml(path).items():
+            take(name, value, os.fspath(path))
+    for variable, name in _environment_names(config_type, environment or {}):
+        take(name, (environment or {})[variable], f"environment {variable}")
+    for name, flag in (flags or {}).items():
+        if flag is not None:
+            take(name, flag, f"flag --{name.replace('_', '-')}")
+    for name, each in known.items():
+        if each.metadata["example"] and not values.get(name):
+            raise BadConfig(_missing(config_type, name))
+    return Loaded(config_type(**values), origins)
+
+
+def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
+    try:
+        with open(path, "rb") as handle:
+            return tomllib.load(handle)
+    except OSError as error:
+        raise BadConfig(f"{os.fspath(path)}: expected a TOML file: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{os.fspath(path)}: expected a TOML file: {error}") from None
+
+
+def _environment_names(
+    config_type: type[Config], environment: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Return (variable, setting) pairs that apply to this kind, the general ones first (rule 2)."""
+    prefix = f"WALTZ_{config_type.kind.upper()}_"
+    has_connect = any(each.name == "connect" for each in fields(config_type))
+    names = [("WALTZ_CONNECT", "connect")] if has_connect and "WALTZ_CONNECT" in environment else []
+    own = sorted(variable for variable in environment if variable.startswith(prefix))
+    return names + [(variable, variable.removeprefix(prefix).lower()) for variable in own]
+
+
+def _typed(name: str, value: object, wanted: Any, origin: str) -> Value:  # noqa: ANN401 - a type
+    """Return a value with the type of its setting; flags and the environment give texts."""
+    if isinstance(value, str) and wanted is int:
+        try:
+            return int(value)
+        except ValueError:
+            raise BadConfig(f"{origin}: {name}: expected a whole number, found {value!r}") from None
+    if isinstance(value, str) and wanted is bool and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if type(value) is not wanted:
+        expected = {int: "a whole number", bool: "true or false", str: "a text"}[wanted]
+        raise BadConfig(f"{origin}: {name}: expected {expected}, found {value!r}")
+    assert isinstance(value, str | int | bool)
+    return value
+
+
+def _check(where: str, value: Value, each: Any) -> None:  # noqa: ANN401 - a `Field` of any type
+    if type(value) is not each.type:
+        raise BadConfig(f"{where}: expected {each.type.__name__}, found {value!r}")
+    least, most = each.metadata["least"], each.metadata["most"]
+    if isinstance(value, int) and (
+        (least is not None and value < least) or (most is not None and value > most)
+    ):
+        raise BadConfig(f"{where}: expected {least}..{most}, found {value}")
+
+
+def _missing(config_type: type[Config], name: str) -> str:
+    kind, flag = config_type.kind, name.replace("_", "-")
+    variable = "WALTZ_CONNECT" if name == "connect" else f"WALTZ_{kind.upper()}_{name.upper()}"
+    return f"{kind}: {name} is required: set it in {kind}.toml, as {variable}, or by --{flag}"
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return the end of a sentence about an unknown name: the one that was probably meant."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
+
+
+# --- Writing
+
+
+def render(config_type: type[Config], values: Mapping[str, object]) -> str:
+    """Return the text of a configuration file with these values and nothing else.
+
+    Raises:
+        BadConfig: an unknown setting, or a value of another type or out of bounds.
+    """
+    kind = config_type.kind
+    known = {each.name: each for each in fields(config_type)}
+    lines = []
+    for name, value in values.items():
+        if name not in known:
+            raise BadConfig(f"{kind}: unknown setting {name!r}{nearest(name, list(known))}")
+        typed = _typed(name, value, known[name].type, kind)
+        _check(f"{kind}: {name}", typed, known[name])
+        lines.append(f"{name} = {_literal(name, typed)}\n")
+    return "".join(lines)
+
+
+def sample_toml(config_type: type[Config]) -> str:
+    """Return the complete commented sample of one kind; required settings are not commented out."""
+    doc = (config_type.__doc__ or "").strip()
+    lines = [
+        f"# {doc}",
+        "# Written by `make docs` from waltz_core/config.py. A line in comment shows the default.",
+    ]
+    for each in sorted(fields(config_type), key=lambda found: not found.metadata["example"]):
+        lines.append("")
+        lines.extend(f"# {line}" for line in _wrapped(each.metadata["doc"] + _bounds(each)))
+        example: str = each.metadata["example"]
+        mark = "" if example else "# "
+        default: Any = each.default
+        lines.append(f"{mark}{each.name} = {_literal(each.name, example or default)}")
+    return "\n".join(lines) + "\n"
+
+
+def _bounds(each: Any) -> str:  # noqa: ANN401 - a `Field` of any type
+    least, most = each.metadata["least"], each.metadata["most"]
+    return "" if least is None else f" [{least:_}..{most:_}]"
+
+
+def _wrapped(text: str, width: int = 96) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines
+
+
+def _literal(name: str, value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value) if name.endswith("port") else f"{value:_}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    if not value.isprintable():
+        raise BadConfig(f"expected a text without control characters, found {value!r}")
+    return f'"{escaped}"'
