@@ -1,7 +1,7 @@
 """Lock columns inside Spark SQL: no Python UDF, equal bit for bit to the client library's locks."""
 
 from pyspark.sql import Column
-from pyspark.sql import functions as F  # noqa: N812 - the name every Spark user knows
+from pyspark.sql import functions as F
 
 from waltz_core.record import lock_hash
 

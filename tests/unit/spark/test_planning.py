@@ -16,7 +16,7 @@ from waltz_spark.planning import (
 )
 
 
-def read(**options: str):  # noqa: ANN201
+def read(**options: str):
     return parse_read({"path": "zk:2181/w/x", **options})
 
 

@@ -1,0 +1,220 @@
+"""Batch reads and writes against a real cluster: what goes in comes out, whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+from chispa import assert_df_equality
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+import waltz_core.local
+import waltz_spark
+from waltz_core.client import WaltzClient
+from waltz_spark.functions import lock
+
+pytestmark = pytest.mark.spark
+
+ACCOUNTS = "id long, owner string, balance decimal(12,2), opened date, seen timestamp"
+
+
+def marks_json(marks: dict[int, int]) -> str:
+    return json.dumps({str(partition): mark for partition, mark in marks.items()})
+
+
+def marks_of(spark: SparkSession, connect: str) -> dict[int, int]:
+    return dict(waltz_spark.snapshot(spark, connect).high_water_marks)
+
+
+def since(spark: SparkSession, connect: str, marks: dict[int, int]):
+    return spark.read.format("waltz").option("startingHighWaterMarks", marks_json(marks))
+
+
+def accounts(spark: SparkSession, count: int) -> DataFrame:
+    return spark.range(count).selectExpr(
+        "id",
+        "concat('owner ', id) AS owner",
+        "CAST(id * 1.25 AS decimal(12,2)) AS balance",
+        "date_add(DATE'2013-01-01', CAST(id % 365 AS int)) AS opened",
+        "timestamp_micros(id * 1234567) AS seen",
+    )
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+def test_a_table_comes_back_whole(spark: SparkSession, connect: str, data_format: str) -> None:
+    before = marks_of(spark, connect)
+    table = accounts(spark, 5000)
+    locked = table.withColumn("append_locks", F.array(lock("account", "id")))
+    locked.write.format("waltz").mode("append").option("dataFormat", data_format).save(connect)
+    back = since(spark, connect, before).option("dataFormat", data_format).schema(ACCOUNTS)
+    assert_df_equality(back.load(connect), table, ignore_row_order=True, ignore_nullable=True)
+
+
+def test_raw_columns(spark: SparkSession, connect: str) -> None:
+    before = marks_of(spark, connect)
+    rows = [(0, 5, "a"), (1, None, "b"), (0, -7, "c")]
+    table = spark.createDataFrame(rows, "partition int, header int, data string").coalesce(1)
+    table.write.format("waltz").mode("append").save(connect)
+    found = since(spark, connect, before).load(connect).orderBy("partition", "transaction_id")
+    assert [f.simpleString() for f in found.schema.fields] == [
+        "partition:int",
+        "transaction_id:bigint",
+        "header:int",
+        "request_id:struct<client_id:int,generation:int,partition:int,sequence:int>",
+        "commit_time:timestamp",
+        "data:binary",
+    ]
+    got = [(r.partition, r.transaction_id, r.header, bytes(r.data)) for r in found.collect()]
+    assert got == [
+        (0, before[0] + 1, 5, b"a"),
+        (0, before[0] + 2, -7, b"c"),
+        (1, before[1] + 1, 0, b"b"),
+    ]
+    assert all(row.commit_time is not None for row in found.collect())
+
+
+def test_ranges_partitions_headers_and_columns(spark: SparkSession, connect: str) -> None:
+    before = marks_of(spark, connect)
+    table = spark.range(1000).selectExpr(
+        "2 AS partition", "CAST(id % 3 AS int) AS header", "CAST(id AS string) AS data"
+    )
+    table.coalesce(1).write.format("waltz").mode("append").save(connect)
+    first = before[2] + 1
+
+    def read(**options: object) -> DataFrame:
+        reader = spark.read.format("waltz")
+        for name, value in options.items():
+            reader = reader.option(name, value)
+        return reader.load(connect)
+
+    some = read(partitions="2", transactionIds=f"{first + 10}-{first + 19}")
+    assert sorted(bytes(row.data).decode() for row in some.collect()) == [
+        str(number) for number in range(10, 20)
+    ]
+    ones = read(
+        partitions="2", headers="1", startingHighWaterMarks=marks_json(before), columns="header"
+    )
+    assert ones.columns == ["header"]
+    assert ones.count() == len(range(1, 1000, 3))
+    headers = read(
+        partitions="2",
+        startingHighWaterMarks=marks_json(before),
+        columns="transaction_id,header",
+        minPartitions=4,
+    )
+    assert headers.rdd.getNumPartitions() >= 4
+    assert [tuple(row) for row in headers.orderBy("transaction_id").collect()] == [
+        (first + number, number % 3) for number in range(1000)
+    ]
+
+
+def test_a_dataframe_is_a_snapshot(spark: SparkSession, connect: str) -> None:
+    snapshot = waltz_spark.snapshot(spark, connect)
+    count = snapshot.read().count()
+    assert count == sum(mark + 1 for mark in snapshot.high_water_marks.values())
+    spark.range(10).selectExpr("CAST(id AS string) AS data").write.format("waltz").mode(
+        "append"
+    ).save(connect)
+    assert snapshot.read().count() == count
+    assert waltz_spark.snapshot(spark, connect).read().count() == count + 10
+
+
+def test_reads_through_the_server_give_the_same(spark: SparkSession, connect: str) -> None:
+    snapshot = waltz_spark.snapshot(spark, connect)
+    replica, server = snapshot.read(readFrom="replica"), snapshot.read(readFrom="server")
+    assert_df_equality(replica, server, ignore_row_order=True)
+
+
+def dispatches(spark: SparkSession, who: str, first: int, last: int) -> DataFrame:
+    return spark.range(first, last + 1).select(
+        F.col("id"),
+        F.lit(who).alias("who"),
+        F.array(lock("aircraft", "id")).alias("write_locks"),
+    )
+
+
+def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str) -> None:
+    marks = marks_of(spark, connect)
+    first = waltz_spark.append(
+        dispatches(spark, "anna", 0, 39), connect, high_water_marks=marks, dataFormat="msgpack"
+    )
+    assert first.counts["committed"] == 40
+    assert first.rejected.count() == 0
+    second = waltz_spark.append(
+        dispatches(spark, "boris", 25, 64), connect, high_water_marks=marks, dataFormat="msgpack"
+    )
+    assert second.counts["rejected"] == 15
+    assert second.counts["rejected_by_own_rows"] == 0
+    won = {row.id: row.transaction_id for row in first.committed.collect()}
+    lost = {row.id: row for row in second.rejected.collect()}
+    assert sorted(lost) == list(range(25, 40))
+    for number, row in lost.items():
+        assert row.lock_failure_transaction_id == won[number]
+        assert row.transaction_id is None
+        assert row.who == "boris"
+        assert row.retry_high_water_mark >= won[number]
+    again = waltz_spark.append(
+        dispatches(spark, "boris", 25, 39), connect, dataFormat="msgpack", onLockFailure="fail"
+    )
+    assert again.counts["committed"] == 15
+
+
+def test_fail_says_what_is_in_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+    marks = marks_of(spark, connect)
+    waltz_spark.append(
+        dispatches(spark, "anna", 100, 100), connect, high_water_marks=marks, dataFormat="msgpack"
+    )
+    with pytest.raises(Exception, match=r"a row was refused, transaction \d+ has written one of"):
+        dispatches(spark, "boris", 100, 101).write.format("waltz").mode("append").option(
+            "dataFormat", "msgpack"
+        ).option("clientHighWaterMarks", marks_json(marks)).option(
+            "resultsPath", str(tmp_path / "results")
+        ).save(connect)
+
+
+def test_rows_of_one_job_conflict_like_strangers(spark: SparkSession, connect: str) -> None:
+    table = spark.range(20).select(F.col("id"), F.array(lock("hot", F.lit(1))).alias("write_locks"))
+    result = waltz_spark.append(table.coalesce(1), connect, dataFormat="msgpack")
+    assert result.counts["committed"] == 1
+    assert result.counts["rejected"] == 19
+    assert result.counts["rejected_by_own_rows"] == 19
+
+
+def test_an_empty_frame_writes_nothing(spark: SparkSession, connect: str) -> None:
+    before = marks_of(spark, connect)
+    result = waltz_spark.append(accounts(spark, 10).where("id < 0"), connect, dataFormat="msgpack")
+    assert result.counts["committed"] == 0
+    assert result.results.count() == 0
+    assert "status" in result.results.columns
+    assert marks_of(spark, connect) == before
+
+
+def test_sql(spark: SparkSession, connect: str) -> None:
+    before = marks_of(spark, connect)
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW log USING waltz OPTIONS (connect '{connect}')")
+    spark.sql("INSERT INTO log SELECT 'from sql' AS data, 3 AS partition")
+    assert marks_of(spark, connect)[3] == before[3] + 1
+    found = spark.sql(
+        f"SELECT data FROM log WHERE partition = 3 AND transaction_id = {before[3] + 1}"
+    )
+    assert [bytes(row.data) for row in found.collect()] == [b"from sql"]
+
+
+def test_order_within_a_partition_is_kept(spark: SparkSession, connect: str) -> None:
+    before = marks_of(spark, connect)
+    table = spark.range(20_000).selectExpr("1 AS partition", "CAST(id AS string) AS data")
+    table.coalesce(1).write.format("waltz").mode("append").save(connect)
+    found = since(spark, connect, before).option("partitions", "1").load(connect)
+    values = [int(bytes(r.data)) for r in found.orderBy("transaction_id").collect()]
+    assert values == list(range(20_000))
+
+
+def test_the_client_reads_what_spark_wrote(
+    spark: SparkSession, cluster: waltz_core.local.LocalCluster
+) -> None:
+    before = marks_of(spark, cluster.connect)
+    spark.createDataFrame([("x",)], "data string").select(
+        "data", F.lit(0).alias("partition")
+    ).write.format("waltz").mode("append").save(cluster.connect)
+    with WaltzClient(cluster.connect) as client:
+        assert client.high_water_mark(0) == before[0] + 1

@@ -1,0 +1,101 @@
+"""Bad input from Spark: one sentence on the driver, before any task, and nothing lost."""
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+DATA = "data string"
+
+
+def rows(spark: SparkSession, schema: str = DATA, *values: tuple[object, ...]) -> DataFrame:
+    return spark.createDataFrame(list(values) or [("x",)], schema)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"onLockFailur": "reject"}, "did you mean 'onLockFailure'"),
+        ({"startingHighWaterMarks": "oldest"}, "startingHighWaterMarks"),
+        ({"partitions": "99"}, "partition 99; this cluster has 0 to 3"),
+        ({"startingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
+        ({"columns": "date"}, "did you mean 'data'"),
+        ({"onLockFailure": "fail"}, "is for writing, this is reading"),
+    ],
+)
+def test_wrong_read_options(
+    spark: SparkSession, connect: str, options: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(Exception, match=sentence):
+        spark.read.format("waltz").options(**options).load(connect).count()
+
+
+def test_a_wrong_connect_string(spark: SparkSession) -> None:
+    with pytest.raises(Exception, match="expected host:port"):
+        spark.read.format("waltz").load("nowhere").count()
+
+
+def test_no_cluster_named(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WALTZ_CONNECT", raising=False)
+    with pytest.raises(Exception, match="which cluster"):
+        spark.read.format("waltz").load().count()
+
+
+def test_no_zookeeper(spark: SparkSession) -> None:
+    with pytest.raises(Exception, match=r"no ZooKeeper answered at 127\.0\.0\.1:1"):
+        spark.read.format("waltz").load("127.0.0.1:1/waltz/none").count()
+
+
+def test_an_absent_root(spark: SparkSession, connect: str) -> None:
+    other = connect.partition("/")[0] + "/waltz/absent"
+    with pytest.raises(Exception, match="waltz-core cluster create"):
+        spark.read.format("waltz").load(other).count()
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "options", "sentence"),
+    [
+        ("payload string", ("x",), {}, "no column 'data'"),
+        ("data int", (1,), {}, "'data' is to be binary or string; found int"),
+        ("data string, header string", ("x", "y"), {}, "'header' is to be int"),
+        ("data string, write_locks array<string>", ("x", ["y"]), {}, "array<int>"),
+        ("data string, partition int", ("x", 9), {}, "holds 9; this cluster has partitions"),
+        ("data string", ("x",), {"partitionBy": "nothing"}, "no column 'nothing'"),
+        ("data string", ("x",), {"clientHighWaterMarks": '{"9": 1}'}, "names partition 9"),
+        ("data string", ("x" * (4 << 20) + "y",), {}, "4,194,305 bytes is over the limit"),
+        (
+            "data string, partition int, client_high_water_mark long",
+            ("x", 0, 1 << 40),
+            {},
+            "past the end of the log",
+        ),
+    ],
+)
+def test_wrong_writes(
+    spark: SparkSession,
+    connect: str,
+    schema: str,
+    values: tuple[object, ...],
+    options: dict[str, str],
+    sentence: str,
+) -> None:
+    before = spark.read.format("waltz").load(connect).count()
+    with pytest.raises(Exception, match=sentence):
+        rows(spark, schema, values).write.format("waltz").mode("append").options(**options).save(
+            connect
+        )
+    assert spark.read.format("waltz").load(connect).count() == before
+
+
+def test_overwrite_says_why_a_log_cannot(spark: SparkSession, connect: str) -> None:
+    with pytest.raises(Exception, match="a log keeps every transaction for ever"):
+        rows(spark).write.format("waltz").mode("overwrite").save(connect)
+
+
+def test_a_payload_that_does_not_fit_the_schema_is_named(spark: SparkSession, connect: str) -> None:
+    rows(spark, "data string, partition int", ("no msgpack", 0)).write.format("waltz").mode(
+        "append"
+    ).save(connect)
+    reader = spark.read.format("waltz").option("dataFormat", "msgpack").schema("id long")
+    with pytest.raises(Exception, match=r"partition \d, transaction \d+"):
+        reader.load(connect).collect()

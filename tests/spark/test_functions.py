@@ -1,0 +1,55 @@
+"""Lock columns equal the client library's locks bit for bit, in ANSI mode too."""
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from waltz_core.client import lock as client_lock
+from waltz_core.record import spread
+from waltz_spark.functions import lock, partition_of
+
+pytestmark = pytest.mark.spark
+
+KEYS = [0, 1, -1, 7, 2**31, -(2**31), 2**63 - 1, -(2**63), 123456789012]
+TEXTS = ["", "N14228", "grüße", "😀"]
+NAMES = ["account", "", "😀", "a-very-long-lock-name-that-overflows-int-hash-arithmetic"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_key(spark: SparkSession, name: str) -> None:
+    table = spark.createDataFrame([(key,) for key in KEYS], "key long")
+    found = [row[0] for row in table.select(lock(name, "key")).collect()]
+    assert found == [client_lock(name, key) for key in KEYS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_key(spark: SparkSession, name: str) -> None:
+    table = spark.createDataFrame([(key,) for key in TEXTS], "key string")
+    found = [row[0] for row in table.select(lock(name, F.col("key"))).collect()]
+    assert found == [client_lock(name, key) for key in TEXTS]
+
+
+@pytest.mark.parametrize("kind", ["tinyint", "smallint", "int"])
+def test_narrow_integers(spark: SparkSession, kind: str) -> None:
+    table = spark.sql(f"SELECT CAST(v AS {kind}) AS key FROM VALUES (0), (1), (-5) AS t(v)")
+    found = [row[0] for row in table.select(lock("account", "key")).collect()]
+    assert found == [client_lock("account", key) for key in (0, 1, -5)]
+
+
+def test_a_null_key_has_no_lock(spark: SparkSession) -> None:
+    table = spark.createDataFrame([(None,)], "key long")
+    assert table.select(lock("account", "key")).collect()[0][0] is None
+
+
+def test_another_type_of_key_is_refused(spark: SparkSession) -> None:
+    table = spark.sql("SELECT DATE'2013-01-01' AS key")
+    with pytest.raises(Exception, match="key of a lock is a whole number or a string, not date"):
+        table.select(lock("account", "key")).collect()
+
+
+def test_the_partition_of_a_hash(spark: SparkSession) -> None:
+    hashes = [0, 1, -1, 2**31 - 1, -(2**31), *[client_lock("k", n) for n in range(50)]]
+    table = spark.createDataFrame([(h,) for h in hashes], "h int")
+    for count in (1, 3, 4, 1000):
+        found = [row[0] for row in table.select(partition_of(F.col("h"), count)).collect()]
+        assert found == [spread(h, count) for h in hashes]

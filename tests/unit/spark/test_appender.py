@@ -1,0 +1,156 @@
+"""The appender against a log of its own that loses, refuses and takes rows at random."""
+
+import random
+from concurrent.futures import Future
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from waltz_core.batches import decode_append
+from waltz_core.client import BatchOutcome, Reason
+from waltz_core.errors import ClientAhead
+from waltz_spark.options import WriteOptions
+from waltz_spark.writer import appender as appender_module
+from waltz_spark.writer.appender import Appender
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+
+OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
+LOST, REFUSED, TAKEN = int(Reason.LOST), int(Reason.LOCK), int(Reason.COMMITTED)
+
+
+class RandomLog:
+    """Answers batches in order, each row taken, refused for good, or lost with all behind it.
+
+    Like a server it keeps a client's order: after a loss nothing is taken until all answers of that
+    partition were given (the client has to mount anew).
+    """
+
+    def __init__(self, seed: int, *, loss: float) -> None:
+        self._chance = random.Random(seed)
+        self._loss = loss
+        self.taken: dict[int, list[bytes]] = {}
+        self.refused: list[bytes] = []
+        self._open: list[tuple[int, Future[BatchOutcome], list[bytes]]] = []
+        self.in_flight_max = 0
+
+    def append_batch(
+        self, partition: int, payload: bytes, row_count: int, *, client_high_water_mark: int
+    ) -> Future[BatchOutcome]:
+        assert client_high_water_mark == -1
+        rows = decode_append(payload, rows_max=row_count, bytes_max=1 << 24)
+        assert rows.count == row_count
+        future: Future[BatchOutcome] = Future()
+        self._open.append((partition, future, rows.data.to_pylist()))
+        self.in_flight_max = max(self.in_flight_max, len(self._open))
+        if len(self._open) >= 3 or self._chance.random() < 0.6:
+            self.answer_all()
+        return future
+
+    def answer_all(self) -> None:
+        lost = set()
+        for partition, future, rows in self._open:
+            reasons = []
+            log = self.taken.setdefault(partition, [])
+            for row in rows:
+                if partition in lost or self._chance.random() < self._loss:
+                    lost.add(partition)
+                    reasons.append(LOST)
+                elif row.endswith(b"!"):
+                    self.refused.append(row)
+                    reasons.append(REFUSED)
+                else:
+                    log.append(row)
+                    reasons.append(TAKEN)
+            ids = np.full(len(rows), -1, np.int64)
+            taken = np.array(reasons) == TAKEN
+            ids[taken] = np.arange(len(log) - int(taken.sum()), len(log))
+            conflicts = np.where(np.array(reasons) == REFUSED, 5, -1).astype(np.int64)
+            mark = len(log) - 1
+            future.set_result(BatchOutcome(mark, ids, np.array(reasons, np.uint8), conflicts))
+        self._open.clear()
+
+
+class Answering(RandomLog):
+    """Answers at once."""
+
+    def append_batch(
+        self, partition: int, payload: bytes, row_count: int, *, client_high_water_mark: int
+    ) -> Future[BatchOutcome]:
+        future = super().append_batch(
+            partition, payload, row_count, client_high_water_mark=client_high_water_mark
+        )
+        self.answer_all()
+        return future
+
+
+def shaped(rows: list[tuple[int, bytes]]) -> Shaped:
+    count = len(rows)
+    empty = pa.array([[]] * count, pa.list_(pa.int32()))
+    append = pa.RecordBatch.from_arrays(
+        [
+            pa.array(np.zeros(count, np.int32)),
+            pa.array([data for _, data in rows], pa.binary()),
+            *[empty] * 3,
+            pa.array(np.full(count, -1, np.int64)),
+        ],
+        ["header", "data", *LOCK_COLUMNS, MARK_COLUMN],
+    )
+    identity = pa.record_batch({"name": [data.decode() for _, data in rows]})
+    return Shaped(np.array([p for p, _ in rows], np.int32), append, identity)
+
+
+def rows_of(chance: random.Random, count: int) -> list[tuple[int, bytes]]:
+    return [
+        (chance.randrange(3), f"{number}{'!' if chance.random() < 0.1 else ''}".encode())
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_ends_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appender_module, "_PAUSE_SECONDS_FIRST", 0.0)
+    monkeypatch.setattr(appender_module, "_PAUSE_SECONDS_MAX", 0.0)
+    chance = random.Random(seed)
+    rows = rows_of(chance, 200)
+    log = Answering(seed, loss=chance.choice([0.0, 0.02, 0.2]))
+    pieces = [rows[start : start + 23] for start in range(0, len(rows), 23)]
+    told = list(Appender(log, OPTIONS).send(shaped(piece) for piece in pieces))
+    for partition in range(3):
+        mine = [data for p, data in rows if p == partition]
+        assert log.taken.get(partition, []) == [data for data in mine if not data.endswith(b"!")]
+        answered = [a for a in told if a.partition == partition]
+        names = [name for a in answered for name in a.identity.column("name").to_pylist()]
+        assert sorted(names) == sorted(data.decode() for data in mine)
+        for a in answered:
+            committed = a.reasons == TAKEN
+            assert (a.transaction_ids[committed] >= 0).all()
+            assert (a.conflicting[~committed] == 5).all()
+            assert all(
+                name.endswith("!") != bool(taken)
+                for name, taken in zip(
+                    a.identity.column("name").to_pylist(), committed, strict=True
+                )
+            )
+
+
+def test_a_payload_near_the_limit_travels_alone() -> None:
+    big = b"x" * (3 * 1024 * 1024)
+    log = Answering(1, loss=0.0)
+    told = list(Appender(log, OPTIONS).send([shaped([(0, big), (0, b"a"), (0, big), (0, b"b")])]))
+    assert [len(data) for data in log.taken[0]] == [len(big), 1, len(big), 1]
+    assert sum(len(a.reasons) for a in told) == 4
+    assert len(told) == 2
+
+
+def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
+    class Ahead(Answering):
+        def answer_all(self) -> None:
+            for _, future, rows in self._open:
+                nothing = np.full(len(rows), -1, np.int64)
+                reasons = np.full(len(rows), int(Reason.AHEAD), np.uint8)
+                future.set_result(BatchOutcome(0, nothing, reasons, nothing))
+            self._open.clear()
+
+    with pytest.raises(ClientAhead, match="partition 2"):
+        list(Appender(Ahead(0, loss=0.0), OPTIONS).send([shaped([(2, b"a")])]))

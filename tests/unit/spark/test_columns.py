@@ -1,0 +1,141 @@
+"""From a DataFrame's columns to an append's, and everything that is refused on the way."""
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import StructType
+
+from waltz_core.errors import BadRequest, TooLarge
+from waltz_core.record import lock_hash, spread
+from waltz_spark.options import WriteOptions
+from waltz_spark.writer.columns import Shaper, check_schema
+
+PLAIN = WriteOptions(connect="zk:2181/waltz/x")
+PACKED = WriteOptions(connect="zk:2181/waltz/x", data_format="msgpack")
+TYPES = {
+    "int": "IntegerType", "long": "LongType", "string": "StringType", "binary": "BinaryType",
+    "double": "DoubleType",
+}  # fmt: skip
+
+
+def schema(**columns: str) -> StructType:
+    from pyspark.sql import types as t  # noqa: PLC0415
+
+    found = StructType()
+    for name, kind in columns.items():
+        if kind.startswith("array<"):
+            inner = getattr(t, TYPES[kind[6:-1]])()
+            found.add(name, t.ArrayType(inner))
+        else:
+            found.add(name, getattr(t, TYPES[kind])())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "sentence"),
+    [
+        ({"payload": "binary"}, PLAIN, "no column 'data'"),
+        ({"data": "int"}, PLAIN, "'data' is to be binary or string; found int"),
+        ({"data": "binary", "a": "int"}, PACKED, "a column 'data' and option 'dataFormat'"),
+        ({"header": "int"}, PACKED, "no column to pack"),
+        ({"data": "binary", "header": "long"}, PLAIN, "'header' is to be int; found bigint"),
+        ({"data": "binary", "partition": "string"}, PLAIN, "'partition' is to be int"),
+        (
+            {"data": "binary", "write_locks": "array<string>"},
+            PLAIN,
+            "'write_locks' is to be array<int>",
+        ),
+        ({"data": "binary", "read_locks": "int"}, PLAIN, "'read_locks' is to be array<int>"),
+        ({"data": "binary", "client_high_water_mark": "double"}, PLAIN, "is to be long"),
+    ],
+)
+def test_a_wrong_column_is_a_sentence(
+    columns: dict[str, str], options: WriteOptions, sentence: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        check_schema(schema(**columns), options)
+    assert sentence in str(caught.value)
+
+
+def test_a_right_one_passes() -> None:
+    locks = dict.fromkeys(("write_locks", "read_locks", "append_locks"), "array<int>")
+    rest = {"header": "int", "partition": "int", "client_high_water_mark": "long"}
+    check_schema(schema(data="string", **locks, **rest), PLAIN)
+
+
+def shaper(options: WriteOptions = PLAIN, **kwargs: bool) -> Shaper:
+    return Shaper(options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, wants_identity=False, **kwargs)
+
+
+def test_the_first_lock_chooses_the_partition() -> None:
+    one, two = lock_hash("account", 1), lock_hash("account", 2)
+    batch = pa.record_batch(
+        {
+            "data": pa.array([b"a", b"b", b"c"]),
+            "write_locks": pa.array([[], [two, one], None], pa.list_(pa.int32())),
+            "append_locks": pa.array([[one], [one], [two]], pa.list_(pa.int32())),
+        }
+    )
+    found = shaper().shape(batch)
+    assert found.partitions.tolist() == [spread(one, 4), spread(two, 4), spread(two, 4)]
+    assert found.append.column("client_high_water_mark").to_pylist() == [
+        10 + partition for partition in found.partitions.tolist()
+    ]
+
+
+def test_rows_without_a_lock_go_round() -> None:
+    batch = pa.record_batch({"data": pa.array([b"x"] * 6)})
+    both = shaper()
+    assert both.shape(batch).partitions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert both.shape(batch).partitions.tolist() == [2, 3, 0, 1, 2, 3]
+
+
+def test_partition_by_hashes_like_the_client() -> None:
+    options = WriteOptions(connect="zk:2181/waltz/x", partition_by="key")
+    keys = [0, 1, -5, 1 << 40, None]
+    batch = pa.record_batch({"data": pa.array([b"x"] * 5), "key": pa.array(keys, pa.int64())})
+    expected = [spread(lock_hash("", key or 0), 4) for key in keys]
+    assert shaper(options).shape(batch).partitions.tolist() == expected
+
+
+def test_a_given_partition_wins_and_a_null_falls_back() -> None:
+    batch = pa.record_batch(
+        {"data": pa.array([b"x"] * 3), "partition": pa.array([3, None, 3], pa.int32())}
+    )
+    assert shaper().shape(batch).partitions.tolist() == [3, 1, 3]
+
+
+def test_a_partition_that_does_not_exist_is_named() -> None:
+    batch = pa.record_batch({"data": pa.array([b"x"]), "partition": pa.array([9], pa.int32())})
+    with pytest.raises(BadRequest, match="holds 9; this cluster has partitions 0 to 3"):
+        shaper().shape(batch)
+
+
+def test_a_null_lock_is_no_lock() -> None:
+    batch = pa.record_batch(
+        {
+            "data": pa.array([b"x", b"y"]),
+            "append_locks": pa.array([[None], [7, None]], pa.list_(pa.int32())),
+        }
+    )
+    found = shaper().shape(batch)
+    assert found.append.column("append_locks").to_pylist() == [[], [7]]
+
+
+def test_a_payload_over_the_limit_is_refused() -> None:
+    batch = pa.record_batch({"data": pa.array([b"x" * (4 * 1024 * 1024 + 1)])})
+    with pytest.raises(TooLarge, match="4,194,305 bytes is over the limit of 4,194,304"):
+        shaper().shape(batch)
+
+
+def test_a_null_payload_is_refused() -> None:
+    with pytest.raises(BadRequest, match="'data' has a null"):
+        shaper().shape(pa.record_batch({"data": pa.array([b"x", None])}))
+
+
+def test_log_columns_are_not_packed() -> None:
+    batch = pa.record_batch(
+        {"a": [1], "header": pa.array([5], pa.int32()), "partition": pa.array([0], pa.int32())}
+    )
+    found = shaper(PACKED).shape(batch)
+    assert found.append.column("data").to_pylist() == [b"\x81\xa1a\x01"]
+    assert found.append.column("header").to_pylist() == [5]

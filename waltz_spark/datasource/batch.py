@@ -1,0 +1,72 @@
+"""Batch reads: the driver resolves marks once and cuts them into tasks, tasks fetch ranges.
+
+Why it stands alone: Spark pickles the reader to every task and calls `partitions` once for a
+`load`, at the first action; so a DataFrame is a snapshot, and the reader holds plain values only.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
+
+from waltz_core.client import RangeSource
+from waltz_spark import planning
+from waltz_spark.connections import client_of
+from waltz_spark.datasource.fetch import Shape, fetch
+from waltz_spark.options import ReadOptions
+
+
+@dataclass
+class Task(InputPartition):  # type: ignore[misc]  # pyspark's class is untyped
+    """What one task reads: transactions first..last of one partition, and from where."""
+
+    source: RangeSource
+    first: int
+    last: int
+
+
+class WaltzBatchReader(DataSourceReader):  # type: ignore[misc]  # pyspark's class is untyped
+    """Reads a range of the log.
+
+    Args:
+        options: the read's, already checked.
+        schema: the columns wanted, in order: the log's own and, with `dataFormat`, the payload's.
+    """
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Resolve the marks, once, and return the tasks.
+
+        Raises:
+            DataLoss: a mark lies past the end of its log.
+            BadConfig: a partition does not exist.
+            Unavailable: the cluster does not answer.
+        """
+        options = self._options
+        client = client_of(options.connect)
+        chosen = planning.chosen_partitions(options, client.partition_count)
+        sources = client.range_sources(chosen)
+        marks = {partition: sources[partition].high_water_mark for partition in chosen}
+        whole = planning.spans(
+            planning.resolve_starts(options, marks),
+            planning.resolve_ends(options, marks),
+            options.transaction_ids,
+        )
+        spans = planning.split(
+            whole,
+            task_count_min=options.task_count_min,
+            per_task_max=options.task_transactions_max,
+        )
+        return [Task(sources[span.partition], span.first, span.last) for span in spans]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield a task's transactions as Arrow batches."""
+        if not isinstance(partition, Task):
+            return iter(())  # Spark's way to say that there is nothing to read
+        shape = Shape(self._options, self._schema)
+        return fetch(partition.source, partition.first, partition.last, shape)

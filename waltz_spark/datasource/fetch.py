@@ -1,0 +1,98 @@
+"""One range of ids to Arrow batches, in a task: fetched, checked, projected, unpacked.
+
+Why it stands alone: batch and stream reads fetch in the same way.
+
+Rules:
+    1. Whole columns only; a batch has at most 8,192 rows or about 8 MiB.
+    2. Without `data` and without payload columns only headers travel.
+    3. Ids are dense: a gap where none was asked for fails the read.
+"""
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from waltz_core import batches
+from waltz_core.client import RangeChunk, RangeSource, read_range
+from waltz_spark.connections import client_of
+from waltz_spark.options import LOG_COLUMNS, ReadOptions
+from waltz_spark.rows import Unpacker
+
+# What to name in an error when a payload cannot be unpacked.
+_PLACE = ("partition", "transaction_id")
+
+
+class Shape:
+    """What the batches of a read look like.
+
+    Args:
+        options: the read's.
+        schema: Spark's schema of the batches.
+    """
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        self.options = options
+        self.arrow = to_arrow_schema(schema, timezone="UTC")
+        self._wanted = [part.name for part in self.arrow if part.name in LOG_COLUMNS]
+        foreign = [part for part in self.arrow if part.name not in LOG_COLUMNS]
+        self._unpacker = None
+        columns = list(self._wanted)
+        if foreign:
+            assert options.data_format is not None, "checked when the reader was made"
+            self._unpacker = Unpacker(foreign, options.data_format)
+            columns += [name for name in (*_PLACE, "data") if name not in columns]
+        # A count needs no column at all; the narrowest one carries the number of rows.
+        self.columns = columns or ["partition"]
+        self.headers_only = "data" not in self.columns
+
+    def project(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Turn a batch of the log's columns into one of the schema."""
+        found = {name: batch.column(name) for name in batch.schema.names}
+        if self._unpacker is not None:
+            ids, partitions = batch.column("transaction_id"), batch.column("partition")
+            foreign = [part for part in self.arrow if part.name not in LOG_COLUMNS]
+            unpacked = self._unpacker.columns(
+                found["data"],
+                lambda row: f"partition {partitions[row]}, transaction {ids[row]}",
+            )
+            found |= {part.name: column for part, column in zip(foreign, unpacked, strict=True)}
+        if not len(self.arrow):
+            return batch.select([])
+        arrays = [found[part.name] for part in self.arrow]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
+
+
+def fetch(source: RangeSource, first: int, last: int, shape: Shape) -> Iterator[pa.RecordBatch]:
+    """Yield the transactions first..last of a partition.
+
+    Raises:
+        DataLoss: an id is missing.
+        ChecksumMismatch: a record is damaged everywhere it could be read.
+        Unavailable: no replica and no server answered in time.
+    """
+    options = shape.options
+    chunks = read_range(
+        source,
+        first,
+        last,
+        headers_only=shape.headers_only,
+        header_values=options.headers,
+        from_replica=options.from_replica,
+        client=lambda: client_of(options.connect),
+    )
+    for chunk in chunks:
+        for batch in _batches(chunk, source.partition, shape):
+            yield shape.project(batch)
+
+
+def _batches(chunk: RangeChunk, partition: int, shape: Shape) -> list[pa.RecordBatch]:
+    stamps = [(entry.first, entry.last, entry.stamp_ms) for entry in chunk.lineage]
+    if shape.headers_only:
+        return batches.headers_to_arrow(
+            chunk.records, stamps, shape.columns, partition_id=partition
+        )
+    return batches.range_to_arrow(
+        chunk.records, chunk.lengths, stamps, shape.columns, partition_id=partition
+    )
