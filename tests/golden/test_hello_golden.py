@@ -1,0 +1,36 @@
+"""Captured hellos: to their meaning and back."""
+
+import json
+from pathlib import Path
+
+from waltz_core.wire import codec
+from waltz_core.wire.connection import Connection
+from waltz_core.wire.messages import Hello, Surface
+
+EXAMPLES = json.loads((Path(__file__).parent / "wire" / "hello.json").read_text(encoding="utf-8"))
+
+
+def test_hellos_decode_to_their_meaning_and_encode_to_their_bytes():
+    assert len(EXAMPLES) == 3
+    for example in EXAMPLES:
+        data = bytes.fromhex(example["frame_hex"])
+        assert codec.decode_frame_header(data) == (ord("H"), 0, len(data) - 7)
+        hello = codec.decode_hello(data[7:])
+        assert list(hello.versions) == example["decoded"]["versions"]
+        assert hello.text == example["decoded"]["message"]
+        assert codec.encode_hello(hello) == data
+
+
+def test_the_clients_hello_of_the_specification():
+    expected = (
+        "48 0000 0000001e 00000005 0000 0001 0002 0003 0004 0000000c 57616c747a20436c69656e74"
+    )
+    hello = Hello((0, 1, 2, 3, 4), "Waltz Client")
+    assert codec.encode_hello(hello) == bytes.fromhex(expected)
+
+
+def test_our_hellos_carry_the_originals_texts():
+    texts = {example["decoded"]["message"] for example in EXAMPLES}
+    for surface in (Surface.CLIENT, Surface.STORAGE, Surface.ADMIN):
+        hello = codec.decode_hello(Connection(surface, is_listener=True).first_bytes()[7:])
+        assert hello.text in texts

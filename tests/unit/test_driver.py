@@ -1,0 +1,162 @@
+"""The order of steps and effects, wake-ups, and what a failing machine leads to."""
+
+import asyncio
+import logging
+
+from waltz_core import net
+from waltz_core.driver import Driver
+from waltz_core.machine import Report, Wakeup
+
+
+class Echo:
+    """Answers each event with the effects that a script has for it."""
+
+    def __init__(self, script, wake_at_ms=None):
+        self.script = script
+        self.seen = []
+        self.wake_at_ms = wake_at_ms
+
+    def step(self, event, now_ms):
+        self.seen.append((event, now_ms))
+        found = self.script.get(event, ())
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def on_loop(test):
+    """Run a coroutine function as a test."""
+
+    def run():
+        net.run(test())
+
+    run.__name__ = test.__name__
+    return run
+
+
+@on_loop
+async def test_effects_are_performed_in_order_before_the_next_event():
+    done = []
+    machine = Echo({"a": ("1", "2"), "b": ("3",)})
+
+    def perform(effect):
+        done.append(effect)
+        if effect == "1":
+            driver.post("b")  # an effect with an immediate outcome
+
+    driver = Driver(machine, perform)
+    driver.post("a")
+    assert done == ["1", "2", "3"]
+    assert [event for event, _ in machine.seen] == ["a", "b"]
+
+
+@on_loop
+async def test_reports_go_to_their_callback():
+    reports, done = [], []
+    machine = Echo({"a": (Report("x.y", (("n", 1),)), "1")})
+    driver = Driver(machine, done.append, on_report=reports.append)
+    driver.post("a")
+    assert (reports, done) == ([Report("x.y", (("n", 1),))], ["1"])
+
+
+def test_reports_are_logged_when_nobody_wants_them(caplog):
+    async def program():
+        Driver(Echo({"a": (Report("x.y", (("n", 1),)),)}), print, name="m").post("a")
+
+    with caplog.at_level(logging.DEBUG):
+        net.run(program())
+    assert "x.y machine=m n=1" in caplog.text
+    assert "driver.step machine=m event='a'" in caplog.text
+
+
+@on_loop
+async def test_a_wakeup_comes_at_its_time_and_the_next_one_is_read_again():
+    machine = Echo({Wakeup(): ("woken",)})
+    woken = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def perform(effect):
+        machine.wake_at_ms = None
+        woken.set()
+
+    machine.wake_at_ms = int(loop.time() * 1000) + 20
+    driver = Driver(machine, perform)
+    async with asyncio.timeout(5):
+        await woken.wait()
+    (event, now_ms), wake_at_ms = machine.seen[0], machine.seen[0][1]
+    assert event == Wakeup()
+    assert now_ms >= wake_at_ms
+    woken.clear()
+    machine.wake_at_ms = int(loop.time() * 1000) + 5
+    driver.post("nothing")
+    async with asyncio.timeout(5):
+        await woken.wait()
+    assert [event for event, _ in machine.seen] == [Wakeup(), "nothing", Wakeup()]
+
+
+@on_loop
+async def test_a_time_that_moves_is_followed_both_ways():
+    loop = asyncio.get_running_loop()
+    machine = Echo({Wakeup(): ("woken",)}, wake_at_ms=int(loop.time() * 1000) + 60_000)
+    woken = asyncio.Event()
+
+    def perform(_effect):
+        machine.wake_at_ms = None
+        woken.set()
+
+    driver = Driver(machine, perform)
+    wanted = machine.wake_at_ms = int(loop.time() * 1000) + 10
+    driver.post("earlier")
+    wanted = machine.wake_at_ms = wanted + 30
+    driver.post("later")
+    async with asyncio.timeout(5):
+        await woken.wait()
+    assert machine.seen[-1][1] >= wanted
+    assert len(machine.seen) == 3
+
+
+@on_loop
+async def test_a_machine_that_raises_is_dead_and_its_owner_is_told_once():
+    failures, done = [], []
+    error = ValueError("broken")
+    machine = Echo({"bad": error, "good": ("1",)}, wake_at_ms=1 << 60)
+    driver = Driver(machine, done.append, on_failure=failures.append)
+    driver.post("bad")
+    driver.post("good")
+    driver.post("bad")
+    assert failures == [error]
+    assert done == []
+    assert driver.is_stopped
+    assert len(machine.seen) == 1
+
+
+@on_loop
+async def test_an_effect_that_cannot_be_performed_kills_the_machine_too():
+    failures = []
+
+    def perform(_effect):
+        raise RuntimeError("no")
+
+    driver = Driver(Echo({"a": ("1", "2")}), perform, on_failure=failures.append)
+    driver.post("a")
+    assert [str(error) for error in failures] == ["no"]
+
+
+@on_loop
+async def test_a_stopped_driver_drops_everything():
+    machine = Echo({"a": ("1",)}, wake_at_ms=0)
+    driver = Driver(machine, print)
+    driver.stop()
+    driver.stop()
+    driver.post("a")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert machine.seen == []
+
+
+@on_loop
+async def test_the_clock_can_be_given():
+    machine = Echo({})
+    driver = Driver(machine, print, clock=lambda: 42)
+    driver.post("a")
+    assert machine.seen == [("a", 42)]

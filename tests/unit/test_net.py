@@ -1,0 +1,352 @@
+"""Links over real sockets: hello, order, back-pressure, ends."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from waltz_core import net
+from waltz_core.errors import BadConfig, LocalProtocolError, RemoteProtocolError, Unreachable
+from waltz_core.wire import codec
+from waltz_core.wire.messages import Appended, AppendRaw, FlushRequest, Hello, Surface
+
+ANY = "127.0.0.1"
+
+
+def on_loop(test):
+    """Run a coroutine function as a test, within 20 s."""
+
+    async def bounded(*args):
+        async with asyncio.timeout(20):
+            await test(*args)
+
+    def run():
+        net.run(bounded())
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
+        await asyncio.sleep(0.002)
+
+
+def raw(size, sequence=0):
+    return AppendRaw(1, sequence, 3, 4, b"", bytes(size), 0, bytes(16), ())
+
+
+class Peer:
+    """Keeps what a link's callbacks were told."""
+
+    def __init__(self):
+        self.links = []
+        self.messages = []
+        self.closed = []
+
+    def connected(self, link):
+        self.links.append(link)
+        link.start(self.messages.extend, self.closed.append)
+
+
+@contextlib.asynccontextmanager
+async def pair(**dial_options):
+    """Give a dialler's link, a listener's peer and the listener."""
+    peer = Peer()
+    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
+    link = await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}", **dial_options)
+    await until(lambda: peer.links)
+    try:
+        yield link, peer, listener
+    finally:
+        link.abort("test is over")
+        await listener.close()
+
+
+@on_loop
+async def test_messages_arrive_in_order_whatever_their_size():
+    async with pair() as (link, peer, _):
+        sent = [raw(size, n) for n, size in enumerate((0, 300_000, 10, 1_000_000, 70_000, 3))]
+        for message in sent:
+            link.send(message)
+        await until(lambda: len(peer.messages) == len(sent))
+        assert peer.messages == sent
+        assert link.version == 1
+        assert link.peer.text == "Waltz Storage Server"
+        assert peer.links[0].peer.text == "Waltz Storage Client"
+        assert link.bytes_sent > 1_370_000
+        link.close("done")
+        await until(lambda: peer.closed)
+        assert peer.closed == ["closed by the peer"]
+
+
+@on_loop
+async def test_receive_waits_and_then_gives_all_that_is_there():
+    async with pair() as (link, peer, _):
+        for n in range(3):
+            peer.links[0].send(Appended(1, n, 3, n))
+        found = []
+        while len(found) < 3:
+            found += await link.receive()
+        assert [message.sequence for message in found] == [0, 1, 2]
+        peer.links[0].close("enough")
+        with pytest.raises(Unreachable, match="closed by the peer"):
+            await link.receive()
+
+
+@on_loop
+async def test_what_came_before_start_is_handed_over_by_it():
+    async with pair() as (link, peer, _):
+        peer.links[0].send(Appended(1, 7, 3, 9))
+        peer.links[0].close("enough")
+        await link.wait_closed()
+        late = Peer()
+        late.connected(link)
+        assert late.messages == [Appended(1, 7, 3, 9)]
+        assert late.closed == ["closed by the peer"]
+        assert link.is_closed
+        link.send(Appended(1, 7, 3, 9))  # nobody is there; nothing happens
+        assert link.write_backlog_bytes == 0
+
+
+@on_loop
+async def test_an_inbox_that_nobody_empties_stops_the_peer():
+    async with pair() as (link, peer, _):
+        there = peer.links[0]
+        for n in range(40):
+            there.send(raw(500_000, n))
+        await until(lambda: there.is_congested and link._inbox_bytes > 1024 * 1024)
+        before = link.bytes_received
+        await asyncio.sleep(0.05)
+        assert link.bytes_received == before
+        found = []
+        while len(found) < 40:
+            found += await link.receive()
+        assert [message.sequence for message in found] == list(range(40))
+        await there.drained()
+
+
+@on_loop
+async def test_who_does_not_take_answers_may_not_ask():
+    async with pair() as (link, peer, _):
+        there = peer.links[0]
+        drained = []
+        there._on_drained = lambda: drained.append(True)
+        link.pause_reading()
+        while not there.is_congested:
+            there.send(raw(500_000))
+            await asyncio.sleep(0)
+        link.send(Appended(1, 7, 3, 9))
+        await asyncio.sleep(0.05)
+        assert peer.messages == []
+        link.start(lambda messages: None, lambda reason: None)
+        link.resume_reading()
+        await until(lambda: peer.messages)
+        assert drained == [True]
+        assert not there.is_congested
+
+
+@on_loop
+async def test_a_dialler_reads_on_while_it_is_congested():
+    async with pair() as (link, peer, _):
+        there = peer.links[0]
+        there.pause_reading()
+        while not link.is_congested:
+            link.send(raw(500_000))
+            await asyncio.sleep(0)
+        there.send(Appended(1, 7, 3, 9))
+        assert await link.receive() == [Appended(1, 7, 3, 9)]
+
+
+@on_loop
+async def test_a_peer_that_never_reads_is_cut_at_the_hard_limit():
+    async with pair(write_backlog_bytes_max=4 * 1024 * 1024) as (link, peer, _):
+        peer.links[0].pause_reading()
+        while not link.is_closed:
+            link.send(raw(500_000))
+            await asyncio.sleep(0)
+        assert "the peer does not read" in link.closed_reason
+        await link.wait_closed()
+        peer.links[0].resume_reading()
+        await until(lambda: peer.closed)
+
+
+@on_loop
+async def test_a_dial_that_nobody_answers_is_unreachable():
+    with socket.socket() as taken:
+        taken.bind((ANY, 0))
+        address = f"{ANY}:{taken.getsockname()[1]}"
+        with pytest.raises(Unreachable, match=address):
+            await net.dial(Surface.STORAGE, address)
+
+
+@on_loop
+async def test_a_dial_to_a_silent_peer_is_unreachable():
+    with socket.create_server((ANY, 0)) as silent:
+        address = f"{ANY}:{silent.getsockname()[1]}"
+        with pytest.raises(Unreachable, match="no connection and hello within"):
+            await net.dial(Surface.STORAGE, address, timeout_s=0.1)
+
+
+async def answer_with(data):
+    async def serve(_reader, writer):
+        writer.write(data)
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(serve, ANY, 0)
+
+
+async def dial_somebody_who_says(data):
+    server = await answer_with(data)
+    try:
+        await net.dial(Surface.STORAGE, f"{ANY}:{server.sockets[0].getsockname()[1]}")
+    finally:
+        server.close()
+
+
+@on_loop
+async def test_a_dial_to_somebody_of_another_language_is_a_protocol_error():
+    with pytest.raises(RemoteProtocolError, match="expected a frame of surface 'H'"):
+        await dial_somebody_who_says(b"SSH-2.0-OpenSSH_9.2\r\n")
+    with pytest.raises(RemoteProtocolError, match="no common version"):
+        await dial_somebody_who_says(codec.encode_hello(Hello((0,), "Waltz Storage Server")))
+
+
+@on_loop
+async def test_a_dial_that_is_closed_before_the_hello_is_unreachable():
+    with pytest.raises(Unreachable, match="before its hello"):
+        await dial_somebody_who_says(b"")
+
+
+@on_loop
+async def test_a_listener_cuts_who_speaks_another_language_and_serves_the_others():
+    async with pair() as (link, peer, listener):
+        reader, writer = await asyncio.open_connection(ANY, listener.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        hello = codec.decode_hello((await reader.read())[7:])
+        assert hello.text == "Waltz Storage Server"
+        writer.close()
+        link.send(Appended(1, 7, 3, 9))
+        await until(lambda: peer.messages)
+        assert len(peer.links) == 1
+
+
+@on_loop
+async def test_who_is_silent_in_his_hello_is_cut():
+    peer = Peer()
+    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
+    reader, writer = await asyncio.open_connection(ANY, listener.port)
+    await until(lambda: listener.links)
+    (link,) = listener.links
+    link._hello_is_late()
+    await reader.read()
+    await link.wait_closed()
+    assert "expected a hello within" in link.closed_reason
+    assert peer.links == []
+    assert listener.links == ()
+    writer.close()
+    await listener.close()
+
+
+@on_loop
+async def test_who_trickles_a_frame_is_cut():
+    peer = Peer()
+    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
+    _, writer = await asyncio.open_connection(ANY, listener.port)
+    writer.write(codec.encode_hello(Hello((1,), "slow")) + codec.FRAME_HEADER.pack(83, 1, 999))
+    await until(lambda: peer.links and peer.links[0]._connection.is_inside_frame)
+    (link,) = peer.links
+    link._tick()
+    assert not link.is_closed
+    before = link.bytes_received
+    writer.write(b"x")
+    await until(lambda: link.bytes_received == before + 1)
+    link._tick()
+    assert "a frame came too slowly" in link.closed_reason
+    writer.close()
+    await listener.close()
+
+
+@on_loop
+async def test_a_dialler_that_has_nothing_to_say_sends_an_empty_frame():
+    async with pair() as (link, peer, _):
+        there = peer.links[0]
+        link.send(Appended(1, 7, 3, 9))
+        await until(lambda: peer.messages)
+        before = there.bytes_received
+        link._tick()  # something was sent since the last tick
+        link._tick()
+        await until(lambda: there.bytes_received == before + 7)
+        assert there.closed_reason is None
+        there._tick()
+        assert there.bytes_sent == 0
+
+
+@on_loop
+async def test_who_is_silent_for_very_long_is_cut():
+    async with pair() as (_link, peer, _):
+        there = peer.links[0]
+        there._idle_ticks = net._IDLE_TICKS_MAX
+        there._tick_received = there.bytes_received
+        there._tick()
+        assert "nothing was received for" in there.closed_reason
+
+
+@on_loop
+async def test_more_links_than_allowed_are_refused():
+    peer = Peer()
+    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, links_max=1)
+    link = await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")
+    with pytest.raises(Unreachable):
+        await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")
+    link.close("done")
+    await until(lambda: not listener.links)
+    (await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")).close("done")
+    await listener.close()
+
+
+@on_loop
+async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent():
+    async with pair() as (link, peer, listener):
+        for n in range(5):
+            peer.links[0].send(raw(400_000, n))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(listener.close("going home"))
+            found = []
+            while len(found) < 5:
+                found += await link.receive()
+        assert peer.closed == ["going home"]
+        with pytest.raises(Unreachable):
+            await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")
+
+
+@on_loop
+async def test_a_port_that_is_taken_is_a_bad_config():
+    with socket.create_server((ANY, 0)) as taken, pytest.raises(BadConfig, match="cannot listen"):
+        await net.listen(Surface.STORAGE, ANY, taken.getsockname()[1], print)
+
+
+@on_loop
+async def test_what_cannot_be_sent_is_an_error_of_the_caller():
+    async with pair() as (link, _, _):
+        with pytest.raises(AssertionError):
+            link.send(FlushRequest((1, 2, 3, 4)))
+        with pytest.raises(LocalProtocolError):
+            link.send(raw(16 * 1024 * 1024))
+        assert not link.is_closed
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("localhost:80", ("localhost", 80)), ("[::1]:0", ("::1", 0)), ("a.b:65535", ("a.b", 65535))],
+)
+def test_addresses(text, expected):
+    assert net.split_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:-1", "host:65536", "h:x"])
+def test_bad_addresses(text):
+    with pytest.raises(BadConfig, match="expected an address"):
+        net.split_address(text)

@@ -1,0 +1,202 @@
+"""Frames, versions and refusals of the codec."""
+
+import struct
+
+import pytest
+
+from waltz_core.errors import LocalProtocolError, RemoteProtocolError
+from waltz_core.record import LineageEntry, ReqId
+from waltz_core.wire import codec, fields, messages
+from waltz_core.wire.messages import (
+    ENTRIES_MAX,
+    AppendRaw,
+    AppendRequest,
+    AppendResult,
+    ErrorResponse,
+    FieldKind,
+    FlushRequest,
+    Hello,
+    Mounted,
+    Nack,
+    OpenRequest,
+    ServerPartitionsResponse,
+    SuccessResponse,
+    Surface,
+    TransactionDataResponse,
+)
+
+REQ_ID = ReqId(1, 2, 3, 4)
+
+
+def frame(message, version):
+    return b"".join(codec.encode(message, version))
+
+
+def payload(message, version):
+    return memoryview(frame(message, version))[7:]
+
+
+def append_raw(records):
+    return AppendRaw(
+        session_id=9,
+        sequence=1,
+        partition_id=2,
+        first=100,
+        lengths=struct.pack(">i", len(records)),
+        records=records,
+        records_crc=0xFFFFFFFF,
+        chain_before=b"c" * 16,
+        lineage=(LineageEntry(100, 100, 9, 1_700_000_000_000, b"d" * 16),),
+    )
+
+
+def test_frame_header_names_surface_version_and_payload_length():
+    data = frame(SuccessResponse(-1, 5, 7), 1)
+    assert data == b"S\x00\x01\x00\x00\x00\x15" + b"\x07" + struct.pack(">qqi", -1, 5, 7)
+    assert codec.decode_frame_header(data) == (ord("S"), 1, 21)
+
+
+def test_keep_alive_is_an_empty_frame():
+    assert codec.encode_keep_alive(Surface.CLIENT, 4) == bytes.fromhex("4c000400000000")
+
+
+def test_large_fields_are_neither_copied_in_nor_out():
+    records = bytes(100_000)
+    buffers = codec.encode(append_raw(records), 1)
+    assert any(buffer is records for buffer in buffers)
+    data = memoryview(b"".join(buffers))[7:]
+    decoded = codec.decode(Surface.STORAGE, 1, data)
+    assert decoded == append_raw(records)
+    assert decoded.records.obj is data.obj
+
+
+def test_small_fields_are_one_buffer():
+    assert len(codec.encode(append_raw(b"x" * 100), 1)) == 1
+
+
+def test_every_message_of_the_table_has_a_plan_in_each_version_it_exists_in():
+    for surface in (Surface.CLIENT, Surface.STORAGE):
+        for version in surface.versions:
+            for message_class in codec._plans(surface, version).values():
+                assert message_class.magic == surface.magic
+    assert len(codec._plans(Surface.CLIENT, 5)) == 29
+    assert len(codec._plans(Surface.STORAGE, 1)) == 18
+    assert len(codec._plans(Surface.STORAGE, 0)) == 2
+
+
+def test_every_kind_of_field_has_one_layout():
+    assert not fields.FIXED.keys() & fields.VARIABLE.keys()
+    assert fields.FIXED.keys() | fields.VARIABLE.keys() == set(FieldKind)
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 4])
+def test_a_message_of_a_later_version_is_refused_on_both_sides(version):
+    mounted = Mounted(REQ_ID, 1, 2, 3, 4, 5)
+    with pytest.raises(LocalProtocolError, match="Mounted is not in version"):
+        codec.encode(mounted, version)
+    with pytest.raises(RemoteProtocolError, match="no message of type 67"):
+        codec.decode(Surface.CLIENT, version, payload(mounted, 5))
+
+
+def test_a_message_that_was_taken_out_is_refused(monkeypatch):
+    monkeypatch.setattr(FlushRequest, "until", 2)
+    monkeypatch.setattr(codec, "_plans_made", {})
+    monkeypatch.setattr(codec, "_tables_made", {})
+    assert codec.encode(FlushRequest(REQ_ID), 2)
+    with pytest.raises(LocalProtocolError):
+        codec.encode(FlushRequest(REQ_ID), 3)
+    assert 8 not in codec._plans(Surface.CLIENT, 3)
+
+
+def test_fields_of_a_later_version_are_empty_when_they_were_not_sent():
+    request = AppendRequest(REQ_ID, 99, (7, -8), (), (), 5, b"abc", 0x352441C2)
+    assert codec.decode(Surface.CLIENT, 0, payload(request, 0)) == request
+    locked = AppendRequest(REQ_ID, 99, (7, -8), (9,), (), 5, b"abc", 0x352441C2)
+    with pytest.raises(LocalProtocolError, match=r"AppendRequest\.read_locks"):
+        codec.encode(locked, 0)
+    assert codec.decode(Surface.CLIENT, 1, payload(locked, 1)) == locked
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SuccessResponse(1 << 63, 0, 0),
+        SuccessResponse(0, 0, 1 << 31),
+        OpenRequest(-1, -1, -1, b"short", 4),
+        Nack(0, 0, 0, 1, 2, "\ud800"),
+        Nack(0, 0, 0, 1, 2, "x" * (messages.TEXT_BYTES_MAX + 1)),
+        ServerPartitionsResponse(REQ_ID, (0,) * (ENTRIES_MAX + 1)),
+        AppendResult(REQ_ID, 1, bytes(9), b"", b""),
+        TransactionDataResponse(REQ_ID, 1, (b"data", "and an error")),
+    ],
+)
+def test_a_value_that_the_wire_cannot_carry_is_a_local_error(message):
+    with pytest.raises(LocalProtocolError):
+        codec.encode(message, message.surface.versions[-1])
+
+
+def test_a_view_of_larger_items_is_a_local_error():
+    with pytest.raises(LocalProtocolError, match="view of bytes"):
+        codec.encode(append_raw(memoryview(struct.pack("=2i", 1, 2)).cast("i")), 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "without a type"),
+        (b"\xff", "no message of type 255"),
+        (b"\x07", "cannot be read"),
+        (b"\x07" + bytes(21), "1 bytes after its last field"),
+        (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", -1), "a count of -1"),
+        (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 5) + b"four", "a count of 5"),
+        (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 2) + b"\xc3\x28", "utf-8"),
+        (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 65_537) + bytes(65_537), "a text of"),
+        (b"\x4c" + bytes(36) + struct.pack(">i", 2**31 - 1) + bytes(48), "a count of 2147483647"),
+        (b"\x4c" + bytes(36) + struct.pack(">i", 65_537) + bytes(48 * 65_537), "at most 65536"),
+    ],
+)
+def test_bytes_that_are_no_message_are_an_error_of_the_peer(data, why):
+    with pytest.raises(RemoteProtocolError, match=why):
+        codec.decode(Surface.STORAGE, 1, memoryview(data))
+
+
+def test_a_wrong_checksum_of_data_is_an_error_of_the_peer():
+    data = bytearray(frame(TransactionDataResponse(REQ_ID, 1, (b"data", None)), 5)[7:])
+    data[-6] ^= 1
+    with pytest.raises(RemoteProtocolError, match="CRC"):
+        codec.decode(Surface.CLIENT, 5, memoryview(data))
+
+
+@pytest.mark.parametrize("result", [(b"", None), (b"data", None), (None, "why"), (None, None)])
+def test_data_or_error(result):
+    message = TransactionDataResponse(REQ_ID, 1, result)
+    assert codec.decode(Surface.CLIENT, 5, payload(message, 5)) == message
+
+
+def test_a_bool_is_true_only_for_one():
+    data = bytearray(payload(ErrorResponse(REQ_ID, 21, retriable=True, message="x"), 5))
+    at = 1 + 16 + 4
+    assert data[at] == 1
+    data[at] = 2
+    assert codec.decode(Surface.CLIENT, 5, memoryview(data)).retriable is False
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00\x00\x00\x01",
+        b"\xff\xff\xff\xff",
+        struct.pack(">ihi", 1, 0, -1),
+        struct.pack(">ihi", 1, 0, 1) + b"\xff",
+        struct.pack(">ihi", 1, 0, 0) + b"more",
+    ],
+)
+def test_bytes_that_are_no_hello_are_an_error_of_the_peer(data):
+    with pytest.raises(RemoteProtocolError):
+        codec.decode_hello(data)
+
+
+def test_hello_round_trip():
+    hello = Hello((0, 1, 2), "Wältz")
+    assert codec.decode_hello(codec.encode_hello(hello)[7:]) == hello

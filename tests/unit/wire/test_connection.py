@@ -1,0 +1,177 @@
+"""Hello, versions, limits and failure of a connection."""
+
+import pytest
+
+from waltz_core.errors import LocalProtocolError, RemoteProtocolError
+from waltz_core.record import ReqId
+from waltz_core.wire import codec
+from waltz_core.wire.connection import (
+    HELLO_BYTES_MAX,
+    Connection,
+    HelloReceived,
+    ProtocolFailed,
+)
+from waltz_core.wire.messages import (
+    Appended,
+    AppendRaw,
+    FlushRequest,
+    Hello,
+    SuccessResponse,
+    Surface,
+)
+
+
+def storage(*, is_listener, **more):
+    return Connection(Surface.STORAGE, is_listener=is_listener, **more)
+
+
+def pair(**more):
+    """Return a dialler and a listener after their hellos."""
+    dialler, listener = storage(is_listener=False, **more), storage(is_listener=True, **more)
+    dialler.receive(listener.first_bytes())
+    listener.receive(dialler.first_bytes())
+    assert dialler.version == listener.version == 1
+    return dialler, listener
+
+
+def raw(records):
+    return AppendRaw(1, 2, 3, 4, b"", records, 0, bytes(16), ())
+
+
+def sent(connection, message):
+    return b"".join(connection.send(message))
+
+
+def failure(connection, data):
+    events = connection.receive(data)
+    assert isinstance(events[-1], ProtocolFailed)
+    assert connection.failure is events[-1].error
+    return str(events[-1].error)
+
+
+def test_the_highest_common_version_is_spoken():
+    mine = Connection(Surface.CLIENT, is_listener=True, versions=(0, 3, 4, 5))
+    (event,) = mine.receive(codec.encode_hello(Hello((0, 1, 2, 3, 4), "Waltz Client")))
+    assert event == HelloReceived(Hello((0, 1, 2, 3, 4), "Waltz Client"), 4)
+    assert mine.version == 4
+    assert sent(mine, FlushRequest(ReqId(1, 1, 1, 1)))[:3] == b"L\x00\x04"
+
+
+def test_no_common_version_ends_the_connection():
+    listener = storage(is_listener=True)
+    text = failure(listener, codec.encode_hello(Hello((0, 7), "Waltz Storage Client")))
+    assert "we speak [1]" in text
+    assert "speaks [0, 7]" in text
+
+
+def test_nothing_is_sent_before_the_peers_hello():
+    dialler = storage(is_listener=False)
+    with pytest.raises(LocalProtocolError, match="no version yet"):
+        dialler.send(SuccessResponse(1, 2, 3))
+    assert dialler.keep_alive() == bytes.fromhex("48000000000000")
+
+
+def test_messages_that_come_with_the_hello_follow_it():
+    dialler, _ = pair()
+    listener = storage(is_listener=True)
+    message = SuccessResponse(1, 2, 3)
+    events = listener.receive(dialler.first_bytes() + sent(dialler, message) * 2)
+    assert isinstance(events[0], HelloReceived)
+    assert events[1:] == [message, message]
+
+
+def test_keep_alive_says_nothing():
+    dialler, listener = pair()
+    message = SuccessResponse(1, 2, 3)
+    stream = dialler.keep_alive() + sent(dialler, message) + dialler.keep_alive()
+    assert listener.receive(stream) == [message]
+    assert storage(is_listener=True).receive(storage(is_listener=False).keep_alive()) == []
+
+
+def test_a_second_hello_ends_the_connection():
+    _, listener = pair()
+    assert "found 'H' version 0" in failure(listener, storage(is_listener=False).first_bytes())
+
+
+@pytest.mark.parametrize("start", [b"L\x00\x01", b"S\x00\x00", b"GET", b"\x16\x03\x01"])
+def test_a_frame_of_another_language_ends_the_connection(start):
+    _, listener = pair()
+    assert "expected a frame of surface 'S' version 1" in failure(listener, start + bytes(4))
+
+
+def test_messages_before_a_failure_are_handed_out():
+    dialler, listener = pair()
+    message = SuccessResponse(1, 2, 3)
+    events = listener.receive(sent(dialler, message) + b"garbage" + sent(dialler, message))
+    assert events[0] == message
+    assert isinstance(events[1], ProtocolFailed)
+    assert isinstance(events[1].error, RemoteProtocolError)
+    assert len(events) == 2
+
+
+def test_after_a_failure_nothing_goes_in_or_out():
+    dialler, listener = pair()
+    failure(listener, b"garbage")
+    assert listener.receive(sent(dialler, SuccessResponse(1, 2, 3))) == []
+    assert not listener.is_inside_frame
+    with pytest.raises(LocalProtocolError, match="has failed"):
+        listener.send(SuccessResponse(1, 2, 3))
+    assert listener.buffer_updated(7) == []
+
+
+@pytest.mark.parametrize("length", [-1, -(2**31), 2**31 - 1, 16 * 1024 * 1024])
+def test_a_length_out_of_bounds_ends_the_connection_before_memory_is_taken(length):
+    _, listener = pair()
+    header = codec.FRAME_HEADER.pack(ord("S"), 1, length)
+    assert "found a length of" in failure(listener, header)
+
+
+def test_a_hello_has_a_smaller_limit():
+    listener = storage(is_listener=True)
+    header = codec.FRAME_HEADER.pack(ord("H"), 0, HELLO_BYTES_MAX - 6)
+    assert "found a length of" in failure(listener, header)
+
+
+def test_a_frame_over_the_limit_is_not_sent():
+    dialler, _ = pair(frame_bytes_max=10_000)
+    assert dialler.send(raw(bytes(9_000)))
+    with pytest.raises(LocalProtocolError, match="the limit is 10000"):
+        dialler.send(raw(bytes(10_000)))
+
+
+@pytest.mark.parametrize("step", [1, 7, 64 * 1024, 100_000, 10_000_000])
+def test_large_and_small_frames_however_they_are_cut(step):
+    dialler, listener = pair()
+    messages = [raw(bytes(size)) for size in (0, 10, 70_000, 5, 200_000)] + [
+        Appended(1, 2, 3, n) for n in range(50)
+    ]
+    stream = memoryview(b"".join(sent(dialler, message) for message in messages))
+    if step == 1:
+        stream = stream[:300]  # what is checked is the cut in headers
+        messages = []
+    received = []
+    for at in range(0, len(stream), step):
+        received += listener.receive(stream[at : at + step])
+    assert messages == [] or received == messages
+    assert listener.failure is None
+
+
+def test_a_large_frame_is_read_into_memory_of_its_own():
+    dialler, listener = pair()
+    first, second = raw(b"a" * 300_000), raw(b"b" * 300_000)
+    stream = sent(dialler, first) + sent(dialler, second)
+    received = listener.receive(stream)
+    # Every field of the first is still what it was after the second one came (rule 6).
+    assert received == [first, second]
+    room = listener.get_buffer()
+    room[: len(stream[:1000])] = stream[:1000]
+    assert listener.buffer_updated(1000) == []
+    assert listener.is_inside_frame
+    assert len(listener.get_buffer()) == len(stream) // 2 - 1000
+
+
+def test_a_small_frames_fields_stay_what_they_were():
+    dialler, listener = pair()
+    (first,) = listener.receive(sent(dialler, raw(b"a" * 50)))
+    (second,) = listener.receive(sent(dialler, raw(b"b" * 50)))
+    assert (bytes(first.records), bytes(second.records)) == (b"a" * 50, b"b" * 50)
