@@ -15,7 +15,6 @@ Rules:
 import contextlib
 import fcntl
 import json
-import os
 import random
 import shutil
 import signal
@@ -272,10 +271,12 @@ class LocalCluster:
         for index in range(storages):
             usual = USUAL_STORAGE_PORT + 10 * index
             members.append(Member(f"storage-{index + 1}", port(usual), port(usual + 1)))
-        for index in range(servers):
-            members.append(Member(f"server-{index + 1}", port(USUAL_SERVER_PORT + 10 * index)))
+        members += [
+            Member(f"server-{index + 1}", port(USUAL_SERVER_PORT + 10 * index))
+            for index in range(servers)
+        ]
         for member in members[1:]:
-            member.http_port = port(0) if not self._usual_ports else _free_port(taken)
+            member.http_port = _free_port(taken)
             taken.add(member.http_port)
         self._state = State(ROOT_DEFAULT, partitions, members)
         self._save()
@@ -460,14 +461,3 @@ def _free_port(taken: set[int]) -> int:
         if port not in taken and _port_is_free(port):
             return port
     raise Unreachable(f"no free port between {PORT_FIRST} and {PORT_LAST} on 127.0.0.1")
-
-
-def end_with_parent() -> None:
-    """End this process when its standard input ends: whoever started it is gone."""
-    import threading  # noqa: PLC0415 - only bound members need it
-
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,35 @@
+"""`waltz-core config show KIND`: every setting in force and where it came from."""
+
+import argparse
+import os
+from pathlib import Path
+
+from waltz_core.cli.output import show_json, show_table
+from waltz_core.config import ClientConfig, LocalConfig, ServerConfig, StorageConfig
+from waltz_core.settings import Config, load
+
+KINDS: dict[str, type[Config]] = {
+    kind.kind: kind for kind in (StorageConfig, ServerConfig, ClientConfig, LocalConfig)
+}
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Declare the verbs."""
+    verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
+    shown = verbs.add_parser("show", help="show settings: defaults, file, environment")
+    shown.add_argument("kind", choices=sorted(KINDS))
+    shown.add_argument("--config", type=Path, help="a TOML file")
+    shown.add_argument("--json", action="store_true")
+    shown.set_defaults(verb=_show)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    kind = KINDS[arguments.kind]
+    loaded = load(kind, path=arguments.config, environment=os.environ)
+    rows = [(each.name, each.value, each.origin) for each in loaded.shown()]
+    if arguments.json:
+        titles = ("name", "value", "origin")
+        show_json([dict(zip(titles, row, strict=True)) for row in rows])
+    else:
+        show_table(("setting", "value", "from"), rows)
+    return 0

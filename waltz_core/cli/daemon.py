@@ -1,0 +1,71 @@
+"""What `storage run` and `server run` share: settings by file and flag, the event loop, the end.
+
+Why it stands alone: both daemons are started, told their settings and stopped in the same way.
+"""
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import uvloop
+
+from waltz_core.errors import BadConfig
+from waltz_core.settings import Config, load
+
+C = TypeVar("C", bound=Config)
+
+
+def add_run(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
+    """Declare `--config` and one flag for each setting."""
+    parser.add_argument("--config", type=Path, help="a TOML file; flags win over it")
+    parser.add_argument("--exit-with-parent", action="store_true", help=argparse.SUPPRESS)
+    group = parser.add_argument_group("settings")
+    for part in dataclasses.fields(kind):
+        group.add_argument(
+            f"--{part.name.replace('_', '-')}",
+            dest=f"setting_{part.name}",
+            metavar="VALUE",
+            help=str(part.metadata["doc"]).replace("%", "%%"),
+        )
+
+
+def run_daemon(
+    arguments: argparse.Namespace, kind: type[C], run: Callable[[C], Awaitable[None]]
+) -> int:
+    """Load the settings and run a daemon until it is told to stop; return the exit code.
+
+    Raises:
+        BadConfig: the settings are wrong, or Python runs without its assertions.
+    """
+    if not __debug__:
+        raise BadConfig("a daemon does not run under `python -O`: its assertions guard the log")
+    flags = {
+        name.removeprefix("setting_"): value
+        for name, value in vars(arguments).items()
+        if name.startswith("setting_") and value is not None
+    }
+    config = load(kind, path=arguments.config, environment=os.environ, flags=flags).config
+    if arguments.exit_with_parent:
+        end_with_parent()
+
+    async def main() -> None:
+        await run(config)
+
+    uvloop.run(main())
+    return 0
+
+
+def end_with_parent() -> None:
+    """End this process when its standard input ends: whoever started it is gone."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
