@@ -59,6 +59,7 @@ class World:
     is_open: bool = False
     unanswered_at_flush: dict[int, set[ReqId]] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
+    mount_of: dict[ReqId, ConnectionId] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mounts = Mounts(100)
@@ -93,6 +94,7 @@ class World:
             self.rows[req_id._replace(sequence=self.sequence)] = row
             self.sequence += 1
         self.requests[req_id] = len(rows)
+        self.mount_of[req_id] = connection
         if len(rows) == 1 and self.rng.random() < 0.7:
             (row,) = rows
             data = b"x"
@@ -229,6 +231,7 @@ class World:
                     assert req_id not in self.log, "OutcomeTruth: refused"
                     assert conflict == -1 or conflict > self.rows[req_id].mark
         assert told == {req_id for req_id in self.log if req_id.client_id != FOREIGN}
+        self.check_order()
         for place, req_id in enumerate(self.log):
             if req_id.client_id == FOREIGN:
                 continue
@@ -238,6 +241,16 @@ class World:
                 entered = self.rows[between]
                 assert not held & {*entered.write, *entered.append}, "LockSerial"
             assert row.mark < place, "NotAhead"
+
+    def check_order(self) -> None:
+        """What a client sent behind a lost row on one mount is not in the log."""
+        lost: set[ConnectionId] = set()
+        for first in self.requests:
+            mount = self.mount_of[first]
+            for transaction_id, reason, _ in self.answers[first]:
+                assert transaction_id == -1 or mount not in lost
+                if reason == Reason.LOST:
+                    lost.add(mount)
 
 
 def signed_crc(data: bytes) -> int:

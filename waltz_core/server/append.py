@@ -12,8 +12,9 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
     2. Locks are entered at judgement with the ids that the rows will have, so an entry above the
        high-water mark is in flight. A row refused for such an id waits until that is final.
     3. Rows are judged once. What a lost session took with it is told LOST, after `Settled` only.
-    4. All that one turn takes goes to the store as one batch: small requests share a quorum round.
-    5. Ids in flight are consecutive from the high-water mark on.
+    4. A lost row ends its client's mount: what the client sent behind it must not overtake it.
+    5. All that one turn takes goes to the store as one batch: small requests share a quorum round.
+    6. Ids in flight are consecutive from the high-water mark on.
 """
 
 from collections import deque
@@ -182,7 +183,8 @@ class AppendPipeline:
             self._land(self._flights.popleft(), out, is_ours=unbroken)
         for flight in self._flights:
             for ticket in flight.tickets:
-                ticket.settle(last)
+                if ticket.settle(last):
+                    self._mounts.lapse(ticket.req_id.client_id)
                 self._finish(ticket, out)
             out.extend(Reached(token) for token in flight.waiting)
         self._flights.clear()
@@ -284,7 +286,7 @@ class AppendPipeline:
     # a turn
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
-        """Take about one slice of what waits, judge it, and submit it as one batch (rule 4)."""
+        """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
         draft = _Draft()
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max

@@ -10,6 +10,8 @@ Rules (correctness.md row 22 and "Room for our rules"; spark.md, "Exactly once")
     2. A connection takes appends from the answer to its mount on, not from the request.
     3. At most `limit` clients without a connection are remembered; beyond that the one that left
        first is forgotten, so `limit` other clients must have left since a fence could fail.
+    4. A client that lost a row has to mount again, on the same connection or on another: what it
+       had sent behind that row must not get in before the row is sent again.
 """
 
 from collections import OrderedDict
@@ -82,6 +84,12 @@ class Mounts:
         """Whether an append of the client that came on this connection may enter the log."""
         mount = self._mounts.get(client_id)
         return mount is not None and mount.is_ready and mount.connection == connection
+
+    def lapse(self, client_id: ClientId) -> None:
+        """The client has lost a row: it takes no more until it has mounted again (rule 4)."""
+        mount = self._mounts.get(client_id)
+        if mount is not None:
+            mount.is_ready = False
 
     def close(self, connection: ConnectionId) -> None:
         """The connection is gone; its fences stay (rule 1)."""

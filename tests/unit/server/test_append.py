@@ -459,6 +459,8 @@ def test_locks_of_lost_transactions_are_free_again_when_nobody_else_wrote() -> N
     world.pipeline.closed()
     world.open(-1, settled=-1, unbroken=True)
     world.submitted.clear()
+    behind = world.single()
+    assert results(world.turn()) == {behind: [(-1, Reason.NOT_MOUNTED, -1)]}
     again = world.single(BOB, write=[5], mark=-1)
     world.turn()
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}

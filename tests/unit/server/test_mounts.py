@@ -68,3 +68,15 @@ def test_one_connection_may_mount_for_several_clients() -> None:
     mounts.begin(ALICE, OLD, 2)
     mounts.close(OLD)
     assert (mounts.highest(ALICE), mounts.highest(BOB)) == (2, 1)
+
+
+def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:
+    mounts = Mounts(10)
+    mounts.begin(ALICE, OLD, 1)
+    mounts.finish(ALICE, OLD)
+    mounts.lapse(ALICE)
+    mounts.lapse(BOB)
+    assert not mounts.is_ready(ALICE, OLD)
+    mounts.begin(ALICE, OLD, 1)
+    mounts.finish(ALICE, OLD)
+    assert mounts.is_ready(ALICE, OLD)
