@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
+from random import Random
 
 import pytest
 from kazoo.client import KazooClient
@@ -14,7 +16,8 @@ from tests.integration.conftest import ZooKeeperProcess
 from waltz_core import errors
 from waltz_core.cluster import zookeeper as door
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.znodes import Create, SessionState, Set, Znodes
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.znodes import Create, Delete, Operation, SessionState, Set, Znodes
 
 pytestmark = pytest.mark.zookeeper
 
@@ -98,7 +101,7 @@ def test_nobody_listens():
             await door.connect(f"{host}/a", connect_timeout_ms=700)
 
     asyncio.run(run())
-    assert 0.6 < time.monotonic() - begun < 5
+    assert 0.6 < time.monotonic() - begun < 2
 
 
 def test_somebody_listens_and_says_nothing():
@@ -113,7 +116,7 @@ def test_somebody_listens_and_says_nothing():
                 await door.connect(f"{host}/a", connect_timeout_ms=700, session_timeout_ms=2_000)
             return time.monotonic() - begun
 
-        assert asyncio.run(run()) < 0.7 + door.CLOSE_TIMEOUT_MS / 1000 + 1
+        assert asyncio.run(run()) < 2
 
 
 def test_a_value_over_the_servers_limit_is_not_taken_for_a_success(zookeeper):
@@ -161,3 +164,69 @@ def test_zookeeper_is_killed_and_comes_back(own_zookeeper: ZooKeeperProcess):
                 await replicas.until(lambda found: not found.partitions)
 
     asyncio.run(run())
+
+
+def any_operation(random: Random, root: str) -> Operation:
+    path = root + "".join(random.choices(["/a", "/b"], k=random.randrange(1, 3)))
+    match random.randrange(5):
+        case 0 | 1:
+            return Create(path, random.choice([None, b"", b"x"]), ephemeral=random.random() < 0.2)
+        case 2:
+            return Create(f"{path}_", sequential=True)
+        case 3:
+            return Set(path, random.randbytes(2), random.randrange(3))
+    return Delete(path, random.randrange(2))
+
+
+async def result_of(znodes: Znodes, operations: list[Operation]) -> object:
+    try:
+        return await znodes.write(operations)
+    except errors.CoordinatorConflict:
+        return "conflict"
+
+
+async def tree(znodes: Znodes, path: str) -> dict[str, object]:
+    node, children = await znodes.get(path), await znodes.children(path)
+    assert children.stat == node.stat
+    found = {path: (node.data, node.stat[:2], bool(node.stat.owner), children.names)}
+    for name in children.names:
+        found |= await tree(znodes, f"{path}/{name}")
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_does_what_zookeeper_does(zookeeper, seed):
+    """Any operations give the same results, refusals, stats, data and names in both."""
+    random = Random(seed)
+    root = f"/random{seed}"
+
+    async def run():
+        memory = MemoryZooKeeper(asyncio.Event)
+        async with world_at(zookeeper) as world:
+            real, fake = await world.znodes(), memory.session()
+            outcomes = []
+            for znodes in (real, fake):
+                await znodes.write([Create(root)])
+            for _ in range(80):
+                operations = [any_operation(random, root) for _ in range(random.randrange(1, 4))]
+                outcome = await result_of(real, operations)
+                assert await result_of(fake, operations) == outcome, operations
+                outcomes.append(outcome)
+                assert await tree(real, root) == await tree(fake, root), operations
+            await real.close()
+            await fake.close()
+            assert await tree(await world.znodes(), root) == await tree(memory.session(), root)
+        assert 10 < outcomes.count("conflict") < 75
+
+    asyncio.run(run())
+
+
+def test_a_closed_session_leaves_no_thread(zookeeper):
+    before = threading.active_count()
+
+    async def run():
+        async with door.connected(f"{zookeeper}/a"):
+            assert threading.active_count() > before
+
+    asyncio.run(run())
+    assert threading.active_count() == before

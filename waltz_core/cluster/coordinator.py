@@ -22,8 +22,8 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.cluster import model
 from waltz_core.cluster.assignment import check_replica_change
-from waltz_core.cluster.creation import NewCluster, creation_steps
-from waltz_core.cluster.membership import Membership, ServersView
+from waltz_core.cluster.creation import NewCluster, NewStorage, creation_steps
+from waltz_core.cluster.membership import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.znodes import (
     NO_NODE,
@@ -37,6 +37,18 @@ from waltz_core.cluster.znodes import (
     Znodes,
 )
 from waltz_core.record import ClientId, PartitionId, ReplicaId, ServerId
+
+__all__ = [
+    "ClusterView",
+    "Coordinator",
+    "NewCluster",
+    "NewStorage",
+    "Ownership",
+    "PartitionVersions",
+    "PartitionView",
+    "ServersView",
+    "SessionState",
+]
 
 ID_ATTEMPTS_MAX = 1000
 READ_ATTEMPTS_MAX = 20

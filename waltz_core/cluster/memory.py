@@ -144,6 +144,8 @@ class MemoryZooKeeper:
         parent = self._nodes.get(_parent(operation.path))
         if parent is None:
             raise errors.CoordinatorConflict(f"{operation.path}: its parent does not exist")
+        if parent.owner != PERSISTENT:
+            raise errors.CoordinatorConflict(f"{operation.path}: its parent is ephemeral")
         path = operation.path
         if operation.sequential:
             # The number of children ever created: cversion counts these and the deleted ones.

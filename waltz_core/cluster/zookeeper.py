@@ -26,8 +26,10 @@ from kazoo.exceptions import (
     ConnectionClosedError,
     ConnectionLoss,
     KazooException,
+    NoChildrenForEphemeralsError,
     NodeExistsError,
     NoNodeError,
+    NotEmptyError,
     OperationTimeoutError,
     RolledBackError,
     RuntimeInconsistency,
@@ -68,7 +70,13 @@ EPHEMERAL_FLAG = 1
 SEQUENTIAL_FLAG = 2
 
 LOST_ERRORS = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError)
-CONFLICT_ERRORS = (BadVersionError, NodeExistsError, NoNodeError)
+CONFLICT_ERRORS = (
+    BadVersionError,
+    NoChildrenForEphemeralsError,
+    NodeExistsError,
+    NoNodeError,
+    NotEmptyError,
+)
 # What the other operations of a refused write are said to have met.
 BYSTANDER_ERRORS = (RolledBackError, RuntimeInconsistency)
 
@@ -162,7 +170,7 @@ class ZooKeeperSession:
         self._callbacks: list[StateCallback] = []
 
     async def open(self) -> None:
-        """Connect; raises CoordinatorUnavailable, with nothing left running, when it cannot."""
+        """Connect; raises CoordinatorUnavailable when it cannot, and then ends by itself."""
         self._loop = asyncio.get_running_loop()
         self._client.add_listener(self._on_kazoo_state)
         self._client.start_async()
@@ -170,12 +178,12 @@ class ZooKeeperSession:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
                 await self._is_connected.wait()
         except TimeoutError as error:
-            await self.close()
+            self._stop()
             raise errors.CoordinatorUnavailable(
                 f"no ZooKeeper answered at {self._hosts} within {self._connect_timeout_ms} ms"
             ) from error
         except asyncio.CancelledError:
-            await self.close()
+            self._stop()
             raise
 
     # --- Znodes
@@ -268,6 +276,13 @@ class ZooKeeperSession:
         """End the session."""
         if self._is_closed:
             return
+        done = self._stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_MS / 1000):
+                await done.wait()
+
+    def _stop(self) -> asyncio.Event:
+        """Begin to end the session; the event is set when kazoo's threads have ended."""
         self._is_closed = True
         self._callbacks.clear()
         self._client.remove_listener(self._on_kazoo_state)
@@ -284,9 +299,7 @@ class ZooKeeperSession:
 
         # A thread of its own, not of the loop's pool: the loop's end would wait for that.
         threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_MS / 1000):
-                await done.wait()
+        return done
 
     # --- the session's state
 
