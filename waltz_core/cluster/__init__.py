@@ -45,5 +45,5 @@ The files, each using only those above it:
     membership.py      the live servers, and the lead server's duty
     coordinator.py     what servers, storages, clients and commands do here: start reading there
     memory.py          a ZooKeeper in memory, with faults on request
-    zookeeper.py       a real one, through kazoo: `connect` and `connected` are where a process begins
+    zookeeper.py       a real one, through kazoo; `connect` is where a process begins
 """
