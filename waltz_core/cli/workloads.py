@@ -1,0 +1,290 @@
+"""The workloads of `waltz-core bench` that need no Spark.
+
+Why it stands alone: a workload is what an application would do, told in one function each; how it
+is started, timed and reported is `bench.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import uvloop
+
+from waltz_core import raw_records
+from waltz_core.batches import encode_append
+from waltz_core.client import AsyncWaltzClient, Reason
+from waltz_core.record import BEFORE_FIRST
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from waltz_core.cli.bench import Load, Measured, Meter
+
+I64 = npt.NDArray[np.int64]
+LAGS = (0, 1_000, 10_000, 50_000, 100_000)
+# Locks are drawn from so many: two rows of one run hardly ever meet.
+LOCK_SPACE = 1 << 31
+
+
+@dataclass
+class _Ledger:
+    """What the log has told: ids by partition, times of answers, and what went wrong."""
+
+    ids: dict[int, list[I64]] = field(default_factory=dict)
+    latencies_s: list[float] = field(default_factory=list)
+    answered_s: list[float] = field(default_factory=list)
+    acknowledged: int = 0
+    refused: int = 0
+    errors: int = 0
+
+    def gap_s_max(self) -> float:
+        """The longest time between two answers."""
+        return float(np.diff(np.array(sorted(self.answered_s))).max(initial=0.0))
+
+
+def append_batch(load: Load, meter: Meter) -> Measured:
+    """Append batches to every partition, several in flight, for some seconds; read all back."""
+    return uvloop.run(_append_batch(load, meter))
+
+
+async def _append_batch(load: Load, meter: Meter) -> Measured:
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+
+    async with await AsyncWaltzClient.connect(load.connect) as client:
+        partitions = list(range(client.partition_count))
+        starts = await client.high_water_marks()
+        payloads = [_payload(load, Random(seed)) for seed in range(8)]  # noqa: S311 - test data
+        for partition in partitions:
+            await _one(client, partition, payloads[0], load)  # mount before the clock starts
+        ledger = _Ledger()
+        lanes = max(1, load.in_flight)
+        meter.start()
+        began = time.perf_counter()
+        until = began + load.seconds
+        async with asyncio.TaskGroup() as group:
+            for partition in partitions:
+                group.create_task(_lane(client, partition, payloads, load, (until, lanes), ledger))
+        took = time.perf_counter() - began
+        meter.stop()
+        lost, doubled = await _check(client, starts, ledger)
+    return Measured(
+        rows=ledger.acknowledged,
+        seconds=took,
+        bytes=ledger.acknowledged * load.payload_bytes,
+        latencies_s=ledger.latencies_s,
+        gap_s_max=ledger.gap_s_max(),
+        acknowledged=ledger.acknowledged,
+        lost=lost,
+        doubled=doubled,
+        errors=ledger.errors,
+        extra={"refused": ledger.refused, "partitions": len(partitions)},
+    )
+
+
+def _payload(load: Load, chance: Random) -> bytes:
+    count = load.batch_rows
+    data = [chance.randbytes(load.payload_bytes) for _ in range(count)]
+    locks = [[chance.randrange(LOCK_SPACE) for _ in range(load.lock_count)] for _ in range(count)]
+    none: list[list[int]] = [[] for _ in range(count)]
+    return encode_append([0] * count, data, write_locks=locks, read_locks=none, append_locks=none)
+
+
+async def _one(client: AsyncWaltzClient, partition: int, payload: bytes, load: Load) -> None:
+    mark = await client.high_water_mark(partition)
+    await (
+        await client.append_batch(partition, payload, load.batch_rows, client_high_water_mark=mark)
+    )
+
+
+async def _lane(
+    client: AsyncWaltzClient,
+    partition: int,
+    payloads: list[bytes],
+    load: Load,
+    limits: tuple[float, int],
+    ledger: _Ledger,
+) -> None:
+    """Keep some batches of one partition in flight until the time is up."""
+    until, in_flight = limits
+    mark = await client.high_water_mark(partition)
+    waiting: deque[tuple[float, Awaitable[object]]] = deque()
+    turn = partition
+    while waiting or time.perf_counter() < until:
+        while len(waiting) < in_flight and time.perf_counter() < until:
+            turn += 1
+            sent = time.perf_counter()
+            answer = await client.append_batch(
+                partition,
+                payloads[turn % len(payloads)],
+                load.batch_rows,
+                client_high_water_mark=mark,
+            )
+            waiting.append((sent, answer))
+        if not waiting:
+            return
+        sent, answer = waiting.popleft()
+        outcome = await answer
+        now = time.perf_counter()
+        ledger.latencies_s.append(now - sent)
+        ledger.answered_s.append(now)
+        committed = outcome.reasons == Reason.COMMITTED  # type: ignore[attr-defined]
+        ids = outcome.transaction_ids[committed]  # type: ignore[attr-defined]
+        ledger.ids.setdefault(partition, []).append(ids)
+        ledger.acknowledged += len(ids)
+        ledger.refused += int((~committed).sum())
+        mark = outcome.high_water_mark  # type: ignore[attr-defined]
+
+
+async def _check(
+    client: AsyncWaltzClient, starts: dict[int, int], ledger: _Ledger
+) -> tuple[int, int]:
+    """Read the headers of all that was written; return how many ids are lost, and doubled."""
+    lost = doubled = 0
+    for partition, told in ledger.ids.items():
+        ids = np.sort(np.concatenate(told)) if told else np.zeros(0, np.int64)
+        doubled += len(ids) - len(np.unique(ids))
+        last = await client.high_water_mark(partition)
+        found: list[I64] = []
+        requests: list[npt.NDArray[np.void]] = []
+        async for chunk in client.read_range(
+            partition, starts[partition] + 1, last, headers_only=True
+        ):
+            heads = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
+            found.append(heads["transaction_id"].astype(np.int64))
+            requests.append(heads["req_id"])
+        there = np.concatenate(found) if found else np.zeros(0, np.int64)
+        lost += int(np.setdiff1d(ids, there).size)
+        if requests:
+            whole = np.concatenate(requests)
+            doubled += len(whole) - len(np.unique(whole))
+    return lost, doubled
+
+
+def replay(load: Load, meter: Meter) -> Measured:
+    """Read the whole log with one reader; a fresh cluster is filled with `--rows` first."""
+    return uvloop.run(_replay(load, meter))
+
+
+async def _replay(load: Load, meter: Meter) -> Measured:
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+
+    async with await AsyncWaltzClient.connect(load.connect) as client:
+        marks = await client.high_water_marks()
+        if sum(marks.values()) + len(marks) < load.rows:
+            await _fill(client, load)
+            marks = await client.high_water_marks()
+        rows = size = 0
+        latencies: list[float] = []
+        meter.start()
+        began = last = time.perf_counter()
+        for partition, mark in marks.items():
+            async for chunk in client.read_range(partition, BEFORE_FIRST + 1, mark):
+                rows += len(chunk.lengths)
+                size += len(chunk.records)
+                now = time.perf_counter()
+                latencies.append(now - last)
+                last = now
+        took = time.perf_counter() - began
+        meter.stop()
+        expected = sum(marks.values()) + len(marks)
+    return Measured(
+        rows=rows,
+        seconds=took,
+        bytes=size,
+        latencies_s=latencies,
+        gap_s_max=max(latencies, default=0.0),
+        acknowledged=expected,
+        lost=expected - rows,
+    )
+
+
+async def _fill(client: AsyncWaltzClient, load: Load) -> None:
+    payload = _payload(load, Random(1))  # noqa: S311 - test data
+    per_partition = -(-load.rows // (load.batch_rows * client.partition_count))
+    async with asyncio.TaskGroup() as group:
+        for partition in range(client.partition_count):
+            group.create_task(_fill_one(client, partition, payload, load, per_partition))
+
+
+async def _fill_one(
+    client: AsyncWaltzClient, partition: int, payload: bytes, load: Load, count: int
+) -> None:
+    waiting: deque[Awaitable[object]] = deque()
+    mark = await client.high_water_mark(partition)
+    for _ in range(count):
+        if len(waiting) >= load.in_flight:
+            mark = (await waiting.popleft()).high_water_mark  # type: ignore[attr-defined]
+        waiting.append(
+            await client.append_batch(
+                partition, payload, load.batch_rows, client_high_water_mark=mark
+            )
+        )
+    for answer in waiting:
+        await answer
+
+
+def false_refusals(load: Load, meter: Meter) -> Measured:
+    """Measure how often a transaction without a real conflict is refused, by its author's lag.
+
+    Fills one partition with write-locked transactions, then offers rows with locks that nobody
+    ever wrote, at marks that lie so many transactions behind.
+    """
+    return uvloop.run(_false_refusals(load, meter))
+
+
+async def _false_refusals(load: Load, meter: Meter) -> Measured:
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+
+    chance = Random(7)  # noqa: S311 - test data
+    partition, count = 0, load.batch_rows
+    none: list[list[int]] = [[] for _ in range(count)]
+    data = [b""] * count
+    rates: dict[str, float] = {}
+    rows = 0
+    async with await AsyncWaltzClient.connect(load.connect) as client:
+        meter.start()
+        began = time.perf_counter()
+        first = await client.high_water_mark(partition)
+        while await client.high_water_mark(partition) < first + max(LAGS):
+            # Even locks are written, odd ones are only asked for: no real conflict can be.
+            locks = [[2 * chance.randrange(1 << 30)] for _ in range(count)]
+            payload = encode_append(
+                [0] * count, data, write_locks=locks, read_locks=none, append_locks=none
+            )
+            await _one(client, partition, payload, load)
+            rows += count
+        for lag in LAGS:
+            mark = await client.high_water_mark(partition) - lag
+            refused = asked = 0
+            for _ in range(10):
+                locks = [[2 * chance.randrange(1 << 30) + 1] for _ in range(count)]
+                payload = encode_append(
+                    [0] * count, data, write_locks=none, read_locks=locks, append_locks=none
+                )
+                answer = await client.append_batch(
+                    partition, payload, count, client_high_water_mark=mark
+                )
+                outcome = await answer
+                refused += int((outcome.reasons == Reason.LOCK).sum())
+                asked += count
+            rates[str(lag)] = refused / asked
+            rows += asked
+        took = time.perf_counter() - began
+        meter.stop()
+    return Measured(
+        rows=rows, seconds=took, bytes=0, acknowledged=rows, extra={"refused_by_lag": rates}
+    )
+
+
+WORKLOADS: dict[str, Callable[..., Measured]] = {
+    "append-batch": append_batch,
+    "replay": replay,
+    "false-refusals": false_refusals,
+}
