@@ -1,0 +1,197 @@
+"""The table of metrics, and the three pages over real sockets."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from waltz_core.machine import Report
+from waltz_core.metrics import HEAD_BYTES_MAX, PAGES_MAX, TABLE, Health, Kind, Metrics, serve_pages
+
+WELL = Health(is_well=True, details={"partitions": [0, 1]})
+ILL = Health(is_well=False, details={"reason": "no quorum"})
+
+
+def test_names_follow_the_rule():
+    for metric in TABLE.values():
+        assert re.fullmatch(r"waltz_(server|storage|client)(_[a-z]+)+", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert metric.name.endswith("_seconds") == (metric.kind is Kind.HISTOGRAM), metric.name
+        assert metric.help
+
+
+def test_counters_and_gauges_show_what_they_were_told():
+    metrics = Metrics("server")
+    metrics.add("waltz_server_appended_transactions_total", 10, partition=0)
+    metrics.add("waltz_server_appended_transactions_total", 5, partition=0)
+    metrics.add("waltz_server_appended_transactions_total", 1, partition=1)
+    metrics.set("waltz_server_connections", 3)
+    assert metrics.value("waltz_server_appended_transactions_total", partition=0) == 15
+    assert metrics.value("waltz_server_appended_transactions_total", partition=1) == 1
+    assert metrics.value("waltz_server_appended_transactions_total", partition=2) == 0
+    assert metrics.value("waltz_server_connections") == 3
+
+
+def test_an_asked_gauge_is_read_when_shown():
+    metrics, held = Metrics("server"), [7.0]
+    metrics.ask("waltz_server_queued_bytes", lambda: held[0])
+    assert metrics.value("waltz_server_queued_bytes") == 7
+    held[0] = 9
+    assert b"waltz_server_queued_bytes 9.0\n" in metrics.page()
+
+
+def test_a_report_is_counted_under_its_name():
+    metrics = Metrics("storage")
+    metrics.report(Report("segment_rolled", (("partition", 3),)))
+    metrics.report(Report("segment_rolled"))
+    assert metrics.value("waltz_storage_events_total", event="segment_rolled") == 2
+
+
+def test_what_moved_away_is_forgotten():
+    metrics = Metrics("server")
+    for partition in (1, 2):
+        metrics.set("waltz_server_high_water_mark", 5, partition=partition)
+        metrics.set("waltz_server_replica_lag_bytes", 1, partition=partition, replica="a:1")
+    metrics.forget(partition=1)
+    page = metrics.page()
+    assert b'partition="1"' not in page
+    assert page.count(b'partition="2"') == 2
+
+
+def test_a_name_or_label_that_is_not_in_the_table_is_our_bug():
+    metrics = Metrics("server")
+    with pytest.raises(KeyError):
+        metrics.add("waltz_server_apended_transactions_total", partition=0)
+    with pytest.raises(ValueError, match="label"):
+        metrics.add("waltz_server_appended_transactions_total", shard=0)
+    with pytest.raises(AssertionError):
+        metrics.set("waltz_server_appended_transactions_total", 1, partition=0)
+    with pytest.raises(AssertionError, match="no metric of the area"):
+        Metrics("sever")
+
+
+def test_durations_fall_into_buckets():
+    metrics = Metrics("storage")
+    metrics.observe("waltz_storage_sync_seconds", 0.003)
+    page = metrics.page().decode()
+    assert 'waltz_storage_sync_seconds_bucket{le="0.0025"} 0.0' in page
+    assert 'waltz_storage_sync_seconds_bucket{le="0.005"} 1.0' in page
+
+
+def test_two_daemons_in_one_process_do_not_mix():
+    first, second = Metrics("server"), Metrics("server")
+    first.set("waltz_server_partitions", 4)
+    assert second.value("waltz_server_partitions") == 0
+
+
+def test_process_figures_come_when_asked_for():
+    assert b"process_cpu_seconds_total" in Metrics("server", with_process=True).page()
+    assert b"process_cpu_seconds_total" not in Metrics("server").page()
+
+
+# --- The pages
+
+
+def served(scenario, health=lambda: WELL):
+    """Run a scenario against the pages of a fresh server."""
+
+    async def main():
+        metrics = Metrics("server")
+        metrics.set("waltz_server_partitions", 2)
+        async with (
+            asyncio.timeout(30),
+            serve_pages(metrics, health, host="127.0.0.1", port=0) as port,
+        ):
+            return await scenario(port)
+
+    return asyncio.run(main())
+
+
+async def ask(port, request):
+    """Send raw bytes; return (status line, body) of the answer, which ends with the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        answer = await reader.read()
+    except ConnectionResetError:
+        answer = b""
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.partition(b"\r\n")[0].decode(), body
+
+
+def get(path, health=lambda: WELL):
+    return served(
+        lambda port: ask(port, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()), health
+    )
+
+
+def test_ping_and_metrics():
+    assert get("/ping") == ("HTTP/1.1 200 OK", b"pong\n")
+    status, body = get("/metrics?name=x")
+    assert status == "HTTP/1.1 200 OK"
+    assert b"waltz_server_partitions 2.0\n" in body
+
+
+def test_health_says_yes_or_no_with_the_reason():
+    status, body = get("/health")
+    assert (status, json.loads(body)) == (
+        "HTTP/1.1 200 OK",
+        {"is_well": True, "partitions": [0, 1]},
+    )
+    status, body = get("/health", lambda: ILL)
+    assert status == "HTTP/1.1 503 Service Unavailable"
+    assert json.loads(body) == {"is_well": False, "reason": "no quorum"}
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /secret HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found"),
+        (b"POST /ping HTTP/1.1\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
+        (b"\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
+        (b"GET /ping HTTP/1.1\r\nX: " + b"x" * HEAD_BYTES_MAX + b"\r\n\r\n", ""),
+    ],
+)
+def test_other_requests_are_refused(request_bytes, status):
+    assert served(lambda port: ask(port, request_bytes))[0] == status
+
+
+def test_whoever_is_slow_is_cut(monkeypatch):
+    monkeypatch.setattr("waltz_core.metrics.HEAD_S_MAX", 0.05)
+    assert served(lambda port: ask(port, b"GET /ping")) == ("", b"")
+
+
+def test_a_crowd_does_not_get_more_than_its_share():
+    async def scenario(port):
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(PAGES_MAX)]
+        refused = await ask(port, b"GET /ping HTTP/1.1\r\n\r\n")
+        for _, writer in crowd:
+            writer.close()
+        while (served_again := await ask(port, b"GET /ping HTTP/1.1\r\n\r\n"))[1] != b"pong\n":
+            pass
+        return refused, served_again
+
+    refused, served_again = served(scenario)
+    assert refused == ("", b"")
+    assert served_again[0] == "HTTP/1.1 200 OK"
+
+
+def test_a_page_that_fails_ends_neither_the_server_nor_the_next_page(caplog):
+    answers = iter([RuntimeError("broken"), WELL])
+
+    def health():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def scenario(port):
+        request = b"GET /health HTTP/1.1\r\n\r\n"
+        return [await ask(port, request), await ask(port, request)]
+
+    first, second = served(scenario, health)
+    assert first == ("", b"")
+    assert second[0] == "HTTP/1.1 200 OK"
+    assert "page_failed" in caplog.text
