@@ -149,9 +149,15 @@ class GenerationMismatch(Superseded):
 
 
 class LockFailed(Superseded):
-    """A lock of the transaction was written above the client's high-water mark."""
+    """A lock of the transaction was written above the client's high-water mark.
+
+    Where they are known, `conflicting` is the transaction that it conflicts with (or a later one),
+    and `high_water_mark` a mark of the log from which to compute the transaction again.
+    """
 
     code = 43
+    conflicting: int | None = None
+    high_water_mark: int | None = None
 
 
 class ConnectionSuperseded(Superseded):

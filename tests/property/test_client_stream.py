@@ -1,0 +1,44 @@
+"""Whatever breaks, what a client is told about an append is what the log says."""
+
+from random import Random
+
+import pytest
+
+from tests.unit.client.model_server import ModelWorld
+from waltz_core import errors
+from waltz_core.client import events
+from waltz_core.wire.messages import Reason
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_what_is_told_is_what_the_log_says(block):
+    reasons = set()
+    unknown = 0
+    for seed in range(block * 30, block * 30 + 30):
+        world = ModelWorld(Random(seed), wants_feed=seed % 2 == 0)
+        world.run(300)
+        world.heal()
+        world.check()
+        for told in world.told.values():
+            if isinstance(told, events.Settled):
+                reasons.update(told.outcome.reasons.tolist())
+            elif isinstance(told.error, errors.OutcomeUnknown):
+                unknown += 1
+    # The schedules reach what they are meant to reach.
+    assert reasons >= {Reason.COMMITTED, Reason.LOCK, Reason.LOST, Reason.OVERLOADED}
+    assert unknown > 0 or block > 0
+
+
+def test_without_faults_every_row_is_settled_and_fed():
+    world = ModelWorld(Random(1), wants_feed=True)
+    for _ in range(20):
+        world.append()
+    world.heal()
+    for _ in range(500):
+        world.feed()
+        world.deliver_to_client()
+        world.apply()
+        world.deliver_to_server()
+    world.check()
+    assert world.fed == world.log
+    assert len(world.log) > 0

@@ -1,0 +1,369 @@
+"""A partition's server as a client may meet it: links break, answers are lost, owners change.
+
+It keeps the promises of `server/mounts.py` and `server/tickets.py` and nothing more, so a client
+that believes more than it was promised is caught by `ModelWorld.check`.
+"""
+
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from waltz_core import errors
+from waltz_core.client import events
+from waltz_core.client.monitor import Parcel, Single
+from waltz_core.client.stream import PartitionStream, Phase, StreamSettings
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import BEFORE_FIRST, RECORD_HEADER, PartitionId, ReqId, TransactionId
+from waltz_core.wire import messages as m
+
+CLIENT = 7
+PARTITION = PartitionId(3)
+SETTINGS = StreamSettings(
+    request_timeout_ms=10_000,
+    mount_timeout_ms=2_000,
+    retry_interval_ms_min=10,
+    retry_interval_ms_max=500,
+    range_bytes_max=28 * 5,
+    in_flight_bytes_max=1 << 20,
+    feed_ahead_max=50,
+)
+FEED = struct.Struct(">16si")
+
+
+@dataclass
+class Wire:
+    """One link: what travels on it in either direction."""
+
+    number: int
+    to_server: deque = field(default_factory=deque)
+    to_client: deque = field(default_factory=deque)
+    is_broken: bool = False
+
+
+class ModelWorld:
+    """The log, the server of the moment, the links, and one client's stream."""
+
+    def __init__(self, random: Random, *, wants_feed: bool) -> None:
+        self.random = random
+        self.now_ms = 0
+        self.log: list[ReqId] = []
+        self.generation = 0
+        self.fence: tuple[int, int] | None = None  # (link, connection sequence)
+        self.queue: deque[tuple[int, m.ClientMessage]] = deque()  # received appends, not final
+        self.wires: list[Wire] = []
+        self.attempts: deque[int] = deque()
+        self.connection_sequence = 0
+        self.stream = PartitionStream(CLIENT, PARTITION, SETTINGS, random)
+        self.sent: dict[int, list[ReqId]] = {}
+        self.row_counts: dict[int, int] = {}
+        self.told: dict[int, events.Settled | events.Refused] = {}
+        self.fed: list[ReqId] = []
+        self.granted = -1
+        self.feed_link = -1
+        self.feed_at = 0
+        self.mount_id: ReqId | None = None
+        self.tokens = 0
+        self.stale: tuple[int, int] | None = None
+        if wants_feed:
+            self.step(events.Subscribe(BEFORE_FIRST))
+
+    # --- the client's side
+
+    def step(self, event: events.Event) -> None:
+        for effect in self.stream.step(event, self.now_ms):
+            match effect:
+                case events.OpenLink():
+                    self.attempts.append(effect.attempt)
+                case events.Send():
+                    self.send(effect)
+                case events.Settled() | events.Refused():
+                    assert effect.token not in self.told, "told twice"
+                    self.told[effect.token] = effect
+                case events.Fed():
+                    assert effect.first == len(self.fed), "the feed is not dense"
+                    assert len(effect.headers) == 20 * effect.count
+                    for packed, _ in FEED.iter_unpack(effect.headers):
+                        self.fed.append(ReqId.from_bytes(packed))
+                case events.Ready() | events.MarkMoved():
+                    assert effect.high_water_mark < len(self.log)
+                case Report():
+                    pass
+                case _:
+                    raise AssertionError(effect)
+
+    def send(self, effect: events.Send) -> None:
+        message = effect.message
+        if isinstance(message, m.AppendBatch | m.AppendRequest):
+            token = int(
+                bytes(message.payload if isinstance(message, m.AppendBatch) else message.data)
+            )
+            first = message.req_id
+            rows = [
+                first._replace(sequence=first.sequence + i) for i in range(self.row_counts[token])
+            ]
+            assert token not in self.sent, "sent twice"
+            self.sent[token] = rows
+        wire = self.wires[effect.link]
+        if not wire.is_broken:
+            wire.to_server.append(message)
+
+    def append(self) -> None:
+        token = self.tokens
+        self.tokens += 1
+        rows = self.random.choice((1, 1, 2, 5))
+        text = str(token).encode()
+        content = Single(0, text, (), (), ()) if rows == 1 and self.random.random() < 0.5 else text
+        self.row_counts[token] = rows
+        self.step(events.Append(Parcel(token, rows, BEFORE_FIRST, content, 0)))
+
+    # --- the network
+
+    def link(self) -> None:
+        if not self.attempts:
+            return
+        attempt = self.attempts.popleft()
+        if self.random.random() < 0.2:
+            self.step(events.LinkFailed(attempt, errors.Unreachable("no")))
+            return
+        usable = [wire.number for wire in self.wires if not wire.is_broken]
+        if usable and self.random.random() < 0.4:
+            number = usable[-1]
+        else:
+            number = len(self.wires)
+            self.wires.append(Wire(number))
+        self.connection_sequence += 1
+        # Now and then the client's view of the assignment is old.
+        generation = max(0, self.generation - (self.random.random() < 0.2))
+        self.step(events.Linked(attempt, number, generation, self.connection_sequence))
+
+    def break_wire(self) -> None:
+        alive = [wire for wire in self.wires if not wire.is_broken]
+        if not alive:
+            return
+        wire = self.random.choice(alive)
+        wire.is_broken = True
+        # What is on its way to the server may still arrive; nothing comes back any more.
+        while wire.to_server and self.random.random() < 0.5:
+            self.take(wire)
+        wire.to_client.clear()
+        self.step(events.LinkLost(wire.number, "cut"))
+
+    def deliver_to_server(self) -> None:
+        busy = [wire for wire in self.wires if wire.to_server]
+        if busy:
+            self.take(self.random.choice(busy))
+
+    def deliver_to_client(self) -> None:
+        busy = [wire for wire in self.wires if wire.to_client and not wire.is_broken]
+        if busy:
+            wire = self.random.choice(busy)
+            self.step(events.Received(wire.number, wire.to_client.popleft()))
+
+    def answer(self, link: int, message: m.ClientMessage) -> None:
+        wire = self.wires[link]
+        if not wire.is_broken:
+            wire.to_client.append(message)
+
+    def refuse(self, link: int, req_id: ReqId, error: errors.WaltzError) -> None:
+        self.answer(link, m.ErrorResponse(req_id, error.code, error.retriable, str(error)))
+
+    # --- the server's side
+
+    def take(self, wire: Wire) -> None:
+        message = wire.to_server.popleft()
+        match message:
+            case m.MountWriter():
+                self.mount(wire.number, message)
+            case m.AppendBatch() | m.AppendRequest():
+                if self.fence is None or self.fence[0] != wire.number:
+                    self.refuse(wire.number, message.req_id, errors.NotMounted("no"))
+                elif message.req_id.generation != self.generation:
+                    self.refuse(wire.number, message.req_id, errors.GenerationMismatch("no"))
+                elif self.random.random() < 0.05:
+                    self.refuse(wire.number, message.req_id, errors.Overloaded("full"))
+                else:
+                    self.queue.append((wire.number, message))
+            case m.RangeRequest():
+                self.range(wire.number, message)
+            case m.FeedRequest():
+                if message.req_id == self.mount_id and wire.number == self.feed_link:
+                    self.granted = max(self.granted, message.client_high_water_mark + 7)
+                    self.feed_at = message.client_high_water_mark + 1
+            case _:
+                raise AssertionError(message)
+
+    def mount(self, link: int, message: m.MountWriter) -> None:
+        if self.stale is not None and message.req_id.generation == self.stale[0]:
+            # The owner of before has not noticed yet; nothing of this client is in flight there.
+            self.answer(link, m.Mounted(message.req_id, 0, self.stale[1], 100, 1 << 20, 1 << 20))
+            return
+        if message.req_id.generation != self.generation:
+            self.refuse(link, message.req_id, errors.NotOwned("moved"))
+            return
+        if self.fence is not None:
+            number, sequence = self.fence
+            newer = message.connection_sequence > sequence
+            if not newer and not (message.connection_sequence == sequence and number == link):
+                self.refuse(link, message.req_id, errors.ConnectionSuperseded("older"))
+                return
+        self.fence = (link, message.connection_sequence)
+        while self.queue:
+            self.process()
+        self.feed_link, self.mount_id = link, message.req_id
+        self.granted = -1
+        mark = len(self.log) - 1
+        self.answer(link, m.Mounted(message.req_id, 1, mark, 100, 1 << 20, 1 << 20))
+
+    def process(self) -> None:
+        """Make the oldest received append final."""
+        if not self.queue:
+            return
+        link, message = self.queue.popleft()
+        token = int(bytes(message.payload if isinstance(message, m.AppendBatch) else message.data))
+        ids, reasons, conflicting = [], [], []
+        lost = self.random.random() < 0.1
+        for row in self.sent[token]:
+            if lost or self.random.random() < 0.2:
+                reason = m.Reason.LOST if lost else m.Reason.LOCK
+                ids.append(-1)
+            else:
+                reason = m.Reason.COMMITTED
+                ids.append(len(self.log))
+                self.log.append(row)
+            reasons.append(reason)
+            conflicting.append(0 if reason is m.Reason.LOCK else -1)
+        self.answer(
+            link,
+            m.AppendResult(
+                message.req_id,
+                len(self.log) - 1,
+                np.array(ids, dtype=">i8").tobytes(),
+                bytes(reasons),
+                np.array(conflicting, dtype=">i8").tobytes(),
+            ),
+        )
+
+    def range(self, link: int, message: m.RangeRequest) -> None:
+        if self.random.random() < 0.1:
+            self.refuse(link, message.req_id, errors.Overloaded("busy"))
+            return
+        assert message.form == m.RangeForm.HEADERS
+        last = min(message.last, len(self.log) - 1, message.first + message.bytes_max // 28 - 1)
+        count = last - message.first + 1
+        headers = b"".join(
+            RECORD_HEADER.pack(i, self.log[i].to_bytes(), 0) for i in range(message.first, last + 1)
+        )
+        self.answer(
+            link,
+            m.RangeData(
+                message.req_id,
+                message.first,
+                count,
+                last + 1,
+                m.RangeForm.HEADERS,
+                b"",
+                headers,
+                1,
+                len(self.log) - 1,
+                (),
+            ),
+        )
+
+    def feed(self) -> None:
+        if self.feed_link < 0 or self.granted < 0:
+            return
+        if self.feed_at > self.granted:
+            self.granted = -1
+            self.answer(self.feed_link, m.FeedSuspended(self.mount_id))
+            return
+        first = max(0, self.feed_at - self.random.choice((0, 0, 2)))
+        last = min(self.feed_at + self.random.randrange(4), len(self.log) - 1, self.granted)
+        if last < self.feed_at:
+            return
+        headers = b"".join(FEED.pack(self.log[i].to_bytes(), 0) for i in range(first, last + 1))
+        self.answer(
+            self.feed_link,
+            m.FeedBatch(self.mount_id, first, last - first + 1, headers, 1, -1, bytes(16)),
+        )
+        self.feed_at = last + 1
+
+    def write_foreign(self) -> None:
+        self.log.append(ReqId(99, self.generation, PARTITION, len(self.log)))
+
+    def move(self) -> None:
+        """Another server takes over: the old one's appends are committed or lost, none is told."""
+        while self.queue and self.random.random() < 0.5:
+            self.process()
+        self.queue.clear()
+        for wire in self.wires:
+            if self.random.random() < 0.5:
+                wire.to_client.clear()
+        self.stale = (self.generation, len(self.log) - 1) if self.random.random() < 0.7 else None
+        self.generation += 1
+        self.fence = None
+        self.feed_link = -1
+        if self.random.random() < 0.5:
+            self.step(events.Moved(self.generation))
+
+    def pass_time(self) -> None:
+        self.now_ms += self.random.choice((1, 20, 300, 2500))
+        self.step(Wakeup())
+
+    def apply(self) -> None:
+        if self.fed:
+            self.step(events.Applied(TransactionId(len(self.fed) - 1)))
+
+    # --- the whole
+
+    def run(self, steps: int) -> None:
+        actions = (
+            [self.append] * 6
+            + [self.deliver_to_server] * 8
+            + [self.deliver_to_client] * 8
+            + [self.process] * 6
+            + [self.link] * 4
+            + [self.feed] * 4
+            + [self.apply] * 2
+            + [lambda: self.write_foreign(), lambda: self.break_wire(), lambda: self.pass_time(), lambda: self.move()]
+        )
+        for _ in range(steps):
+            self.random.choice(actions)()
+
+    def heal(self) -> None:
+        """No more faults: everything in doubt must become known."""
+        for _ in range(2000):
+            if not self.stream.has_pending and self.stream.phase in (Phase.READY, Phase.IDLE):
+                return
+            self.link()
+            self.deliver_to_server()
+            self.deliver_to_client()
+            self.process()
+            self.apply()
+            wake = self.stream.wake_at_ms
+            if wake is not None:
+                self.now_ms = max(self.now_ms, min(wake, self.now_ms + 20))
+                self.step(Wakeup())
+        raise AssertionError(f"not settled: {self.stream.phase}")
+
+    def check(self) -> None:
+        where = {row: i for i, row in enumerate(self.log)}
+        assert len(where) == len(self.log)
+        assert set(self.told) == set(range(self.tokens))
+        for token, told in self.told.items():
+            rows = self.sent.get(token, [])
+            if isinstance(told, events.Refused):
+                if not isinstance(told.error, errors.OutcomeUnknown):
+                    assert not any(row in where for row in rows), (token, told)
+                continue
+            assert rows
+            outcome = told.outcome
+            for i, row in enumerate(rows):
+                if outcome.reasons[i] == m.Reason.COMMITTED:
+                    assert where.get(row) == outcome.transaction_ids[i], (token, i)
+                else:
+                    assert row not in where, (token, i, outcome.reasons[i])
+                    assert outcome.transaction_ids[i] == BEFORE_FIRST
+        assert self.fed == self.log[: len(self.fed)]

@@ -1,0 +1,58 @@
+"""The library that applications use: `AsyncWaltzClient`, `WaltzClient`, and their words.
+
+    with WaltzClient("zk1:2181/waltz/payments") as client:
+        transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
+
+Why it stands alone: it is the public API; what is not named here may change from release to
+release. From the top: `async_client` and `sync_client` (the faces), `contexts` (retries), `feed`
+and `catch_up` (the log on its way to the application), `partition` (one partition's shell),
+`appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
+`requests` and `ranges` (reading), `connections` and `directory` (where to go).
+"""
+
+from waltz_core.client.async_client import AsyncWaltzClient
+from waltz_core.client.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
+from waltz_core.client.directory import ClusterInfo, Layout
+from waltz_core.client.feed import LATEST
+from waltz_core.client.monitor import BatchOutcome
+from waltz_core.client.ranges import RangeChunk, ReplicaSet
+from waltz_core.client.sync_client import WaltzClient
+from waltz_core.client.transaction import (
+    BYTES,
+    JSON,
+    MSGPACK,
+    AsyncTransaction,
+    Serializer,
+    Transaction,
+    TransactionBuilder,
+    TransactionContext,
+    lock,
+    partition_of,
+)
+from waltz_core.wire.messages import RangeForm, Reason
+
+__all__ = [
+    "BYTES",
+    "JSON",
+    "LATEST",
+    "MSGPACK",
+    "AsyncCallbacks",
+    "AsyncTransaction",
+    "AsyncWaltzClient",
+    "BatchOutcome",
+    "Callbacks",
+    "ClusterInfo",
+    "Layout",
+    "PoisonPolicy",
+    "RangeChunk",
+    "RangeForm",
+    "Reason",
+    "ReplicaSet",
+    "Serializer",
+    "Transaction",
+    "TransactionBuilder",
+    "TransactionContext",
+    "WaltzClient",
+    "lock",
+    "partition_of",
+]

@@ -1,0 +1,385 @@
+"""Appends of one partition on their way out: bounded, and gathered into parcels.
+
+Why it stands alone: a thousand small appends cost what one batch costs only if nobody handles them
+one by one. Whatever is appended in one turn of the event loop leaves in one frame.
+
+Rules:
+    1. The window holds every row from `append` until its outcome is told; who finds it full waits,
+       first come, first served. Nothing is dropped.
+    2. Rows leave in the order in which they were appended.
+    3. A row of `append` that is known not to be in the log, for a reason that passes, is sent
+       again until its deadline: nothing about it has become stale but its age. A row that a lock
+       refused is never sent again.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from waltz_core import errors
+from waltz_core.batches import encode_append
+from waltz_core.checksum import crc32
+from waltz_core.client.monitor import BatchOutcome, Parcel, Single
+from waltz_core.record import RECORD_OVERHEAD_BYTES, PartitionId, TransactionId
+from waltz_core.wire.messages import Reason
+
+# Up to so many rows go as single appends; more of them are cheaper as one Arrow batch.
+SINGLES_MAX = 4
+# What a full disk or a full queue refused is not sent again at once.
+RESEND_DELAY_S = 0.005
+RESEND_FULL_DELAY_S = 0.1
+
+_TRANSIENT: dict[int, type[errors.WaltzError]] = {
+    Reason.LOST: errors.SessionLost,
+    Reason.NOT_MOUNTED: errors.NotMounted,
+    Reason.GENERATION: errors.NotMounted,
+    Reason.NO_SPACE: errors.NoSpace,
+    Reason.OVERLOADED: errors.Overloaded,
+}
+_FULL = (Reason.NO_SPACE, Reason.OVERLOADED)
+
+
+class RowOutcome(NamedTuple):
+    """What became of one row; see `BatchOutcome`."""
+
+    reason: int
+    transaction_id: TransactionId
+    conflicting: TransactionId
+    high_water_mark: TransactionId
+
+
+class Row:
+    """One transaction to append, and who waits for it."""
+
+    __slots__ = (
+        "append_locks",
+        "data",
+        "deadline_s",
+        "future",
+        "header",
+        "is_attempt",
+        "mark",
+        "read_locks",
+        "write_locks",
+    )
+
+    def __init__(self, data: bytes, header: int, mark: TransactionId) -> None:
+        self.data = data
+        self.header = header
+        self.mark = mark
+        self.write_locks: tuple[int, ...] = ()
+        self.read_locks: tuple[int, ...] = ()
+        self.append_locks: tuple[int, ...] = ()
+        self.deadline_s = 0.0
+        # An attempt of a context: its future gets a RowOutcome, whatever that is. Otherwise the
+        # future gets the transaction id, or an error.
+        self.is_attempt = False
+        self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    @property
+    def size_bytes(self) -> int:
+        """What it costs in the window."""
+        return len(self.data) + RECORD_OVERHEAD_BYTES
+
+
+class Window:
+    """Rows and bytes that one partition may have under way (rule 1)."""
+
+    def __init__(self, *, rows_max: int, bytes_max: int) -> None:
+        self._rows_max = rows_max
+        self._bytes_max = bytes_max
+        self._rows = 0
+        self._bytes = 0
+        self._waiting: deque[tuple[asyncio.Future[None], int, int]] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is under way."""
+        return self._rows == 0
+
+    def try_take(self, rows: int, size_bytes: int) -> bool:
+        """Take room if there is some and nobody waits for it."""
+        if self._waiting or not self._fits(rows, size_bytes):
+            return False
+        self._rows += rows
+        self._bytes += size_bytes
+        return True
+
+    async def take(self, rows: int, size_bytes: int) -> None:
+        """Take room, waiting for it."""
+        if self.try_take(rows, size_bytes):
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((future, rows, size_bytes))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.give(rows, size_bytes)
+            raise
+
+    def give(self, rows: int, size_bytes: int) -> None:
+        """Give room back."""
+        self._rows -= rows
+        self._bytes -= size_bytes
+        assert self._rows >= 0
+        assert self._bytes >= 0
+        while self._waiting:
+            future, more_rows, more_bytes = self._waiting[0]
+            if not future.done():
+                if not self._fits(more_rows, more_bytes):
+                    return
+                self._rows += more_rows
+                self._bytes += more_bytes
+                future.set_result(None)
+            self._waiting.popleft()
+
+    def _fits(self, rows: int, size_bytes: int) -> bool:
+        # What is larger than the whole window goes when nothing else is under way.
+        return self._rows == 0 or (
+            self._rows + rows <= self._rows_max and self._bytes + size_bytes <= self._bytes_max
+        )
+
+
+Post: TypeAlias = Callable[[Parcel], None]
+
+
+class _Batch(NamedTuple):
+    """A parcel of `append_batch`."""
+
+    future: asyncio.Future[BatchOutcome]
+    row_count: int
+    size_bytes: int
+
+
+class Appends:
+    """What one partition has under way on this client."""
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        window: Window,
+        post: Post,
+        *,
+        batch_rows: int,
+        batch_bytes: int,
+    ) -> None:
+        self._partition_id = partition_id
+        self.window = window
+        self._post = post
+        self._batch_rows = batch_rows
+        self._batch_bytes = batch_bytes
+        self._loop = asyncio.get_running_loop()
+        self._gathered: list[Row] = []
+        self._gathered_bytes = 0
+        self._is_scheduled = False
+        self._parcels: dict[int, list[Row] | _Batch] = {}
+        self._token = 0
+        self._resending = 0
+        self._idle: list[asyncio.Future[None]] = []
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether any outcome is outstanding."""
+        return bool(self._parcels) or bool(self._gathered) or self._resending > 0
+
+    # --- in
+
+    def add(self, row: Row) -> None:
+        """Append a row for which the window has room."""
+        self._gathered.append(row)
+        self._gathered_bytes += row.size_bytes
+        if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
+            self._send_gathered()
+        elif not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._send_gathered)
+
+    def add_batch(
+        self, payload: bytes, row_count: int, mark: TransactionId
+    ) -> asyncio.Future[BatchOutcome]:
+        """Append a batch for which the window has room."""
+        self._send_gathered()  # rule 2
+        future: asyncio.Future[BatchOutcome] = self._loop.create_future()
+        token = self._next_token()
+        self._parcels[token] = _Batch(future, row_count, len(payload))
+        self._post(Parcel(token, row_count, mark, payload, crc32(payload)))
+        return future
+
+    async def wait_idle(self) -> None:
+        """Wait until no outcome is outstanding."""
+        while self.has_pending:
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._idle.append(future)
+            await future
+
+    # --- out
+
+    def _send_gathered(self) -> None:
+        self._is_scheduled = False
+        rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        if not rows:
+            return
+        if len(rows) <= SINGLES_MAX:
+            for row in rows:
+                self._send_single(row)
+        else:
+            for part in _parts(rows, self._batch_rows, self._batch_bytes):
+                self._send_rows(part)
+
+    def _send_single(self, row: Row) -> None:
+        token = self._next_token()
+        self._parcels[token] = [row]
+        single = Single(row.header, row.data, row.write_locks, row.read_locks, row.append_locks)
+        self._post(Parcel(token, 1, row.mark, single, crc32(row.data)))
+
+    def _send_rows(self, rows: list[Row]) -> None:
+        first = rows[0].mark
+        marks = [row.mark for row in rows]
+        payload = encode_append(
+            [row.header for row in rows],
+            [row.data for row in rows],
+            write_locks=[row.write_locks for row in rows],
+            read_locks=[row.read_locks for row in rows],
+            append_locks=[row.append_locks for row in rows],
+            marks=None if marks.count(first) == len(marks) else marks,
+        )
+        token = self._next_token()
+        self._parcels[token] = rows
+        self._post(Parcel(token, len(rows), first, payload, crc32(payload)))
+
+    def _next_token(self) -> int:
+        self._token += 1
+        return self._token
+
+    # --- outcomes
+
+    def settled(self, token: int, outcome: BatchOutcome) -> None:
+        """Every row of a parcel has its outcome."""
+        parcel = self._parcels.pop(token)
+        if isinstance(parcel, _Batch):
+            self.window.give(parcel.row_count, parcel.size_bytes)
+            if not parcel.future.done():
+                parcel.future.set_result(outcome)
+        else:
+            self._tell_rows(parcel, outcome)
+        self._check_idle()
+
+    def refused(self, token: int, error: errors.WaltzError) -> None:
+        """A parcel has no outcome for its rows."""
+        parcel = self._parcels.pop(token)
+        if isinstance(parcel, _Batch):
+            self.window.give(parcel.row_count, parcel.size_bytes)
+            if not parcel.future.done():
+                parcel.future.set_exception(error)
+        elif isinstance(error, errors.TooLarge) and len(parcel) > 1:
+            # The server takes less in one frame than we had thought.
+            middle = len(parcel) // 2
+            self._send_rows(parcel[:middle])
+            self._send_rows(parcel[middle:])
+        else:
+            for row in parcel:
+                self._end(row)
+                if not row.future.done():
+                    row.future.set_exception(error)
+        self._check_idle()
+
+    def abandon(self, error: errors.WaltzError) -> None:
+        """Nothing more will be heard: refuse everything with this error."""
+        for token in list(self._parcels):
+            self.refused(token, error)
+        rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        for row in rows:
+            self._end(row)
+            if not row.future.done():
+                row.future.set_exception(error)
+        self._check_idle()
+
+    def _tell_rows(self, rows: list[Row], outcome: BatchOutcome) -> None:
+        again: list[Row] = []
+        now_s = self._loop.time()
+        for row, transaction_id, reason, conflicting in zip(
+            rows,
+            outcome.transaction_ids.tolist(),
+            outcome.reasons.tolist(),
+            outcome.conflicting.tolist(),
+            strict=True,
+        ):
+            if not row.is_attempt and reason in _TRANSIENT and now_s < row.deadline_s:
+                again.append(row)
+                continue
+            self._end(row)
+            if row.future.done():
+                continue
+            if row.is_attempt:
+                ids = (TransactionId(transaction_id), TransactionId(conflicting))
+                row.future.set_result(RowOutcome(reason, *ids, outcome.high_water_mark))
+            elif reason == Reason.COMMITTED:
+                row.future.set_result(TransactionId(transaction_id))
+            else:
+                row.future.set_exception(self._error(reason, conflicting, outcome))
+        if again:
+            self._resending += len(again)
+            is_full = bool(np.isin(outcome.reasons, _FULL).any())
+            delay_s = RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S
+            self._loop.call_later(delay_s, self._resend, again)
+
+    def _resend(self, rows: Sequence[Row]) -> None:
+        self._resending -= len(rows)
+        for row in rows:
+            self.add(row)
+
+    def _end(self, row: Row) -> None:
+        self.window.give(1, row.size_bytes)
+
+    def _error(self, reason: int, conflicting: int, outcome: BatchOutcome) -> errors.WaltzError:
+        return error_of(self._partition_id, reason, conflicting, outcome.high_water_mark)
+
+    def _check_idle(self) -> None:
+        if self._idle and not self.has_pending:
+            idle, self._idle = self._idle, []
+            for future in idle:
+                if not future.done():
+                    future.set_result(None)
+
+
+def error_of(
+    partition_id: PartitionId, reason: int, conflicting: int, high_water_mark: int
+) -> errors.WaltzError:
+    """Return the error that tells why a row is not in the log."""
+    where = f"partition {partition_id}"
+    if reason == Reason.LOCK:
+        failed = errors.LockFailed(
+            f"{where}: a lock of the transaction was written by transaction {conflicting} "
+            "(or one before it), after the client's high-water mark"
+        )
+        failed.conflicting = conflicting
+        failed.high_water_mark = high_water_mark
+        return failed
+    if reason == Reason.AHEAD:
+        return errors.ClientAhead(
+            f"{where}: the client's high-water mark is above the log's {high_water_mark}: "
+            "another cluster, or the log was lost"
+        )
+    if reason == Reason.TOO_LARGE:
+        return errors.TooLarge(f"{where}: the transaction is too large for the log")
+    made = _TRANSIENT.get(reason, errors.Unavailable)
+    return made(f"{where}: not appended ({Reason(reason).name}); it is not in the log, try again")
+
+
+def _parts(rows: list[Row], rows_max: int, bytes_max: int) -> list[list[Row]]:
+    """Return the rows in runs of at most `rows_max` rows and about `bytes_max` bytes."""
+    if len(rows) <= rows_max and sum(row.size_bytes for row in rows) <= bytes_max:
+        return [rows]
+    parts: list[list[Row]] = [[]]
+    size_bytes = 0
+    for row in rows:
+        if parts[-1] and (len(parts[-1]) == rows_max or size_bytes + row.size_bytes > bytes_max):
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(row)
+        size_bytes += row.size_bytes
+    return parts

@@ -1,0 +1,544 @@
+"""The client for asyncio: everything an application asks of the log.
+
+Why it stands alone: it is the public face. What it promises is kept below: outcomes by `stream.py`,
+retries by `contexts.py`, the feed by `feed.py`, ranges by `ranges.py`; here it is put together.
+
+Rules:
+    1. A client belongs to one process and one event loop; a forked child gets a UsageError.
+    2. A full window makes `append` and `submit` wait; nothing is dropped.
+    3. `close` waits for outcomes as long as a request may take, then says OutcomeUnknown.
+    4. All tasks live in one TaskGroup, in one task that lives as long as the client.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping
+from random import Random
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from waltz_core import errors
+from waltz_core.client.appends import Row
+from waltz_core.client.callbacks import AsyncCallbacks
+from waltz_core.client.catch_up import CatchUp
+from waltz_core.client.connections import ServerLinks
+from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
+from waltz_core.client.directory import (
+    ClusterInfo,
+    Directory,
+    FixedDirectory,
+    Layout,
+    Owner,
+    ZooKeeperDirectory,
+)
+from waltz_core.client.feed import Consumer, DataCache, LoopConsumer
+from waltz_core.client.partition import ClientPartition
+from waltz_core.client.ranges import (
+    RangeChunk,
+    RangeQuery,
+    ReplicaReader,
+    ReplicaSet,
+    read_chunks,
+)
+from waltz_core.client.requests import Requests
+from waltz_core.client.transaction import (
+    TransactionContext,
+    check_data,
+    check_header,
+    check_locks,
+    partition_of,
+)
+from waltz_core.config import ClientConfig
+from waltz_core.record import PartitionId, TransactionId
+from waltz_core.wire.messages import RangeForm
+
+if TYPE_CHECKING:
+    from waltz_core.client.monitor import BatchOutcome
+
+_log = logging.getLogger(__name__)
+
+
+class AsyncWaltzClient:
+    """A client of one cluster, on one event loop.
+
+        async with AsyncWaltzClient.connect("zk1:2181/waltz/payments") as client:
+            future = await client.append(b"...", write_locks=[lock("account", 7)])
+            transaction_id = await future
+
+    Awaiting `append`, `append_batch` or `submit` waits for room; awaiting the future they return
+    waits for the outcome.
+    """
+
+    def __init__(
+        self, directory: Directory, connect: str, config: ClientConfig, *, client_id: int | None
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
+        self.links = ServerLinks(config.dial_timeout_ms / 1000)
+        self.requests = Requests(directory, self.links, config, self.random)
+        self._connect = connect
+        self._client_id = client_id
+        self._id_lock = asyncio.Lock()
+        self._connection_sequence = 0
+        self._partitions: dict[int, ClientPartition] = {}
+        self._data: dict[int, DataCache] = {}
+        self._round_robin = 0
+        self._pid = os.getpid()
+        self._closing = asyncio.Event()
+        self._is_closed = False
+        self._group: asyncio.TaskGroup | None = None
+        self._root: asyncio.Task[None] | None = None
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    # --- beginning and end
+
+    @classmethod
+    def connect(
+        cls, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
+    ) -> "Opening":
+        """Open a client; to be awaited, or used as `async with`.
+
+        `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep theirs
+        across restarts; everybody else gets a new one from ZooKeeper.
+
+        Raises:
+            BadConfig: the connect string is wrong, or there is no cluster at its root.
+            CoordinatorUnavailable: no ZooKeeper answers; the message names the hosts.
+        """
+        settings = config or ClientConfig()
+        directory = ZooKeeperDirectory(
+            connect,
+            connect_timeout_ms=settings.zookeeper_connect_timeout_ms,
+            session_timeout_ms=settings.zookeeper_session_timeout_ms,
+        )
+        return Opening(cls(directory, connect, settings, client_id=client_id))
+
+    @classmethod
+    def at(
+        cls,
+        layout: Layout,
+        config: ClientConfig | None = None,
+        *,
+        client_id: int | None = None,
+        connection_sequence: int = 0,
+    ) -> "Opening":
+        """Open a client that is told where everything is, and asks ZooKeeper only when it moved.
+
+        Mounts use connection sequences above `connection_sequence`: of two writers with one client
+        id the one with the higher number wins (spark.md, "Exactly once").
+        """
+        settings = config or ClientConfig()
+        directory = FixedDirectory(layout, connect_timeout_ms=settings.zookeeper_connect_timeout_ms)
+        client = cls(directory, layout.connect, settings, client_id=client_id)
+        client._connection_sequence = connection_sequence
+        return Opening(client)
+
+    async def open(self) -> Self:
+        """Connect; called by `connect` and `at`."""
+        assert self._root is None
+        try:
+            await self.directory.open(self._assignment_changed)
+        except BaseException:
+            self._is_closed = True
+            raise
+        started = asyncio.Event()
+        # The one task that is nobody's child: it holds the group of all others until `close`.
+        self._root = asyncio.get_running_loop().create_task(
+            self._live(started), name="waltz-client"
+        )
+        await started.wait()
+        self.spawn(self._follow_directory(), "directory")
+        return self
+
+    async def close(self) -> None:
+        """Wait for outcomes (rule 3), then end; may be called twice."""
+        if self._is_closed or self._root is None:
+            return
+        self._check_process()
+        self._is_closed = True
+        try:
+            async with asyncio.timeout(self.config.request_timeout_ms / 1000):
+                for partition in list(self._partitions.values()):
+                    await partition.appends.wait_idle()
+        except TimeoutError:
+            _log.warning("client.closed_with_pending client=%s", self._client_id)
+        for partition in self._partitions.values():
+            partition.close()
+        self._closing.set()
+        await self._root
+        await self.links.close("the client was closed")
+        await self.directory.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _live(self, started: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            started.set()
+            await self._closing.wait()
+            for task in list(self._tasks):
+                task.cancel()
+
+    async def _follow_directory(self) -> None:
+        pause_s = self.config.retry_interval_ms_max / 1000
+        while True:
+            try:
+                await self.directory.run()
+            except errors.WaltzError as error:
+                _log.warning("client.directory_lost error=%s", error)
+                await asyncio.sleep(pause_s)
+            else:
+                return
+
+    def spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a task until the client is closed; what it raises is logged."""
+        if self._group is None or self._closing.is_set():
+            task.close()
+            return
+        running = self._group.create_task(self._guarded(task, name), name=name)
+        self._tasks[running] = None
+        running.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    async def _guarded(self, task: Coroutine[Any, Any, None], name: str) -> None:
+        try:
+            await task
+        except Exception:  # noqa: BLE001 - the top of a task
+            _log.exception("client.task_failed task=%s", name)
+
+    def next_connection_sequence(self) -> int:
+        """Return a number higher than all before."""
+        self._connection_sequence += 1
+        return self._connection_sequence
+
+    def _assignment_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
+        for partition_id, owner in owners.items():
+            partition = self._partitions.get(partition_id)
+            if partition is not None:
+                partition.moved(owner.generation)
+
+    # --- the cluster
+
+    def cluster(self) -> ClusterInfo:
+        """Return the cluster's name, key and partition count."""
+        return self.directory.cluster
+
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the cluster has."""
+        return self.directory.cluster.partition_count
+
+    @property
+    def client_id(self) -> int | None:
+        """The client id; None before the first mount."""
+        return self._client_id
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether any append waits for its outcome."""
+        return any(partition.appends.has_pending for partition in self._partitions.values())
+
+    def layout(self) -> Layout:
+        """Return where everything is, as plain values for `at` in other processes."""
+        owners = {
+            int(partition_id): (owner.address, int(owner.generation))
+            for partition_id, owner in self.directory.owners.items()
+        }
+        return Layout(self._connect, self.directory.cluster, owners)
+
+    async def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
+        """Return the last committed transaction of a partition, -1 for an empty one.
+
+        `linearizable`: a quorum has confirmed the answer, so it is not older than the question.
+        """
+        partition_id = self._checked(partition)
+        return await self.requests.high_water_mark(partition_id, linearizable=linearizable)
+
+    async def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
+        """Return the marks of all partitions, asked at once."""
+        self._check_usable()
+        marks: dict[int, TransactionId] = {}
+
+        async def ask(partition_id: PartitionId) -> None:
+            marks[partition_id] = await self.requests.high_water_mark(
+                partition_id, linearizable=linearizable
+            )
+
+        await _all_of(ask(PartitionId(number)) for number in range(self.partition_count))
+        return dict(sorted(marks.items()))
+
+    async def replicas(self, partition: int, *, linearizable: bool = False) -> ReplicaSet:
+        """Return the session, its mark and the replicas to read a partition from."""
+        return await self.requests.replicas(self._checked(partition), linearizable=linearizable)
+
+    async def flush(self, partition: int) -> TransactionId:
+        """Wait until every append made before is final; return the partition's mark."""
+        partition_id = self._checked(partition)
+        known = self._partitions.get(partition_id)
+        if known is not None:
+            await known.appends.wait_idle()
+        return await self.requests.flush(partition_id)
+
+    async def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
+        """Mount partitions (all by default) now; return what is known of their marks.
+
+        Everything that older connections with this client id have sent is final then.
+        """
+        wanted = self._all_or(partitions)
+        marks: dict[int, TransactionId] = {}
+
+        async def mount(partition_id: PartitionId) -> None:
+            partition = await self._partition(partition_id)
+            await partition.mounted()
+            marks[partition_id] = partition.stream.high_water_mark
+
+        await _all_of(mount(partition_id) for partition_id in wanted)
+        return dict(sorted(marks.items()))
+
+    # --- writing
+
+    async def append(  # noqa: PLR0913 - every one of them is a part of a transaction
+        self,
+        data: bytes,
+        *,
+        partition: int | None = None,
+        header: int = 0,
+        write_locks: Iterable[int] = (),
+        read_locks: Iterable[int] = (),
+        append_locks: Iterable[int] = (),
+        client_high_water_mark: int | None = None,
+    ) -> "asyncio.Future[TransactionId]":
+        """Append one transaction; return a future of its id.
+
+        Without a partition it is that of the first lock, or the next one in turn. Without a mark it
+        is what this client has applied, or knows of. The future raises LockFailed (with a mark to
+        compute anew from), ClientAhead, TooLarge, OutcomeUnknown, or another Unavailable when it
+        could not be placed in time; only OutcomeUnknown leaves it in doubt.
+        """
+        write, read = check_locks("write", write_locks), check_locks("read", read_locks)
+        added = check_locks("append", append_locks)
+        locks = write or read or added
+        chosen = await self._partition(self._choose(partition, locks))
+        if (write or read) and client_high_water_mark is None and not chosen.is_ready:
+            await chosen.mounted()  # there is no mark to go by before
+        mark = chosen.mark if client_high_water_mark is None else client_high_water_mark
+        row = Row(check_data(data), check_header(header), TransactionId(mark))
+        row.write_locks, row.read_locks, row.append_locks = write, read, added
+        if not chosen.window.try_take(1, row.size_bytes):
+            await chosen.window.take(1, row.size_bytes)
+        loop = asyncio.get_running_loop()
+        row.deadline_s = loop.time() + self.config.request_timeout_ms / 1000
+        chosen.appends.add(row)
+        return cast("asyncio.Future[TransactionId]", row.future)
+
+    async def append_batch(
+        self, partition: int, payload: bytes, row_count: int, *, client_high_water_mark: int
+    ) -> "asyncio.Future[BatchOutcome]":
+        """Append a batch as `batches.encode_append` makes it; return a future of its outcome.
+
+        The future raises only when there is no outcome for the rows: TooLarge, BadRequest, or
+        Unavailable (none is in the log), or OutcomeUnknown.
+        """
+        chosen = await self._partition(self._checked(partition))
+        if row_count < 1:
+            raise errors.BadRequest(f"append batch: expected at least one row, found {row_count}")
+        await chosen.window.take(row_count, len(payload))
+        return chosen.appends.add_batch(payload, row_count, TransactionId(client_high_water_mark))
+
+    async def submit(self, context: TransactionContext) -> "asyncio.Future[TransactionId | None]":
+        """Run a context; return a future of its transaction id, None when it gave itself up.
+
+        The first attempt is made before this returns; what `execute` raises goes to `on_exception`
+        and into the future.
+        """
+        return await self.run_context(LoopContext(context))
+
+    async def run_context(self, context: RunnableContext) -> "asyncio.Future[TransactionId | None]":
+        """Run whatever can be run as a context; `submit` for others than asyncio's."""
+        self._check_usable()
+        partition_id = self._checked(context.partition_id(self.partition_count))
+        run = ContextRun(context, await self._partition(partition_id), self.random)
+        if await run.begin():
+            self.spawn(run.follow(), "context")
+        return run.future
+
+    # --- the feed
+
+    async def subscribe(
+        self, callbacks: AsyncCallbacks, partitions: Iterable[int] | None = None
+    ) -> None:
+        """Apply the feed of partitions (all by default) to the callbacks until closed.
+
+        Returns when the application has told its marks. Raises BadRequest for a partition that is
+        fed already, and what `client_high_water_mark` raises.
+        """
+        await self.subscribe_consumer(LoopConsumer(callbacks, self.data_source), partitions)
+
+    async def subscribe_consumer(
+        self, consumer: Consumer, partitions: Iterable[int] | None
+    ) -> None:
+        """Apply the feed to any consumer; `subscribe` for others than asyncio's."""
+        for partition_id in self._all_or(partitions):
+            partition = await self._partition(partition_id)
+            if partition.applier is not None:
+                raise errors.BadRequest(f"partition {partition_id} is subscribed to already")
+            mark = await consumer.start_mark(partition_id)
+            self.spawn(CatchUp(partition, consumer, self.requests, self.config).run(mark), "feed")
+
+    def data_source(self, partition_id: PartitionId) -> DataCache:
+        """Return where the data of a partition's transactions comes from."""
+        found = self._data.get(partition_id)
+        if found is None:
+            found = self._data[partition_id] = DataCache(
+                lambda query: self.requests.range(partition_id, query),
+                lambda transaction_id: self.requests.data(partition_id, transaction_id),
+                mark=lambda: self._partitions[partition_id].stream.high_water_mark,
+                bytes_max=self.config.range_bytes_max,
+                loop=asyncio.get_running_loop(),
+            )
+        return found
+
+    # --- reading
+
+    async def read_range(  # noqa: PLR0913 - see `RangeQuery`
+        self,
+        partition: int,
+        first: int,
+        last: int,
+        *,
+        form: RangeForm = RangeForm.WHOLE,
+        header_values: Iterable[int] = (),
+        bytes_max: int | None = None,
+        replicas: ReplicaSet | None = None,
+    ) -> AsyncIterator[RangeChunk]:
+        """Yield the committed transactions first..last in checked chunks, dense and in order.
+
+        With `replicas` (as `replicas()` tells them) the bytes come from a storage that vouches for
+        them, and from the server where none does. Raises DataLoss when the log ends before `last`.
+        """
+        partition_id = self._checked(partition)
+        if first < 0 or last < first - 1:
+            raise errors.BadRequest(
+                f"range of partition {partition}: expected 0 <= first <= last, "
+                f"found {first}..{last}"
+            )
+        query = RangeQuery(
+            TransactionId(first),
+            TransactionId(last),
+            form,
+            tuple(header_values),
+            bytes_max or self.config.range_bytes_max,
+        )
+
+        async def from_server(rest: RangeQuery) -> RangeChunk:
+            return await self.requests.range(partition_id, rest)
+
+        if replicas is None:
+            async for chunk in read_chunks(partition_id, query, from_server):
+                yield chunk
+            return
+        reader = ReplicaReader(
+            partition_id,
+            replicas,
+            from_server,
+            timeout_s=self.config.dial_timeout_ms / 1000,
+            random=self.random,
+        )
+        try:
+            async for chunk in read_chunks(partition_id, query, reader.fetch):
+                yield chunk
+        finally:
+            reader.close()
+
+    # --- private
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise errors.UsageError(
+                f"this client was opened by process {self._pid} and is used in process "
+                f"{os.getpid()}, a fork of it: open a client of its own there"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_closed or self._root is None:
+            raise errors.UsageError("the client is closed")
+
+    def _checked(self, partition: int) -> PartitionId:
+        self._check_usable()
+        if not 0 <= partition < self.partition_count:
+            raise errors.UnknownPartition(
+                f"there is no partition {partition}: cluster {self.cluster().name!r} has "
+                f"partitions 0..{self.partition_count - 1}"
+            )
+        return PartitionId(partition)
+
+    def _all_or(self, partitions: Iterable[int] | None) -> list[PartitionId]:
+        if partitions is None:
+            self._check_usable()
+            return [PartitionId(number) for number in range(self.partition_count)]
+        return [self._checked(partition) for partition in partitions]
+
+    def _choose(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
+        if partition is not None:
+            return self._checked(partition)
+        self._check_usable()
+        if locks:
+            return partition_of(locks[0], self.partition_count)
+        self._round_robin = (self._round_robin + 1) % self.partition_count
+        return PartitionId(self._round_robin)
+
+    async def _partition(self, partition_id: PartitionId) -> ClientPartition:
+        found = self._partitions.get(partition_id)
+        if found is not None:
+            return found
+        async with self._id_lock:
+            if self._client_id is None:
+                self._client_id = await self.directory.next_client_id()
+        # NB: another task may have made it meanwhile.
+        found = self._partitions.get(partition_id)
+        if found is None:
+            found = ClientPartition(partition_id, self._client_id, self)
+            self._partitions[partition_id] = found
+        return found
+
+
+class Opening:
+    """A client that is being opened: await it, or use it as `async with`."""
+
+    def __init__(self, client: AsyncWaltzClient) -> None:
+        self._client = client
+
+    def __await__(self) -> Generator[Any, None, AsyncWaltzClient]:
+        return self._client.open().__await__()
+
+    async def __aenter__(self) -> AsyncWaltzClient:
+        return await self._client.open()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._client.close()
+
+
+async def _all_of(tasks: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all of them at once; raise the first error alone, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                group.create_task(task)
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None

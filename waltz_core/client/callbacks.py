@@ -1,0 +1,82 @@
+"""How an application takes in the log: its mark out, committed transactions in.
+
+Why it stands alone: it is the contract between the feed and whoever applies it (an application,
+the SQL callbacks, a cache), with nothing of how the feed is brought.
+
+Rules:
+    1. `client_high_water_mark` is asked once when the feed of a partition starts; the next
+       transaction applied is the one after it, and then each one in order, none twice.
+    2. A partition's transactions are applied one at a time; partitions do not wait for each other.
+    3. A transaction that cannot be applied is never passed over in silence: `uncaught_exception`
+       decides, and what it returns is done.
+"""
+
+from abc import ABC, abstractmethod
+from enum import Enum, auto
+
+from waltz_core.client.transaction import AsyncTransaction, Transaction
+from waltz_core.record import BEFORE_FIRST
+
+
+class PoisonPolicy(Enum):
+    """What to do with a transaction that `apply_transaction` has raised on."""
+
+    STOP = auto()  # the partition's feed ends here; the other partitions go on
+    SKIP = auto()  # take it as applied
+    RETRY = auto()  # apply it again, after a pause that doubles from 10 ms to 10 s
+
+
+class Callbacks(ABC):
+    """What `WaltzClient` calls, on worker threads: these methods may block."""
+
+    def client_high_water_mark(self, partition: int) -> int:
+        """Return the last transaction that the application has applied, -1 for none.
+
+        `LATEST` starts at the end of the log, whatever is in it.
+        """
+        return BEFORE_FIRST
+
+    @abstractmethod
+    def apply_transaction(self, transaction: Transaction) -> None:
+        """Apply one committed transaction, and remember its id as the new mark with it."""
+
+    def uncaught_exception(
+        self,
+        partition: int,
+        transaction_id: int,
+        error: Exception,
+    ) -> PoisonPolicy:
+        """Say what to do when `apply_transaction` has raised; `STOP` unless overridden.
+
+        Also called, with the id after the last one applied, when the feed itself cannot go on
+        (the log is shorter than the application's mark, say); the answer then does not matter.
+        """
+        return PoisonPolicy.STOP
+
+
+class AsyncCallbacks(ABC):
+    """What `AsyncWaltzClient` calls, on its event loop: these methods must not block."""
+
+    async def client_high_water_mark(self, partition: int) -> int:
+        """Return the last transaction that the application has applied, -1 for none.
+
+        `LATEST` starts at the end of the log, whatever is in it.
+        """
+        return BEFORE_FIRST
+
+    @abstractmethod
+    async def apply_transaction(self, transaction: AsyncTransaction) -> None:
+        """Apply one committed transaction, and remember its id as the new mark with it."""
+
+    async def uncaught_exception(
+        self,
+        partition: int,
+        transaction_id: int,
+        error: Exception,
+    ) -> PoisonPolicy:
+        """Say what to do when `apply_transaction` has raised; `STOP` unless overridden.
+
+        Also called, with the id after the last one applied, when the feed itself cannot go on
+        (the log is shorter than the application's mark, say); the answer then does not matter.
+        """
+        return PoisonPolicy.STOP

@@ -1,0 +1,178 @@
+"""The client's connections: one to each server, shared by all partitions that it owns.
+
+Why it stands alone: many partitions speak over one connection, some requests are answered once and
+others for ever. Which message belongs to whom is decided here, by request id and partition.
+
+Rules:
+    1. A request that is no append has a negative sequence number, so that no answer is taken for
+       a row's. Streams use numbers down to `CONTROL_SEQUENCE_MIN`, this file those below.
+    2. Whoever waits for an answer waits under a timeout, and is told when the connection breaks.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from waltz_core import errors, net
+from waltz_core.client.stream import CONTROL_SEQUENCE_MIN
+from waltz_core.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.wire.messages import ClientMessage, ErrorResponse, Message, Surface
+
+_SEQUENCE_FIRST = CONTROL_SEQUENCE_MIN - 1
+_SEQUENCE_MIN = -(1 << 31)
+
+MessageCallback = Callable[[int, ClientMessage], None]
+LostCallback = Callable[[int, str], None]
+AnswerT = TypeVar("AnswerT", bound=ClientMessage)
+
+
+class ServerLink:
+    """One connection to one server."""
+
+    def __init__(self, number: int, link: net.Link, lost: Callable[["ServerLink"], None]) -> None:
+        self.number = number
+        self._link = link
+        self._lost = lost
+        self._sequence = _SEQUENCE_FIRST
+        self._waiting: dict[ReqId, asyncio.Future[ClientMessage]] = {}
+        self._streams: dict[int, tuple[MessageCallback, LostCallback]] = {}
+        link.start(self._take, self._closed)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._link.is_closed
+
+    @property
+    def address(self) -> str:
+        """The server's address."""
+        return self._link.address
+
+    def attach(self, partition_id: int, on_message: MessageCallback, on_lost: LostCallback) -> None:
+        """Hand what is not the answer to a `request` to the partition's stream from now on."""
+        self._streams[partition_id] = (on_message, on_lost)
+
+    def detach(self, partition_id: int) -> None:
+        """The partition's stream has gone elsewhere, or ended."""
+        self._streams.pop(partition_id, None)
+
+    def send(self, message: ClientMessage) -> None:
+        """Send a message of a stream; a closed connection tells by its callback."""
+        self._link.send(message)
+
+    async def request(
+        self,
+        answer: type[AnswerT],
+        make: Callable[[ReqId], ClientMessage],
+        *,
+        client_id: int,
+        partition_id: int,
+        timeout_s: float,
+    ) -> AnswerT:
+        """Send a request and return its answer.
+
+        Raises what the server answers as an error, Unreachable when it does not answer in time,
+        RemoteProtocolError when it answers something else.
+        """
+        if self._link.is_closed:
+            raise errors.Unreachable(f"{self.address}: {self._link.closed_reason}")
+        req_id = self._next_id(client_id, partition_id)
+        future: asyncio.Future[ClientMessage] = asyncio.get_running_loop().create_future()
+        self._waiting[req_id] = future
+        request = make(req_id)
+        try:
+            self._link.send(request)
+            async with asyncio.timeout(timeout_s):
+                message = await future
+        except TimeoutError as error:
+            raise errors.Unreachable(
+                f"{self.address}: no answer to {type(request).__name__} for partition "
+                f"{partition_id} within {timeout_s} s"
+            ) from error
+        finally:
+            self._waiting.pop(req_id, None)
+        if isinstance(message, ErrorResponse):
+            raise errors.from_code(message.error_code, message.message)
+        if not isinstance(message, answer):
+            raise errors.RemoteProtocolError(
+                f"{self.address}: expected {answer.__name__} in answer to "
+                f"{type(request).__name__}, found {type(message).__name__}"
+            )
+        return message
+
+    def close(self, reason: str) -> None:
+        """End the connection once what is unsent is sent."""
+        self._link.close(reason)
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is gone."""
+        await self._link.wait_closed()
+
+    def _next_id(self, client_id: int, partition_id: int) -> ReqId:
+        sequence = self._sequence
+        self._sequence = sequence - 1 if sequence > _SEQUENCE_MIN else _SEQUENCE_FIRST
+        return ReqId(ClientId(client_id), Generation(0), PartitionId(partition_id), sequence)
+
+    def _take(self, received: list[Message]) -> None:
+        for each in received:
+            message = cast("ClientMessage", each)
+            future = self._waiting.pop(message.req_id, None)
+            if future is not None:
+                if not future.done():
+                    future.set_result(message)
+                continue
+            stream = self._streams.get(message.req_id.partition_id)
+            if stream is not None:
+                stream[0](self.number, message)
+
+    def _closed(self, reason: str) -> None:
+        waiting, self._waiting = list(self._waiting.values()), {}
+        for future in waiting:
+            if not future.done():
+                future.set_exception(errors.Unreachable(f"{self.address}: {reason}"))
+        streams, self._streams = list(self._streams.values()), {}
+        for _, on_lost in streams:
+            on_lost(self.number, reason)
+        self._lost(self)
+
+
+class ServerLinks:
+    """The connections of one client, by the server's address."""
+
+    def __init__(self, dial_timeout_s: float) -> None:
+        self._dial_timeout_s = dial_timeout_s
+        self._links: dict[str, ServerLink] = {}
+        self._dialling: dict[str, asyncio.Lock] = {}
+        self._count = 0
+        self._is_closed = False
+
+    async def get(self, address: str) -> ServerLink:
+        """Return the open connection to a server, dialling when there is none.
+
+        Raises Unreachable, or RemoteProtocolError when somebody else answers at the address.
+        """
+        async with self._dialling.setdefault(address, asyncio.Lock()):
+            found = self._links.get(address)
+            if found is not None and not found.is_closed:
+                return found
+            link = await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)
+            if self._is_closed:
+                link.abort("the client was closed")
+                raise errors.Unreachable(f"{address}: the client was closed")
+            self._count += 1
+            made = ServerLink(self._count, link, lambda gone: self._forget(address, gone))
+            self._links[address] = made
+            return made
+
+    async def close(self, reason: str) -> None:
+        """Close all of them."""
+        self._is_closed = True
+        links = list(self._links.values())
+        for link in links:
+            link.close(reason)
+        for link in links:
+            await link.wait_closed()
+
+    def _forget(self, address: str, link: ServerLink) -> None:
+        if self._links.get(address) is link:
+            del self._links[address]

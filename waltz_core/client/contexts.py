@@ -1,0 +1,249 @@
+"""Runs transaction contexts: execute, append, and execute again when the attempt came too late.
+
+Why it stands alone: optimistic locking is only as good as its retry. An attempt that a lock has
+refused was computed from an old state, so it is thrown away, the client takes in what it had not
+seen, and the context computes a new one.
+
+Rules:
+    1. The mark is taken before `execute`, so that what the application reads is at least as new.
+    2. A retry begins after the conflicting transaction was consumed: applied, where the client has
+       a feed of the partition, else known to be in the log.
+    3. Each attempt is final before the next one begins: no context is in the log twice.
+    4. Deadline and retry limit are the context's; the first to be reached expires it.
+"""
+
+import asyncio
+import inspect
+import logging
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from waltz_core import errors
+from waltz_core.client.appends import Row, RowOutcome, error_of
+from waltz_core.client.partition import ClientPartition
+from waltz_core.client.transaction import TransactionBuilder, TransactionContext
+from waltz_core.record import TransactionId
+from waltz_core.wire.messages import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+_log = logging.getLogger(__name__)
+
+PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 1.0
+
+_FINAL = (Reason.AHEAD, Reason.TOO_LARGE)
+
+
+class RunnableContext(Protocol):
+    """A context as it is run here: `TransactionContext`, on the loop or on worker threads."""
+
+    @property
+    def retries_max(self) -> int | None:
+        """How often it may be tried again; None for no limit."""
+
+    @property
+    def timeout_ms(self) -> int | None:
+        """How long it may take; None for no limit."""
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return the partition."""
+
+    async def execute(self, builder: TransactionBuilder) -> bool:
+        """Fill in the builder."""
+
+    async def call(self, hook: str, *args: object) -> None:
+        """Call one of the hooks."""
+
+
+class LoopContext:
+    """A context whose methods run on the event loop; they may be coroutines."""
+
+    def __init__(self, context: TransactionContext) -> None:
+        self._context = context
+
+    @property
+    def retries_max(self) -> int | None:
+        """How often it may be tried again; None for no limit."""
+        return self._context.retries_max
+
+    @property
+    def timeout_ms(self) -> int | None:
+        """How long it may take; None for no limit."""
+        return self._context.timeout_ms
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return the partition."""
+        return self._context.partition_id(partition_count)
+
+    async def execute(self, builder: TransactionBuilder) -> bool:
+        """Fill in the builder."""
+        result: bool | Awaitable[bool] = self._context.execute(builder)
+        return await result if inspect.isawaitable(result) else result
+
+    async def call(self, hook: str, *args: object) -> None:
+        """Call one of the hooks."""
+        method: Callable[..., Awaitable[None] | None] = getattr(self._context, hook)
+        result = method(*args)
+        if inspect.isawaitable(result):
+            await result
+
+
+class ContextRun:
+    """One context on its way into the log."""
+
+    def __init__(
+        self, context: RunnableContext, partition: ClientPartition, random: Random
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._context = context
+        self._partition = partition
+        self._random = random
+        self._loop = loop
+        timeout_ms = context.timeout_ms
+        self._deadline_s = None if timeout_ms is None else loop.time() + timeout_ms / 1000
+        self._retries = 0
+        self._pause_s = PAUSE_S_MIN
+        self.future: asyncio.Future[TransactionId | None] = loop.create_future()
+        # The hooks have told it; nobody needs to look at the future.
+        self.future.add_done_callback(_look_at)
+        self._row: Row | None = None
+
+    async def begin(self) -> bool:
+        """Make the first attempt; False when the context has ended with it."""
+        try:
+            return await self._attempt()
+        except Exception as error:  # noqa: BLE001 - whatever `execute` raises
+            await self._fail(error)
+            return False
+
+    async def follow(self) -> None:
+        """See the context to its end."""
+        try:
+            while await self._step():
+                pass
+        except asyncio.CancelledError:
+            self._end_with(errors.OutcomeUnknown("the client was closed before it was settled"))
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever `execute` or a hook raises
+            await self._fail(error)
+
+    async def _attempt(self) -> bool:
+        """Execute and append; False when `execute` has given the transaction up."""
+        partition = self._partition
+        await partition.mounted()
+        builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
+        if not await self._context.execute(builder):
+            self._end_with(None)
+            await self._hook("on_completion", False)  # noqa: FBT003
+            return False
+        if builder.data is None:
+            raise errors.BadRequest(
+                "execute returned True without transaction data: call set_transaction_data"
+            )
+        row = Row(builder.data, builder.header, builder.client_high_water_mark)
+        row.write_locks = builder.write_locks
+        row.read_locks = builder.read_locks
+        row.append_locks = builder.append_locks
+        row.is_attempt = True
+        await partition.window.take(1, row.size_bytes)
+        partition.appends.add(row)
+        self._row = row
+        return True
+
+    async def _step(self) -> bool:
+        """Wait for an attempt's outcome and act on it; False when the context has ended."""
+        row = self._row
+        assert row is not None
+        try:
+            outcome = await row.future
+        except errors.OutcomeUnknown as error:
+            await self._fail(error)
+            return False
+        except errors.Unavailable as error:  # never sent, so rule 3 holds
+            return await self._again(error, wait_for=None)
+        assert isinstance(outcome, RowOutcome)
+        if outcome.reason == Reason.COMMITTED:
+            await self._complete(outcome.transaction_id)
+            return False
+        refusal = error_of(
+            self._partition.partition_id,
+            outcome.reason,
+            outcome.conflicting,
+            outcome.high_water_mark,
+        )
+        if outcome.reason in _FINAL:
+            await self._fail(refusal)
+            return False
+        if outcome.reason != Reason.LOCK:
+            return await self._again(refusal, wait_for=None)
+        await self._hook("on_lock_failure")
+        return await self._again(refusal, wait_for=outcome.conflicting)
+
+    async def _again(self, error: errors.WaltzError, *, wait_for: TransactionId | None) -> bool:
+        """Try again, after what has to be waited for; False when the context has expired."""
+        self._retries += 1
+        limit = self._context.retries_max
+        if limit is not None and self._retries > limit:
+            return await self._expire(error)
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                if wait_for is None:
+                    await asyncio.sleep(self._pause_s * (0.5 + self._random.random() / 2))
+                    self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+                else:
+                    await self._consumed(wait_for)
+        except TimeoutError:
+            return await self._expire(error)
+        return await self._attempt()
+
+    async def _consumed(self, mark: TransactionId) -> None:
+        """Rule 2."""
+        applier = self._partition.applier
+        if applier is None:
+            await self._partition.known(mark)
+        else:
+            await applier.reached(mark)
+
+    async def _complete(self, transaction_id: TransactionId) -> None:
+        if not self.future.done():
+            self.future.set_result(transaction_id)
+        await self._hook("on_completion", True)  # noqa: FBT003
+        applier = self._partition.applier
+        if applier is not None:
+            try:
+                await applier.reached(transaction_id)
+            except errors.Unavailable:
+                return  # The feed has stopped; the application was told why.
+            await self._hook("on_application")
+
+    async def _expire(self, error: errors.WaltzError) -> bool:
+        self._end_with(error)
+        await self._hook("on_expiration")
+        return False
+
+    async def _fail(self, error: Exception) -> None:
+        self._end_with(error)
+        await self._hook("on_exception", error)
+
+    async def _hook(self, name: str, *args: object) -> None:
+        """Call a hook; what it raises cannot change what has happened."""
+        try:
+            await self._context.call(name, *args)
+        except Exception:  # noqa: BLE001 - the application's own
+            _log.exception(
+                "client.hook_failed partition=%d hook=%s", self._partition.partition_id, name
+            )
+
+    def _end_with(self, error: Exception | None) -> None:
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
+def _look_at(future: "asyncio.Future[TransactionId | None]") -> None:
+    if not future.cancelled():
+        future.exception()

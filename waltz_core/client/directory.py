@@ -1,0 +1,255 @@
+"""Where the partitions are: which server owns each, at which address, in which generation.
+
+Why it stands alone: a service asks ZooKeeper and watches it; a Spark executor is told where things
+are and asks ZooKeeper only when that has become wrong. The rest of the client sees no difference.
+
+Rules:
+    1. An owner is told only from a settled view: assignment and live servers agree.
+    2. `changed` is called after each change, on the event loop.
+    3. A fixed directory asks ZooKeeper when what it was told has failed, and never before.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from waltz_core import errors
+from waltz_core.cluster import zookeeper
+from waltz_core.cluster.connect_string import parse_connect_string
+from waltz_core.cluster.coordinator import Coordinator, ServersView
+from waltz_core.record import Generation, PartitionId
+
+T = TypeVar("T")
+
+
+class ClusterInfo(NamedTuple):
+    """What never changes in a cluster's life."""
+
+    name: str
+    key: bytes
+    partition_count: int
+
+
+class Owner(NamedTuple):
+    """The server of one partition."""
+
+    address: str
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything is, in plain values: to be pickled and used where ZooKeeper is not asked.
+
+    `owners` has the server's address and the generation of each partition that has an owner.
+    """
+
+    connect: str
+    cluster: ClusterInfo
+    owners: dict[int, tuple[str, int]]
+
+
+Changed = Callable[[Mapping[PartitionId, Owner]], None]
+
+
+class Directory(Protocol):
+    """Finds partitions."""
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        """The cluster; known once `open` has returned."""
+
+    async def open(self, changed: Changed) -> None:
+        """Get ready; `changed` is called from now on."""
+
+    @property
+    def owners(self) -> Mapping[PartitionId, Owner]:
+        """The owners as far as they are known."""
+
+    async def run(self) -> None:
+        """Follow changes until cancelled."""
+
+    async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
+        """Return the partition's server; raises NotOwned while there is none.
+
+        `after_failure`: what was told before did not work.
+        """
+
+    async def next_client_id(self) -> int:
+        """Take a client id that nobody had before."""
+
+    async def close(self) -> None:
+        """Forget everything."""
+
+
+class ZooKeeperDirectory:
+    """The directory of a process that watches ZooKeeper."""
+
+    def __init__(
+        self,
+        connect: str,
+        *,
+        connect_timeout_ms: int,
+        session_timeout_ms: int = zookeeper.SESSION_TIMEOUT_MS,
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        self._place = parse_connect_string(connect)
+        self._connect_timeout_ms = connect_timeout_ms
+        self._session_timeout_ms = session_timeout_ms
+        self._coordinator = coordinator
+        self._cluster: ClusterInfo | None = None
+        self._owners: dict[PartitionId, Owner] = {}
+        self._changed: Changed | None = None
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        """The cluster."""
+        assert self._cluster is not None
+        return self._cluster
+
+    @property
+    def owners(self) -> Mapping[PartitionId, Owner]:
+        """The owners as of the last settled view."""
+        return self._owners
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The session with ZooKeeper."""
+        assert self._coordinator is not None
+        return self._coordinator
+
+    async def open(self, changed: Changed) -> None:
+        """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
+        self._changed = changed
+        if self._coordinator is None:
+            self._coordinator = await zookeeper.connect(
+                self._place,
+                connect_timeout_ms=self._connect_timeout_ms,
+                session_timeout_ms=self._session_timeout_ms,
+            )
+        try:
+            view = await self._in_time(self._coordinator.read_cluster())
+            servers = await self._in_time(self._coordinator.read_servers())
+        except errors.WaltzError:
+            await self.close()
+            raise
+        self._cluster = ClusterInfo(
+            view.params.name, view.store.cluster_key.bytes, view.params.partition_count
+        )
+        if servers.is_settled:
+            self._take(servers)
+
+    async def run(self) -> None:
+        """Follow the assignment until cancelled."""
+        await self.coordinator.follow_servers(self._take)
+
+    async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
+        """Return the partition's server; raises NotOwned while there is none."""
+        if after_failure or partition_id not in self._owners:
+            # The watch may be late, as news of a server that has died always are.
+            servers = await self._in_time(self.coordinator.read_servers())
+            if servers.is_settled:
+                self._take(servers)
+        found = self._owners.get(partition_id)
+        if found is None:
+            raise errors.NotOwned(
+                f"no live server owns partition {partition_id} of {self.coordinator.where}"
+            )
+        return found
+
+    async def next_client_id(self) -> int:
+        """Take a client id that nobody had before."""
+        return await self._in_time(self.coordinator.next_client_id())
+
+    async def close(self) -> None:
+        """End the session with ZooKeeper."""
+        if self._coordinator is not None:
+            await self._coordinator.close()
+
+    async def _in_time(self, answer: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._connect_timeout_ms / 1000):
+                return await answer
+        except TimeoutError as error:
+            raise errors.CoordinatorUnavailable(
+                f"ZooKeeper at {','.join(self._place.hosts)} did not answer within "
+                f"{self._connect_timeout_ms} ms"
+            ) from error
+
+    def _take(self, view: ServersView) -> None:
+        owners = {
+            partition_id: Owner(view.servers[owner.server_id].address, owner.generation)
+            for partition_id, owner in view.owners.items()
+            if owner.server_id in view.servers
+        }
+        if owners != self._owners:
+            self._owners = owners
+            if self._changed is not None:
+                self._changed(owners)
+
+
+class FixedDirectory:
+    """The directory of a process that was told where things are (rule 3)."""
+
+    def __init__(self, layout: Layout, *, connect_timeout_ms: int) -> None:
+        self._told = {
+            PartitionId(partition): Owner(address, Generation(generation))
+            for partition, (address, generation) in layout.owners.items()
+        }
+        self._cluster = layout.cluster
+        self._changed: Changed | None = None
+        self._fallback = ZooKeeperDirectory(layout.connect, connect_timeout_ms=connect_timeout_ms)
+        self._is_open = False
+        self._opening = asyncio.Lock()
+
+    @property
+    def owners(self) -> Mapping[PartitionId, Owner]:
+        """The owners as they were told, or found since."""
+        return self._told
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        """The cluster as it was told."""
+        return self._cluster
+
+    async def open(self, changed: Changed) -> None:
+        """Nothing is asked yet."""
+        self._changed = changed
+
+    async def run(self) -> None:
+        """Nothing is watched: a partition that has moved is found by asking."""
+
+    async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
+        """Return the server that was told, or ask ZooKeeper when it has failed."""
+        told = self._told.get(partition_id)
+        if told is not None and not after_failure:
+            return told
+        await self._open_fallback()
+        found = await self._fallback.owner(partition_id, after_failure=True)
+        self._told[partition_id] = found
+        return found
+
+    async def next_client_id(self) -> int:
+        """Take a client id that nobody had before, from ZooKeeper."""
+        await self._open_fallback()
+        return await self._fallback.next_client_id()
+
+    async def close(self) -> None:
+        """End the session with ZooKeeper if there is one."""
+        if self._is_open:
+            await self._fallback.close()
+
+    async def _open_fallback(self) -> None:
+        async with self._opening:
+            if self._is_open:
+                return
+            assert self._changed is not None
+            await self._fallback.open(self._changed)
+            self._is_open = True
+            key = self._fallback.cluster.key
+            if key != self._cluster.key:
+                raise errors.ClusterKeyMismatch(
+                    f"expected the cluster with key {self._cluster.key.hex()} at "
+                    f"{self._fallback.coordinator.where}, found {key.hex()}"
+                )

@@ -1,0 +1,335 @@
+"""Applies one partition's feed to the application: in order, once, whatever the application does.
+
+Why it stands alone: between what the server sends and what the application has applied there is a
+queue, a policy for a transaction that cannot be applied, and data fetched ahead. None of it is
+part of the protocol, and all of it is part of what an application sees.
+
+Rules:
+    1. A transaction is handed over when the one before it was applied (or skipped).
+    2. What waits here is bounded: the stream is told what was applied and asks for no more.
+    3. A transaction that raised follows `PoisonPolicy`; after STOP nothing more is handed over.
+    4. Data comes in ranges: whoever asks for one transaction's data gets its followers' as well.
+"""
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol
+
+from waltz_core import errors, raw_records
+from waltz_core.client.callbacks import AsyncCallbacks, PoisonPolicy
+from waltz_core.client.ranges import RangeChunk, RangeQuery
+from waltz_core.client.transaction import AsyncTransaction, DataSource
+from waltz_core.record import BEFORE_FIRST, RECORD_PREFIX, PartitionId, TransactionId
+from waltz_core.wire.messages import Buffer
+
+_log = logging.getLogger(__name__)
+
+FEED_WORDS = struct.Struct(">iiiii")
+assert FEED_WORDS.size == raw_records.FEED_HEADER_BYTES
+
+# So many transactions are handed over between two looks at the event loop.
+HAND_OVER_MAX = 256
+RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
+CHUNKS_KEPT_MAX = 4
+# The first fetch after a jump is small, and each one that goes on doubles.
+PREFETCH_BYTES_MIN = 64 * 1024
+
+Words = tuple[int, int, int, int, int]
+
+
+class Verdict(NamedTuple):
+    """How far a consumer has come: so many applied, and what the next one raised."""
+
+    applied_count: int
+    error: Exception | None
+
+
+class Consumer(Protocol):
+    """Applies transactions; one for callbacks on the loop, one for callbacks on threads."""
+
+    async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
+        """Return the application's mark, None for the end of the log."""
+
+    async def apply(
+        self, partition_id: PartitionId, first: TransactionId, words: list[Words]
+    ) -> Verdict:
+        """Apply a run of transactions in order, up to the first that raises."""
+
+    async def uncaught(
+        self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
+    ) -> PoisonPolicy:
+        """Say what to do about a transaction that raised."""
+
+
+class LoopConsumer:
+    """Hands transactions to `AsyncCallbacks` on the event loop."""
+
+    def __init__(
+        self, callbacks: AsyncCallbacks, source_of: Callable[[PartitionId], DataSource]
+    ) -> None:
+        self._callbacks = callbacks
+        self._source_of = source_of
+
+    async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
+        """Return the application's mark, None for the end of the log."""
+        return mark_of(partition_id, await self._callbacks.client_high_water_mark(partition_id))
+
+    async def apply(
+        self, partition_id: PartitionId, first: TransactionId, words: list[Words]
+    ) -> Verdict:
+        """Apply a run of transactions in order, up to the first that raises."""
+        source = self._source_of(partition_id)
+        apply = self._callbacks.apply_transaction
+        count = 0
+        try:
+            for each in words:
+                transaction_id = TransactionId(first + count)
+                await apply(AsyncTransaction(partition_id, transaction_id, each, source))
+                count += 1
+        except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
+            return Verdict(count, error)
+        return Verdict(count, None)
+
+    async def uncaught(
+        self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
+    ) -> PoisonPolicy:
+        """Say what to do about a transaction that raised."""
+        return await self._callbacks.uncaught_exception(partition_id, transaction_id, error)
+
+
+LATEST = -2
+
+
+def mark_of(partition_id: PartitionId, mark: int) -> TransactionId | None:
+    """Return what `client_high_water_mark` has answered, None for LATEST."""
+    if mark == LATEST:
+        return None
+    if mark < BEFORE_FIRST:
+        raise errors.BadRequest(
+            f"client_high_water_mark of partition {partition_id}: expected a transaction id, "
+            f"-1 for none or LATEST, found {mark!r}"
+        )
+    return TransactionId(mark)
+
+
+class Applier:
+    """The feed of one partition on its way to a consumer."""
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        consumer: Consumer,
+        applied: Callable[[TransactionId], None],
+    ) -> None:
+        self._partition_id = partition_id
+        self._consumer = consumer
+        self._tell_applied = applied
+        self._queue: deque[tuple[TransactionId, Buffer]] = deque()
+        self._arrived = asyncio.Event()
+        self._applied: TransactionId | None = None
+        self._waiting: list[tuple[TransactionId, asyncio.Future[None]]] = []
+        self.stopped: Exception | None = None
+
+    @property
+    def mark(self) -> TransactionId | None:
+        """The last transaction applied; None before the application was asked."""
+        return self._applied
+
+    def start(self, mark: TransactionId) -> None:
+        """The application stands at `mark`."""
+        self._advance(mark)
+
+    def feed(self, first: TransactionId, headers: Buffer) -> None:
+        """Take a stretch of the feed in."""
+        self._queue.append((first, headers))
+        self._arrived.set()
+
+    async def reached(self, mark: TransactionId) -> None:
+        """Wait until everything up to `mark` was applied; raises what has stopped the feed."""
+        while self._applied is None or self._applied < mark:
+            if self.stopped is not None:
+                raise errors.Unavailable(
+                    f"the feed of partition {self._partition_id} has stopped before transaction "
+                    f"{mark}: {self.stopped}"
+                ) from self.stopped
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((mark, future))
+            await future
+
+    async def run(self) -> None:
+        """Apply until stopped or cancelled."""
+        while self.stopped is None:
+            if not self._queue:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            first, headers = self._queue.popleft()
+            words = list(FEED_WORDS.iter_unpack(headers))
+            for start in range(0, len(words), HAND_OVER_MAX):
+                part = words[start : start + HAND_OVER_MAX]
+                if not await self._apply(TransactionId(first + start), part):
+                    return
+                await asyncio.sleep(0)
+
+    async def stop(self, error: Exception) -> None:
+        """The feed cannot go on: tell the application, and whoever waits for it."""
+        if self.stopped is not None:
+            return
+        self._stop(error)
+        _log.error("feed.stopped partition=%d error=%s", self._partition_id, error)
+        next_id = TransactionId(0 if self._applied is None else self._applied + 1)
+        try:
+            await self._consumer.uncaught(self._partition_id, next_id, error)
+        except Exception as another:  # noqa: BLE001 - the application's own
+            _log.exception(
+                "feed.callback_failed partition=%d", self._partition_id, exc_info=another
+            )
+
+    async def _apply(self, first: TransactionId, words: list[Words]) -> bool:
+        """Hand transactions over; False when the feed has ended with one of them."""
+        pause_s = RETRY_S_MIN
+        while words:
+            verdict = await self._consumer.apply(self._partition_id, first, words)
+            if verdict.applied_count:
+                self._advance(TransactionId(first + verdict.applied_count - 1))
+                first = TransactionId(first + verdict.applied_count)
+                words = words[verdict.applied_count :]
+                pause_s = RETRY_S_MIN
+            if verdict.error is None:
+                continue
+            policy = await self._judge(first, verdict.error)
+            if policy is PoisonPolicy.STOP:
+                self._stop(verdict.error)
+                return False
+            if policy is PoisonPolicy.SKIP:
+                self._advance(first)
+                first = TransactionId(first + 1)
+                words = words[1:]
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_S_MAX)
+        return self.stopped is None
+
+    async def _judge(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
+        _log.warning(
+            "feed.not_applied partition=%d transaction=%d",
+            self._partition_id,
+            transaction_id,
+            exc_info=error,
+        )
+        try:
+            return await self._consumer.uncaught(self._partition_id, transaction_id, error)
+        except Exception as another:  # noqa: BLE001 - the application's own
+            _log.exception(
+                "feed.callback_failed partition=%d", self._partition_id, exc_info=another
+            )
+            return PoisonPolicy.STOP
+
+    def _advance(self, mark: TransactionId) -> None:
+        assert self._applied is None or mark > self._applied or mark == self._applied
+        self._applied = mark
+        self._tell_applied(mark)
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for wanted, future in waiting:
+                if wanted > mark:
+                    self._waiting.append((wanted, future))
+                elif not future.done():
+                    future.set_result(None)
+
+    def _stop(self, error: Exception) -> None:
+        self.stopped = error
+        self._arrived.set()
+        waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            if not future.done():
+                future.set_result(None)  # `reached` looks again, and raises
+
+
+class _Kept(NamedTuple):
+    """A chunk of the log in memory."""
+
+    first: TransactionId
+    offsets: list[int]
+    records: memoryview
+
+    def data(self, transaction_id: TransactionId) -> bytes | None:
+        index = transaction_id - self.first
+        if not 0 <= index < len(self.offsets) - 1:
+            return None
+        start, end = self.offsets[index], self.offsets[index + 1]
+        return bytes(self.records[start + RECORD_PREFIX.size : end - 4])
+
+
+class DataCache:
+    """The data of one partition's transactions, fetched in ranges (rule 4)."""
+
+    def __init__(
+        self,
+        fetch: Callable[[RangeQuery], Awaitable[RangeChunk]],
+        fetch_one: Callable[[TransactionId], Awaitable[bytes]],
+        *,
+        mark: Callable[[], TransactionId],
+        bytes_max: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._fetch = fetch
+        self._fetch_one = fetch_one
+        self._mark = mark
+        self._bytes_max = bytes_max
+        self._loop = loop
+        # Oldest first. Read from other threads too, so it is never changed but in single steps.
+        self._kept: dict[TransactionId, _Kept] = {}
+        self._expected = TransactionId(-1)
+        self._bytes = PREFETCH_BYTES_MIN
+        self._turn = asyncio.Lock()
+
+    async def data_of(self, transaction_id: TransactionId) -> bytes:
+        """Return one transaction's data."""
+        found = self._find(transaction_id)
+        if found is not None:
+            return found
+        async with self._turn:
+            found = self._find(transaction_id)
+            if found is not None:
+                return found
+            return await self._load(transaction_id)
+
+    def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
+        """Return the same to a thread that is not the event loop's."""
+        found = self._find(transaction_id)
+        if found is not None:
+            return found
+        return asyncio.run_coroutine_threadsafe(self.data_of(transaction_id), self._loop).result()
+
+    def _find(self, transaction_id: TransactionId) -> bytes | None:
+        for kept in list(self._kept.values()):
+            data = kept.data(transaction_id)
+            if data is not None:
+                return data
+        return None
+
+    async def _load(self, transaction_id: TransactionId) -> bytes:
+        goes_on = transaction_id == self._expected
+        self._bytes = min(2 * self._bytes, self._bytes_max) if goes_on else PREFETCH_BYTES_MIN
+        last = max(transaction_id, self._mark())
+        try:
+            chunk = await self._fetch(RangeQuery(transaction_id, last, bytes_max=self._bytes))
+        except errors.BadRequest:
+            return await self._fetch_one(transaction_id)
+        if chunk.count == 0:
+            raise errors.DataLoss(
+                f"transaction {transaction_id} was fed, but the log ends at {chunk.high_water_mark}"
+            )
+        offsets = raw_records.offsets_of(chunk.lengths).tolist()
+        kept = _Kept(chunk.first, offsets, memoryview(chunk.records))
+        self._kept[chunk.first] = kept
+        while len(self._kept) > CHUNKS_KEPT_MAX:
+            del self._kept[next(iter(self._kept))]
+        self._expected = chunk.next
+        found = kept.data(transaction_id)
+        assert found is not None
+        return found

@@ -1,0 +1,321 @@
+"""The transaction monitor: what this client has in flight on one partition, and what became of it.
+
+Why it stands alone: "which of my appends are in the log?" has one answer, and an application that
+is told a wrong one loses a transaction or writes it twice. All evidence meets here: answers of the
+server, the feed, and the headers read back after a connection has broken.
+
+Rules:
+    1. A parcel's rows have consecutive sequence numbers, and parcels are kept in that order.
+    2. An outcome is told once, and only when it is final for every row of the parcel.
+    3. A row is COMMITTED by an answer that says so, or because its request id stands in the log.
+    4. A row is LOST by an answer that says so, or because a mount has proven everything older
+       final and the log, read back to the mark of that mount, does not hold it.
+    5. A row got its id, if any, above every mark that was known when it was sent: reading back
+       starts there.
+    6. The log is the witness: an answer that contradicts it does not count.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import errors
+from waltz_core.raw_records import FEED_HEADER_DTYPE, HEADER_DTYPE, REQ_ID_DTYPE
+from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
+from waltz_core.wire.messages import AppendResult, Buffer, Reason
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+Structured = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchOutcome:
+    """What became of each row: one place in each array for it, in the order of the rows.
+
+    `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `Reason` values;
+    `conflicting` is the id that a LOCK refusal conflicts with, else -1. `high_water_mark` is a
+    mark of the log at least as late as every id here.
+    """
+
+    high_water_mark: TransactionId
+    transaction_ids: I64
+    reasons: U8
+    conflicting: I64
+
+    @property
+    def committed_count(self) -> int:
+        """How many rows are in the log."""
+        return int(np.count_nonzero(self.reasons == Reason.COMMITTED))
+
+    @staticmethod
+    def uniform(
+        row_count: int, reason: Reason, *, high_water_mark: TransactionId
+    ) -> "BatchOutcome":
+        """Return the outcome of rows that were all refused for one reason."""
+        assert reason is not Reason.COMMITTED
+        return BatchOutcome(
+            high_water_mark,
+            np.full(row_count, BEFORE_FIRST, dtype=np.int64),
+            np.full(row_count, reason, dtype=np.uint8),
+            np.full(row_count, BEFORE_FIRST, dtype=np.int64),
+        )
+
+
+class Single(NamedTuple):
+    """The fields of an append of one row that goes without Arrow."""
+
+    header: int
+    data: bytes
+    write_locks: tuple[int, ...]
+    read_locks: tuple[int, ...]
+    append_locks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """Rows that travel in one frame: an Arrow payload, or a single row without Arrow."""
+
+    token: int
+    row_count: int
+    client_high_water_mark: TransactionId
+    content: Buffer | Single
+    content_crc: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of payload or data."""
+        return len(self.content.data if isinstance(self.content, Single) else self.content)
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A parcel that was sent and is not final yet."""
+
+    parcel: Parcel
+    req_id: ReqId  # of its first row
+    mount: int  # which mount it was sent under
+    mark_before: TransactionId  # known when it was sent (rule 5)
+    deadline_ms: int
+    mark_proven: TransactionId | None = None  # of the mount that made it final (rule 4)
+    found: I64 | None = field(default=None, repr=False)  # ids seen in the log, -1 elsewhere
+
+    @property
+    def last_sequence(self) -> int:
+        """The sequence number of its last row."""
+        return self.req_id.sequence + self.parcel.row_count - 1
+
+
+class Monitor:
+    """Everything in flight on one partition."""
+
+    def __init__(self, client_id: int, partition_id: PartitionId) -> None:
+        self._client_id = client_id
+        self._partition_id = partition_id
+        # By first sequence number, ascending: dicts keep the order of insertion (rule 1).
+        self._pending: dict[int, Pending] = {}
+        self._last_sequence = 0
+        self.in_flight_rows = 0
+        self.in_flight_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(self._pending.values())
+
+    @property
+    def oldest(self) -> Pending | None:
+        """The parcel that has waited longest."""
+        return next(iter(self._pending.values()), None)
+
+    # --- sending
+
+    def register(self, pending: Pending) -> None:
+        """Take note of a parcel that is about to be sent."""
+        assert pending.req_id.client_id == self._client_id
+        assert pending.req_id.partition_id == self._partition_id
+        assert pending.req_id.sequence > self._last_sequence  # rule 1
+        assert pending.parcel.row_count > 0
+        self._pending[pending.req_id.sequence] = pending
+        self._last_sequence = pending.last_sequence
+        self.in_flight_rows += pending.parcel.row_count
+        self.in_flight_bytes += pending.parcel.size_bytes
+
+    def find(self, req_id: ReqId) -> Pending | None:
+        """Return the parcel whose first row has this request id."""
+        pending = self._pending.get(req_id.sequence)
+        return pending if pending is not None and pending.req_id == req_id else None
+
+    def remove(self, pending: Pending) -> None:
+        """Forget a parcel: its outcome was told."""
+        assert self._pending.pop(pending.req_id.sequence) is pending
+        self.in_flight_rows -= pending.parcel.row_count
+        self.in_flight_bytes -= pending.parcel.size_bytes
+        assert self.in_flight_rows >= 0
+
+    # --- evidence
+
+    def answered(self, result: AppendResult) -> tuple[Pending, BatchOutcome] | None:
+        """Take the server's answer; None for a parcel whose outcome is known already.
+
+        Raises RemoteProtocolError when the answer does not fit its parcel.
+        """
+        pending = self.find(result.req_id)
+        if pending is None:
+            return None
+        outcome = _decode(result, pending.parcel.row_count)
+        if pending.found is not None:
+            outcome = _corrected(outcome, pending.found)
+        self.remove(pending)
+        return pending, outcome
+
+    def saw_feed(self, first: TransactionId, headers: Buffer) -> None:
+        """Look for own rows in a stretch of the feed (20 bytes each: request id, header)."""
+        if self._pending:
+            feed = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
+            self._match(np.arange(first, first + feed.size, dtype=np.int64), feed["req_id"])
+
+    def saw_headers(self, first: TransactionId, count: int, headers: Buffer) -> bool:
+        """Look for own rows in record headers (28 bytes each: id, request id, header).
+
+        False when they are not those of `count` transactions from `first` on; nothing was looked
+        at then.
+        """
+        if len(headers) != count * HEADER_DTYPE.itemsize:
+            return False
+        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = heads["transaction_id"].astype(np.int64)
+        if not np.array_equal(ids, np.arange(first, first + count)):
+            return False
+        self._match(ids, heads["req_id"])
+        return True
+
+    def prove(self, mark: TransactionId) -> None:
+        """A mount has succeeded: everything sent before it is final below or at its mark."""
+        for pending in self._pending.values():
+            if pending.mark_proven is None:
+                pending.mark_proven = max(mark, pending.mark_before)
+
+    def unread(self) -> tuple[TransactionId, TransactionId] | None:
+        """Return first..last of the log that must be read back; None when nothing is in doubt."""
+        doubtful = [
+            (pending.mark_before, pending.mark_proven)
+            for pending in self._pending.values()
+            if pending.mark_proven is not None and not _is_found(pending)
+        ]
+        if not doubtful:
+            return None
+        first = TransactionId(min(before for before, _ in doubtful) + 1)
+        last = TransactionId(max(proven for _, proven in doubtful))
+        return (first, last) if first <= last else None
+
+    def settle(self, high_water_mark: TransactionId) -> list[tuple[Pending, BatchOutcome]]:
+        """The log was read back: tell every proven parcel's outcome (rule 4)."""
+        settled = []
+        for pending in [each for each in self if each.mark_proven is not None]:
+            outcome = BatchOutcome.uniform(
+                pending.parcel.row_count, Reason.LOST, high_water_mark=high_water_mark
+            )
+            if pending.found is not None:
+                outcome = _corrected(outcome, pending.found)
+            self.remove(pending)
+            settled.append((pending, outcome))
+        return settled
+
+    def _match(self, ids: I64, req_ids: Structured) -> None:
+        assert req_ids.dtype == REQ_ID_DTYPE
+        if not self._pending:
+            return
+        own = np.flatnonzero(
+            (req_ids["client_id"] == self._client_id)
+            & (req_ids["partition_id"] == self._partition_id)
+        )
+        if own.size == 0:
+            return
+        sequences = req_ids["sequence"][own].astype(np.int64)
+        firsts = np.fromiter(self._pending, dtype=np.int64, count=len(self._pending))
+        places = np.searchsorted(firsts, sequences, side="right") - 1
+        for place in np.unique(places[places >= 0]).tolist():
+            pending = self._pending[int(firsts[place])]
+            rows = sequences - pending.req_id.sequence
+            hits = np.flatnonzero(
+                (places == place)
+                & (rows < pending.parcel.row_count)
+                & (req_ids["generation"][own] == pending.req_id.generation)
+            )
+            if hits.size:
+                _note(pending, rows[hits], ids[own[hits]])
+
+
+def _note(pending: Pending, rows: I64, ids: I64) -> None:
+    if pending.found is None:
+        pending.found = np.full(pending.parcel.row_count, BEFORE_FIRST, dtype=np.int64)
+    known = pending.found[rows]
+    twice = np.flatnonzero((known != BEFORE_FIRST) & (known != ids))
+    if twice.size:
+        place = int(twice[0])
+        raise errors.DataLoss(
+            f"append {pending.req_id} row {rows[place]} stands in the log twice: "
+            f"as transaction {known[place]} and as {ids[place]}"
+        )
+    pending.found[rows] = ids
+
+
+def _is_found(pending: Pending) -> bool:
+    return pending.found is not None and bool((pending.found != BEFORE_FIRST).all())
+
+
+def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
+    """Return the outcome with the rows that were seen in the log as committed (rule 6)."""
+    seen = found != BEFORE_FIRST
+    return BatchOutcome(
+        TransactionId(max(outcome.high_water_mark, int(found.max()))),
+        np.where(seen, found, outcome.transaction_ids),
+        np.where(seen, np.uint8(Reason.COMMITTED), outcome.reasons),
+        np.where(seen, BEFORE_FIRST, outcome.conflicting),
+    )
+
+
+def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
+    sizes = (len(result.transaction_ids), len(result.reasons) * 8, len(result.conflicting))
+    if sizes != (row_count * 8,) * 3:
+        raise errors.RemoteProtocolError(
+            f"append result {tuple(result.req_id)}: expected {row_count} rows, found "
+            f"{sizes[0] // 8} ids, {len(result.reasons)} reasons, {sizes[2] // 8} conflicting ids"
+        )
+    if row_count == 1:
+        return _decode_one(result)
+    ids = np.frombuffer(result.transaction_ids, dtype=">i8").astype(np.int64)
+    reasons = np.frombuffer(result.reasons, dtype=np.uint8).copy()
+    conflicting = np.frombuffer(result.conflicting, dtype=">i8").astype(np.int64)
+    committed = reasons == Reason.COMMITTED
+    if not np.array_equal(committed, ids > BEFORE_FIRST):
+        raise _odd_ids(result)
+    mark = max(result.high_water_mark, int(ids.max()))
+    return BatchOutcome(TransactionId(mark), ids, reasons, conflicting)
+
+
+def _decode_one(result: AppendResult) -> BatchOutcome:
+    """The same as `_decode` for one row, at a third of its cost."""
+    transaction_id = int.from_bytes(result.transaction_ids, "big", signed=True)
+    conflicting = int.from_bytes(result.conflicting, "big", signed=True)
+    reason = result.reasons[0]
+    if (reason == Reason.COMMITTED) is not (transaction_id > BEFORE_FIRST):
+        raise _odd_ids(result)
+    return BatchOutcome(
+        TransactionId(max(result.high_water_mark, transaction_id)),
+        np.array((transaction_id,), dtype=np.int64),
+        np.array((reason,), dtype=np.uint8),
+        np.array((conflicting,), dtype=np.int64),
+    )
+
+
+def _odd_ids(result: AppendResult) -> errors.RemoteProtocolError:
+    return errors.RemoteProtocolError(
+        f"append result {tuple(result.req_id)}: expected an id for each committed row "
+        "and for no other"
+    )

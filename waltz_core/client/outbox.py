@@ -1,0 +1,81 @@
+"""Parcels that wait to be sent on one partition, in order, each until its deadline.
+
+Why it stands alone: whatever is still in here was never sent, so giving it up is a definite "no",
+while giving up what the monitor holds is a "nobody knows". The two must not be confused.
+
+Rules:
+    1. First in, first out; deadlines never decrease.
+    2. A parcel that the server could not take is refused before it is sent.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from waltz_core import errors
+from waltz_core.client.monitor import Parcel
+from waltz_core.record import PartitionId
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a mounted partition takes: rows and bytes of one frame, bytes in flight."""
+
+    rows_max: int
+    bytes_max: int
+    in_flight_bytes_max: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A parcel and the moment at which it is given up."""
+
+    parcel: Parcel
+    deadline_ms: int
+
+
+class Outbox:
+    """What waits to be sent; see the module's docstring."""
+
+    def __init__(self, partition_id: PartitionId) -> None:
+        self._partition_id = partition_id
+        self._waiting: deque[Waiting] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def first(self) -> Waiting | None:
+        """What is sent next."""
+        return self._waiting[0] if self._waiting else None
+
+    def put(self, parcel: Parcel, deadline_ms: int) -> None:
+        """Put a parcel at the end."""
+        assert not self._waiting or deadline_ms >= self._waiting[-1].deadline_ms  # rule 1
+        self._waiting.append(Waiting(parcel, deadline_ms))
+
+    def take(self) -> Waiting:
+        """Take the first parcel out."""
+        return self._waiting.popleft()
+
+    def take_all(self) -> list[Waiting]:
+        """Take everything out."""
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
+
+    def take_expired(self, now_ms: int) -> list[Waiting]:
+        """Take out what has waited too long."""
+        taken = []
+        while self._waiting and self._waiting[0].deadline_ms <= now_ms:
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def refusal(self, parcel: Parcel, limits: Limits) -> errors.TooLarge | None:
+        """Return why the server would not take a parcel, None when it would (rule 2)."""
+        if parcel.row_count <= limits.rows_max and parcel.size_bytes <= limits.bytes_max:
+            return None
+        return errors.TooLarge(
+            f"append batch for partition {self._partition_id}: expected at most "
+            f"{limits.rows_max} rows and {limits.bytes_max} bytes, "
+            f"found {parcel.row_count} rows and {parcel.size_bytes} bytes"
+        )

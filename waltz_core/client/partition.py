@@ -1,0 +1,271 @@
+"""Everything one client has of one partition: its stream, its appends, its feed.
+
+Why it stands alone: the stream is a machine and knows nothing of futures, sockets or ZooKeeper;
+this is the shell that performs its effects, one object for each partition.
+
+Rules:
+    1. Effects are performed in order and never wait; what takes time becomes a task whose outcome
+       is posted back as an event.
+    2. A stream that has ended tells everybody who waits for it, with its error.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol, assert_never
+
+from waltz_core import errors
+from waltz_core.client import events
+from waltz_core.client.appends import Appends, Window
+from waltz_core.client.connections import ServerLink, ServerLinks
+from waltz_core.client.directory import Directory
+from waltz_core.client.stream import PartitionStream, Phase, StreamSettings
+from waltz_core.config import ClientConfig
+from waltz_core.driver import Driver
+from waltz_core.machine import Report
+from waltz_core.record import Generation, PartitionId, TransactionId
+from waltz_core.wire.messages import ClientMessage
+
+if TYPE_CHECKING:
+    from waltz_core.client.feed import Applier
+
+_log = logging.getLogger(__name__)
+
+# A parcel of single appends is sent when it is this large, or when the event loop turns.
+PARCEL_ROWS = 1_000
+PARCEL_BYTES = 512 * 1024
+
+
+class Surroundings(Protocol):
+    """What a partition needs of its client."""
+
+    config: ClientConfig
+    directory: Directory
+    links: ServerLinks
+    random: Random
+
+    def spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a task until the client is closed."""
+
+    def next_connection_sequence(self) -> int:
+        """Return a number higher than all before."""
+
+
+class ClientPartition:
+    """One partition as its client uses it."""
+
+    def __init__(
+        self, partition_id: PartitionId, client_id: int, surroundings: Surroundings
+    ) -> None:
+        config = surroundings.config
+        self.partition_id = partition_id
+        self._surroundings = surroundings
+        self.stream = PartitionStream(
+            client_id, partition_id, stream_settings(config), surroundings.random
+        )
+        self._driver: Driver[events.Event, events.Effect] = Driver(
+            self.stream,
+            self._perform,
+            on_failure=self._died,
+            name=f"stream-{partition_id}",
+        )
+        self.window = Window(
+            rows_max=config.in_flight_count_max, bytes_max=config.in_flight_bytes_max
+        )
+        self.appends = Appends(
+            partition_id,
+            self.window,
+            lambda parcel: self._driver.post(events.Append(parcel)),
+            batch_rows=min(PARCEL_ROWS, config.batch_rows_max),
+            batch_bytes=min(PARCEL_BYTES, config.batch_bytes_max),
+        )
+        self.applier: Applier | None = None
+        self._link: ServerLink | None = None
+        self._mount_waiters: list[asyncio.Future[None]] = []
+        self._mark_waiters: list[tuple[TransactionId, asyncio.Future[None]]] = []
+        self._stopped: errors.WaltzError | None = None
+
+    # --- what it is asked
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether appends flow."""
+        return self.stream.phase is Phase.READY
+
+    @property
+    def mark(self) -> TransactionId:
+        """The mark that a transaction computed now may claim to have seen.
+
+        With a feed it is what the application has applied, without one what is known of the log.
+        """
+        if self.applier is not None and self.applier.mark is not None:
+            return self.applier.mark
+        return self.stream.high_water_mark
+
+    async def mounted(self) -> None:
+        """Mount if need be; raises Unavailable when that takes longer than a request may."""
+        if self.is_ready:
+            return
+        if self._stopped is not None:
+            raise self._stopped
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._mount_waiters.append(future)
+        self._driver.post(events.Mount())
+        timeout_ms = self._surroundings.config.request_timeout_ms
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                await future
+        except TimeoutError as error:
+            raise errors.Unreachable(
+                f"partition {self.partition_id} could not be mounted within {timeout_ms} ms: "
+                f"{self.stream.trouble}"
+            ) from error
+
+    async def known(self, mark: TransactionId) -> None:
+        """Wait until the log is known to reach `mark`."""
+        while self.stream.high_water_mark < mark and self._stopped is None:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._mark_waiters.append((mark, future))
+            await future
+
+    def subscribe(self, mark: TransactionId) -> None:
+        """Feed the applier from `mark` on."""
+        assert self.applier is not None
+        self._driver.post(events.Subscribe(mark))
+
+    def applied(self, mark: TransactionId) -> None:
+        """The application has applied everything up to `mark`."""
+        if self.stream.is_fed:
+            self._driver.post(events.Applied(mark))
+
+    def moved(self, generation: Generation) -> None:
+        """The assignment has changed for this partition."""
+        self._driver.post(events.Moved(generation))
+
+    def close(self) -> None:
+        """Give up what is not final."""
+        self._driver.post(events.Close())
+        self._driver.stop()
+        if self._link is not None:
+            self._link.detach(self.partition_id)
+
+    # --- the stream's effects
+
+    def _perform(self, effect: events.Effect) -> None:  # noqa: C901, PLR0912
+        match effect:
+            case events.Send():
+                if self._link is not None and self._link.number == effect.link:
+                    self._link.send(effect.message)
+            case events.Settled():
+                self.appends.settled(effect.token, effect.outcome)
+            case events.Refused():
+                self.appends.refused(effect.token, effect.error)
+            case events.MarkMoved():
+                self._mark_moved(effect.high_water_mark)
+            case events.Fed():
+                if self.applier is not None:
+                    self.applier.feed(effect.first, effect.headers)
+            case events.OpenLink():
+                self._spawn(self._open_link(effect.attempt), "link")
+            case events.Ready():
+                _release(self._mount_waiters)
+            case events.NeedClientId():
+                self._spawn(self._renew_client_id(), "client-id")
+            case events.Stopped():
+                self._end(effect.error)
+            case Report():
+                raise AssertionError("reports are the driver's")
+            case _:
+                assert_never(effect)
+
+    def _spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
+        self._surroundings.spawn(task, f"{name}-{self.partition_id}")
+
+    async def _open_link(self, attempt: int) -> None:
+        around = self._surroundings
+        try:
+            owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
+            link = await around.links.get(owner.address)
+        except errors.WaltzError as error:
+            self._driver.post(events.LinkFailed(attempt, _as_retriable(error)))
+            return
+        link.attach(self.partition_id, self._received, self._lost)
+        self._link = link
+        sequence = around.next_connection_sequence()
+        self._driver.post(events.Linked(attempt, link.number, owner.generation, sequence))
+
+    async def _renew_client_id(self) -> None:
+        pause_s = self._surroundings.config.retry_interval_ms_min / 1000
+        while self._stopped is None:
+            try:
+                client_id = await self._surroundings.directory.next_client_id()
+            except errors.Unavailable as error:
+                _log.warning("client.no_id partition=%d error=%s", self.partition_id, error)
+                await asyncio.sleep(pause_s)
+                continue
+            self._driver.post(events.Renewed(client_id))
+            return
+
+    def _received(self, link: int, message: ClientMessage) -> None:
+        self._driver.post(events.Received(link, message))
+
+    def _lost(self, link: int, reason: str) -> None:
+        self._driver.post(events.LinkLost(link, reason))
+
+    def _mark_moved(self, mark: TransactionId) -> None:
+        if self._mark_waiters:
+            waiting, self._mark_waiters = self._mark_waiters, []
+            for wanted, future in waiting:
+                if wanted > mark:
+                    self._mark_waiters.append((wanted, future))
+                elif not future.done():
+                    future.set_result(None)
+
+    def _end(self, error: errors.WaltzError) -> None:
+        self._stopped = error
+        waiting, self._mount_waiters = self._mount_waiters, []
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+        waiting_marks, self._mark_waiters = self._mark_waiters, []
+        for _, mark_future in waiting_marks:
+            if not mark_future.done():
+                mark_future.set_result(None)
+        if self.applier is not None:
+            self._spawn(self.applier.stop(error), "feed-stop")
+
+    def _died(self, error: Exception) -> None:
+        """The machine has raised: our own bug, or a log that contradicts itself."""
+        told = error if isinstance(error, errors.WaltzError) else errors.WaltzError(repr(error))
+        self._end(told)
+        self.appends.abandon(
+            errors.OutcomeUnknown(f"partition {self.partition_id}: the stream has failed: {told}")
+        )
+
+
+def stream_settings(config: ClientConfig) -> StreamSettings:
+    """Return the stream's numbers."""
+    return StreamSettings(
+        request_timeout_ms=config.request_timeout_ms,
+        mount_timeout_ms=config.mount_timeout_ms,
+        retry_interval_ms_min=config.retry_interval_ms_min,
+        retry_interval_ms_max=config.retry_interval_ms_max,
+        range_bytes_max=config.range_bytes_max,
+        in_flight_bytes_max=config.in_flight_bytes_max,
+        feed_ahead_max=config.feed_ahead_count_max,
+    )
+
+
+def _as_retriable(error: errors.WaltzError) -> errors.WaltzError:
+    """Whoever answers at a server's address in another language is a server that is not there."""
+    if isinstance(error, errors.ProtocolError):
+        return errors.Unreachable(str(error))
+    return error
+
+
+def _release(waiting: list[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)
+    waiting.clear()

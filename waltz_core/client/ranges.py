@@ -1,0 +1,372 @@
+"""Committed ranges of a partition as bytes, from a replica that vouches for them or the server.
+
+Why it stands alone: it is what bulk readers live on (Spark above all), on executors that know
+neither ZooKeeper nor assignments, and it must notice every gap and every flipped bit by itself.
+
+Rules:
+    1. Without a filter the ids are dense from the first asked to the last: anything else raises.
+    2. Every record's CRC and every length is checked before its bytes are handed out.
+    3. A replica is asked in the session that the server named, and only what that session has
+       committed. Whatever it answers but the records: the server is asked instead.
+    4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import errors, net, raw_records
+from waltz_core.record import (
+    NO_SESSION,
+    LineageEntry,
+    PartitionId,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.wire import messages
+from waltz_core.wire.messages import Buffer, RangeForm, Surface
+
+I64 = npt.NDArray[np.int64]
+
+HEADER_BYTES = raw_records.HEADER_DTYPE.itemsize
+RANGE_BYTES_MAX = 4 * 1024 * 1024
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RangeChunk:
+    """A stretch of the log: `count` transactions from `first` on (fewer records under a filter).
+
+    WHOLE: `records` are the segment file's bytes and `lengths` their lengths. HEADERS: `records`
+    are 28 bytes each, `lengths` is empty. `next` is where to go on. `lineage` covers the stretch.
+    """
+
+    form: RangeForm
+    first: TransactionId
+    count: int
+    next: TransactionId
+    lengths: I64
+    records: Buffer
+    session_id: SessionId
+    high_water_mark: TransactionId
+    lineage: tuple[LineageEntry, ...]
+
+    @property
+    def stamps(self) -> list[tuple[int, int, int]]:
+        """The commit stamps as `batches.range_to_arrow` takes them: (first, last, ms)."""
+        return [(entry.first, entry.last, entry.stamp_ms) for entry in self.lineage]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeQuery:
+    """What to read: first..last (closed), at most about `bytes_max` in one chunk."""
+
+    first: TransactionId
+    last: TransactionId
+    form: RangeForm = RangeForm.WHOLE
+    header_values: tuple[int, ...] = ()
+    bytes_max: int = RANGE_BYTES_MAX
+
+
+Fetch = Callable[[RangeQuery], Awaitable[RangeChunk]]
+
+
+async def read_chunks(
+    partition_id: PartitionId, query: RangeQuery, fetch: Fetch
+) -> AsyncIterator[RangeChunk]:
+    """Yield the chunks of a range in order; see the module's rules.
+
+    The next chunk is not fetched before the one yielded is done with: a slow reader costs one
+    chunk of memory.
+
+    Raises:
+        DataLoss: the log ends before `last`, or there is a gap.
+        ChecksumMismatch, BadFormat: the bytes are not what was written.
+    """
+    at = query.first
+    while at <= query.last:
+        rest = RangeQuery(at, query.last, query.form, query.header_values, query.bytes_max)
+        chunk = await fetch(rest)
+        if chunk.next <= at:
+            raise errors.DataLoss(
+                f"partition {partition_id}: expected transactions {at}..{query.last}, "
+                f"but the log ends at {chunk.high_water_mark}"
+            )
+        yield chunk
+        at = chunk.next
+
+
+# ---------------------------------------------------------------------------------------------
+# from the server
+
+
+def server_request(req_id: ReqId, query: RangeQuery) -> messages.RangeRequest:
+    """Return the request for a query."""
+    return messages.RangeRequest(
+        req_id, query.first, query.last, query.bytes_max, query.form, query.header_values
+    )
+
+
+def chunk_of_server(
+    partition_id: PartitionId, query: RangeQuery, answer: messages.RangeData
+) -> RangeChunk:
+    """Return a server's answer, checked (rules 1 and 2)."""
+    where = f"partition {partition_id}, transactions {query.first}..{query.last} from the server"
+    if answer.form != query.form or answer.first != query.first or answer.count < 0:
+        raise errors.RemoteProtocolError(
+            f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
+        )
+    chunk = RangeChunk(
+        query.form,
+        query.first,
+        answer.count,
+        TransactionId(answer.next),
+        _lengths(answer.form, answer.lengths, answer.records, where),
+        answer.records,
+        SessionId(answer.session_id),
+        TransactionId(answer.high_water_mark),
+        answer.lineage,
+    )
+    _verify(chunk, where, is_filtered=bool(query.header_values))
+    return chunk
+
+
+# ---------------------------------------------------------------------------------------------
+# from a replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSet:
+    """What the server said about who may be read from: plain values, so that it can be pickled."""
+
+    cluster_key: bytes
+    partition_count: int
+    session_id: int
+    high_water_mark: int
+    replicas: tuple[str, ...]
+
+
+class ReplicaLink:
+    """One connection to one storage, for reading."""
+
+    def __init__(self, link: net.Link) -> None:
+        self._link = link
+        self._sequence = 0
+        self._turn = asyncio.Lock()
+
+    @staticmethod
+    async def open(address: str, replicas: ReplicaSet, *, timeout_s: float) -> "ReplicaLink":
+        """Connect, and check that the storage is of this cluster.
+
+        Raises Unreachable, ClusterKeyMismatch, or what else the storage refuses with.
+        """
+        made = ReplicaLink(await net.dial(Surface.STORAGE, address, timeout_s=timeout_s))
+        request = messages.OpenRequest(
+            NO_SESSION, -1, -1, replicas.cluster_key, replicas.partition_count
+        )
+        try:
+            await made._ask(request, timeout_s)
+        except errors.WaltzError:
+            made.close()
+            raise
+        return made
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is of no more use."""
+        return self._link.is_closed
+
+    def close(self) -> None:
+        """End the connection."""
+        self._link.abort("done")
+
+    async def fetch(
+        self,
+        partition_id: PartitionId,
+        query: RangeQuery,
+        *,
+        session_id: SessionId,
+        high_water_mark: TransactionId,
+        timeout_s: float,
+    ) -> RangeChunk:
+        """Read a stretch; raises SessionFenced, NotOwned, ... when the storage does not vouch."""
+        assert query.last <= high_water_mark
+        assert not query.header_values
+        self._sequence += 1
+        request = messages.RangeRaw(
+            session_id,
+            self._sequence,
+            partition_id,
+            query.first,
+            query.last,
+            query.bytes_max,
+            query.form,
+            whole_batches=False,
+            reader=True,
+        )
+        answer = await self._ask(request, timeout_s)
+        where = f"partition {partition_id}, transactions {query.first}.. from {self._link.address}"
+        if not isinstance(answer, messages.RangeBytes):
+            raise errors.RemoteProtocolError(
+                f"{where}: expected RangeBytes, found {type(answer).__name__}"
+            )
+        if answer.first != query.first or answer.form != query.form or answer.count <= 0:
+            raise errors.RemoteProtocolError(
+                f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
+            )
+        chunk = RangeChunk(
+            query.form,
+            query.first,
+            answer.count,
+            TransactionId(answer.first + answer.count),
+            _lengths(answer.form, answer.lengths, answer.records, where),
+            answer.records,
+            session_id,
+            high_water_mark,
+            answer.lineage,
+        )
+        _verify(chunk, where, is_filtered=False)
+        return chunk
+
+    async def _ask(
+        self, request: messages.StorageMessage, timeout_s: float
+    ) -> messages.StorageMessage:
+        async with self._turn:
+            self._link.send(request)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = (await self._link.receive())[0]
+            except TimeoutError as error:
+                # What comes late must not be taken for the answer to another request.
+                self.close()
+                raise errors.Unreachable(
+                    f"{self._link.address}: no answer to {type(request).__name__} "
+                    f"within {timeout_s} s"
+                ) from error
+            except asyncio.CancelledError:
+                self.close()
+                raise
+        assert isinstance(answer, messages.StorageMessage)
+        if isinstance(answer, messages.Nack):
+            raise errors.from_code(answer.error_code, f"{self._link.address}: {answer.message}")
+        if answer.sequence != request.sequence:
+            self.close()
+            raise errors.RemoteProtocolError(
+                f"{self._link.address}: expected an answer to request {request.sequence}, "
+                f"found one to {answer.sequence}"
+            )
+        return answer
+
+
+class ReplicaReader:
+    """Reads from the replicas in turn, and from the server when none of them will (rule 3)."""
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        replicas: ReplicaSet,
+        fallback: Fetch,
+        *,
+        timeout_s: float,
+        random: Random,
+    ) -> None:
+        self._partition_id = partition_id
+        self._replicas = replicas
+        self._fallback = fallback
+        self._timeout_s = timeout_s
+        # Readers of one range each begin at another replica.
+        self._addresses = list(replicas.replicas)
+        random.shuffle(self._addresses)
+        self._link: ReplicaLink | None = None
+        self.from_replica_count = 0
+
+    async def fetch(self, query: RangeQuery) -> RangeChunk:
+        """Read a stretch."""
+        while self._addresses and query.last <= self._replicas.high_water_mark:
+            if query.header_values:
+                break
+            address = self._addresses[0]
+            try:
+                chunk = await self._fetch_from(address, query)
+            except errors.WaltzError as error:
+                _log.info(
+                    "ranges.replica_refused partition=%d replica=%s error=%s",
+                    self._partition_id,
+                    address,
+                    error,
+                )
+                self.close()
+                del self._addresses[0]
+                continue
+            self.from_replica_count += 1
+            return chunk
+        return await self._fallback(query)
+
+    def close(self) -> None:
+        """End the connection to the replica."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    async def _fetch_from(self, address: str, query: RangeQuery) -> RangeChunk:
+        if self._link is None or self._link.is_closed:
+            self._link = await ReplicaLink.open(address, self._replicas, timeout_s=self._timeout_s)
+        return await self._link.fetch(
+            self._partition_id,
+            query,
+            session_id=SessionId(self._replicas.session_id),
+            high_water_mark=TransactionId(self._replicas.high_water_mark),
+            timeout_s=self._timeout_s,
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# checks
+
+
+def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
+    if form == RangeForm.WHOLE:
+        try:
+            return raw_records.lengths_from_wire(packed, len(records))
+        except errors.BadFormat as error:
+            raise errors.BadFormat(f"{where}: {error}") from error
+    if len(records) % HEADER_BYTES:
+        raise errors.BadFormat(
+            f"{where}: expected {HEADER_BYTES} bytes for each header, found {len(records)} in all"
+        )
+    return np.empty(0, dtype=np.int64)
+
+
+def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
+    """Raise unless the records are whole, right, and those of the stretch."""
+    if chunk.form is RangeForm.WHOLE:
+        bad = raw_records.first_bad_record(chunk.records, chunk.lengths)
+        if bad is not None:
+            raise errors.ChecksumMismatch(f"{where}: record {bad} of the answer is damaged")
+        ids = raw_records.ids_of(chunk.records, chunk.lengths)
+    else:
+        heads = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
+        ids = heads["transaction_id"].astype(np.int64)
+    if is_filtered:
+        steps = np.diff(ids)
+        inside = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
+        if not inside or bool((steps <= 0).any()):
+            raise errors.DataLoss(f"{where}: the ids of the answer are not in order")
+        return
+    expected = np.arange(chunk.first, chunk.next, dtype=np.int64)
+    if not np.array_equal(ids, expected):
+        raise errors.DataLoss(
+            f"{where}: expected each of transactions {chunk.first}..{chunk.next - 1}, "
+            f"found {ids.size} others"
+        )
+    if ids.size != chunk.count:
+        raise errors.RemoteProtocolError(
+            f"{where}: found {ids.size} records with a count of {chunk.count}"
+        )

@@ -1,0 +1,146 @@
+"""Questions to the owner of a partition, asked again until it answers or time is up.
+
+Why it stands alone: marks, flushes, ranges and data all go to whoever owns the partition now, and
+each of them has to live through a server that has died, moved or is busy in the same way.
+
+Rules:
+    1. What is asked here changes nothing, so it may be asked any number of times.
+    2. Retriable errors are retried with a pause that doubles, and ZooKeeper is asked again where
+       the partition is; the last error is told when the request timeout has passed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import TypeVar
+
+from waltz_core import errors
+from waltz_core.client.connections import ServerLinks
+from waltz_core.client.directory import Directory
+from waltz_core.client.ranges import (
+    RangeChunk,
+    RangeQuery,
+    ReplicaSet,
+    chunk_of_server,
+    server_request,
+)
+from waltz_core.config import ClientConfig
+from waltz_core.record import PartitionId, ReqId, TransactionId
+from waltz_core.wire import messages
+from waltz_core.wire.messages import ClientMessage
+
+# Who only asks needs no client id of his own (interop.md 2.1).
+NO_CLIENT_ID = -1
+
+AnswerT = TypeVar("AnswerT", bound=ClientMessage)
+
+
+class Requests:
+    """Asks the partitions' owners."""
+
+    def __init__(
+        self, directory: Directory, links: ServerLinks, config: ClientConfig, random: Random
+    ) -> None:
+        self._directory = directory
+        self._links = links
+        self._config = config
+        self._random = random
+
+    async def ask(
+        self,
+        partition_id: PartitionId,
+        answer: type[AnswerT],
+        make: Callable[[ReqId], ClientMessage],
+    ) -> AnswerT:
+        """Ask until answered; raises the last error when the request timeout has passed."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._config.request_timeout_ms / 1000
+        pause_s = self._config.retry_interval_ms_min / 1000
+        is_again = False
+        while True:
+            left_s = deadline_s - loop.time()
+            try:
+                return await self._once(
+                    partition_id, answer, make, timeout_s=max(left_s, 0.001), is_again=is_again
+                )
+            except errors.Unavailable as error:
+                if loop.time() + pause_s >= deadline_s:
+                    raise errors.from_code(
+                        error.code,
+                        f"partition {partition_id}: no answer within "
+                        f"{self._config.request_timeout_ms} ms: {error}",
+                    ) from error
+            is_again = True
+            await asyncio.sleep(pause_s * (0.5 + self._random.random() / 2))
+            pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
+
+    async def _once(
+        self,
+        partition_id: PartitionId,
+        answer: type[AnswerT],
+        make: Callable[[ReqId], ClientMessage],
+        *,
+        timeout_s: float,
+        is_again: bool,
+    ) -> AnswerT:
+        owner = await self._directory.owner(partition_id, after_failure=is_again)
+        try:
+            link = await self._links.get(owner.address)
+        except errors.RemoteProtocolError as error:
+            # Somebody else has the address now, so the server is not there.
+            raise errors.Unreachable(str(error)) from error
+        return await link.request(
+            answer, make, client_id=NO_CLIENT_ID, partition_id=partition_id, timeout_s=timeout_s
+        )
+
+    async def high_water_mark(
+        self, partition_id: PartitionId, *, linearizable: bool
+    ) -> TransactionId:
+        """Return the partition's mark; `linearizable`: proven not to be stale."""
+        if linearizable:
+            return TransactionId(
+                (await self.replicas(partition_id, linearizable=True)).high_water_mark
+            )
+        answer = await self.ask(
+            partition_id, messages.HighWaterMarkResponse, messages.HighWaterMarkRequest
+        )
+        return TransactionId(answer.high_water_mark)
+
+    async def flush(self, partition_id: PartitionId) -> TransactionId:
+        """Return the mark when every append received before this request is final."""
+        answer = await self.ask(partition_id, messages.FlushResponse, messages.FlushRequest)
+        return TransactionId(answer.high_water_mark)
+
+    async def replicas(self, partition_id: PartitionId, *, linearizable: bool) -> ReplicaSet:
+        """Return the session, its mark, and the replicas that may be read from."""
+        answer = await self.ask(
+            partition_id,
+            messages.ReplicasResponse,
+            lambda req_id: messages.ReplicasRequest(req_id, linearizable),
+        )
+        return ReplicaSet(
+            answer.cluster_key,
+            answer.partition_count,
+            answer.session_id,
+            answer.high_water_mark,
+            answer.replicas,
+        )
+
+    async def range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
+        """Return a stretch of the log from the server, checked."""
+        answer = await self.ask(
+            partition_id, messages.RangeData, lambda req_id: server_request(req_id, query)
+        )
+        return chunk_of_server(partition_id, query, answer)
+
+    async def data(self, partition_id: PartitionId, transaction_id: TransactionId) -> bytes:
+        """Return one transaction's data."""
+        answer = await self.ask(
+            partition_id,
+            messages.TransactionDataResponse,
+            lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),
+        )
+        data, fault = answer.result
+        if data is None:
+            raise errors.BadRequest(f"transaction {transaction_id}: {fault}")
+        return bytes(data)

@@ -1,0 +1,398 @@
+"""The client for threads: the asyncio client on one background loop, behind blocking calls.
+
+Why it stands alone: applications, notebooks and Spark workers are written without an event loop.
+Everything here is one hop away from `async_client.py` and has no behaviour of its own.
+
+Rules:
+    1. One background thread runs the loop. The application's code never runs on it: contexts,
+       hooks and callbacks run on worker threads and may block.
+    2. A method may be called from any thread but the loop's own.
+    3. A client belongs to the process that has opened it; a forked child gets a UsageError.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import uvloop
+
+from waltz_core import errors
+from waltz_core.client.async_client import AsyncWaltzClient, Opening
+from waltz_core.client.callbacks import Callbacks, PoisonPolicy
+from waltz_core.client.directory import ClusterInfo, Layout
+from waltz_core.client.feed import Verdict, Words, mark_of
+from waltz_core.client.ranges import RangeChunk, ReplicaSet
+from waltz_core.client.transaction import Transaction, TransactionBuilder, TransactionContext
+from waltz_core.config import ClientConfig
+from waltz_core.record import PartitionId, TransactionId
+from waltz_core.wire.messages import RangeForm
+
+if TYPE_CHECKING:
+    from waltz_core.client.monitor import BatchOutcome
+
+# Threads for the application's code; a partition's feed takes one while it is applied.
+WORKERS_MAX = 16
+
+ResultT = TypeVar("ResultT")
+
+
+class WaltzClient:
+    """A client of one cluster, for any number of threads.
+
+        with WaltzClient("zk1:2181/waltz/payments") as client:
+            transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
+
+    `append`, `append_batch` and `submit` block while their window is full, and return a
+    `concurrent.futures.Future`.
+
+    Raises:
+        BadConfig: the connect string is wrong, or there is no cluster at its root.
+        CoordinatorUnavailable: no ZooKeeper answers; the message names the hosts.
+    """
+
+    def __init__(
+        self, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
+    ) -> None:
+        self._begin(lambda: AsyncWaltzClient.connect(connect, config, client_id=client_id))
+
+    @classmethod
+    def connect(
+        cls, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
+    ) -> Self:
+        """Open a client; the same as calling the class."""
+        return cls(connect, config, client_id=client_id)
+
+    @classmethod
+    def at(
+        cls,
+        layout: Layout,
+        config: ClientConfig | None = None,
+        *,
+        client_id: int | None = None,
+        connection_sequence: int = 0,
+    ) -> Self:
+        """Open a client that is told where everything is; see `AsyncWaltzClient.at`."""
+        made = cls.__new__(cls)
+        made._begin(
+            lambda: AsyncWaltzClient.at(
+                layout, config, client_id=client_id, connection_sequence=connection_sequence
+            )
+        )
+        return made
+
+    def _begin(self, opening: Callable[[], Opening]) -> None:
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._closing = threading.Lock()
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="waltz-client", daemon=True
+        )
+        self._thread.start()
+        self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="waltz-callback")
+
+        async def begin() -> AsyncWaltzClient:
+            return await opening()
+
+        try:
+            self._client = self._wait(begin())
+        except BaseException:
+            self._end_threads()
+            raise
+
+    def close(self) -> None:
+        """Wait for outcomes as long as a request may take, then end; may be called twice."""
+        self._check_process()
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            try:
+                self._wait(self._client.close())
+            finally:
+                self._end_threads()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- the cluster
+
+    def cluster(self) -> ClusterInfo:
+        """Return the cluster's name, key and partition count."""
+        return self._client.cluster()
+
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the cluster has."""
+        return self._client.partition_count
+
+    @property
+    def client_id(self) -> int | None:
+        """The client id; None before the first mount."""
+        return self._client.client_id
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether any append waits for its outcome."""
+        return self._client.has_pending
+
+    def layout(self) -> Layout:
+        """Return where everything is, as plain values for `at` in other processes."""
+        return self._client.layout()
+
+    def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
+        """Return the last committed transaction of a partition, -1 for an empty one."""
+        return self._call(self._client.high_water_mark(partition, linearizable=linearizable))
+
+    def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
+        """Return the marks of all partitions, asked at once."""
+        return self._call(self._client.high_water_marks(linearizable=linearizable))
+
+    def replicas(self, partition: int, *, linearizable: bool = False) -> ReplicaSet:
+        """Return the session, its mark and the replicas to read a partition from."""
+        return self._call(self._client.replicas(partition, linearizable=linearizable))
+
+    def flush(self, partition: int) -> TransactionId:
+        """Wait until every append made before is final; return the partition's mark."""
+        return self._call(self._client.flush(partition))
+
+    def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
+        """Mount partitions (all by default) now; return what is known of their marks."""
+        return self._call(self._client.mount(partitions))
+
+    # --- writing
+
+    def append(  # noqa: PLR0913 - every one of them is a part of a transaction
+        self,
+        data: bytes,
+        *,
+        partition: int | None = None,
+        header: int = 0,
+        write_locks: Iterable[int] = (),
+        read_locks: Iterable[int] = (),
+        append_locks: Iterable[int] = (),
+        client_high_water_mark: int | None = None,
+    ) -> "Future[TransactionId]":
+        """Append one transaction; return a future of its id. See `AsyncWaltzClient.append`."""
+        return self._call_future(
+            self._client.append(
+                data,
+                partition=partition,
+                header=header,
+                write_locks=write_locks,
+                read_locks=read_locks,
+                append_locks=append_locks,
+                client_high_water_mark=client_high_water_mark,
+            )
+        )
+
+    def append_batch(
+        self, partition: int, payload: bytes, row_count: int, *, client_high_water_mark: int
+    ) -> "Future[BatchOutcome]":
+        """Append a batch as `batches.encode_append` makes it; return a future of its outcome."""
+        return self._call_future(
+            self._client.append_batch(
+                partition, payload, row_count, client_high_water_mark=client_high_water_mark
+            )
+        )
+
+    def submit(self, context: TransactionContext) -> "Future[TransactionId | None]":
+        """Run a context; return a future of its transaction id, None when it gave itself up.
+
+        `execute` and the hooks run on worker threads; the first attempt is made before this
+        returns.
+        """
+        runnable = _ThreadContext(context, self._workers)
+        return self._call_future(self._client.run_context(runnable))
+
+    # --- the feed
+
+    def subscribe(self, callbacks: Callbacks, partitions: Iterable[int] | None = None) -> None:
+        """Apply the feed of partitions (all by default) to the callbacks until closed."""
+        consumer = _ThreadConsumer(callbacks, self._client, self._workers)
+        self._call(self._client.subscribe_consumer(consumer, partitions))
+
+    # --- reading
+
+    def read_range(  # noqa: PLR0913 - see `RangeQuery`
+        self,
+        partition: int,
+        first: int,
+        last: int,
+        *,
+        form: RangeForm = RangeForm.WHOLE,
+        header_values: Iterable[int] = (),
+        bytes_max: int | None = None,
+        replicas: ReplicaSet | None = None,
+    ) -> Iterator[RangeChunk]:
+        """Yield the committed transactions first..last in checked chunks, dense and in order."""
+        chunks = self._client.read_range(
+            partition,
+            first,
+            last,
+            form=form,
+            header_values=header_values,
+            bytes_max=bytes_max,
+            replicas=replicas,
+        )
+        try:
+            while True:
+                chunk = self._call(_next_or_none(chunks))
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            if not self._is_closed and os.getpid() == self._pid:
+                self._call(_end(chunks))
+
+    # --- private
+
+    def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        try:
+            self._check_usable()
+        except errors.UsageError:
+            call.close()
+            raise
+        return self._wait(call)
+
+    def _call_future(
+        self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
+    ) -> "Future[ResultT]":
+        """Wait for room, and return the outcome's future for threads."""
+        outcome: Future[ResultT] = Future()
+        # Nobody can cancel what is on its way to the log.
+        outcome.set_running_or_notify_cancel()
+
+        async def begin() -> None:
+            inner = await call
+            inner.add_done_callback(lambda done: _copy(done, outcome))
+
+        self._call(begin())
+        return outcome
+
+    def _wait(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise errors.UsageError(
+                f"this client was opened by process {self._pid} and is used in process "
+                f"{os.getpid()}, a fork of it: open a client of its own there"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise errors.UsageError("the client is closed")
+        if threading.current_thread() is self._thread:
+            raise errors.UsageError("a blocking call on the client's own event loop")
+
+    def _end_threads(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class _ThreadContext:
+    """A context whose methods run on worker threads."""
+
+    def __init__(self, context: TransactionContext, workers: ThreadPoolExecutor) -> None:
+        self._context = context
+        self._workers = workers
+
+    @property
+    def retries_max(self) -> int | None:
+        return self._context.retries_max
+
+    @property
+    def timeout_ms(self) -> int | None:
+        return self._context.timeout_ms
+
+    def partition_id(self, partition_count: int) -> int:
+        return self._context.partition_id(partition_count)
+
+    async def execute(self, builder: TransactionBuilder) -> bool:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._context.execute, builder)
+
+    async def call(self, hook: str, *args: object) -> None:
+        method = getattr(self._context, hook)
+        if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
+            return  # it does nothing; no thread is needed for that
+        await asyncio.get_running_loop().run_in_executor(self._workers, method, *args)
+
+
+class _ThreadConsumer:
+    """Hands transactions to `Callbacks` on worker threads, a run of them at a time."""
+
+    def __init__(
+        self, callbacks: Callbacks, client: AsyncWaltzClient, workers: ThreadPoolExecutor
+    ) -> None:
+        self._callbacks = callbacks
+        self._client = client
+        self._workers = workers
+
+    async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
+        mark = await self._on_thread(self._callbacks.client_high_water_mark, partition_id)
+        return mark_of(partition_id, mark)
+
+    async def apply(
+        self, partition_id: PartitionId, first: TransactionId, words: list[Words]
+    ) -> Verdict:
+        source = self._client.data_source(partition_id)
+        apply = self._callbacks.apply_transaction
+
+        def apply_all() -> Verdict:
+            count = 0
+            try:
+                for each in words:
+                    transaction_id = TransactionId(first + count)
+                    apply(Transaction(partition_id, transaction_id, each, source))
+                    count += 1
+            except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
+                return Verdict(count, error)
+            return Verdict(count, None)
+
+        return await self._on_thread(apply_all)
+
+    async def uncaught(
+        self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
+    ) -> PoisonPolicy:
+        call = self._callbacks.uncaught_exception
+        return await self._on_thread(lambda: call(partition_id, transaction_id, error))
+
+    async def _on_thread(self, call: Callable[..., ResultT], *args: object) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, call, *args)
+
+
+def _copy(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
+    if done.cancelled():
+        outcome.set_exception(errors.OutcomeUnknown("the client was closed before it was settled"))
+    elif (error := done.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(done.result())
+
+
+async def _next_or_none(chunks: Any) -> RangeChunk | None:  # noqa: ANN401 - an async generator
+    try:
+        return cast("RangeChunk", await anext(chunks))
+    except StopAsyncIteration:
+        return None
+
+
+async def _end(chunks: Any) -> None:  # noqa: ANN401 - an async generator
+    await chunks.aclose()

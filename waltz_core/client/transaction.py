@@ -1,0 +1,346 @@
+"""What an application says to the log, and what it hears: contexts, builders, transactions, locks.
+
+Why it stands alone: these are the words of the application programming model. They know of no
+connection, no event loop and no thread, so the asyncio client, the sync client, the SQL callbacks
+and the in-memory Waltz for tests all share them.
+
+Rules:
+    1. A lock is a name and a key; only its 32-bit hash travels. Locks hold within one partition.
+    2. A context may be executed any number of times: each attempt gets a fresh builder with a
+       later high-water mark, and nothing of a refused attempt is ever sent again.
+    3. Exactly one of `on_completion`, `on_expiration`, `on_exception` ends a context.
+"""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+
+from waltz_core import errors
+from waltz_core.checksum import crc32
+from waltz_core.record import (
+    TRANSACTION_BYTES_MAX,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+    lock_hash,
+    spread,
+)
+
+INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
+INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------------------------------------
+# locks
+
+
+def lock(name: str, key: int | str = 0) -> int:
+    """Return the 32-bit hash by which the lock `name`, `key` travels (interop.md section 6).
+
+    A text key stands for the CRC-32 of its UTF-8 bytes, as in Spark's `functions.lock`.
+
+    Raises:
+        BadRequest: an integer key does not fit 64 bits.
+    """
+    number = crc32(key.encode()) if isinstance(key, str) else key
+    if not INT64_MIN <= number <= INT64_MAX:
+        raise errors.BadRequest(f"lock {name!r}: expected a key of 64 bits, found {number}")
+    return lock_hash(name, number)
+
+
+def partition_of(hashed: int, partition_count: int) -> PartitionId:
+    """Return the partition of a lock hash, the same on every client and in Spark."""
+    return spread(hashed, partition_count)
+
+
+def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
+    """Return lock hashes as a tuple; raises BadRequest for what is no 32-bit hash."""
+    checked = tuple(locks)
+    for hashed in checked:
+        if not _is_int32(hashed):
+            raise errors.BadRequest(
+                f"{kind} locks: expected 32-bit hashes as lock(name, key) makes them, "
+                f"found {hashed!r}"
+            )
+    return checked
+
+
+# ---------------------------------------------------------------------------------------------
+# serializers
+
+
+class Serializer(Protocol[T]):
+    """Turns an application's values into transaction data and back."""
+
+    def serialize(self, value: T) -> bytes:
+        """Return the bytes of a value."""
+
+    def deserialize(self, data: bytes) -> T:
+        """Return the value of the bytes."""
+
+
+class BytesSerializer:
+    """Data as it is."""
+
+    def serialize(self, value: bytes) -> bytes:
+        """Return the bytes; raises BadRequest for anything that is no bytes object."""
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise errors.BadRequest(
+                f"transaction data: expected bytes, found {type(value).__name__}"
+            )
+        return bytes(value)
+
+    def deserialize(self, data: bytes) -> bytes:
+        """Return the bytes."""
+        return data
+
+
+class MsgpackSerializer:
+    """msgpack, the default: numbers, texts, bytes, lists, maps."""
+
+    def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - whatever msgpack can pack
+        """Return the value packed; raises BadRequest for a type that msgpack does not know."""
+        try:
+            packed: bytes = msgpack.packb(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise errors.BadRequest(f"transaction data: msgpack cannot pack it: {error}") from error
+        return packed
+
+    def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
+        """Return the value; raises BadFormat for bytes that are no msgpack."""
+        try:
+            return msgpack.unpackb(data, strict_map_key=False)
+        except (msgpack.UnpackException, ValueError) as error:
+            raise errors.BadFormat(f"transaction data: not msgpack: {error}") from error
+
+
+class JsonSerializer:
+    """JSON in UTF-8, without needless blanks."""
+
+    def serialize(self, value: Any) -> bytes:  # noqa: ANN401
+        """Return the value as JSON; raises BadRequest for a type that JSON does not know."""
+        try:
+            return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            raise errors.BadRequest(f"transaction data: no JSON for it: {error}") from error
+
+    def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
+        """Return the value; raises BadFormat for bytes that are no JSON."""
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise errors.BadFormat(f"transaction data: not JSON: {error}") from error
+
+
+BYTES = BytesSerializer()
+MSGPACK = MsgpackSerializer()
+JSON = JsonSerializer()
+
+
+# ---------------------------------------------------------------------------------------------
+# writing
+
+
+class TransactionBuilder:
+    """One attempt at a transaction: what `execute` fills in."""
+
+    __slots__ = (
+        "append_locks",
+        "client_high_water_mark",
+        "data",
+        "header",
+        "partition_id",
+        "read_locks",
+        "write_locks",
+    )
+
+    def __init__(self, partition_id: PartitionId, client_high_water_mark: TransactionId) -> None:
+        self.partition_id = partition_id
+        # Taken before `execute`: what the application reads is at least this new. An application
+        # that reads its mark together with its data, from one database transaction, puts the
+        # mark it has read in place of this one.
+        self.client_high_water_mark = client_high_water_mark
+        self.header = 0
+        self.data: bytes | None = None
+        self.write_locks: tuple[int, ...] = ()
+        self.read_locks: tuple[int, ...] = ()
+        self.append_locks: tuple[int, ...] = ()
+
+    def set_header(self, header: int) -> None:
+        """Set the application's metadata, a 32-bit integer; 0 if never called."""
+        self.header = check_header(header)
+
+    def set_transaction_data(self, value: T, serializer: Serializer[T] = MSGPACK) -> None:
+        """Set the payload; raises TooLarge over 4 MiB."""
+        self.data = check_data(serializer.serialize(value))
+
+    def set_write_locks(self, locks: Iterable[int]) -> None:
+        """Check these locks against the mark, and leave this transaction's id on them."""
+        self.write_locks = check_locks("write", locks)
+
+    def set_read_locks(self, locks: Iterable[int]) -> None:
+        """Check these locks against the mark."""
+        self.read_locks = check_locks("read", locks)
+
+    def set_append_locks(self, locks: Iterable[int]) -> None:
+        """Leave this transaction's id on these locks without checking them."""
+        self.append_locks = check_locks("append", locks)
+
+
+class TransactionContext(ABC):
+    """A transaction that knows how to compute itself anew when it comes too late.
+
+    `retries_max` and `timeout_ms` bound the attempts; None means no bound of its own. The hooks
+    are called once each at most, apart from `on_lock_failure`, which tells every refused attempt.
+    """
+
+    retries_max: int | None = None
+    timeout_ms: int | None = 60_000
+
+    def __init__(self) -> None:
+        self.creation_time_ms = time.time_ns() // 1_000_000
+
+    @abstractmethod
+    def partition_id(self, partition_count: int) -> int:
+        """Return the partition; `partition_of(lock(...), partition_count)` is a good choice."""
+
+    @abstractmethod
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Fill in the builder. False means that there is nothing to do: the context completes.
+
+        Runs again with a new builder whenever an attempt was refused. In `AsyncWaltzClient` it
+        may be `async`; in `WaltzClient` it runs on a worker thread after the first attempt.
+        """
+
+    # The hooks do nothing unless overridden; a context needs none of them.
+
+    def on_completion(self, result: bool) -> None:  # noqa: B027, FBT001
+        """True: the transaction is in the log. False: `execute` gave it up."""
+
+    def on_application(self) -> None:  # noqa: B027
+        """The client's own callbacks have applied the transaction (needs a feed)."""
+
+    def on_expiration(self) -> None:  # noqa: B027
+        """The deadline has passed, or the retries are used up; it is not in the log."""
+
+    def on_exception(self, error: BaseException) -> None:  # noqa: B027
+        """`execute` raised, or no retry can help. Only `OutcomeUnknown` leaves it in doubt."""
+
+    def on_lock_failure(self) -> None:  # noqa: B027
+        """An attempt was refused by a lock; it is tried again once the winner was consumed."""
+
+
+def check_header(header: int) -> int:
+    """Return a header; raises BadRequest for what is no 32-bit integer."""
+    if not _is_int32(header):
+        raise errors.BadRequest(f"header: expected a 32-bit integer, found {header!r}")
+    return header
+
+
+def _is_int32(value: object) -> bool:
+    return isinstance(value, int) and INT32_MIN <= value <= INT32_MAX
+
+
+def check_data(data: bytes) -> bytes:
+    """Return transaction data; raises BadRequest for no bytes, TooLarge over 4 MiB."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise errors.BadRequest(f"transaction data: expected bytes, found {type(data).__name__}")
+    if len(data) > TRANSACTION_BYTES_MAX:
+        raise errors.TooLarge(
+            f"transaction data: expected at most {TRANSACTION_BYTES_MAX} bytes, found {len(data)}"
+        )
+    return bytes(data)
+
+
+# ---------------------------------------------------------------------------------------------
+# reading
+
+
+class DataSource(Protocol):
+    """Where a transaction's data comes from when it is asked for."""
+
+    async def data_of(self, transaction_id: TransactionId) -> bytes:
+        """Fetch the data of one transaction, from memory where it is there already."""
+
+    def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
+        """Fetch the same from a thread that is not the event loop's."""
+
+
+class FeedItem:
+    """What the feed tells of one committed transaction; its data is fetched when asked for."""
+
+    __slots__ = ("_source", "_words", "partition_id", "transaction_id")
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        transaction_id: TransactionId,
+        words: tuple[int, int, int, int, int],
+        source: DataSource,
+    ) -> None:
+        self.partition_id = partition_id
+        self.transaction_id = transaction_id
+        # The five numbers of a feed header; a million of them a minute need no object each.
+        self._words = words
+        self._source = source
+
+    @property
+    def req_id(self) -> ReqId:
+        """The identity of the append that wrote the transaction."""
+        client_id, generation, partition_id, sequence, _ = self._words
+        return ReqId(
+            ClientId(client_id), Generation(generation), PartitionId(partition_id), sequence
+        )
+
+    @property
+    def header(self) -> int:
+        """The application's metadata."""
+        return self._words[4]
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(partition {self.partition_id}, "
+            f"id {self.transaction_id}, header {self.header})"
+        )
+
+
+class Transaction(FeedItem):
+    """A committed transaction as `Callbacks` see it, on a worker thread of `WaltzClient`."""
+
+    __slots__ = ()
+
+    def data(self) -> bytes:
+        """Return the data, fetched together with its neighbours' and kept for a while.
+
+        Raises Unavailable when it cannot be had in time, Damaged when it is not what was written.
+        """
+        return self._source.data_of_blocking(self.transaction_id)
+
+    def value(self, serializer: Serializer[T] = MSGPACK) -> T:
+        """Return the data deserialized."""
+        return serializer.deserialize(self.data())
+
+
+class AsyncTransaction(FeedItem):
+    """A committed transaction as `AsyncCallbacks` see it, on the event loop."""
+
+    __slots__ = ()
+
+    async def data(self) -> bytes:
+        """Return the data, fetched together with its neighbours' and kept for a while.
+
+        Raises Unavailable when it cannot be had in time, Damaged when it is not what was written.
+        """
+        return await self._source.data_of(self.transaction_id)
+
+    async def value(self, serializer: Serializer[T] = MSGPACK) -> T:
+        """Return the data deserialized."""
+        return serializer.deserialize(await self.data())
