@@ -137,6 +137,11 @@ class Partition:
         return self._is_owned
 
     @property
+    def session_id(self) -> SessionId:
+        """The session that was opened last."""
+        return self._session_id
+
+    @property
     def high_water_mark(self) -> TransactionId:
         """The last committed transaction known here."""
         return self._high_water_mark

@@ -59,6 +59,8 @@ RETRY_MAX_MS: Final = 5_000
 # How many of the newest batches are known by their bounds, stamps and chains, beside the caches.
 ENTRIES_MAX: Final = 16_384
 _WHOLE_BYTES_MAX: Final = 1 << 62
+# An answer also carries up to 48 bytes of lineage for each row, and has to fit into a frame.
+ROWS_MAX: Final = 65_536
 
 
 class _Run(NamedTuple):
@@ -172,8 +174,8 @@ class Reads:
         """Answer a range request, now or when a storage has."""
         if fault := _range_fault(message):
             return [_refuse(question, BadRequest(fault))]
-        last = min(TransactionId(message.last), self._high_water_mark)
         first = TransactionId(message.first)
+        last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
             run = _Run(first, TransactionId(first - 1), message.form, _EMPTY, b"", ())
             return [self._range_answer(question, message, run)]

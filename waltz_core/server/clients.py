@@ -1,0 +1,281 @@
+"""The clients of one server: their links, what they may send, where it goes, what comes back.
+
+Why it stands alone: between a socket and a partition stands the same for every request: is there
+room for it, whose is it, and if nobody's, what is its sender told. Partitions know nothing of
+links, and links nothing of partitions.
+
+Rules:
+    1. Every request is answered, by a partition, by the process, or by an error in words.
+    2. A link is read only while `flow` has room for more of it.
+    3. Partitions that ever heard of a connection are told of its congestions and of its end.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol, cast
+
+from waltz_core import errors
+from waltz_core.metrics import Metrics
+from waltz_core.net import Link
+from waltz_core.record import PartitionId
+from waltz_core.server.events import Answer, Closed, Congested, ConnectionId, Drained, refusal
+from waltz_core.server.flow import Admitted, Flow, FlowLimits
+from waltz_core.server.host import Host
+from waltz_core.server.replicas import Tasks
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendRequest,
+    CheckConnectivityRequest,
+    CheckConnectivityResponse,
+    ClientMessage,
+    FeedRequest,
+    FlushRequest,
+    HighWaterMarkRequest,
+    Message,
+    MountRequest,
+    MountResponse,
+    MountWriter,
+    PartitionsHealthRequest,
+    PartitionsHealthResponse,
+    RangeRequest,
+    ReplicasRequest,
+    ServerPartitionsRequest,
+    ServerPartitionsResponse,
+    TransactionDataRequest,
+)
+
+_log = logging.getLogger(__name__)
+
+_NOT_READY = 1
+_TO_A_PARTITION = (
+    AppendBatch,
+    AppendRequest,
+    FeedRequest,
+    FlushRequest,
+    HighWaterMarkRequest,
+    MountRequest,
+    MountWriter,
+    RangeRequest,
+    ReplicasRequest,
+    TransactionDataRequest,
+)
+
+
+class Backend(Protocol):
+    """What clients reach through this server."""
+
+    @property
+    def hosts(self) -> dict[PartitionId, Host]:
+        """The partitions that are served here."""
+
+    @property
+    def partition_count(self) -> int:
+        """How many partitions the cluster has."""
+
+    async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
+        """Try every storage of the replica assignment."""
+
+
+@dataclass(slots=True)
+class _Client:
+    link: Link
+    heard: dict[PartitionId, Host] = field(default_factory=dict)
+    is_congested: bool = False
+    is_read: bool = True
+
+
+class Clients:
+    """See the module's rules."""
+
+    def __init__(
+        self, backend: Backend, limits: FlowLimits, tasks: Tasks, metrics: Metrics
+    ) -> None:
+        self._backend = backend
+        self._tasks = tasks
+        self._metrics = metrics
+        self._flow = Flow(limits)
+        self._clients: dict[ConnectionId, _Client] = {}
+        self._ids = count(1)
+        self._to_admit: dict[ConnectionId, None] = {}
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def bytes(self) -> int:
+        """What all requests and answers under way hold."""
+        return self._flow.bytes
+
+    @property
+    def count(self) -> int:
+        """How many clients are connected."""
+        return len(self._clients)
+
+    # -----------------------------------------------------------------------------------------
+    # links
+
+    def accept(self, link: Link) -> None:
+        """A client has connected."""
+        connection = ConnectionId(next(self._ids))
+        self._clients[connection] = _Client(link)
+        self._flow.open(connection)
+        link.start(
+            lambda messages: self._received(connection, messages),
+            lambda reason: self._closed(connection, reason),
+            lambda: self._drained(connection),
+        )
+
+    def pause(self) -> None:
+        """Read no more from anybody: the server is about to end."""
+        for client in self._clients.values():
+            client.link.pause_reading()
+
+    def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
+        self._flow.receive(connection, cast("list[ClientMessage]", messages))
+        self._admit(connection)
+        self._balance()
+
+    def _drained(self, connection: ConnectionId) -> None:
+        client = self._clients.get(connection)
+        if client is None or not client.is_congested:
+            return
+        client.is_congested = False
+        self._note_backlog(connection, client)
+        for host in list(client.heard.values()):
+            host.post(Drained(connection))
+        self._admit(connection)
+
+    def _closed(self, connection: ConnectionId, reason: str) -> None:
+        client = self._clients.pop(connection)
+        _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
+        self._to_admit.pop(connection, None)
+        self._flow.close(connection)
+        for host in client.heard.values():
+            host.post(Closed(connection))
+        self._balance()
+
+    # -----------------------------------------------------------------------------------------
+    # answers
+
+    def answer(self, effect: Answer) -> None:
+        """Send an answer; whatever it ends makes room for the next request."""
+        connection = effect.connection
+        client = self._clients.get(connection)
+        if client is None:
+            return
+        client.link.send(effect.message)
+        if effect.cost_bytes:
+            self._flow.answered(connection, effect.cost_bytes)
+            if not self._to_admit:
+                # Later: whoever answers is in the middle of something.
+                self._loop.call_soon(self._admit_all)
+            self._to_admit[connection] = None
+        self._note_backlog(connection, client)
+        if client.link.is_congested and not client.is_congested:
+            client.is_congested = True
+            self._loop.call_soon(self._tell_congested, connection)
+
+    def _tell_congested(self, connection: ConnectionId) -> None:
+        client = self._clients.get(connection)
+        if client is None or not client.is_congested:
+            return
+        for host in list(client.heard.values()):
+            host.post(Congested(connection))
+
+    def _note_backlog(self, connection: ConnectionId, client: _Client) -> None:
+        self._flow.backlog(
+            connection, client.link.write_backlog_bytes, is_congested=client.is_congested
+        )
+
+    # -----------------------------------------------------------------------------------------
+    # requests
+
+    def _admit_all(self) -> None:
+        connections, self._to_admit = self._to_admit, {}
+        for connection in connections:
+            self._admit(connection)
+        self._balance()
+
+    def _admit(self, connection: ConnectionId) -> None:
+        for request in self._flow.admit(connection):
+            self._dispatch(connection, request)
+        self._update_reading(connection)
+
+    def _balance(self) -> None:
+        for connection in self._flow.balance():
+            self._update_reading(connection)
+
+    def _update_reading(self, connection: ConnectionId) -> None:
+        client = self._clients.get(connection)
+        if client is None:
+            return
+        may_read = self._flow.may_read(connection)
+        if may_read == client.is_read:
+            return
+        client.is_read = may_read
+        if may_read:
+            client.link.resume_reading()
+        else:
+            client.link.pause_reading()
+
+    def _dispatch(self, connection: ConnectionId, request: Admitted) -> None:
+        client = self._clients.get(connection)
+        if client is None:
+            return
+        message = request.message
+        if not isinstance(message, _TO_A_PARTITION):
+            self._serve(connection, request)
+            return
+        partition_id = message.req_id.partition_id
+        host = self._backend.hosts.get(partition_id)
+        if host is None:
+            self.answer(self._nobody(connection, request))
+            return
+        if client.heard.get(partition_id) is not host:
+            client.heard[partition_id] = host
+            if client.is_congested:
+                host.post(Congested(connection))
+        host.receive(connection, message, request.cost_bytes)
+
+    def _nobody(self, connection: ConnectionId, request: Admitted) -> Answer:
+        """What the sender of a request for a partition that is not here is told."""
+        message, cost_bytes = request
+        partition_id = message.req_id.partition_id
+        if not 0 <= partition_id < self._backend.partition_count:
+            error: errors.WaltzError = errors.UnknownPartition(
+                f"there is no partition {partition_id}: "
+                f"the cluster has {self._backend.partition_count}, from 0 on"
+            )
+        elif isinstance(message, MountRequest):
+            return Answer(connection, MountResponse(message.req_id, _NOT_READY), cost_bytes)
+        else:
+            error = errors.NotOwned(f"this server does not own partition {partition_id}")
+        return refusal(connection, message.req_id, cost_bytes, error)
+
+    def _serve(self, connection: ConnectionId, request: Admitted) -> None:
+        """Answer what concerns the server as a whole."""
+        message, cost_bytes = request
+        answer: ClientMessage
+        if isinstance(message, ServerPartitionsRequest):
+            answer = ServerPartitionsResponse(message.req_id, tuple(sorted(self._backend.hosts)))
+        elif isinstance(message, PartitionsHealthRequest):
+            healthy = tuple(
+                (partition_id, host.partition.is_open)
+                for partition_id, host in sorted(self._backend.hosts.items())
+            )
+            answer = PartitionsHealthResponse(message.req_id, healthy)
+        elif isinstance(message, CheckConnectivityRequest):
+            self._tasks.create_task(self._check_connectivity(connection, request))
+            return
+        else:
+            fault = f"{type(message).__name__} is no request to a server"
+            error = errors.BadRequest(fault)
+            self.answer(refusal(connection, message.req_id, cost_bytes, error))
+            return
+        self.answer(Answer(connection, answer, cost_bytes))
+
+    async def _check_connectivity(self, connection: ConnectionId, request: Admitted) -> None:
+        reachable = tuple(await self._backend.check_connectivity())
+        answer = CheckConnectivityResponse(request.message.req_id, reachable)
+        self.answer(Answer(connection, answer, request.cost_bytes))

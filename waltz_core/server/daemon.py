@@ -1,0 +1,367 @@
+"""The server process: register, follow the assignment, serve clients, show its health, end well.
+
+Why it stands alone: it is the one place where settings become limits, ZooKeeper becomes ownership,
+and a signal becomes an orderly end. What a partition does is decided in `partition.py`.
+
+Rules:
+    1. A partition is served exactly while the assignment in force names this server. While
+       ZooKeeper is away nothing changes: storages fence whoever has been replaced.
+    2. Nothing is registered before clients can be answered, and nobody is answered after.
+    3. At the end: read no more, let what is in flight become final (for a moment), leave the
+       assignment, tell those who still wait, close.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from random import SystemRandom
+from typing import Final
+
+from waltz_core import errors, net
+from waltz_core.cluster.coordinator import ClusterView, Coordinator
+from waltz_core.cluster.membership import ServersView
+from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.znodes import SessionState
+from waltz_core.cluster.zookeeper import connected
+from waltz_core.config import ServerConfig
+from waltz_core.metrics import Health, Metrics, serve_pages
+from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, ServerId
+from waltz_core.replication.limits import Limits as StoreLimits
+from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.server.clients import Clients
+from waltz_core.server.events import KIB, MIB, Identity, Limits
+from waltz_core.server.flow import FlowLimits
+from waltz_core.server.host import Host, Surroundings
+from waltz_core.server.locks import slot_count_within
+from waltz_core.server.partition import Partition
+from waltz_core.server.replicas import ReadLinks, is_reachable
+from waltz_core.wire.messages import Surface
+
+_log = logging.getLogger(__name__)
+
+SHOW_INTERVAL_S: Final = 1.0
+LAST_APPENDS_LOOKS: Final = 100
+LAST_APPENDS_LOOK_S: Final = 0.01
+UNREGISTER_S_MAX: Final = 2.0
+# What a record and its place in a frame take beside its data.
+_ROW_OVERHEAD_BYTES: Final = 48
+_FEED_CACHE_BYTES_MIN: Final = 20 * KIB
+
+
+def run(config: ServerConfig) -> None:
+    """Run a server until SIGTERM or SIGINT; raises what made it end otherwise."""
+    if not __debug__:
+        raise errors.BadConfig("python -O: the server relies on its assertions, run it without -O")
+    net.run(serve(config, on_ready=_say_ready))
+
+
+def _say_ready(address: str) -> None:
+    print(f"server ready {address}", flush=True)  # noqa: T201 - whoever started us waits for it
+
+
+async def serve(
+    config: ServerConfig,
+    *,
+    on_ready: Callable[[str], None] = lambda _address: None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until `stop` is set (without one: until SIGTERM or SIGINT)."""
+    if stop is None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with connected(
+        config.connect,
+        connect_timeout_ms=config.zookeeper_connect_timeout_ms,
+        session_timeout_ms=config.zookeeper_session_timeout_ms,
+        request_timeout_ms=config.zookeeper_request_timeout_ms,
+    ) as coordinator:
+        cluster = await coordinator.read_cluster()
+        server_id = await coordinator.next_server_id()
+        try:
+            await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
+        except BaseExceptionGroup as group:
+            # What can be told in a sentence is told in one, not as a tree of tasks.
+            told, _ = group.split(errors.WaltzError)
+            if told is None:
+                raise
+            raise _first_of(told) from group
+
+
+def _first_of(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
+    found = group.exceptions[0]
+    return found if isinstance(found, errors.WaltzError) else _first_of(found)
+
+
+class _End(Exception):
+    """The server was asked to end."""
+
+
+class Server:
+    """One server; see the module's rules."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        coordinator: Coordinator,
+        cluster: ClusterView,
+        server_id: ServerId,
+    ) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._cluster_key = cluster.store.cluster_key.bytes
+        self._server_id = server_id
+        self.partition_count = cluster.params.partition_count
+        self.hosts: dict[PartitionId, Host] = {}
+        self.metrics = Metrics("server", with_process=True)
+        self._limits = limits_of(config, self.partition_count)
+        self._budget = CacheBudget(config.transaction_cache_bytes)
+        self._read_links = ReadLinks()
+        self._random = SystemRandom()
+        self._storage_ids: dict[ReplicaId, bytes] = {}
+        self._assignments = ReplicaAssignments()
+        self._view: ServersView | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.address = ""
+
+    # -----------------------------------------------------------------------------------------
+    # its life
+
+    async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+        """Serve until `stop` is set or something has failed."""
+        config = self._config
+        async with AsyncExitStack() as stack:
+            if config.http_port:
+                pages = serve_pages(
+                    self.metrics, self.health, host=config.listen_host, port=config.http_port
+                )
+                await stack.enter_async_context(pages)
+            listener = await net.listen(
+                Surface.CLIENT,
+                config.listen_host,
+                config.port,
+                self._clients.accept,
+                links_max=config.connections_max,
+            )
+            stack.push_async_callback(listener.close)
+            host = config.advertised_host or config.listen_host
+            port = config.advertised_port or listener.port
+            self.address = f"{host}:{port}"
+            descriptor = ServerDescriptor(self._server_id, host, port)
+            try:
+                await self._serve_while_registered(descriptor, stop, on_ready)
+            finally:
+                self._read_links.close()
+
+    async def _serve_while_registered(
+        self,
+        descriptor: ServerDescriptor,
+        stop: asyncio.Event,
+        on_ready: Callable[[str], None],
+    ) -> None:
+        try:
+            async with self._tasks as tasks:
+                tasks.create_task(self._coordinator.follow_replica_assignment(self._assigned))
+                await self._coordinator.register_server(descriptor)
+                tasks.create_task(self._coordinator.follow_servers(self._owned))
+                tasks.create_task(self._show())
+                on_ready(self.address)
+                await self._until(stop)
+                await self._end()
+        except* _End:
+            _log.info("server.ended server=%s", self._server_id)
+
+    async def _until(self, stop: asyncio.Event) -> None:
+        """Wait for the signal, or raise what a partition has failed with (host.py, rule 2)."""
+        waiting = self._tasks.create_task(stop.wait())
+        await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._failure.done():
+            self._failure.result()
+
+    async def _end(self) -> None:
+        """Rule 3; raises `_End`, which ends all tasks."""
+        self._clients.pause()
+        for _ in range(LAST_APPENDS_LOOKS):
+            pipelines = [host.partition.pipeline for host in self.hosts.values()]
+            if not any(each.queued_bytes or each.in_flight_bytes for each in pipelines):
+                break
+            await asyncio.sleep(LAST_APPENDS_LOOK_S)
+        try:
+            async with asyncio.timeout(UNREGISTER_S_MAX):
+                await self._coordinator.unregister_server()
+        except (TimeoutError, errors.WaltzError) as error:
+            _log.warning("server.unregister_failed error=%s", error)
+        for partition_id in list(self.hosts):
+            self.hosts.pop(partition_id).stop()
+        raise _End
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    # -----------------------------------------------------------------------------------------
+    # what is served
+
+    def _assigned(self, assignments: ReplicaAssignments) -> None:
+        """The storages of the partitions are known, or have changed."""
+        self._assignments = assignments
+        self._own_what_is_ours()
+
+    def _owned(self, view: ServersView) -> None:
+        """The assignment in force has changed."""
+        self._view = view
+        self._own_what_is_ours()
+
+    def _own_what_is_ours(self) -> None:
+        if self._view is None:
+            return
+        ours = self._view.partitions_of(self._server_id)
+        for partition_id in [each for each in self.hosts if each not in ours]:
+            _log.info("partition.moved_away partition=%s", partition_id)
+            self.hosts.pop(partition_id).stop()
+        for partition_id, generation in ours.items():
+            replicas = self._assignments.replicas_of(partition_id)
+            host = self.hosts.get(partition_id)
+            if host is None:
+                host = self.hosts[partition_id] = self._new_host(partition_id)
+            host.own(generation, replicas)
+
+    def _new_host(self, partition_id: PartitionId) -> Host:
+        config = self._config
+        store = PartitionStore(
+            partition_id,
+            self._cluster_key,
+            self.partition_count,
+            self._storage_ids,
+            self._random,
+            store_limits_of(config),
+        )
+        feed_cache_bytes = max(
+            _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
+        )
+        partition = Partition(
+            Identity(partition_id, self.partition_count, self._cluster_key),
+            store,
+            self._limits,
+            TransactionCache(self._budget),
+            FeedCache(feed_cache_bytes),
+        )
+        surroundings = Surroundings(
+            coordinator=self._coordinator,
+            tasks=self._tasks,
+            read_links=self._read_links,
+            metrics=self.metrics,
+            refresh_storage_ids=self._refresh_storage_ids,
+            answer=self._clients.answer,
+            failed=self._fail,
+            write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
+        )
+        return Host(partition_id, partition, surroundings)
+
+    async def _refresh_storage_ids(self) -> None:
+        found = await self._coordinator.read_storage_ids()
+        self._storage_ids.update((each, uuid.bytes) for each, uuid in found.items())
+
+    # -----------------------------------------------------------------------------------------
+    # what is shown
+
+    async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
+        """Try every storage of the replica assignment (`clients.Backend`)."""
+        found: dict[str, bool] = {}
+
+        async def ask(replica: ReplicaId) -> None:
+            found[replica] = await is_reachable(replica, self._cluster_key, self.partition_count)
+
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self._assignments.partitions:
+                tasks.create_task(ask(replica))
+        return sorted(found.items())
+
+    def health(self) -> Health:
+        """Whether ZooKeeper is there and each partition has a store session."""
+        zookeeper = self._coordinator.session_state is SessionState.CONNECTED
+        partitions = {
+            str(partition_id): host.partition.is_open
+            for partition_id, host in sorted(self.hosts.items())
+        }
+        details = {
+            "server": self._server_id,
+            "address": self.address,
+            "zookeeper": zookeeper,
+            "partitions": partitions,
+        }
+        return Health(zookeeper and all(partitions.values()), details)
+
+    async def _show(self) -> None:
+        """Bring the metrics up to date, again and again."""
+        metrics = self.metrics
+        while True:
+            for host in self.hosts.values():
+                host.show()
+            metrics.set("waltz_server_partitions", len(self.hosts))
+            metrics.set("waltz_server_connections", self._clients.count)
+            metrics.set("waltz_server_queued_bytes", self._clients.bytes)
+            metrics.set("waltz_server_transaction_cache_bytes", self._budget.used_bytes)
+            tables = [host.partition.pipeline.locks for host in self.hosts.values()]
+            metrics.set(
+                "waltz_server_lock_table_bytes", sum(table.size_bytes for table in tables if table)
+            )
+            await asyncio.sleep(SHOW_INTERVAL_S)
+
+
+def limits_of(config: ServerConfig, partition_count: int) -> Limits:
+    """Return the numbers that a partition keeps to."""
+    slot_count = min(
+        config.lock_slot_count, slot_count_within(config.lock_table_bytes_max, partition_count)
+    )
+    # A client's batch, and what is joined to it, must fit into one frame to a storage.
+    rows_max = (FRAME_BYTES_MAX - config.batch_bytes_max - 2 * MIB) // (2 * _ROW_OVERHEAD_BYTES)
+    if rows_max < 1:
+        raise errors.BadConfig(
+            f"batch_bytes_max: expected at most {FRAME_BYTES_MAX - 3 * MIB}, "
+            f"found {config.batch_bytes_max}: a frame to a storage could not hold it"
+        )
+    batch_rows_max = min(config.batch_rows_max, rows_max)
+    return Limits(
+        lock_slot_count=slot_count,
+        queue_bytes_max=config.partition_queue_bytes_max,
+        in_flight_bytes_max=config.partition_in_flight_bytes_max,
+        in_flight_batches_max=config.partition_in_flight_batches_max,
+        batch_rows_max=batch_rows_max,
+        batch_bytes_max=config.batch_bytes_max,
+        connection_bytes_max=config.connection_in_flight_bytes_max,
+        slice_rows_max=min(8_192, rows_max),
+        feed_frame_count_max=config.feed_frame_count_max,
+        feed_grant_count_min=config.feed_grant_count_min,
+        range_bytes_max=config.range_bytes_max,
+        fetches_max=config.partition_fetches_max,
+        fences_max=config.fences_count_max,
+        session_timer_ms=config.session_timer_ms,
+        open_wait_ms=config.open_wait_ms,
+    )
+
+
+def store_limits_of(config: ServerConfig) -> StoreLimits:
+    """Return the numbers that replication keeps to."""
+    return StoreLimits(
+        redial_ms_min=config.retry_interval_ms_min,
+        redial_ms_max=min(2_000, config.retry_interval_ms_max),
+        answer_ms_max=config.quorum_timeout_ms,
+        lag_bytes_max=config.replica_lag_bytes_max,
+    )
+
+
+def _flow_limits(config: ServerConfig) -> FlowLimits:
+    held = config.lock_table_bytes_max + config.feed_cache_bytes + config.transaction_cache_bytes
+    return FlowLimits(
+        connection_in_flight_max=config.connection_in_flight_max,
+        connection_in_flight_bytes_max=config.connection_in_flight_bytes_max,
+        memory_bytes_max=max(config.memory_bytes_max - held, 16 * MIB),
+        range_bytes_max=config.range_bytes_max,
+    )

@@ -1,0 +1,178 @@
+"""Who may send: requests admitted by connection, and memory shared by all of them.
+
+Why it stands alone: the promise that a client which floods, or never reads, costs the others
+neither memory nor much time is arithmetic over connections, and is kept here without any socket.
+
+Rules (correctness.md 5, "Limits"):
+    1. A connection has at most so many requests, and bytes of them, under way; what it has sent
+       beyond that waits unlooked at, and it is not read while anything waits.
+    2. The answer to a range request counts from the request on, and reading may take half of the
+       bytes only. A connection that does not take its answers gets nothing admitted.
+    3. Over the memory limit the greediest connections are not read, until an eighth is free again.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from waltz_core.server.events import ConnectionId
+from waltz_core.wire.messages import AppendBatch, AppendRequest, ClientMessage, RangeRequest
+
+# What a request costs beside its bytes: the objects it becomes.
+REQUEST_OVERHEAD_BYTES: Final = 512
+
+
+class FlowLimits(NamedTuple):
+    """See the rules."""
+
+    connection_in_flight_max: int
+    connection_in_flight_bytes_max: int
+    memory_bytes_max: int
+    range_bytes_max: int
+
+
+class Admitted(NamedTuple):
+    """A request that may be worked on, and what it counts for until it is answered."""
+
+    message: ClientMessage
+    cost_bytes: int
+
+
+@dataclass(slots=True)
+class _Account:
+    count: int = 0
+    in_flight_bytes: int = 0
+    waiting: deque[Admitted] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    backlog_bytes: int = 0
+    is_congested: bool = False
+    is_greedy: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.in_flight_bytes + self.waiting_bytes + self.backlog_bytes
+
+
+class Flow:
+    """The accounts of all connections."""
+
+    def __init__(self, limits: FlowLimits) -> None:
+        self._limits = limits
+        self._accounts: dict[ConnectionId, _Account] = {}
+        self.bytes = 0
+
+    # -----------------------------------------------------------------------------------------
+    # connections
+
+    def open(self, connection: ConnectionId) -> None:
+        """A connection was made."""
+        assert connection not in self._accounts
+        self._accounts[connection] = _Account()
+
+    def close(self, connection: ConnectionId) -> None:
+        """A connection is gone, and all that it cost with it."""
+        self.bytes -= self._accounts.pop(connection).bytes
+        assert self.bytes >= 0
+
+    def may_read(self, connection: ConnectionId) -> bool:
+        """Whether more should be read from the connection."""
+        account = self._accounts[connection]
+        return not account.waiting and not account.is_greedy
+
+    def in_flight_count(self, connection: ConnectionId) -> int:
+        """How many requests of the connection are under way."""
+        return self._accounts[connection].count
+
+    # -----------------------------------------------------------------------------------------
+    # requests and answers
+
+    def receive(self, connection: ConnectionId, messages: Iterable[ClientMessage]) -> None:
+        """Take in what a connection sent; `admit` hands it out."""
+        account = self._accounts[connection]
+        for message in messages:
+            cost_bytes = self._cost_bytes(message)
+            account.waiting.append(Admitted(message, cost_bytes))
+            account.waiting_bytes += cost_bytes
+            self.bytes += cost_bytes
+
+    def admit(self, connection: ConnectionId) -> list[Admitted]:
+        """Return the requests that may be worked on now, in order."""
+        account = self._accounts.get(connection)
+        admitted: list[Admitted] = []
+        while account and account.waiting and self._has_room(account):
+            request = account.waiting.popleft()
+            account.waiting_bytes -= request.cost_bytes
+            account.in_flight_bytes += request.cost_bytes
+            account.count += 1
+            admitted.append(request)
+        return admitted
+
+    def answered(self, connection: ConnectionId, cost_bytes: int) -> None:
+        """A request is answered: what it counted for is free. Nothing for a cost of 0."""
+        account = self._accounts.get(connection)
+        if account is None or not cost_bytes:
+            return
+        account.count -= 1
+        account.in_flight_bytes -= cost_bytes
+        self.bytes -= cost_bytes
+        assert account.count >= 0
+        assert account.in_flight_bytes >= 0
+
+    def backlog(self, connection: ConnectionId, backlog_bytes: int, *, is_congested: bool) -> None:
+        """Note how much of its answers a connection has not taken yet."""
+        account = self._accounts.get(connection)
+        if account is not None:
+            self.bytes += backlog_bytes - account.backlog_bytes
+            account.backlog_bytes = backlog_bytes
+            account.is_congested = is_congested
+
+    # -----------------------------------------------------------------------------------------
+    # memory
+
+    def balance(self) -> list[ConnectionId]:
+        """Return the connections whose `may_read` may have changed by rule 3."""
+        if self.bytes > self._limits.memory_bytes_max:
+            return self._restrain()
+        if self.bytes <= self._limits.memory_bytes_max // 8 * 7:
+            freed = [each for each, account in self._accounts.items() if account.is_greedy]
+            for connection in freed:
+                self._accounts[connection].is_greedy = False
+            return freed
+        return []
+
+    def _restrain(self) -> list[ConnectionId]:
+        """Stop reading the greediest, as many as hold what is over the limit."""
+        over_bytes = self.bytes - self._limits.memory_bytes_max
+        stopped: list[ConnectionId] = []
+        held = sorted(((account.bytes, each) for each, account in self._accounts.items()))
+        while over_bytes > 0 and held:
+            held_bytes, connection = held.pop()
+            over_bytes -= held_bytes
+            account = self._accounts[connection]
+            if not account.is_greedy:
+                account.is_greedy = True
+                stopped.append(connection)
+        return stopped
+
+    # -----------------------------------------------------------------------------------------
+    # inside
+
+    def _has_room(self, account: _Account) -> bool:
+        limits = self._limits
+        if account.is_congested or account.count >= limits.connection_in_flight_max:
+            return False
+        bytes_max = limits.connection_in_flight_bytes_max
+        if isinstance(account.waiting[0].message, RangeRequest):
+            bytes_max //= 2
+        return account.in_flight_bytes < bytes_max
+
+    def _cost_bytes(self, message: ClientMessage) -> int:
+        if isinstance(message, AppendBatch):
+            return len(message.payload) + REQUEST_OVERHEAD_BYTES
+        if isinstance(message, AppendRequest):
+            return len(message.data) + REQUEST_OVERHEAD_BYTES
+        if isinstance(message, RangeRequest):
+            asked_bytes = min(max(message.bytes_max, 0), self._limits.range_bytes_max)
+            return asked_bytes + REQUEST_OVERHEAD_BYTES
+        return REQUEST_OVERHEAD_BYTES

@@ -1,0 +1,246 @@
+"""One partition in the server process: its machine, its driver, and what its effects need.
+
+Why it stands alone: a partition comes and goes with the assignment, and everything that belongs to
+one has to come and go with it.
+
+Rules:
+    1. Effects are carried out at once or as tasks of the process; every task ends in an event.
+    2. A machine that raises ends the process: what it would do next cannot be trusted, and clients
+       that lose their connection find out the truth elsewhere.
+    3. A partition that was released is owned again after a pause, while it is still assigned.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
+from waltz_core.driver import Driver
+from waltz_core.errors import CoordinatorConflict, WaltzError
+from waltz_core.machine import Report
+from waltz_core.metrics import Metrics
+from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, TransactionId
+from waltz_core.replication import events as replication
+from waltz_core.server.events import (
+    Answer,
+    ConnectionId,
+    Effect,
+    Event,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Received,
+)
+from waltz_core.server.partition import Partition
+from waltz_core.server.replicas import ReadLinks, SessionLinks, Tasks
+from waltz_core.wire.messages import ClientMessage, Reason
+
+_log = logging.getLogger(__name__)
+
+RELEASED_PAUSE_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all partitions of a process share. `failed` ends the process."""
+
+    coordinator: Coordinator
+    tasks: Tasks
+    read_links: ReadLinks
+    metrics: Metrics
+    refresh_storage_ids: Callable[[], Awaitable[None]]
+    answer: Callable[[Answer], None]
+    failed: Callable[[Exception], None]
+    write_backlog_bytes_max: int
+
+
+class Host:
+    """See the module's rules."""
+
+    def __init__(
+        self, partition_id: PartitionId, partition: Partition, surroundings: Surroundings
+    ) -> None:
+        self.partition_id = partition_id
+        self.partition = partition
+        self._around = surroundings
+        self._replicas: tuple[ReplicaId, ...] = ()
+        self._links = SessionLinks(
+            surroundings.tasks,
+            self.post,
+            self.post,
+            write_backlog_bytes_max=surroundings.write_backlog_bytes_max,
+        )
+        self._told = _Told()
+        self._driver: Driver[Event, Effect] = Driver(
+            partition,
+            self._perform,
+            on_report=self._report,
+            on_failure=surroundings.failed,
+            name=f"partition-{partition_id}",
+        )
+
+    # -----------------------------------------------------------------------------------------
+    # what comes in
+
+    def post(self, event: Event) -> None:
+        """Give the machine an event."""
+        self._driver.post(event)
+
+    def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
+        """Give the machine a client's request."""
+        wall_ms = time.time_ns() // 1_000_000
+        self._driver.post(Received(connection, message, cost_bytes, wall_ms))
+
+    def own(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
+        """The assignment names this server, or has a new generation or other replicas."""
+        is_new = generation != self.partition.generation or not self._replicas
+        changed = replicas != self._replicas
+        self._replicas = replicas
+        if not replicas:
+            return  # Nothing to store on yet.
+        if is_new or not self.partition.is_owned:
+            self.post(replication.Own(generation, replicas))
+        elif changed:
+            self.post(replication.Reassign(replicas))
+
+    def stop(self) -> None:
+        """The partition is another server's: answer what waits, and end."""
+        self.post(replication.Disown())
+        self._driver.stop()
+        self._links.close_all()
+        self._around.metrics.forget(partition=self.partition_id)
+
+    # -----------------------------------------------------------------------------------------
+    # what goes out
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Answer():
+                self._around.answer(effect)
+            case replication.SendToReplica():
+                self._links.send(effect)
+            case replication.OpenReplica():
+                self._links.open(effect)
+            case replication.CloseReplica():
+                self._links.close(effect)
+            case Fetch():
+                self._around.tasks.create_task(self._fetch(effect))
+            case replication.ReadMetadata():
+                self._around.tasks.create_task(self._read_metadata(effect))
+            case replication.WriteMetadata():
+                self._around.tasks.create_task(self._write_metadata(effect))
+            case replication.Released():
+                self._released(effect)
+            case _:  # What the store tells its owner stops at the partition machine.
+                raise AssertionError(f"an effect for nobody: {effect!r}")
+
+    def _released(self, effect: replication.Released) -> None:
+        _log.warning("partition.released partition=%s reason=%s", self.partition_id, effect.reason)
+        loop = asyncio.get_running_loop()
+        loop.call_later(RELEASED_PAUSE_S, self._own_again)
+
+    def _own_again(self) -> None:
+        if self._driver.is_stopped or self.partition.is_owned:
+            return
+        self.post(replication.Own(self.partition.generation, self._replicas))
+
+    async def _read_metadata(self, effect: replication.ReadMetadata) -> None:
+        coordinator = self._around.coordinator
+        try:
+            await self._around.refresh_storage_ids()
+            view = await coordinator.read_partition(self.partition_id)
+        except WaltzError as error:
+            self.post(replication.MetadataUnknown(effect.attempt, str(error)))
+            return
+        self.post(
+            replication.MetadataRead(
+                effect.attempt,
+                view.metadata,
+                view.metadata_version,
+                view.marker,
+                view.marker_version,
+            )
+        )
+
+    async def _write_metadata(self, effect: replication.WriteMetadata) -> None:
+        expected = PartitionVersions(effect.metadata_version, effect.marker_version)
+        try:
+            written = await self._around.coordinator.write_partition(
+                self.partition_id, effect.metadata, effect.marker, expected
+            )
+        except CoordinatorConflict:
+            self.post(replication.MetadataConflict(effect.attempt))
+        except WaltzError as error:
+            self.post(replication.MetadataUnknown(effect.attempt, str(error)))
+        else:
+            self.post(replication.MetadataWritten(effect.attempt, written.metadata, written.marker))
+
+    async def _fetch(self, effect: Fetch) -> None:
+        try:
+            answer = await self._around.read_links.fetch(effect.replica, effect.message)
+        except WaltzError as error:
+            self.post(FetchFailed(effect.token, str(error)))
+            return
+        self._around.metrics.add(
+            "waltz_server_fetched_bytes_total", len(answer.records), partition=self.partition_id
+        )
+        self.post(Fetched(effect.token, answer))
+
+    # -----------------------------------------------------------------------------------------
+    # figures
+
+    def _report(self, report: Report) -> None:
+        fields = " ".join(f"{name}={value}" for name, value in report.fields)
+        _log.info("%s partition=%s %s", report.name, self.partition_id, fields)
+        self._around.metrics.report(report)
+
+    def show(self) -> None:
+        """Bring this partition's metrics up to date."""
+        self._told.show(self.partition_id, self.partition, self._around.metrics)
+
+
+class _Told:
+    """How much of a partition's running counts the metrics have been told."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        self._refused_before = [0] * len(Reason)
+
+    def show(self, partition_id: PartitionId, partition: Partition, metrics: Metrics) -> None:
+        figures = partition.pipeline.figures
+        for name, total in (
+            ("waltz_server_appended_transactions_total", figures.committed),
+            ("waltz_server_appended_bytes_total", figures.committed_bytes),
+            ("waltz_server_appended_batches_total", figures.batches),
+        ):
+            metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
+            self._before[name] = total
+        for reason in Reason:
+            more = figures.refused[reason] - self._refused_before[reason]
+            self._refused_before[reason] = figures.refused[reason]
+            if more:
+                metrics.add(
+                    "waltz_server_refused_transactions_total",
+                    more,
+                    partition=partition_id,
+                    reason=reason.name.lower(),
+                )
+        mark = partition.high_water_mark
+        metrics.set("waltz_server_high_water_mark", mark, partition=partition_id)
+        metrics.set(
+            "waltz_server_store_session",
+            partition.session_id if partition.is_open else 0,
+            partition=partition_id,
+        )
+        locks = partition.pipeline.locks
+        if locks is not None:
+            # For a client that is a thousand transactions behind.
+            lagging = TransactionId(max(BEFORE_FIRST, mark - 1_000))
+            metrics.set(
+                "waltz_server_false_refusals_ratio",
+                locks.false_refusal_probability(lagging),
+                partition=partition_id,
+            )

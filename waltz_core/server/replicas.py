@@ -1,0 +1,230 @@
+"""Links to storages: one for each store session and replica, and others for reading.
+
+Why it stands alone: the replication machines say what to do, with which storage, in which session;
+this is the only place where that becomes a TCP connection. It holds no protocol state: what an
+answer means, and what a lost link means, is decided by the machines.
+
+Rules:
+    1. A session's link is its own and is never used again: what was in flight on an older link may
+       still reach its storage, and is fenced by the session id it carries.
+    2. `OpenReplica` has one outcome, and a link that was lost is told once; a link that was closed
+       on request is never heard of again (replication/events.py, rule 2).
+    3. Readers have links of their own, so that a large read cannot hold up an append.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
+from waltz_core.net import Link, dial
+from waltz_core.record import PartitionId, ReplicaId, SessionId
+from waltz_core.replication import events as replication
+from waltz_core.wire.messages import (
+    Message,
+    Nack,
+    OpenRequest,
+    RangeBytes,
+    RangeRaw,
+    StorageMessage,
+    SuccessResponse,
+    Surface,
+)
+
+_log = logging.getLogger(__name__)
+
+DIAL_TIMEOUT_S: Final = 3.0
+READ_TIMEOUT_S: Final = 15.0
+_NOBODY: Final = -1
+
+
+class Tasks(Protocol):
+    """Where work that waits is started; an `asyncio.TaskGroup` is one."""
+
+    def create_task(self, work: Coroutine[Any, Any, None], /) -> object:
+        """Run `work`, which raises nothing."""
+
+
+@dataclass(slots=True)
+class _SessionLink:
+    link: Link | None = None
+    is_closed: bool = False
+
+
+class SessionLinks:
+    """The links of one partition's store sessions."""
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        post: Callable[[replication.ReplicaOpened | replication.ReplicaLost], None],
+        post_answer: Callable[[replication.ReplicaAnswered], None],
+        *,
+        write_backlog_bytes_max: int,
+    ) -> None:
+        self._tasks = tasks
+        self._post = post
+        self._post_answer = post_answer
+        self._write_backlog_bytes_max = write_backlog_bytes_max
+        self._links: dict[tuple[SessionId, ReplicaId], _SessionLink] = {}
+
+    def open(self, effect: replication.OpenReplica) -> None:
+        """Dial the storage; `ReplicaOpened` or `ReplicaLost` follows."""
+        key = (effect.session_id, effect.replica)
+        assert key not in self._links
+        entry = self._links[key] = _SessionLink()
+        self._tasks.create_task(self._dial(key, entry))
+
+    def send(self, effect: replication.SendToReplica) -> None:
+        """Send in order; nothing happens once the link is lost, as that is told."""
+        entry = self._links.get((effect.session_id, effect.replica))
+        if entry is not None and entry.link is not None:
+            entry.link.send(effect.message)
+
+    def close(self, effect: replication.CloseReplica) -> None:
+        """Drop the link, or the dial that is under way."""
+        self._close((effect.session_id, effect.replica), "the session has ended")
+
+    def close_all(self) -> None:
+        """Drop all links; nothing is heard of them any more."""
+        for key in list(self._links):
+            self._close(key, "the partition is not served any more")
+
+    def _close(self, key: tuple[SessionId, ReplicaId], reason: str) -> None:
+        entry = self._links.pop(key, None)
+        if entry is not None:
+            entry.is_closed = True
+            if entry.link is not None:
+                entry.link.close(reason)
+
+    async def _dial(self, key: tuple[SessionId, ReplicaId], entry: _SessionLink) -> None:
+        session_id, replica = key
+        try:
+            link = await dial(
+                Surface.STORAGE,
+                replica,
+                timeout_s=DIAL_TIMEOUT_S,
+                write_backlog_bytes_max=self._write_backlog_bytes_max,
+            )
+        except WaltzError as error:
+            self._lost(key, entry, str(error))
+            return
+        if entry.is_closed:
+            link.abort("the session has ended")
+            return
+        entry.link = link
+
+        def take(messages: list[Message]) -> None:
+            for message in messages:
+                # Rule 2; a machine may close the link at any of these messages.
+                if entry.is_closed:
+                    return
+                assert isinstance(message, StorageMessage)
+                self._post_answer(replication.ReplicaAnswered(session_id, replica, message))
+
+        self._post(replication.ReplicaOpened(session_id, replica))
+        if not entry.is_closed:
+            link.start(take, lambda reason: self._lost(key, entry, reason))
+
+    def _lost(self, key: tuple[SessionId, ReplicaId], entry: _SessionLink, reason: str) -> None:
+        if entry.is_closed:
+            return
+        entry.is_closed = True
+        del self._links[key]
+        session_id, replica = key
+        self._post(replication.ReplicaLost(session_id, replica, reason))
+
+
+@dataclass(slots=True)
+class _ReadLink:
+    link: Link
+    waiting: dict[tuple[PartitionId, int], asyncio.Future[RangeBytes]] = field(default_factory=dict)
+
+
+class ReadLinks:
+    """One link to each storage for reading, made when it is first needed, for all partitions."""
+
+    def __init__(self) -> None:
+        self._links: dict[ReplicaId, _ReadLink] = {}
+        self._dialling: dict[ReplicaId, asyncio.Lock] = {}
+
+    async def fetch(self, replica: ReplicaId, message: RangeRaw) -> RangeBytes:
+        """Ask a storage for a range; partition and sequence must be unique among those waiting.
+
+        Raises Unreachable, or the error that the storage answered with.
+        """
+        read_link = await self._link(replica)
+        key = (PartitionId(message.partition_id), message.sequence)
+        assert key not in read_link.waiting
+        answer: asyncio.Future[RangeBytes] = asyncio.get_running_loop().create_future()
+        read_link.waiting[key] = answer
+        read_link.link.send(message)
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                return await answer
+        except TimeoutError as error:
+            raise Unreachable(f"{replica}: no answer within {READ_TIMEOUT_S} s") from error
+        finally:
+            read_link.waiting.pop(key, None)
+
+    def close(self) -> None:
+        """Drop all links."""
+        for read_link in self._links.values():
+            read_link.link.close("shutting down")
+
+    async def _link(self, replica: ReplicaId) -> _ReadLink:
+        lock = self._dialling.setdefault(replica, asyncio.Lock())
+        async with asyncio.timeout(READ_TIMEOUT_S), lock:
+            found = self._links.get(replica)
+            if found is not None:
+                return found
+            link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S)
+            read_link = self._links[replica] = _ReadLink(link)
+            link.start(
+                lambda messages: _take_answers(replica, read_link, messages),
+                lambda reason: self._lost(replica, read_link, reason),
+            )
+            return read_link
+
+    def _lost(self, replica: ReplicaId, read_link: _ReadLink, reason: str) -> None:
+        if self._links.get(replica) is read_link:
+            del self._links[replica]
+        for answer in read_link.waiting.values():
+            if not answer.done():
+                answer.set_exception(Unreachable(f"{replica}: {reason}"))
+
+
+def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Message]) -> None:
+    for message in messages:
+        assert isinstance(message, StorageMessage)
+        answer = read_link.waiting.get((PartitionId(message.partition_id), message.sequence))
+        if answer is None or answer.done():
+            continue
+        if isinstance(message, RangeBytes):
+            answer.set_result(message)
+        elif isinstance(message, Nack):
+            answer.set_exception(from_code(message.error_code, f"{replica}: {message.message}"))
+        else:
+            name = type(message).__name__
+            answer.set_exception(
+                RemoteProtocolError(f"{replica}: expected a range of records, found {name}")
+            )
+
+
+async def is_reachable(replica: ReplicaId, cluster_key: bytes, partition_count: int) -> bool:
+    """Whether a storage answers, and is of this cluster."""
+    try:
+        link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S)
+    except WaltzError:
+        return False
+    try:
+        async with asyncio.timeout(DIAL_TIMEOUT_S):
+            link.send(OpenRequest(_NOBODY, _NOBODY, _NOBODY, cluster_key, partition_count))
+            (answer, *_) = await link.receive()
+            return isinstance(answer, SuccessResponse)
+    except (WaltzError, TimeoutError):
+        return False
+    finally:
+        link.abort("asked")
