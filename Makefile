@@ -35,7 +35,7 @@ check: ## Style, types, layers, and the quick tests; under a minute
 	@$(RUN) ruff format --check --quiet . || { echo 'not formatted: run make format'; exit 1; }
 	@$(RUN) ruff check --quiet .
 	@$(RUN) python -m mypy
-	@$(RUN) lint-imports --no-timings 2>&1 | sed -n '/^Contracts/,$$p'
+	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
 	@$(RUN) python -m pytest $(QUICK) $(ARGS)
 
 format: ## Put the sources into the one format

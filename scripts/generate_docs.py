@@ -1,4 +1,4 @@
-"""Write what is generated: the samples in `conf/`. `--check` compares and writes nothing.
+"""Write what is generated: the samples in `conf/`, the table of options in `docs/spark.md`.
 
 Why it stands alone: a test runs `generated()` and compares, so that no sample and no table can
 drift from the code that it describes.
@@ -10,8 +10,11 @@ from pathlib import Path
 from waltz_core.config import KINDS
 from waltz_core.settings import sample_toml
 from waltz_core.zookeeper_process import zookeeper_config
+from waltz_spark.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
+OPTIONS_BEGIN = "<!-- options: written by `make docs` from waltz_spark/options.py -->"
+OPTIONS_END = "<!-- /options -->"
 
 LOGGING = """\
 # What is logged and where, as Python's logging.config.dictConfig takes it.
@@ -81,7 +84,23 @@ def generated() -> dict[Path, str]:
     }
     for kind, config_type in KINDS.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
+    texts[ROOT / "docs" / "spark.md"] = spark_page()
     return texts
+
+
+def spark_page() -> str:
+    """Return docs/spark.md with the table of options as the code has them."""
+    page = (ROOT / "docs" / "spark.md").read_text(encoding="utf-8")
+    head, mark, rest = page.partition(OPTIONS_BEGIN)
+    _, end, tail = rest.partition(OPTIONS_END)
+    assert mark, "docs/spark.md has no place for the options"
+    assert end, "docs/spark.md has no end of the options"
+    rows = [
+        f"| `{option.name}` | {option.use.value} | {option.default} | {option.text} |"
+        for option in OPTIONS
+    ]
+    table = ["| option | for | default | |", "|---|---|---|---|", *rows]
+    return head + mark + "\n\n" + "\n".join(table) + "\n\n" + end + tail
 
 
 def drifted() -> list[str]:

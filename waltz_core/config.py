@@ -221,7 +221,7 @@ class ServerConfig(ZooKeeperConfig):
         8 * MIB, "Bytes of one append batch of a client.", least=5 * MIB, most=15 * MIB
     )
     replica_lag_bytes_max: int = _bytes(
-        64 * MIB,
+        16 * MIB,
         "How far a replica may fall behind before it is fed from the others' logs instead of from "
         "memory. Too small: a short pause costs reads. Too large: memory for each replica.",
         least=MIB,
@@ -255,15 +255,15 @@ class ServerConfig(ZooKeeperConfig):
         most=100_000_000,
     )
     retry_interval_ms_min: int = _ms(
-        100, "The first pause before a replica is tried again. Too short: busy for nothing."
+        50, "The first pause before a replica is tried again. Too short: busy for nothing."
     )
     retry_interval_ms_max: int = _ms(
-        20_000, "The longest such pause. Too long: a storage that is back waits to be used."
+        2_000, "The longest such pause. Too long: a storage that is back waits to be used."
     )
     quorum_timeout_ms: int = _ms(
-        5_000,
-        "How long a store session may have no answer of a quorum before it is given up. Too short: "
-        "slow disks end sessions. Too long: a dead connection is noticed late.",
+        12_000,
+        "How long a partition may be without a quorum before it is given to another server. Too "
+        "short: slow disks move partitions. Too long: a server that reaches no storage keeps them.",
         least=100,
     )
     session_timer_ms: int = _ms(

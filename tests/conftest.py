@@ -1,0 +1,24 @@
+"""What all tests share: how long hypothesis may think, and a generator with a seed."""
+
+import os
+import random
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The machine may be busy, so a slow example is no failure; pytest-timeout ends what hangs.
+settings.register_profile(
+    "quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("thorough", parent=settings.get_profile("quick"), max_examples=2_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+# Spark's workers must be this very Python; with another one they do not know waltz_spark.
+os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+
+@pytest.fixture
+def seeded(request):
+    """Return a `Random` whose seed is the test's name, so that every run draws the same."""
+    return random.Random(request.node.nodeid)

@@ -1,0 +1,374 @@
+"""Holds the rules of STYLE.md that ruff, mypy and import-linter cannot state.
+
+Each failure names the file, the line and the rule, so that the fix needs no look-up.
+"""
+
+import ast
+import re
+import runpy
+import subprocess
+import tomllib
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("waltz_core", "waltz_spark")
+FUNCTION_LINES_MAX = 60
+FILE_LINES_MAX = 600
+# path -> why it may be longer
+FILES_LONGER_ON_PURPOSE = {
+    "waltz_core/wire/messages.py": "the table of all messages, one dataclass each, no behaviour",
+}
+# Whose files have a unit test file each, of the same name, but for shells: those name one of
+# SHELL_MODULES, and tests with real daemons cover them.
+MIRRORED = ("replication", "wire", "storage", "cluster", "server")
+SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "kazoo")
+# Files that only declare; whoever uses them tests them.
+DECLARATIONS = {
+    "waltz_core/cluster/znodes.py",
+    "waltz_core/replication/events.py",
+    "waltz_core/server/events.py",
+    "waltz_core/wire/messages.py",
+}
+# third-party module -> the only files that may name it
+ONE_DOOR = {
+    "crcmod": (),
+    "kazoo": ("waltz_core/cluster/zookeeper.py",),
+    "msgpack": ("waltz_core/client/transaction.py", "waltz_spark/rows.py"),
+    "prometheus_client": ("waltz_core/metrics.py",),
+    "psutil": ("waltz_core/local.py",),
+    "sqlalchemy": ("waltz_core/client/sql.py",),
+}
+# pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
+ARROW_DOOR = "waltz_core/batches.py"
+DISK_DOORS = ("waltz_core/storage/disk.py",)
+BANNED_WORDS_IN_NAMES = ("util", "utils", "manager", "handler", "helper", "helpers", "base", "misc")
+BANNED_MODULES = ("pickle", "marshal", "shelve", "cloudpickle")
+ISSUE_LINK = re.compile(r"#\d+|https?://")
+TO_DO = re.compile(r"\b(TOD[O]|FIXM[E]|XX[X])\b")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+|tmp/\w+)/")
+
+
+class Source(NamedTuple):
+    """One file of Python."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+
+@cache
+def sources_under(*folders: str) -> tuple[Source, ...]:
+    """Return every Python file under some folders, in order."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    found = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        found.append(Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text)))
+    return tuple(found)
+
+
+def product() -> tuple[Source, ...]:
+    """Return the files that are installed."""
+    return sources_under(*PACKAGES)
+
+
+def of_tests() -> tuple[Source, ...]:
+    """Return the files of the tests."""
+    return sources_under("tests")
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Return every file that belongs to the project."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    names = listed.stdout.decode().split("\0")
+    return tuple(sorted(name for name in names if name and (ROOT / name).is_file()))
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the length of a function without its docstring."""
+    assert function.end_lineno is not None
+    whole = function.end_lineno - function.lineno + 1
+    return whole - len((ast.get_docstring(function, clean=False) or "").splitlines())
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Return the top-level names that a node imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name.split(".")[0] for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module.split(".")[0]]
+    return []
+
+
+def calls(tree: ast.AST, *names: str) -> list[ast.Call]:
+    """Return the calls of functions that are written like one of the names."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names
+    ]
+
+
+def nothing(found: Collection[str], rule: str) -> None:
+    """Fail with the rule and every place that breaks it."""
+    if found:
+        pytest.fail("\n".join([f"{rule}:", *sorted(found)]), pytrace=False)
+
+
+# --- Files
+
+
+def test_every_file_says_what_it_is():
+    silent = [s.path for s in (*product(), *of_tests()) if s.text and not ast.get_docstring(s.tree)]
+    nothing(silent, "no docstring says what the file is")
+
+
+def test_no_file_outgrows_a_sitting():
+    long = {s.path for s in product() if s.text.count("\n") > FILE_LINES_MAX}
+    nothing(long - set(FILES_LONGER_ON_PURPOSE), f"over {FILE_LINES_MAX} lines")
+    nothing(set(FILES_LONGER_ON_PURPOSE) - long, "listed as long, but short")
+
+
+def test_files_are_named_for_what_they_are():
+    vague = [
+        s.path
+        for s in (*product(), *of_tests())
+        if set(Path(s.path).stem.removeprefix("test_").split("_")) & set(BANNED_WORDS_IN_NAMES)
+    ]
+    nothing(vague, "a vague word in the name of a file")
+
+
+def test_overviews_hold_prose_only():
+    """But for the two packages that are a public interface."""
+    public = ("waltz_core/client/__init__.py", "waltz_spark/__init__.py", "waltz_core/__init__.py")
+    wrong = [
+        s.path
+        for s in product()
+        if s.path.endswith("__init__.py") and s.path not in public
+        if len(s.tree.body) > 1
+    ]
+    nothing(wrong, "an __init__ with code in it")
+
+
+def test_every_mirrored_file_has_a_test_file_of_its_own():
+    missing = [
+        s.path
+        for s in product()
+        if s.path.startswith(tuple(f"waltz_core/{name}/" for name in MIRRORED))
+        if not s.path.endswith("__init__.py")
+        if s.path not in DECLARATIONS and not is_shell(s)
+        if not mirror_of(s.path).exists()
+    ]
+    nothing(missing, "no tests/unit/<package>/test_<file>.py")
+
+
+def is_shell(source: Source) -> bool:
+    """Return whether a file names what no pure file may name."""
+    names = {name for node in ast.walk(source.tree) for name in imported(node)}
+    return bool(names & set(SHELL_MODULES))
+
+
+def mirror_of(path: str) -> Path:
+    """Return where the unit tests of a source file live."""
+    source = Path(path).relative_to("waltz_core")
+    return ROOT / "tests" / "unit" / source.parent / f"test_{source.name}"
+
+
+def test_exceptions_to_these_rules_name_files_that_exist():
+    named = {*FILES_LONGER_ON_PURPOSE, *DECLARATIONS}
+    nothing([path for path in named if not (ROOT / path).exists()], "listed here, but gone")
+
+
+# --- Functions
+
+
+def test_no_function_outgrows_a_screen():
+    long = [
+        f"{s.path}:{node.lineno} {node.name}"
+        for s in (*product(), *of_tests())
+        for node in ast.walk(s.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if body_lines(node) > FUNCTION_LINES_MAX
+    ]
+    nothing(long, f"over {FUNCTION_LINES_MAX} lines")
+
+
+def test_pure_functions_take_no_bare_minus_one_for_an_id():
+    """`BEFORE_FIRST` and `NO_SESSION` have names."""
+    bare = [
+        f"{s.path}:{node.lineno}"
+        for s in product()
+        for node in ast.walk(s.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("TransactionId", "SessionId")
+        if node.args and ast.unparse(node.args[0]) == "-1" and s.path != "waltz_core/record.py"
+    ]
+    nothing(bare, "a bare -1; BEFORE_FIRST and NO_SESSION have names")
+
+
+# --- Libraries
+
+
+def test_each_third_party_library_has_one_door():
+    wrong = [
+        f"{s.path}:{node.lineno} names {name}"
+        for s in product()
+        for node in ast.walk(s.tree)
+        for name in imported(node)
+        if (name in ONE_DOOR and s.path not in ONE_DOOR[name])
+        or (name == "pyarrow" and s.path.startswith("waltz_core/") and s.path != ARROW_DOOR)
+    ]
+    nothing(wrong, "a library is named outside of its door")
+
+
+def test_every_pure_file_is_under_the_contract_of_pure_modules():
+    """import-linter checks only the modules that are listed; this checks the list."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (contract,) = [
+        each
+        for each in settings["tool"]["importlinter"]["contracts"]
+        if each["name"].startswith("pure modules")
+    ]
+    listed = tuple(f"{name}." for name in contract["source_modules"])
+    folders = tuple(f"waltz_core/{name}/" for name in (*MIRRORED, "sim"))
+    forgotten = [
+        s.path
+        for s in product()
+        if s.path.startswith(folders) and not s.path.endswith("__init__.py") and not is_shell(s)
+        if s.path not in DISK_DOORS
+        if not (s.path.removesuffix(".py").replace("/", ".") + ".").startswith(listed)
+    ]
+    nothing(forgotten, "add them to source_modules in pyproject.toml")
+
+
+def test_nothing_is_pickled_or_evaluated():
+    wrong = [
+        f"{s.path}:{node.lineno} names {name}"
+        for s in product()
+        for node in ast.walk(s.tree)
+        for name in imported(node)
+        if name in BANNED_MODULES
+    ]
+    wrong += [
+        f"{s.path}:{c.lineno} evaluates" for s in product() for c in calls(s.tree, "eval", "exec")
+    ]
+    nothing(wrong, "pickle, eval and their like")
+
+
+# --- Tests
+
+
+def test_a_sleep_in_a_test_only_paces_the_wait_for_a_condition():
+    wrong = []
+    for source in of_tests():
+        paced = {
+            id(call)
+            for loop in ast.walk(source.tree)
+            if isinstance(loop, ast.While)
+            for call in calls(loop, "time.sleep", "asyncio.sleep")
+        }
+        wrong += [
+            f"{source.path}:{call.lineno}"
+            for call in calls(source.tree, "time.sleep", "asyncio.sleep")
+            if id(call) not in paced and ast.unparse(call.args[0]) != "0"
+        ]
+    nothing(wrong, "a sleep outside of a `while` that looks at a condition")
+
+
+def test_whatever_is_skipped_says_why():
+    wrong = []
+    for source in of_tests():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and node.attr in ("skip", "xfail", "skipif"):
+                reasoned = [
+                    call
+                    for call in ast.walk(source.tree)
+                    if isinstance(call, ast.Call) and call.func is node
+                    if any(keyword.arg == "reason" for keyword in call.keywords)
+                    or (node.attr == "skip" and call.args)
+                ]
+                if not reasoned:
+                    wrong.append(f"{source.path}:{node.lineno}")
+    nothing(wrong, "skip and xfail need a reason")
+
+
+def test_every_test_can_fail():
+    """It asserts, expects an exception, or calls something in its file that does."""
+    idle = []
+    for source in of_tests():
+        functions = [
+            node
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        idle += [
+            f"{source.path}:{node.lineno} {node.name}"
+            for node in functions
+            if node.name.startswith("test_") and not can_fail(node, functions)
+        ]
+    nothing(idle, "a test that cannot fail")
+
+
+def can_fail(function: ast.AST, functions: list[ast.FunctionDef | ast.AsyncFunctionDef]) -> bool:
+    """Return whether a function has something in it that may refuse the outcome."""
+    asserting = {"nothing", "raises", "suppress", "fail", "run_state_machine_as_test"}
+    asserting |= {
+        node.name
+        for node in functions
+        if any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
+        or calls(node, "pytest.raises")
+    }
+    called = {
+        ast.unparse(node.func).split(".")[-1]
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+    }
+    has_assert = any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(function))
+    return has_assert or any(
+        name in asserting or name.startswith(("assert_", "expect_", "check_")) for name in called
+    )
+
+
+# --- Everything that is in the repository
+
+
+def test_nothing_is_left_to_do_without_an_issue():
+    open_ends = [
+        f"{name}:{number}"
+        for name in tracked()
+        if name.endswith((".py", ".md", ".toml", "Makefile")) or name.startswith("scripts/")
+        for number, line in enumerate(text_of(name).splitlines(), 1)
+        if TO_DO.search(line) and not ISSUE_LINK.search(line)
+    ]
+    nothing(open_ends, "something is left to do and links no issue")
+
+
+def test_no_path_of_somebodys_machine_is_named():
+    found = [
+        f"{name}:{number}"
+        for name in tracked()
+        if name != "tests/tidy/test_tidy.py"
+        for number, line in enumerate(text_of(name).splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    nothing(found, "a path of one machine only")
+
+
+def test_samples_and_tables_are_what_the_code_says():
+    generator = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))
+    nothing(generator["drifted"](), "not what the code says: run make docs")
+
+
+def text_of(name: str) -> str:
+    """Return a file's text; bytes that are none are left out, as in a picture."""
+    return (ROOT / name).read_bytes().decode("utf-8", errors="ignore")
