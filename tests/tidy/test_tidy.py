@@ -274,7 +274,8 @@ def test_a_sleep_in_a_test_only_paces_the_wait_for_a_condition():
         paced = {
             id(call)
             for loop in ast.walk(source.tree)
-            if isinstance(loop, ast.While)
+            # Nothing can be awaited where nothing is to happen: that is what `quiet` is for.
+            if isinstance(loop, ast.While) or getattr(loop, "name", "") == "quiet"
             for call in calls(loop, "time.sleep", "asyncio.sleep")
         }
         wrong += [

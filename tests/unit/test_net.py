@@ -64,6 +64,11 @@ async def pair(**dial_options):
         await listener.close()
 
 
+async def quiet():
+    """Give what must not happen the time in which it would."""
+    await asyncio.sleep(0.05)
+
+
 @on_loop
 async def test_messages_arrive_in_order_whatever_their_size():
     async with pair() as (link, peer, _):
@@ -118,7 +123,7 @@ async def test_an_inbox_that_nobody_empties_stops_the_peer():
             there.send(raw(500_000, n))
         await until(lambda: there.is_congested and link._inbox_bytes > 1024 * 1024)
         before = link.bytes_received
-        await asyncio.sleep(0.05)
+        await quiet()
         assert link.bytes_received == before
         found = []
         while len(found) < 40:
@@ -138,7 +143,7 @@ async def test_who_does_not_take_answers_may_not_ask():
             there.send(raw(500_000))
             await asyncio.sleep(0)
         link.send(Appended(1, 7, 3, 9))
-        await asyncio.sleep(0.05)
+        await quiet()
         assert peer.messages == []
         link.start(lambda messages: None, lambda reason: None)
         link.resume_reading()
