@@ -8,26 +8,39 @@ fork opens one of its own. An idle client is closed when its process ends.
 import atexit
 import os
 import threading
+from collections.abc import Callable
 
-from waltz_core.client import WaltzClient
+from waltz_core.client import Layout, WaltzClient
 
 _lock = threading.Lock()
+# Keyed by process and cluster; a process that was forked finds none of its own.
 _clients: dict[tuple[int, str], WaltzClient] = {}
 
 
 def client_of(connect: str) -> WaltzClient:
-    """Return this process's client of a cluster, connecting it the first time.
+    """Return this process's client of a cluster, asking ZooKeeper the first time.
 
     Raises:
         BadConfig: the connect string is wrong, or there is no cluster at its root.
         CoordinatorUnavailable: ZooKeeper does not answer.
     """
+    return _client(connect, lambda: WaltzClient(connect))
+
+
+def client_at(layout: Layout) -> WaltzClient:
+    """Return this process's client of a cluster whose layout the driver has found out.
+
+    A task asks ZooKeeper only when a server has moved since.
+    """
+    return _client(layout.connect, lambda: WaltzClient.at(layout))
+
+
+def _client(connect: str, make: Callable[[], WaltzClient]) -> WaltzClient:
     key = (os.getpid(), connect)
     with _lock:
         client = _clients.get(key)
         if client is None:
-            client = WaltzClient(connect)
-            _clients[key] = client
+            client = _clients[key] = make()
         return client
 
 

@@ -10,6 +10,7 @@ and `catch_up` (the log on its way to the application), `partition` (one partiti
 `requests` and `ranges` (reading), `connections` and `directory` (where to go).
 """
 
+from waltz_core.client.appends import BatchOrder
 from waltz_core.client.async_client import AsyncWaltzClient
 from waltz_core.client.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.client.directory import ClusterInfo, Layout
@@ -39,6 +40,7 @@ __all__ = [
     "AsyncCallbacks",
     "AsyncTransaction",
     "AsyncWaltzClient",
+    "BatchOrder",
     "BatchOutcome",
     "Callbacks",
     "ClusterInfo",

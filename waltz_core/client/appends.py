@@ -23,7 +23,12 @@ from waltz_core import errors
 from waltz_core.batches import encode_append
 from waltz_core.checksum import crc32
 from waltz_core.client.monitor import BatchOutcome, Parcel, Single
-from waltz_core.record import RECORD_OVERHEAD_BYTES, PartitionId, TransactionId
+from waltz_core.record import (
+    BEFORE_FIRST,
+    RECORD_OVERHEAD_BYTES,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.wire.messages import Reason
 
 # Up to so many rows go as single appends; more of them are cheaper as one Arrow batch.
@@ -147,12 +152,36 @@ class Window:
 Post: TypeAlias = Callable[[Parcel], None]
 
 
+class BatchOrder:
+    """Keeps one writer's batches of one partition in order, also when some of them are lost.
+
+    Once a batch of this order was told with rows that were not taken (`told`), later ones are not
+    sent but answered LOST, until the writer has counted that outcome (`seen`) and so knows what to
+    send again first. Without it a batch that was on its way from the writer to the client could
+    enter the log before the rows that were lost.
+    """
+
+    __slots__ = ("seen", "told")
+
+    def __init__(self) -> None:
+        self.told = 0
+        self.seen = 0
+
+
 class _Batch(NamedTuple):
     """A parcel of `append_batch`."""
 
     future: asyncio.Future[BatchOutcome]
     row_count: int
     size_bytes: int
+    order: BatchOrder | None
+
+    def tell(self, outcome: BatchOutcome) -> None:
+        """Give the writer its outcome."""
+        if self.order is not None and np.isin(outcome.reasons, list(_TRANSIENT)).any():
+            self.order.told += 1
+        if not self.future.done():
+            self.future.set_result(outcome)
 
 
 class Appends:
@@ -199,13 +228,19 @@ class Appends:
             self._loop.call_soon(self._send_gathered)
 
     def add_batch(
-        self, payload: bytes, row_count: int, mark: TransactionId
+        self, payload: bytes, row_count: int, mark: TransactionId, order: BatchOrder | None
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch for which the window has room."""
         self._send_gathered()  # rule 2
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
+        batch = _Batch(future, row_count, len(payload), order)
+        if order is not None and order.told != order.seen:
+            self.window.give(row_count, len(payload))
+            lost = BatchOutcome.uniform(row_count, Reason.LOST, high_water_mark=BEFORE_FIRST)
+            batch.tell(lost)
+            return future
         token = self._next_token()
-        self._parcels[token] = _Batch(future, row_count, len(payload))
+        self._parcels[token] = batch
         self._post(Parcel(token, row_count, mark, payload, crc32(payload)))
         return future
 
@@ -262,8 +297,7 @@ class Appends:
         parcel = self._parcels.pop(token)
         if isinstance(parcel, _Batch):
             self.window.give(parcel.row_count, parcel.size_bytes)
-            if not parcel.future.done():
-                parcel.future.set_result(outcome)
+            parcel.tell(outcome)
         else:
             self._tell_rows(parcel, outcome)
         self._check_idle()

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
-from waltz_core.client.appends import Row
+from waltz_core.client.appends import BatchOrder, Row
 from waltz_core.client.callbacks import AsyncCallbacks
 from waltz_core.client.catch_up import CatchUp
 from waltz_core.client.connections import ServerLinks
@@ -342,9 +342,18 @@ class AsyncWaltzClient:
         return cast("asyncio.Future[TransactionId]", row.future)
 
     async def append_batch(
-        self, partition: int, payload: bytes, row_count: int, *, client_high_water_mark: int
+        self,
+        partition: int,
+        payload: bytes,
+        row_count: int,
+        *,
+        client_high_water_mark: int,
+        order: BatchOrder | None = None,
     ) -> "asyncio.Future[BatchOutcome]":
         """Append a batch as `batches.encode_append` makes it; return a future of its outcome.
+
+        With an `order` rows of its batches enter in the order in which they were appended, also
+        over losses; see `BatchOrder`.
 
         The future raises only when there is no outcome for the rows: TooLarge, BadRequest, or
         Unavailable (none is in the log), or OutcomeUnknown.
@@ -353,7 +362,8 @@ class AsyncWaltzClient:
         if row_count < 1:
             raise errors.BadRequest(f"append batch: expected at least one row, found {row_count}")
         await chosen.window.take(row_count, len(payload))
-        return chosen.appends.add_batch(payload, row_count, TransactionId(client_high_water_mark))
+        mark = TransactionId(client_high_water_mark)
+        return chosen.appends.add_batch(payload, row_count, mark, order)
 
     async def submit(self, context: TransactionContext) -> "asyncio.Future[TransactionId | None]":
         """Run a context; return a future of its transaction id, None when it gave itself up.

@@ -32,6 +32,7 @@ from waltz_core.record import PartitionId, TransactionId
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
+    from waltz_core.client.appends import BatchOrder
     from waltz_core.client.monitor import BatchOutcome
 
 # Threads for the application's code; a partition's feed takes one while it is applied.
@@ -199,12 +200,22 @@ class WaltzClient:
         )
 
     def append_batch(
-        self, partition: int, payload: bytes, row_count: int, *, client_high_water_mark: int
+        self,
+        partition: int,
+        payload: bytes,
+        row_count: int,
+        *,
+        client_high_water_mark: int,
+        order: "BatchOrder | None" = None,
     ) -> "Future[BatchOutcome]":
         """Append a batch as `batches.encode_append` makes it; return a future of its outcome."""
         return self._call_future(
             self._client.append_batch(
-                partition, payload, row_count, client_high_water_mark=client_high_water_mark
+                partition,
+                payload,
+                row_count,
+                client_high_water_mark=client_high_water_mark,
+                order=order,
             )
         )
 

@@ -11,23 +11,25 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from waltz_core.client import RangeSource
+from waltz_core.client import Layout, ReplicaSet
 from waltz_spark import planning
-from waltz_spark.connections import client_of
+from waltz_spark.connections import client_at, client_of
 from waltz_spark.datasource.fetch import Shape, fetch
 from waltz_spark.options import ReadOptions
 
 
 @dataclass
-class Task(InputPartition):  # type: ignore[misc]  # pyspark's class is untyped
+class Task(InputPartition):
     """What one task reads: transactions first..last of one partition, and from where."""
 
-    source: RangeSource
+    layout: Layout
+    replicas: ReplicaSet
+    partition: int
     first: int
     last: int
 
 
-class WaltzBatchReader(DataSourceReader):  # type: ignore[misc]  # pyspark's class is untyped
+class WaltzBatchReader(DataSourceReader):
     """Reads a range of the log.
 
     Args:
@@ -50,7 +52,7 @@ class WaltzBatchReader(DataSourceReader):  # type: ignore[misc]  # pyspark's cla
         options = self._options
         client = client_of(options.connect)
         chosen = planning.chosen_partitions(options, client.partition_count)
-        sources = client.range_sources(chosen)
+        sources = {partition: client.replicas(partition) for partition in chosen}
         marks = {partition: sources[partition].high_water_mark for partition in chosen}
         whole = planning.spans(
             planning.resolve_starts(options, marks),
@@ -62,11 +64,13 @@ class WaltzBatchReader(DataSourceReader):  # type: ignore[misc]  # pyspark's cla
             task_count_min=options.task_count_min,
             per_task_max=options.task_transactions_max,
         )
-        return [Task(sources[span.partition], span.first, span.last) for span in spans]
+        layout = client.layout()
+        return [Task(layout, sources[span.partition], *span) for span in spans]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield a task's transactions as Arrow batches."""
         if not isinstance(partition, Task):
             return iter(())  # Spark's way to say that there is nothing to read
         shape = Shape(self._options, self._schema)
-        return fetch(partition.source, partition.first, partition.last, shape)
+        span = planning.Span(partition.partition, partition.first, partition.last)
+        return fetch(client_at(partition.layout), partition.replicas, span, shape)

@@ -8,6 +8,8 @@ Rules:
     3. Ids are dense: a gap where none was asked for fails the read.
 """
 
+import logging
+import time
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -15,10 +17,13 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_core import batches
-from waltz_core.client import RangeChunk, RangeSource, read_range
-from waltz_spark.connections import client_of
+from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
+from waltz_core.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, ReadOptions
+from waltz_spark.planning import Span
 from waltz_spark.rows import Unpacker
+
+_log = logging.getLogger("waltz")
 
 # What to name in an error when a payload cannot be unpacked.
 _PLACE = ("partition", "transaction_id")
@@ -64,35 +69,44 @@ class Shape:
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
 
-def fetch(source: RangeSource, first: int, last: int, shape: Shape) -> Iterator[pa.RecordBatch]:
-    """Yield the transactions first..last of a partition.
+def fetch(
+    client: WaltzClient, replicas: ReplicaSet, span: Span, shape: Shape
+) -> Iterator[pa.RecordBatch]:
+    """Yield the transactions of a span.
 
     Raises:
         DataLoss: an id is missing.
         ChecksumMismatch: a record is damaged everywhere it could be read.
         Unavailable: no replica and no server answered in time.
     """
-    options = shape.options
-    chunks = read_range(
-        source,
-        first,
-        last,
-        headers_only=shape.headers_only,
-        header_values=options.headers,
-        from_replica=options.from_replica,
-        client=lambda: client_of(options.connect),
+    began = time.monotonic()
+    rows = size = 0
+    chunks = client.read_range(
+        span.partition,
+        span.first,
+        span.last,
+        form=RangeForm.HEADERS if shape.headers_only else RangeForm.WHOLE,
+        header_values=shape.options.headers,
+        replicas=replicas if shape.options.from_replica else None,
     )
     for chunk in chunks:
-        for batch in _batches(chunk, source.partition, shape):
+        size += len(chunk.records)
+        for batch in _batches(chunk, span.partition, shape):
+            rows += batch.num_rows
             yield shape.project(batch)
+    took = time.monotonic() - began
+    _log.info("partition %d: %d rows, %d bytes in %.2f s", span.partition, rows, size, took)
 
 
 def _batches(chunk: RangeChunk, partition: int, shape: Shape) -> list[pa.RecordBatch]:
-    stamps = [(entry.first, entry.last, entry.stamp_ms) for entry in chunk.lineage]
     if shape.headers_only:
         return batches.headers_to_arrow(
-            chunk.records, stamps, shape.columns, partition_id=partition
+            chunk.records, chunk.stamps, shape.columns, partition_id=PartitionId(partition)
         )
     return batches.range_to_arrow(
-        chunk.records, chunk.lengths, stamps, shape.columns, partition_id=partition
+        chunk.records,
+        chunk.lengths,
+        chunk.stamps,
+        shape.columns,
+        partition_id=PartitionId(partition),
     )

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from waltz_core.batches import encode_append_arrow
-from waltz_core.client import BatchOutcome, Reason
+from waltz_core.client import BatchOrder, BatchOutcome, Reason
 from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.columns import Shaped
@@ -62,8 +62,9 @@ class BatchClient(Protocol):
         row_count: int,
         *,
         client_high_water_mark: int,
+        order: BatchOrder,
     ) -> "Future[BatchOutcome]":
-        """Send one append batch."""
+        """Send one append batch; once one of `order` has lost rows, later ones are lost too."""
 
 
 class Answered(NamedTuple):
@@ -102,6 +103,7 @@ class _Lane:
     waiting_bytes: int = 0
     sent: "deque[tuple[_Chunk, Future[BatchOutcome]]]" = field(default_factory=deque)
     again: list[_Chunk] = field(default_factory=list)
+    order: BatchOrder = field(default_factory=BatchOrder)
     failing_since: float | None = None
     failures: int = 0
     last_failure: str = ""
@@ -213,7 +215,11 @@ class Appender:
         payload = encode_append_arrow(chunk.append)
         # Every row has a mark of its own in the batch; the frame's holds for none of them.
         future = self._client.append_batch(
-            chunk.partition, payload, chunk.append.num_rows, client_high_water_mark=-1
+            chunk.partition,
+            payload,
+            chunk.append.num_rows,
+            client_high_water_mark=-1,
+            order=lane.order,
         )
         lane.sent.append((chunk, future))
         self._in_flight += 1
@@ -236,6 +242,7 @@ class Appender:
                 raise kind(f"partition {chunk.partition}: {text}")
         lost = np.isin(reasons, [int(reason) for reason in _SEND_AGAIN])
         if lost.any():
+            lane.order.seen += 1
             lane.again.append(chunk.take(np.flatnonzero(lost)))
             lane.last_failure = Reason(int(reasons[lost][0])).name
         elif not lane.again:
@@ -294,8 +301,10 @@ def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int) -> int
     count = min(append.num_rows, rows_max)
     data = append.column("data")
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset :][: len(data) + 1]
-    reach = np.searchsorted(offsets[1 : count + 1], int(offsets[0]) + max(bytes_max, 0), "right")
-    return min(count, int(reach))
+    reach = int(
+        np.searchsorted(offsets[1 : count + 1], int(offsets[0]) + max(bytes_max, 0), "right")
+    )
+    return min(count, reach)
 
 
 def check_marks(marks: Mapping[int, int], partition_count: int) -> None:

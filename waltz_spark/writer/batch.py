@@ -19,7 +19,7 @@ from pyspark.sql.types import StructType
 
 from waltz_core.client import Reason
 from waltz_core.errors import LockFailed
-from waltz_spark.connections import client_of
+from waltz_spark.connections import client_at, client_of
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.appender import Answered, Appender, check_marks
 from waltz_spark.writer.columns import Shaped, Shaper, check_schema
@@ -86,6 +86,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         check_schema(schema, options)
         client = client_of(options.connect)
         self._partition_count = client.partition_count
+        self._layout = client.layout()
         check_marks(options.marks, self._partition_count)
         # One resolution for the whole job: every row without a mark of its own was computed, for
         # all we know, from what the log held when the job started.
@@ -103,7 +104,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         began = time.monotonic()
         written = Written()
         results = self._result_file(f"part-{task:05d}-{attempt}.parquet")
-        appender = Appender(client_of(self._options.connect), self._options)
+        appender = Appender(client_at(self._layout), self._options)
         for answered in appender.send(self._shaped(iterator)):
             written.count(answered)
             if results is not None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from waltz_core.batches import decode_append
-from waltz_core.client import BatchOutcome, Reason
+from waltz_core.client import BatchOrder, BatchOutcome, Reason
 from waltz_core.errors import ClientAhead
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
@@ -22,8 +22,8 @@ LOST, REFUSED, TAKEN = int(Reason.LOST), int(Reason.LOCK), int(Reason.COMMITTED)
 class RandomLog:
     """Answers batches in order, each row taken, refused for good, or lost with all behind it.
 
-    Like a server it keeps a client's order: after a loss nothing is taken until all answers of that
-    partition were given (the client has to mount anew).
+    Like the client it keeps a writer's order: after a loss nothing is taken until the writer has
+    seen it.
     """
 
     def __init__(self, seed: int, *, loss: float) -> None:
@@ -31,30 +31,36 @@ class RandomLog:
         self._loss = loss
         self.taken: dict[int, list[bytes]] = {}
         self.refused: list[bytes] = []
-        self._open: list[tuple[int, Future[BatchOutcome], list[bytes]]] = []
+        self._open: list[tuple[int, Future[BatchOutcome], list[bytes], BatchOrder]] = []
         self.in_flight_max = 0
 
     def append_batch(
-        self, partition: int, payload: bytes, row_count: int, *, client_high_water_mark: int
+        self,
+        partition: int,
+        payload: bytes,
+        row_count: int,
+        *,
+        client_high_water_mark: int,
+        order: BatchOrder,
     ) -> Future[BatchOutcome]:
         assert client_high_water_mark == -1
         rows = decode_append(payload, rows_max=row_count, bytes_max=1 << 24)
         assert rows.count == row_count
         future: Future[BatchOutcome] = Future()
-        self._open.append((partition, future, rows.data.to_pylist()))
+        self._open.append((partition, future, rows.data.to_pylist(), order))
         self.in_flight_max = max(self.in_flight_max, len(self._open))
         if len(self._open) >= 3 or self._chance.random() < 0.6:
             self.answer_all()
         return future
 
     def answer_all(self) -> None:
-        lost = set()
-        for partition, future, rows in self._open:
+        for partition, future, rows, order in self._open:
             reasons = []
+            is_lost = order.told != order.seen
             log = self.taken.setdefault(partition, [])
             for row in rows:
-                if partition in lost or self._chance.random() < self._loss:
-                    lost.add(partition)
+                if is_lost or self._chance.random() < self._loss:
+                    is_lost = True
                     reasons.append(LOST)
                 elif row.endswith(b"!"):
                     self.refused.append(row)
@@ -62,6 +68,7 @@ class RandomLog:
                 else:
                     log.append(row)
                     reasons.append(TAKEN)
+            order.told += is_lost
             ids = np.full(len(rows), -1, np.int64)
             taken = np.array(reasons) == TAKEN
             ids[taken] = np.arange(len(log) - int(taken.sum()), len(log))
@@ -75,10 +82,20 @@ class Answering(RandomLog):
     """Answers at once."""
 
     def append_batch(
-        self, partition: int, payload: bytes, row_count: int, *, client_high_water_mark: int
+        self,
+        partition: int,
+        payload: bytes,
+        row_count: int,
+        *,
+        client_high_water_mark: int,
+        order: BatchOrder,
     ) -> Future[BatchOutcome]:
         future = super().append_batch(
-            partition, payload, row_count, client_high_water_mark=client_high_water_mark
+            partition,
+            payload,
+            row_count,
+            client_high_water_mark=client_high_water_mark,
+            order=order,
         )
         self.answer_all()
         return future
@@ -146,7 +163,7 @@ def test_a_payload_near_the_limit_travels_alone() -> None:
 def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
     class Ahead(Answering):
         def answer_all(self) -> None:
-            for _, future, rows in self._open:
+            for _, future, rows, _ in self._open:
                 nothing = np.full(len(rows), -1, np.int64)
                 reasons = np.full(len(rows), int(Reason.AHEAD), np.uint8)
                 future.set_result(BatchOutcome(0, nothing, reasons, nothing))
