@@ -1,0 +1,203 @@
+"""What `test_partition.py` does not show: turns, slow and many clients, memory that is short."""
+
+from waltz_core.raw_records import FEED_HEADER_BYTES
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Chain,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
+from waltz_core.server.feed import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountReached
+from waltz_core.wire.messages import FeedBatch, FeedRequest, FeedSuspended, MountRequest
+
+CHAIN = Chain(b"c" * 16)
+
+
+class Memory:
+    """Remembers ids from `first` on, each as its own number in 20 bytes."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def recall(self, first: TransactionId, last: TransactionId) -> Stretch | None:
+        if first < self.first:
+            return None
+        return Stretch(first, headers(first, last), last, CHAIN)
+
+
+def headers(first: int, last: int) -> bytes:
+    return b"".join(each.to_bytes(FEED_HEADER_BYTES, "big") for each in range(first, last + 1))
+
+
+def feed(mark: int, *, remembered_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
+    made = Feed(
+        Limits(lock_slot_count=11, feed_frame_count_max=frame, feed_grant_count_min=grant),
+        Memory(remembered_from),
+    )
+    made.advanced(SessionId(1), TransactionId(mark))
+    return made
+
+
+def req_id(client: int) -> ReqId:
+    return ReqId(ClientId(client), Generation(0), PartitionId(0), 1)
+
+
+def mount(each: Feed, client: int, mark: int, until: int) -> None:
+    question = Received(ConnectionId(client), MountRequest(req_id(client), mark, 1), 50, 0)
+    each.mount(question, mark=TransactionId(mark), until=TransactionId(until))
+
+
+def grant(each: Feed, client: int, mark: int) -> bool:
+    question = Received(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)
+    return each.grant(question, mark=TransactionId(mark))
+
+
+def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
+    """Return first id and count of each frame to a client, and check what is in it."""
+    found = []
+    for outcome in outcomes:
+        if isinstance(outcome, Answer) and isinstance(outcome.message, FeedBatch):
+            message = outcome.message
+            assert outcome.cost_bytes == 0
+            assert bytes(message.headers) == headers(
+                message.first, message.first + message.count - 1
+            )
+            if outcome.connection == client:
+                found.append((message.first, message.count))
+    return found
+
+
+def turns(each: Feed) -> list[object]:
+    out: list[object] = []
+    while each.wants_turn:
+        out += each.turn()
+    return out
+
+
+def test_a_long_way_is_sent_in_frames_and_turns() -> None:
+    each = feed(24)
+    mount(each, 1, -1, 24)
+    assert frames(list(each.turn()), 1) == [(0, 10)]
+    rest = turns(each)
+    assert frames(rest, 1) == [(10, 10), (20, 5)]
+    assert isinstance(rest[-1], MountReached)
+    assert turns(each) == []
+
+
+def test_a_mount_at_the_mark_is_reached_without_a_frame() -> None:
+    each = feed(24)
+    mount(each, 1, 24, 24)
+    assert [type(outcome) for outcome in turns(each)] == [MountReached]
+
+
+def test_a_mount_is_not_fed_beyond_what_it_was_promised() -> None:
+    each = feed(4)
+    mount(each, 1, -1, 4)
+    each.advanced(SessionId(1), TransactionId(9))
+    assert frames(turns(each), 1) == [(0, 5)]
+    assert grant(each, 1, 4)
+    assert frames(turns(each), 1) == [(5, 5)]
+
+
+def test_a_grant_reaches_at_least_its_minimum_and_is_answered_at_its_end() -> None:
+    each = feed(1, grant=4)
+    mount(each, 1, 1, 1)
+    turns(each)
+    assert grant(each, 1, 1)
+    assert not grant(each, 1, 1)
+    each.advanced(SessionId(2), TransactionId(9))
+    out = turns(each)
+    assert frames(out, 1) == [(2, 4)]
+    assert out[-1] == Answer(ConnectionId(1), FeedSuspended(req_id(1)), 60)
+    # Behind a mark that has gone far ahead a grant reaches up to it.
+    assert grant(each, 1, 1)
+    assert frames(turns(each), 1) == [(2, 8)]
+
+
+def test_many_clients_are_served_in_turns() -> None:
+    each = feed(0)
+    clients = range(1, FRAMES_PER_TURN_MAX + 11)
+    for client in clients:
+        mount(each, client, -1, 0)
+    first = list(each.turn())
+    served = [client for client in clients if frames(first, client)]
+    assert len(served) == FRAMES_PER_TURN_MAX
+    second = turns(each)
+    assert sorted(served + [client for client in clients if frames(second, client)]) == list(
+        clients
+    )
+
+
+def test_a_congested_client_costs_nothing_and_others_go_on() -> None:
+    each = feed(-1)
+    for client in (1, 2):
+        mount(each, client, -1, -1)
+    turns(each)
+    for client in (1, 2):
+        assert grant(each, client, -1)
+    each.congested(ConnectionId(1))
+    for mark in range(5):
+        each.advanced(SessionId(1), TransactionId(mark))
+        out = turns(each)
+        assert frames(out, 1) == []
+        assert frames(out, 2) == [(mark, 1)]
+    each.drained(ConnectionId(1))
+    assert frames(turns(each), 1) == [(0, 5)]
+    assert each.lag_max() == 0
+
+
+def test_what_is_forgotten_is_fetched_and_sent_to_all_who_stand_there() -> None:
+    each = feed(30, remembered_from=20)
+    for client in (1, 2):
+        mount(each, client, 4, 30)
+    out = each.turn()
+    assert out == [FetchHeaders(TransactionId(5), TransactionId(14))]
+    assert turns(each) == []
+    got = list(each.fetched(Stretch(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)))
+    assert frames(got, 1) == frames(got, 2) == [(5, 10)]
+    (asked,) = [outcome for outcome in turns(each) if isinstance(outcome, FetchHeaders)]
+    assert asked.first == 15
+
+
+def test_a_fetched_stretch_is_cut_to_what_was_promised() -> None:
+    each = feed(30, remembered_from=20)
+    mount(each, 1, 4, 6)
+    each.turn()
+    got = list(each.fetched(Stretch(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)))
+    (frame, reached) = got
+    assert isinstance(frame, Answer)
+    assert isinstance(frame.message, FeedBatch)
+    assert (frame.message.count, frame.message.chain_at, frame.message.chain) == (
+        2,
+        BEFORE_FIRST,
+        GENESIS_CHAIN,
+    )
+    assert isinstance(reached, MountReached)
+
+
+def test_what_comes_for_a_client_that_left_is_for_nobody() -> None:
+    each = feed(30, remembered_from=20)
+    mount(each, 1, 4, 30)
+    each.turn()
+    each.close(ConnectionId(1))
+    assert each.fetched(Stretch(TransactionId(5), headers(5, 14))) == []
+    assert each.count == 0
+
+
+def test_giving_up_returns_who_still_waits() -> None:
+    each = feed(4)
+    mount(each, 1, -1, 4)
+    mount(each, 2, 4, 4)
+    mount(each, 3, 4, 4)
+    each.congested(ConnectionId(1))
+    turns(each)
+    assert grant(each, 3, 4)
+    waiting = each.abandon()
+    assert [type(question.message) for question in waiting] == [MountRequest, FeedRequest]
+    assert [question.connection for question in waiting] == [1, 3]

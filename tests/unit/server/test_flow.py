@@ -1,0 +1,105 @@
+from waltz_core.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.server.events import ConnectionId
+from waltz_core.server.flow import REQUEST_OVERHEAD_BYTES, Flow, FlowLimits
+from waltz_core.wire.messages import AppendBatch, FlushRequest, RangeForm, RangeRequest
+
+A, B, C = ConnectionId(1), ConnectionId(2), ConnectionId(3)
+REQ = ReqId(ClientId(1), Generation(0), PartitionId(0), 0)
+OVERHEAD = REQUEST_OVERHEAD_BYTES
+
+
+def flow(
+    *, count: int = 100, in_flight_bytes: int = 100_000, memory_bytes: int = 1_000_000
+) -> Flow:
+    made = Flow(FlowLimits(count, in_flight_bytes, memory_bytes, range_bytes_max=10_000))
+    for connection in (A, B, C):
+        made.open(connection)
+    return made
+
+
+def batch(size: int) -> AppendBatch:
+    return AppendBatch(REQ, -1, bytes(size), 0)
+
+
+def test_what_is_over_the_count_waits_and_stops_the_reading() -> None:
+    each = flow(count=2)
+    each.receive(A, [FlushRequest(REQ)] * 3)
+    assert len(each.admit(A)) == 2
+    assert not each.may_read(A)
+    assert each.may_read(B)
+    each.answered(A, OVERHEAD)
+    assert len(each.admit(A)) == 1
+    assert each.may_read(A)
+    assert each.in_flight_count(A) == 2
+
+
+def test_what_is_over_the_bytes_waits() -> None:
+    each = flow(in_flight_bytes=1_000)
+    each.receive(A, [batch(800), batch(800), batch(800)])
+    (first,) = each.admit(A)
+    assert first.cost_bytes == 800 + OVERHEAD
+    assert each.admit(A) == []
+    each.answered(A, first.cost_bytes)
+    assert len(each.admit(A)) == 1
+
+
+def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> None:
+    each = flow(in_flight_bytes=40_000)
+    ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
+    each.receive(A, [ask] * 3)
+    first, second = each.admit(A)
+    assert first.cost_bytes == 10_000 + OVERHEAD
+    assert each.admit(A) == []
+    each.answered(A, second.cost_bytes)
+    assert len(each.admit(A)) == 1
+
+
+def test_who_does_not_take_answers_is_not_worked_for() -> None:
+    each = flow()
+    each.backlog(A, 5_000, is_congested=True)
+    each.receive(A, [batch(10)])
+    assert each.admit(A) == []
+    each.backlog(A, 10, is_congested=False)
+    assert len(each.admit(A)) == 1
+
+
+def test_everything_is_counted_and_given_back() -> None:
+    each = flow(count=1)
+    each.receive(A, [batch(100), batch(100)])
+    each.admit(A)
+    each.backlog(A, 77, is_congested=False)
+    assert each.bytes == 2 * (100 + OVERHEAD) + 77
+    each.answered(A, 100 + OVERHEAD)
+    assert each.bytes == 100 + OVERHEAD + 77
+    each.close(A)
+    assert each.bytes == 0
+    each.answered(A, 100 + OVERHEAD)
+    each.backlog(A, 1, is_congested=False)
+    assert each.admit(A) == []
+    assert each.bytes == 0
+
+
+def test_over_the_memory_limit_the_greediest_is_not_read() -> None:
+    each = flow(memory_bytes=10_000)
+    each.receive(A, [batch(6_000)])
+    each.receive(B, [batch(3_000)])
+    each.admit(A)
+    each.admit(B)
+    assert each.balance() == [A]
+    assert not each.may_read(A)
+    assert each.may_read(B)
+    assert each.balance() == []
+    each.answered(B, 3_000 + OVERHEAD)
+    assert each.balance() == [A]
+    assert each.may_read(A)
+
+
+def test_several_are_stopped_when_one_does_not_hold_enough() -> None:
+    each = flow(memory_bytes=4_000)
+    each.receive(A, [batch(3_000)])
+    each.receive(B, [batch(4_000)])
+    each.receive(C, [batch(100)])
+    assert each.balance() == [B, A]
+    assert each.may_read(C) is False  # It has something waiting.
+    each.admit(C)
+    assert each.may_read(C)

@@ -1,0 +1,753 @@
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from waltz_core import errors, raw_records
+from waltz_core.machine import Wakeup
+from waltz_core.record import (
+    GENESIS_CHAIN,
+    ClientId,
+    Generation,
+    LineageEntry,
+    PartitionId,
+    ReplicaId,
+    ReqId,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.replication import events as replication
+from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.server.events import (
+    Answer,
+    Closed,
+    Congested,
+    ConnectionId,
+    Drained,
+    Event,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Identity,
+    Limits,
+    Received,
+)
+from waltz_core.server.partition import Partition
+from waltz_core.wire import messages
+from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason
+
+ALICE, BOB = ClientId(1), ClientId(2)
+A, B, C = ConnectionId(10), ConnectionId(20), ConnectionId(30)
+REPLICAS = (ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1"))
+KEY = bytes(range(16))
+MessageT = TypeVar("MessageT", bound=ClientMessage)
+
+
+class FakeStore:
+    """A store that says what the test wants it to say next."""
+
+    def __init__(self) -> None:
+        self.events: list[replication.Event] = []
+        self.says: list[replication.Effect] = []
+        self.wake_at_ms: int | None = None
+        self.readable_replicas: Sequence[ReplicaId] = ()
+
+    def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
+        assert now_ms >= 0
+        self.events.append(event)
+        said, self.says = self.says, []
+        return said
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class World:
+    def __init__(self, **limits: int) -> None:
+        self.store = FakeStore()
+        self.limits = Limits(lock_slot_count=1009, **limits)
+        self.partition = Partition(
+            Identity(PartitionId(0), 4, KEY),
+            self.store,
+            self.limits,
+            TransactionCache(CacheBudget(1 << 20)),
+            FeedCache(20 * 1000),
+        )
+        self.now_ms = 0
+        self.session = 0
+        self.sequence = 1
+        self.answers: list[Answer] = []
+        self.fetches: list[Fetch] = []
+        self.rest: list[object] = []
+        self.step(replication.Own(Generation(1), REPLICAS))
+
+    # --- driving
+
+    def step(self, event: Event) -> None:
+        for effect in self.partition.step(event, self.now_ms):
+            if isinstance(effect, Answer):
+                self.answers.append(effect)
+            elif isinstance(effect, Fetch):
+                self.fetches.append(effect)
+            else:
+                self.rest.append(effect)
+
+    def say(self, *effects: replication.Effect) -> None:
+        """Have the store say something, on an event that means nothing."""
+        self.store.says = list(effects)
+        self.step(replication.Checkpoint())
+
+    def run(self) -> None:
+        while (at_ms := self.partition.wake_at_ms) is not None and at_ms <= self.now_ms:
+            self.step(Wakeup())
+
+    def open(
+        self,
+        mark: int = -1,
+        *,
+        settled: int | None = None,
+        unbroken: bool = True,
+        generation: int = 1,
+    ) -> None:
+        self.session += 1
+        self.chain = GENESIS_CHAIN
+        self.store.readable_replicas = REPLICAS
+        session_id = SessionId(self.session)
+        self.say(
+            replication.SessionOpened(
+                session_id, Generation(generation), TransactionId(mark), self.chain, unbroken
+            ),
+            replication.Settled(session_id, TransactionId(mark if settled is None else settled)),
+        )
+
+    def close(self) -> None:
+        self.store.readable_replicas = ()
+        self.say(replication.SessionClosed(SessionId(self.session), "a replica was lost"))
+
+    def commit(self) -> None:
+        """Commit everything that was submitted in this session and not committed yet."""
+        batches = [
+            each.batch
+            for each in self.store.of(replication.Submit)
+            if each.session_id == self.session and each.batch.last > self.partition.high_water_mark
+        ]
+        for batch in batches:
+            self.chain = next_chain(
+                self.chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
+            )
+        self.say(replication.Committed(SessionId(self.session), batches[-1].last, self.chain))
+
+    # --- clients
+
+    def send(self, connection: ConnectionId, message: ClientMessage) -> ReqId:
+        self.step(Received(connection, message, 100, 1_000))
+        return message.req_id
+
+    def req_id(self, client: ClientId, generation: int = 1) -> ReqId:
+        self.sequence += 1
+        return ReqId(client, Generation(generation), PartitionId(0), self.sequence)
+
+    def mount(
+        self,
+        client: ClientId = ALICE,
+        connection: ConnectionId = A,
+        *,
+        sequence: int = 1,
+        mark: int = LATEST_MARK,
+        feed: bool = False,
+        generation: int = 1,
+    ) -> ReqId:
+        req_id = self.req_id(client, generation)
+        mounted = self.send(connection, messages.MountWriter(req_id, sequence, mark, feed))
+        self.run()
+        return mounted
+
+    def append(
+        self,
+        client: ClientId = ALICE,
+        connection: ConnectionId = A,
+        *,
+        data: bytes = b"data",
+        header: int = 0,
+    ) -> ReqId:
+        (crc,) = struct.unpack(">i", struct.pack(">I", zlib.crc32(data)))
+        message = messages.AppendRequest(self.req_id(client), -1, (), (), (), header, data, crc)
+        return self.send(connection, message)
+
+    def fill(self, count: int, *, data: bytes = b"data") -> None:
+        """Append and commit so many transactions, with headers 0, 1, 2, ..."""
+        for header in range(count):
+            self.append(data=data, header=header)
+        self.run()
+        self.commit()
+        self.run()
+
+    # --- what was said
+
+    def answer(self, req_id: ReqId) -> ClientMessage:
+        (found,) = [
+            each.message
+            for each in self.answers
+            if each.message.req_id == req_id and each.cost_bytes
+        ]
+        return found
+
+    def is_answered(self, req_id: ReqId) -> bool:
+        return any(each.message.req_id == req_id and each.cost_bytes for each in self.answers)
+
+    def error(self, req_id: ReqId) -> int:
+        message = self.answer(req_id)
+        assert isinstance(message, messages.ErrorResponse)
+        return message.error_code
+
+    def reason(self, req_id: ReqId) -> Reason:
+        message = self.answer(req_id)
+        assert isinstance(message, messages.AppendResult)
+        return Reason(bytes(message.reasons)[0])
+
+    def of(self, kind: type[MessageT]) -> list[MessageT]:
+        return [each.message for each in self.answers if isinstance(each.message, kind)]
+
+
+def ready() -> World:
+    world = World()
+    world.open()
+    world.mount()
+    return world
+
+
+# --- appends and sessions
+
+
+def test_an_append_goes_to_the_store_and_is_answered_when_committed() -> None:
+    world = ready()
+    req_id = world.append()
+    assert world.partition.wake_at_ms == world.now_ms
+    world.run()
+    (submit,) = world.store.of(replication.Submit)
+    assert (submit.session_id, submit.batch.first, submit.batch.stamp_ms) == (1, 0, 1_000)
+    assert not world.is_answered(req_id)
+    world.commit()
+    assert world.reason(req_id) is Reason.COMMITTED
+    assert world.partition.high_water_mark == 0
+
+
+def test_nothing_is_told_between_session_opened_and_settled() -> None:
+    world = World()
+    mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
+    world.say(
+        replication.SessionOpened(
+            SessionId(1), Generation(1), TransactionId(4), GENESIS_CHAIN, unbroken=False
+        )
+    )
+    assert world.answers == []
+    assert not world.partition.is_open
+    world.say(replication.Settled(SessionId(1), TransactionId(4)))
+    assert world.answer(mark) == messages.HighWaterMarkResponse(mark, 4)
+    assert world.partition.is_open
+
+
+def test_a_lost_session_is_settled_before_its_appends_are_told() -> None:
+    world = ready()
+    first, second = world.append(), world.append()
+    world.run()
+    world.close()
+    assert not world.is_answered(first)
+    world.open(0, settled=0)
+    assert world.reason(first) is Reason.COMMITTED
+    assert world.reason(second) is Reason.LOST
+    behind = world.append()
+    world.run()
+    assert world.reason(behind) is Reason.NOT_MOUNTED
+
+
+def test_a_log_that_is_shorter_than_told_is_not_served() -> None:
+    world = ready()
+    world.fill(3)
+    waiting = world.append()
+    world.close()
+    world.open(1)
+    assert not world.partition.is_owned
+    assert world.error(waiting) == errors.NotOwned.code
+    assert any(isinstance(each, replication.Released) for each in world.rest)
+    assert world.store.of(replication.Disown)
+
+
+def test_disown_tells_everybody_what_is_known() -> None:
+    world = ready()
+    in_flight = world.append()
+    world.run()
+    mounting = world.mount(BOB, B)
+    queued = world.append()
+    flush = world.send(A, messages.FlushRequest(world.req_id(ALICE)))
+    world.step(replication.Disown())
+    assert world.error(in_flight) == errors.OutcomeUnknown.code
+    assert world.error(queued) == errors.NotOwned.code
+    assert world.error(flush) == errors.NotOwned.code
+    assert world.error(mounting) == errors.NotOwned.code
+    late = world.append()
+    assert world.error(late) == errors.NotOwned.code
+    old_mount = world.send(A, messages.MountRequest(world.req_id(ALICE), -1, 2))
+    assert world.answer(old_mount) == messages.MountResponse(old_mount, 1)
+
+
+def test_whoever_waits_too_long_for_a_session_is_told() -> None:
+    world = World()
+    mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
+    world.now_ms = world.limits.open_wait_ms - 1
+    assert world.partition.wake_at_ms == world.limits.open_wait_ms
+    world.run()
+    assert not world.is_answered(mark)
+    world.now_ms += 1
+    world.run()
+    assert world.error(mark) == errors.Unavailable.code
+
+
+def test_the_store_is_woken_when_it_asked_to_be() -> None:
+    world = ready()
+    world.store.wake_at_ms = 70
+    assert world.partition.wake_at_ms == 70
+    world.now_ms = 70
+    world.store.wake_at_ms = 70
+    world.partition.step(Wakeup(), 70)
+    assert isinstance(world.store.events[-1], Wakeup)
+
+
+# --- mounts
+
+
+def test_a_mount_waits_for_what_is_in_flight() -> None:
+    world = ready()
+    world.append()
+    world.run()
+    mount = world.mount(ALICE, B, sequence=2)
+    assert not world.is_answered(mount)
+    old = world.append()
+    early = world.append(ALICE, B)
+    world.run()
+    assert world.reason(old) is Reason.NOT_MOUNTED
+    assert world.reason(early) is Reason.NOT_MOUNTED
+    world.commit()
+    assert world.answer(mount) == messages.Mounted(
+        mount,
+        1,
+        0,
+        world.limits.batch_rows_max,
+        world.limits.batch_bytes_max,
+        world.limits.connection_bytes_max,
+    )
+    req_id = world.append(ALICE, B)
+    world.run()
+    world.commit()
+    assert world.reason(req_id) is Reason.COMMITTED
+
+
+def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
+    world = ready()
+    world.append()
+    world.run()
+    mount = world.mount(ALICE, B, sequence=2)
+    world.close()
+    assert not world.is_answered(mount)
+    world.open(-1, settled=-1)
+    world.run()
+    assert isinstance(world.answer(mount), messages.Mounted)
+    req_id = world.append(ALICE, B)
+    world.run()
+    world.commit()
+    assert world.reason(req_id) is Reason.COMMITTED
+
+
+def test_an_older_connection_cannot_mount_again() -> None:
+    world = ready()
+    world.mount(ALICE, B, sequence=5)
+    assert world.error(world.mount(ALICE, A, sequence=4)) == errors.ConnectionSuperseded.code
+    world.step(Closed(B))
+    assert world.error(world.mount(ALICE, C, sequence=5)) == errors.ConnectionSuperseded.code
+    assert isinstance(world.answer(world.mount(ALICE, C, sequence=6)), messages.Mounted)
+
+
+def test_a_later_mount_of_the_client_ends_the_one_that_waits() -> None:
+    world = ready()
+    world.append()
+    world.run()
+    first = world.mount(ALICE, A, sequence=1)
+    second = world.mount(ALICE, A, sequence=1)
+    assert world.error(first) == errors.ConnectionSuperseded.code
+    world.commit()
+    assert isinstance(world.answer(second), messages.Mounted)
+
+
+def test_generations_that_differ_are_refused() -> None:
+    world = ready()
+    assert world.error(world.mount(BOB, B, generation=0)) == errors.GenerationMismatch.code
+    assert world.error(world.mount(BOB, B, generation=2)) == errors.NotOwned.code
+
+
+def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
+    world = ready()
+    world.mount(ALICE, A, sequence=9)
+    world.fill(2)
+    world.close()
+    world.step(replication.Own(Generation(2), REPLICAS))
+    world.open(1, settled=1, unbroken=True, generation=2)
+    mount = world.mount(ALICE, B, sequence=1, generation=2)
+    assert isinstance(world.answer(mount), messages.Mounted)
+    world.send(B, messages.RangeRequest(world.req_id(ALICE), 0, 1, 1000, RangeForm.WHOLE, ()))
+    assert len(world.fetches) == 1
+
+
+def test_a_client_ahead_of_the_log_is_told() -> None:
+    world = ready()
+    assert world.error(world.mount(BOB, B, mark=0)) == errors.ClientAhead.code
+    old = world.send(B, messages.MountRequest(world.req_id(BOB), 5, 1))
+    assert world.answer(old) == messages.MountResponse(old, 2)
+    assert world.error(world.mount(BOB, B, mark=-3)) == errors.BadRequest.code
+
+
+def test_a_connection_that_closes_while_it_mounts_is_forgotten() -> None:
+    world = ready()
+    world.append()
+    world.run()
+    mount = world.mount(BOB, B)
+    world.step(Closed(B))
+    world.commit()
+    assert not world.is_answered(mount)
+
+
+# --- feeds
+
+
+def fed(world: World, connection: ConnectionId) -> list[int]:
+    """Return the ids a connection was fed, in order."""
+    ids: list[int] = []
+    for each in world.answers:
+        if each.connection == connection and isinstance(each.message, messages.FeedBatch):
+            assert len(each.message.headers) == 20 * each.message.count
+            ids += range(each.message.first, each.message.first + each.message.count)
+    return ids
+
+
+def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
+    world = ready()
+    world.fill(5)
+    mount = world.mount(BOB, B, mark=1, feed=True)
+    assert fed(world, B) == [2, 3, 4]
+    kinds = [type(each.message) for each in world.answers if each.connection == B]
+    assert kinds == [messages.FeedBatch, messages.Mounted]
+    (batch,) = world.of(messages.FeedBatch)
+    assert (batch.req_id, batch.session_id) == (mount, 1)
+    assert (batch.chain_at, batch.chain) == (4, world.chain)
+    heads = raw_records.from_feed_headers(TransactionId(2), batch.headers)
+    assert len(heads) == 3 * 28
+
+
+def test_a_grant_feeds_as_it_commits_and_is_suspended_at_its_end() -> None:
+    world = World(feed_grant_count_min=3)
+    world.open()
+    world.mount()
+    mount = world.mount(BOB, B, feed=True)
+    grant = world.send(B, messages.FeedRequest(mount, -1))
+    world.fill(2)
+    assert fed(world, B) == [0, 1]
+    world.fill(2)
+    assert fed(world, B) == [0, 1, 2]
+    assert world.of(messages.FeedSuspended) == [messages.FeedSuspended(grant)]
+    world.send(B, messages.FeedRequest(mount, 2))
+    world.run()
+    assert fed(world, B) == [0, 1, 2, 3]
+
+
+def test_a_feed_request_that_fits_no_mount_is_told() -> None:
+    world = ready()
+    mount = world.mount(BOB, B, feed=True)
+    stranger = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
+    assert world.error(stranger) == errors.BadRequest.code
+    ahead = world.send(B, messages.FeedRequest(mount, 7))
+    (found,) = world.of(messages.ErrorResponse)[-1:]
+    assert (found.req_id, found.error_code) == (ahead, errors.ClientAhead.code)
+    world.send(B, messages.FeedRequest(mount, -1))
+    twice = world.send(B, messages.FeedRequest(mount, -1))
+    (found,) = world.of(messages.ErrorResponse)[-1:]
+    assert (found.req_id, found.error_code) == (twice, errors.BadRequest.code)
+
+
+def test_a_congested_client_is_fed_nothing_until_it_has_drained() -> None:
+    world = ready()
+    mount = world.mount(BOB, B, feed=True)
+    other = world.mount(ALICE, C, sequence=2, feed=True)
+    world.send(B, messages.FeedRequest(mount, -1))
+    world.send(C, messages.FeedRequest(other, -1))
+    world.step(Congested(B))
+    for _ in range(3):
+        world.append(ALICE, C)
+        world.run()
+        world.commit()
+        world.run()
+    assert fed(world, B) == []
+    assert fed(world, C) == [0, 1, 2]
+    assert world.partition.wake_at_ms is None
+    world.step(Drained(B))
+    world.run()
+    assert fed(world, B) == [0, 1, 2]
+
+
+def test_what_is_not_remembered_is_fetched_once_for_all() -> None:
+    world = World()
+    world.open(2)
+    first = world.mount(ALICE, A, mark=-1, feed=True)
+    second = world.mount(BOB, B, mark=-1, feed=True)
+    (fetch,) = world.fetches
+    assert (fetch.message.first, fetch.message.last, fetch.message.reader) == (0, 2, True)
+    assert fetch.message.session_id == 1
+    world.step(Fetched(fetch.token, header_range(fetch, 3)))
+    world.run()
+    assert fed(world, A) == fed(world, B) == [0, 1, 2]
+    assert isinstance(world.answer(first), messages.Mounted)
+    assert isinstance(world.answer(second), messages.Mounted)
+
+
+def test_a_storage_that_sends_something_else_is_not_believed() -> None:
+    world = World()
+    world.open(2)
+    mount = world.mount(ALICE, A, mark=-1, feed=True)
+    for _ in range(5):
+        fetch = world.fetches[-1]
+        world.step(Fetched(fetch.token, header_range(fetch, 3, offset=1)))
+        world.now_ms += 1_000
+        world.run()
+    assert fed(world, A) == []
+    assert len({each.replica for each in world.fetches}) == 3
+    fetch = world.fetches[-1]
+    world.step(Fetched(fetch.token, header_range(fetch, 3)))
+    world.run()
+    assert isinstance(world.answer(mount), messages.Mounted)
+
+
+def header_range(fetch: Fetch, count: int, offset: int = 0) -> messages.RangeBytes:
+    asked = fetch.message
+    records = b"".join(
+        struct.pack(">q", asked.first + index + offset) + bytes(20) for index in range(count)
+    )
+    entry = LineageEntry(TransactionId(0), TransactionId(count - 1), SessionId(1), 5, GENESIS_CHAIN)
+    return messages.RangeBytes(
+        asked.session_id,
+        asked.sequence,
+        0,
+        asked.first,
+        count,
+        asked.form,
+        b"",
+        records,
+        zlib.crc32(records) - (1 << 32 if zlib.crc32(records) >> 31 else 0),
+        bytes(16),
+        (entry,),
+    )
+
+
+# --- reads
+
+
+def ask_range(
+    world: World,
+    first: int,
+    last: int,
+    *,
+    bytes_max: int = 1 << 20,
+    form: RangeForm = RangeForm.WHOLE,
+    headers: tuple[int, ...] = (),
+) -> ReqId:
+    message = messages.RangeRequest(world.req_id(ALICE), first, last, bytes_max, form, headers)
+    return world.send(A, message)
+
+
+def ranged(world: World, req_id: ReqId) -> messages.RangeData:
+    message = world.answer(req_id)
+    assert isinstance(message, messages.RangeData)
+    return message
+
+
+def test_a_recent_range_touches_no_storage() -> None:
+    world = ready()
+    world.fill(3)
+    world.fill(2)
+    data = ranged(world, ask_range(world, 1, 100))
+    assert (data.first, data.count, data.next, data.high_water_mark) == (1, 4, 5, 4)
+    lengths = raw_records.lengths_from_wire(data.lengths, len(data.records))
+    assert raw_records.first_bad_record(data.records, lengths) is None
+    assert raw_records.ids_of(data.records, lengths).tolist() == [1, 2, 3, 4]
+    assert [(each.first, each.last) for each in data.lineage] == [(0, 2), (3, 4)]
+    heads = ranged(world, ask_range(world, 1, 3, form=RangeForm.HEADERS))
+    assert (heads.count, len(heads.records), heads.lengths) == (3, 84, b"")
+    assert world.fetches == []
+
+
+def test_a_range_is_filtered_by_header() -> None:
+    world = ready()
+    world.fill(4)
+    data = ranged(world, ask_range(world, 0, 3, headers=(1, 3, 9)))
+    assert (data.first, data.count, data.next) == (0, 2, 4)
+    lengths = raw_records.lengths_from_wire(data.lengths, len(data.records))
+    assert raw_records.ids_of(data.records, lengths).tolist() == [1, 3]
+    heads = ranged(world, ask_range(world, 0, 3, headers=(2,), form=RangeForm.HEADERS))
+    assert (heads.count, len(heads.records), heads.next) == (1, 28, 4)
+
+
+def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
+    world = ready()
+    world.fill(4)
+    one = ranged(world, ask_range(world, 2, 3, bytes_max=1))
+    assert (one.count, one.next) == (1, 3)
+    beyond = ranged(world, ask_range(world, 4, 9))
+    assert (beyond.count, beyond.next, bytes(beyond.records)) == (0, 4, b"")
+
+
+def test_a_senseless_range_is_refused() -> None:
+    world = ready()
+    for first, last in ((-1, 3), (3, 2)):
+        assert world.error(ask_range(world, first, last)) == errors.BadRequest.code
+    bad_form = messages.RangeRequest(world.req_id(ALICE), 0, 1, 10, 7, ())
+    assert world.error(world.send(A, bad_form)) == errors.BadRequest.code
+
+
+def test_equal_ranges_share_a_fetch_and_failures_go_round_the_replicas() -> None:
+    source = ready()
+    source.fill(3)
+    whole = ranged(source, ask_range(source, 0, 2))
+    world = World()
+    world.open(2)
+    first, second = ask_range(world, 0, 2), ask_range(world, 0, 2)
+    assert len(world.fetches) == 1
+    world.step(FetchFailed(world.fetches[0].token, "refused"))
+    assert len(world.fetches) == 2
+    assert world.fetches[0].replica != world.fetches[1].replica
+    fetch = world.fetches[1]
+    found = messages.RangeBytes(
+        1, fetch.token, 0, 0, 3, 0, whole.lengths, whole.records, 0, bytes(16), whole.lineage
+    )
+    world.step(Fetched(fetch.token, found))
+    assert bytes(ranged(world, first).records) == bytes(whole.records)
+    assert bytes(ranged(world, second).records) == bytes(whole.records)
+
+
+def test_a_fetch_that_fails_everywhere_is_told_and_leaves_nothing_behind() -> None:
+    world = World()
+    world.open(2)
+    req_id = ask_range(world, 0, 2)
+    for _ in range(6):
+        world.step(FetchFailed(world.fetches[-1].token, "refused"))
+        world.now_ms += 1_000
+        world.run()
+    assert world.error(req_id) == errors.Unreachable.code
+    before = len(world.fetches)
+    ask_range(world, 0, 2)
+    assert len(world.fetches) == before + 1
+
+
+def test_a_damaged_record_is_not_passed_on() -> None:
+    source = ready()
+    source.fill(3)
+    whole = ranged(source, ask_range(source, 0, 2))
+    rotten = bytearray(whole.records)
+    rotten[40] ^= 1
+    world = World()
+    world.open(2)
+    req_id = ask_range(world, 0, 2)
+    fetch = world.fetches[0]
+    found = messages.RangeBytes(
+        1, fetch.token, 0, 0, 3, 0, whole.lengths, bytes(rotten), 0, bytes(16), whole.lineage
+    )
+    world.step(Fetched(fetch.token, found))
+    assert not world.is_answered(req_id)
+    assert len(world.fetches) == 2
+
+
+def test_one_transaction_s_data() -> None:
+    world = ready()
+    world.fill(2, data=b"payload")
+    req_id = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1))
+    message = world.answer(req_id)
+    assert isinstance(message, messages.TransactionDataResponse)
+    data, fault = message.result
+    assert (bytes(data or b""), fault) == (b"payload", None)
+    # Asked for too early, it is there later all the same.
+    early = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
+    message = world.answer(early)
+    assert isinstance(message, messages.TransactionDataResponse)
+    assert message.result[0] is None
+    assert "high-water mark is 1" in (message.result[1] or "")
+    world.fill(1, data=b"later")
+    late = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
+    message = world.answer(late)
+    assert isinstance(message, messages.TransactionDataResponse)
+    assert bytes(message.result[0] or b"") == b"later"
+
+
+# --- marks
+
+
+def test_a_fresh_mark_is_told_at_once_and_an_old_one_is_proved_first() -> None:
+    world = ready()
+    fresh = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
+    assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, -1)
+    world.now_ms += world.limits.session_timer_ms + 1
+    stale = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
+    assert not world.is_answered(stale)
+    (proof,) = world.store.of(replication.ProveMark)
+    world.say(replication.MarkProved(proof.token, TransactionId(-1)))
+    assert world.answer(stale) == messages.HighWaterMarkResponse(stale, -1)
+
+
+def test_a_commit_is_a_proof_as_of_its_submission() -> None:
+    world = ready()
+    world.append()
+    world.run()
+    world.now_ms += world.limits.session_timer_ms + 1
+    world.commit()
+    stale = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
+    assert not world.is_answered(stale)
+    world.append()
+    world.run()
+    world.commit()
+    fresh = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
+    assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, 1)
+
+
+def test_replicas_are_told_after_a_proof_when_it_must_be_linearizable() -> None:
+    world = ready()
+    plain = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=False))
+    assert world.answer(plain) == messages.ReplicasResponse(plain, 1, -1, REPLICAS, KEY, 4)
+    proved = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
+    assert not world.is_answered(proved)
+    world.say(replication.MarkUnproved(1))
+    assert world.error(proved) == errors.SessionLost.code
+
+
+def test_a_proof_that_a_session_took_with_it_is_asked_for_in_the_next() -> None:
+    world = ready()
+    asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
+    world.close()
+    assert not world.is_answered(asked)
+    world.open(-1)
+    proofs = world.store.of(replication.ProveMark)
+    world.say(replication.MarkProved(proofs[-1].token, TransactionId(-1)))
+    assert isinstance(world.answer(asked), messages.ReplicasResponse)
+
+
+def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
+    world = ready()
+    req_id = world.append()
+    flush = world.send(A, messages.FlushRequest(world.req_id(ALICE)))
+    world.append()
+    world.run()
+    assert not world.is_answered(flush)
+    world.commit()
+    assert world.is_answered(req_id)
+    assert world.answer(flush) == messages.FlushResponse(flush, 1)
+
+
+def test_what_is_no_request_is_told() -> None:
+    world = ready()
+    req_id = world.send(A, messages.HighWaterMarkResponse(world.req_id(ALICE), 3))
+    assert world.error(req_id) == errors.BadRequest.code
