@@ -9,11 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
-
-import uvloop
 
 from waltz_core.errors import BadConfig
 from waltz_core.settings import Config, load
@@ -35,9 +33,7 @@ def add_run(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
         )
 
 
-def run_daemon(
-    arguments: argparse.Namespace, kind: type[C], run: Callable[[C], Awaitable[None]]
-) -> int:
+def run_daemon(arguments: argparse.Namespace, kind: type[C], run: Callable[[C], None]) -> int:
     """Load the settings and run a daemon until it is told to stop; return the exit code.
 
     Raises:
@@ -53,11 +49,7 @@ def run_daemon(
     config = load(kind, path=arguments.config, environment=os.environ, flags=flags).config
     if arguments.exit_with_parent:
         end_with_parent()
-
-    async def main() -> None:
-        await run(config)
-
-    uvloop.run(main())
+    run(config)
     return 0
 
 

@@ -6,14 +6,17 @@ Why it stands alone: every command ends the same way. A `WaltzError` is one sent
 
 import argparse
 import logging
+import logging.config
 import signal
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from waltz_core import __version__
 from waltz_core.cli.output import say
-from waltz_core.errors import WaltzError
+from waltz_core.errors import BadConfig, WaltzError
 
 # noun -> (module, one line of help); a module is imported only when its noun is asked for, so that
 # a daemon does not pay for what it never uses.
@@ -39,14 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb is None:
         parser.print_help()
         return 2
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-        stream=sys.stderr,
-    )
-    logging.getLogger("kazoo").setLevel(logging.WARNING)
     try:
+        _start_logging(arguments.logging)
         result = verb(arguments)
     except WaltzError as error:
         say(f"waltz-core: {error}")
@@ -66,6 +63,7 @@ def _parser(noun: str | None) -> argparse.ArgumentParser:
         prog="waltz-core", description="The quorum-replicated log with optimistic locking."
     )
     parser.add_argument("--version", action="version", version=f"waltz-core {__version__}")
+    parser.add_argument("--logging", type=Path, help="a logging.toml (conf/logging.toml)")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, (module, text) in NOUNS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -73,3 +71,20 @@ def _parser(noun: str | None) -> argparse.ArgumentParser:
             import_module(module).add(command)
         command.set_defaults(parser=command)
     return parser
+
+
+def _start_logging(path: Path | None) -> None:
+    if path is None:
+        logging.basicConfig(
+            level=logging.INFO,
+            format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S",
+            stream=sys.stderr,
+        )
+        logging.getLogger("kazoo").setLevel(logging.WARNING)
+        return
+    try:
+        with path.open("rb") as stream:
+            logging.config.dictConfig(tomllib.load(stream))
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+        raise BadConfig(f"--logging {path}: expected a logging.toml: {error}") from None

@@ -19,11 +19,11 @@ import uvloop
 
 from waltz_core import raw_records
 from waltz_core.batches import encode_append
-from waltz_core.client import AsyncWaltzClient, Reason
+from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.record import BEFORE_FIRST
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from waltz_core.cli.bench import Load, Measured, Meter
 
@@ -57,7 +57,7 @@ def append_batch(load: Load, meter: Meter) -> Measured:
 async def _append_batch(load: Load, meter: Meter) -> Measured:
     from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
 
-    async with await AsyncWaltzClient.connect(load.connect) as client:
+    async with AsyncWaltzClient.connect(load.connect) as client:
         partitions = list(range(client.partition_count))
         starts = await client.high_water_marks()
         payloads = [_payload(load, Random(seed)) for seed in range(8)]  # noqa: S311 - test data
@@ -114,7 +114,7 @@ async def _lane(
     """Keep some batches of one partition in flight until the time is up."""
     until, in_flight = limits
     mark = await client.high_water_mark(partition)
-    waiting: deque[tuple[float, Awaitable[object]]] = deque()
+    waiting: deque[tuple[float, Awaitable[BatchOutcome]]] = deque()
     turn = partition
     while waiting or time.perf_counter() < until:
         while len(waiting) < in_flight and time.perf_counter() < until:
@@ -134,16 +134,16 @@ async def _lane(
         now = time.perf_counter()
         ledger.latencies_s.append(now - sent)
         ledger.answered_s.append(now)
-        committed = outcome.reasons == Reason.COMMITTED  # type: ignore[attr-defined]
-        ids = outcome.transaction_ids[committed]  # type: ignore[attr-defined]
+        committed = outcome.reasons == Reason.COMMITTED
+        ids = outcome.transaction_ids[committed]
         ledger.ids.setdefault(partition, []).append(ids)
         ledger.acknowledged += len(ids)
         ledger.refused += int((~committed).sum())
-        mark = outcome.high_water_mark  # type: ignore[attr-defined]
+        mark = outcome.high_water_mark
 
 
 async def _check(
-    client: AsyncWaltzClient, starts: dict[int, int], ledger: _Ledger
+    client: AsyncWaltzClient, starts: Mapping[int, int], ledger: _Ledger
 ) -> tuple[int, int]:
     """Read the headers of all that was written; return how many ids are lost, and doubled."""
     lost = doubled = 0
@@ -154,7 +154,7 @@ async def _check(
         found: list[I64] = []
         requests: list[npt.NDArray[np.void]] = []
         async for chunk in client.read_range(
-            partition, starts[partition] + 1, last, headers_only=True
+            partition, starts[partition] + 1, last, form=RangeForm.HEADERS
         ):
             heads = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
             found.append(heads["transaction_id"].astype(np.int64))
@@ -175,7 +175,7 @@ def replay(load: Load, meter: Meter) -> Measured:
 async def _replay(load: Load, meter: Meter) -> Measured:
     from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
 
-    async with await AsyncWaltzClient.connect(load.connect) as client:
+    async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
         if sum(marks.values()) + len(marks) < load.rows:
             await _fill(client, load)
@@ -216,11 +216,11 @@ async def _fill(client: AsyncWaltzClient, load: Load) -> None:
 async def _fill_one(
     client: AsyncWaltzClient, partition: int, payload: bytes, load: Load, count: int
 ) -> None:
-    waiting: deque[Awaitable[object]] = deque()
+    waiting: deque[Awaitable[BatchOutcome]] = deque()
     mark = await client.high_water_mark(partition)
     for _ in range(count):
         if len(waiting) >= load.in_flight:
-            mark = (await waiting.popleft()).high_water_mark  # type: ignore[attr-defined]
+            mark = (await waiting.popleft()).high_water_mark
         waiting.append(
             await client.append_batch(
                 partition, payload, load.batch_rows, client_high_water_mark=mark
@@ -248,7 +248,7 @@ async def _false_refusals(load: Load, meter: Meter) -> Measured:
     data = [b""] * count
     rates: dict[str, float] = {}
     rows = 0
-    async with await AsyncWaltzClient.connect(load.connect) as client:
+    async with AsyncWaltzClient.connect(load.connect) as client:
         meter.start()
         began = time.perf_counter()
         first = await client.high_water_mark(partition)

@@ -298,7 +298,7 @@ def _joined(chunks: list[_Chunk]) -> _Chunk:
 
 def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int) -> int:
     """Return how many leading rows stay within both limits, judged by their payload."""
-    count = min(append.num_rows, rows_max)
+    count: int = min(append.num_rows, rows_max)
     data = append.column("data")
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset :][: len(data) + 1]
     reach = int(
