@@ -32,7 +32,7 @@ GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
 REQ_ID = struct.Struct(">iiii")
 RECORD_HEADER = struct.Struct(">q16si")
 # transaction id, request id, header, data length, data crc; then the data; then the record crc
-RECORD_PREFIX = struct.Struct(">q16siii")
+RECORD_PREFIX = struct.Struct(">q16siiI")
 RECORD_OVERHEAD_BYTES = 40
 assert REQ_ID.size == 16
 assert RECORD_HEADER.size == 28

@@ -5,7 +5,6 @@ the middle of a batch, late commits, remounts. Afterwards the log itself is the 
 """
 
 import random
-import struct
 import zlib
 from dataclasses import dataclass, field
 
@@ -99,7 +98,7 @@ class World:
             (row,) = rows
             data = b"x"
             locks = (row.write, row.read, row.append)
-            single = AppendRequest(req_id, row.mark, *locks, 0, data, signed_crc(data))
+            single = AppendRequest(req_id, row.mark, *locks, 0, data, zlib.crc32(data))
             self.take(self.pipeline.receive(connection, single, 50))
             return
         payload = encode_append(
@@ -110,7 +109,7 @@ class World:
             append_locks=[row.append for row in rows],
             marks=[row.mark for row in rows],
         )
-        batch = AppendBatch(req_id, -1, payload, signed_crc(payload))
+        batch = AppendBatch(req_id, -1, payload, zlib.crc32(payload))
         self.take(self.pipeline.receive(connection, batch, 50))
 
     def turn(self) -> None:
@@ -251,12 +250,6 @@ class World:
                 assert transaction_id == -1 or mount not in lost
                 if reason == Reason.LOST:
                     lost.add(mount)
-
-
-def signed_crc(data: bytes) -> int:
-    (value,) = struct.unpack(">i", struct.pack(">I", zlib.crc32(data)))
-    assert isinstance(value, int)
-    return value
 
 
 def run(seed: int) -> World:

@@ -50,7 +50,6 @@ from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket, Ticket
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
-_U32: Final = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,9 +440,8 @@ class AppendPipeline:
         if reason is not None:
             self._refuse(ticket, reason, out)
             return False
-        found = crc32(message.data)
-        if found != message.data_crc & _U32:
-            expected = message.data_crc & _U32
+        found, expected = crc32(message.data), message.data_crc
+        if found != expected:
             self._fail(
                 ticket,
                 ChecksumMismatch(
@@ -455,8 +453,7 @@ class AppendPipeline:
         return True
 
     def _decode(self, message: AppendBatch) -> AppendRows:
-        found = crc32(message.payload)
-        expected = message.payload_crc & _U32
+        found, expected = crc32(message.payload), message.payload_crc
         if found != expected:
             raise ChecksumMismatch(
                 f"append batch: expected a payload with CRC {expected:08x}, found {found:08x}"

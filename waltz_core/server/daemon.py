@@ -239,8 +239,8 @@ class Server:
             self._cluster_key,
             self.partition_count,
             self._storage_ids,
-            self._random,
-            store_limits_of(config),
+            rng=self._random,
+            limits=store_limits_of(config),
         )
         feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
@@ -353,6 +353,7 @@ def store_limits_of(config: ServerConfig) -> StoreLimits:
         redial_ms_min=config.retry_interval_ms_min,
         redial_ms_max=min(2_000, config.retry_interval_ms_max),
         answer_ms_max=config.quorum_timeout_ms,
+        quorum_ms_max=3 * config.zookeeper_session_timeout_ms,
         lag_bytes_max=config.replica_lag_bytes_max,
     )
 

@@ -469,7 +469,7 @@ def _check_headers(message: RangeBytes) -> None:
             f"range from a storage: expected {message.count} headers of {RECORD_HEADER.size} "
             f"bytes, found {len(message.records)} bytes"
         )
-    if crc32(message.records) != message.records_crc & 0xFFFFFFFF:
+    if crc32(message.records) != message.records_crc:
         raise ChecksumMismatch("range from a storage: the headers' CRC does not fit")
     heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
     expected = np.arange(message.first, message.first + message.count, dtype=np.int64)

@@ -1,4 +1,3 @@
-import struct
 import sys
 import zlib
 from collections.abc import Sequence
@@ -76,7 +75,7 @@ class World:
         req_id = ReqId(client, generation, PartitionId(0), self.sequence)
         self.sequence += 1
         message = AppendRequest(
-            req_id, mark, tuple(write), tuple(read), tuple(append), 7, data, signed_crc(data)
+            req_id, mark, tuple(write), tuple(read), tuple(append), 7, data, zlib.crc32(data)
         )
         self.early = self.pipeline.receive(A if client == ALICE else B, message, 100)
         return req_id
@@ -101,7 +100,7 @@ class World:
             append_locks=none,
             marks=marks,
         )
-        message = AppendBatch(req_id, mark, payload, signed_crc(payload))
+        message = AppendBatch(req_id, mark, payload, zlib.crc32(payload))
         self.early = self.pipeline.receive(A if client == ALICE else B, message, len(payload))
         return req_id
 
@@ -119,12 +118,6 @@ class World:
             )
         last = self.submitted[-1].last
         return self.pipeline.committed(last, chain)
-
-
-def signed_crc(data: bytes) -> int:
-    (value,) = struct.unpack(">i", struct.pack(">I", zlib.crc32(data)))
-    assert isinstance(value, int)
-    return value
 
 
 def results(outcomes: Sequence[Outcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
@@ -313,7 +306,7 @@ def test_a_batch_that_cannot_be_decoded_is_told() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
     junk = b"no arrow"
-    world.pipeline.receive(A, AppendBatch(req_id, -1, junk, signed_crc(junk)), 50)
+    world.pipeline.receive(A, AppendBatch(req_id, -1, junk, zlib.crc32(junk)), 50)
     assert faults(world.turn()) == [errors.BadRequest.code]
 
 

@@ -171,7 +171,7 @@ class World:
         data: bytes = b"data",
         header: int = 0,
     ) -> ReqId:
-        (crc,) = struct.unpack(">i", struct.pack(">I", zlib.crc32(data)))
+        crc = zlib.crc32(data)
         message = messages.AppendRequest(self.req_id(client), -1, (), (), (), header, data, crc)
         return self.send(connection, message)
 
@@ -540,7 +540,7 @@ def header_range(fetch: Fetch, count: int, offset: int = 0) -> messages.RangeByt
         asked.form,
         b"",
         records,
-        zlib.crc32(records) - (1 << 32 if zlib.crc32(records) >> 31 else 0),
+        zlib.crc32(records),
         bytes(16),
         (entry,),
     )
