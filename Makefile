@@ -42,9 +42,10 @@ format: ## Put the sources into the one format
 	@scripts/bootstrap dev
 	@$(RUN) ruff check --quiet --fix . ; $(RUN) ruff format .
 
-sim: ## Random schedules with faults through the simulator: make sim SEEDS=20000
+sim: ## Random schedules with faults through the state machines: make sim SEEDS=20000
 	@scripts/bootstrap dev
-	@$(RUN) waltz-core simulate --seeds $(SEEDS) $(ARGS)
+	@HYPOTHESIS_PROFILE=thorough WALTZ_SIM_SEEDS=$(SEEDS) \
+	    $(RUN) python -m pytest --timeout 3600 $(call present,sim property) $(ARGS)
 
 bench: ## Measure a local cluster: make bench WORKLOAD=replay ARGS='--seconds 10'
 	@scripts/bootstrap run
@@ -52,7 +53,7 @@ bench: ## Measure a local cluster: make bench WORKLOAD=replay ARGS='--seconds 10
 
 notebook: ## Run every notebook of examples/notebooks from top to bottom
 	@scripts/bootstrap dev
-	@$(RUN) python -m pytest tests/notebooks $(ARGS)
+	@$(RUN) python -m pytest $(or $(call present,notebooks),tests/notebooks) $(ARGS)
 
 docs: ## Write anew what is generated: the samples in conf/ and the tables in docs/
 	@scripts/bootstrap dev
