@@ -1,0 +1,140 @@
+"""What may be claimed over what ZooKeeper holds of a partition, and what a claim has won.
+
+Why it stands alone: the first compare-and-set is where a log can be lost by taking a partition for
+a new one, so its conditions stand together, without the conversation around them.
+
+Rules (correctness.md 2.1 A and B, rows 15, 17 and 36; interop.md 4.7):
+    1. Never over a later generation than one's own.
+    2. Never where an opened partition has no replica states, nor where more storages than any
+       quorum can do without are bound to sessions that ZooKeeper has never heard of.
+    3. Never with so many new replicas that they are a quorum by themselves.
+    4. A claim has a session id and a nonce; only both together are an identity.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from waltz_core.cluster.model import (
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.record import Generation, ReplicaId, SessionId, TransactionId
+from waltz_core.replication.quorum import quorum_size
+from waltz_core.replication.recovery import Origin, origin_of, states_to_claim
+
+
+class View(NamedTuple):
+    """Both nodes of the partition, and the versions that they have or replace."""
+
+    metadata: PartitionMetadata
+    metadata_version: int
+    marker: PartitionMarker | None
+    marker_version: int
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The versions of both nodes."""
+        return self.metadata_version, self.marker_version
+
+    @property
+    def name(self) -> tuple[SessionId, bytes] | None:
+        """Session and nonce of the last claim; None if an original server made it."""
+        marker = self.marker
+        if marker is None or marker.session_id != self.metadata.session_id:
+            return None
+        return marker.session_id, marker.nonce
+
+
+class InDoubt(NamedTuple):
+    """What was submitted to an earlier session and is not final: ids above `committed`."""
+
+    session_id: SessionId
+    committed: TransactionId
+    last: TransactionId
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What the first compare-and-set has won, and what the owner brings along.
+
+    `known_last` is the highest id that this owner ever saw committed. `held` are replicas that
+    refused appends lately, and until when they stay out. `behind` are replicas known to be bound
+    to a session that ZooKeeper has never heard of.
+    """
+
+    session_id: SessionId
+    generation: Generation
+    nonce: bytes
+    origin: Origin
+    states: Mapping[ReplicaId, ReplicaState]
+    assigned: tuple[ReplicaId, ...]
+    unbroken: bool
+    known_last: TransactionId
+    in_doubt: InDoubt | None
+    held: Mapping[ReplicaId, int]
+    behind: Mapping[ReplicaId, SessionId]
+
+
+def is_newer(one: Generation, other: Generation) -> bool:
+    """Tell whether a generation is later than another; they are int32 and may wrap."""
+    return 0 < ((one - other) & 0xFFFFFFFF) < 1 << 31
+
+
+def refusal(
+    view: View, replicas: Sequence[ReplicaId], promised: Mapping[ReplicaId, SessionId]
+) -> str | None:
+    """Return why no session may be claimed here (rules 2 and 3), or None.
+
+    `promised` are the sessions that storages said they are bound to.
+    """
+    if origin_of(view.metadata, view.marker) is Origin.LOST:
+        return (
+            "the partition was opened before, but its metadata holds no replica states: "
+            "the data of ZooKeeper was lost or rolled back"
+        )
+    states = view.metadata.states
+    quorum = quorum_size(len(replicas))
+    strangers = [name for name in replicas if name not in states]
+    if states and len(strangers) >= quorum:
+        return (
+            f"expected fewer than {quorum} new replicas, found {', '.join(strangers)} "
+            f"among {', '.join(replicas)}"
+        )
+    known = view.metadata.session_id
+    ahead = [name for name in replicas if promised.get(name, known) > known]
+    if len(ahead) > len(replicas) - quorum:
+        return (
+            f"replicas {', '.join(ahead)} are bound to sessions later than {known}, which is the "
+            f"last one that ZooKeeper knows: its data was lost or rolled back"
+        )
+    return None
+
+
+def claim_over(
+    view: View, generation: Generation, replicas: Sequence[ReplicaId], nonce: bytes
+) -> View:
+    """Return what CAS#1 writes: the next session id, the nonce, everything else unchanged."""
+    assert not is_newer(view.metadata.generation, generation), "rule 1"
+    origin = origin_of(view.metadata, view.marker)
+    assert origin is not Origin.LOST, "rule 2"
+    session_id = SessionId(view.metadata.session_id + 1)
+    states = states_to_claim(origin, view.metadata.states, replicas)
+    state = MarkerState.NEW if view.marker is None else view.marker.state
+    return view._replace(
+        metadata=PartitionMetadata(generation, session_id, states),
+        marker=PartitionMarker(state, session_id, nonce),
+    )
+
+
+def states_over(view: View, states: Mapping[ReplicaId, ReplicaState]) -> View:
+    """Return what CAS#2 and CAS#3 write: new replica states, and the partition is open."""
+    marker = view.marker
+    assert marker is not None
+    metadata = PartitionMetadata(view.metadata.generation, view.metadata.session_id, states)
+    return view._replace(
+        metadata=metadata,
+        marker=PartitionMarker(MarkerState.OPEN, marker.session_id, marker.nonce),
+    )

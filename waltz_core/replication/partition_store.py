@@ -1,0 +1,580 @@
+"""Session after session of one partition: claim, open, lose, claim again.
+
+Why it stands alone: it holds what outlives a session (what was committed, what is in doubt, which
+replicas misbehaved) and the whole conversation with ZooKeeper, so that every compare-and-set of the
+protocol stands in one file.
+
+Rules (correctness.md 2.1 A, B, G, K and the scenario table):
+    1. Every write depends on the versions that were read, and each has one attempt number; the
+       outcome of any other attempt is dropped.
+    2. A write with unknown outcome is read again. The claim holds only if session and nonce are
+       ours; states are written again, unchanged, until one reading tells.
+    3. A session id is claimed once. A claim that did not hold is followed by another id.
+    4. Nothing is claimed for an older generation, nor where ZooKeeper has forgotten a history that
+       it once knew: an open partition without states, a session below what storages promised.
+    5. What is in doubt stays in doubt until a later session is settled.
+    6. There is a pause between failures, and it grows.
+"""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final, assert_never
+
+from waltz_core.cluster.model import EMPTY_METADATA, ReplicaState
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Chain,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication.claim import (
+    Claim,
+    InDoubt,
+    View,
+    claim_over,
+    is_newer,
+    refusal,
+    states_over,
+)
+from waltz_core.replication.events import (
+    Checkpoint,
+    Disown,
+    Effect,
+    Event,
+    MarkUnproved,
+    MetadataConflict,
+    MetadataRead,
+    MetadataUnknown,
+    MetadataWritten,
+    Own,
+    ProveMark,
+    ReadMetadata,
+    Reassign,
+    Released,
+    ReplicaAnswered,
+    ReplicaLost,
+    ReplicaOpened,
+    SessionClosed,
+    Submit,
+    WriteMetadata,
+)
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.recovery import origin_of
+from waltz_core.replication.store_session import Cause, Ending, PartitionFacts, StoreSession
+
+if TYPE_CHECKING:
+    from random import Random
+
+_NONCE_BYTES: Final = 16
+_NAMES_MAX: Final = 16  # of our own sessions that are remembered, to know them again
+
+
+class _Waiting(Enum):
+    """What the coordinator was asked; its answer is the next thing to happen."""
+
+    NOTHING = auto()
+    READ = auto()  # before a claim
+    CLAIM = auto()  # CAS#1
+    CLAIM_CHECK = auto()  # CAS#1 has an unknown outcome: reading
+    STATES = auto()  # CAS#2 or CAS#3
+    STATES_CHECK = auto()  # one of them has an unknown outcome, or lost: reading
+
+
+class PartitionStore:
+    """The machine of one partition (see `machine.py` for its contract).
+
+    `storage_ids` are the registered ids, 16 bytes each; the mapping may be updated at any time.
+    """
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        cluster_key: bytes,
+        partition_count: int,
+        storage_ids: Mapping[ReplicaId, bytes],
+        *,
+        rng: "Random",
+        limits: Limits,
+    ) -> None:
+        assert len(cluster_key) == 16
+        self._facts = PartitionFacts(partition_id, cluster_key, partition_count, storage_ids)
+        self._rng = rng
+        self._limits = limits
+        self._outbox: list[Effect] = []
+        self._now_ms = 0
+        # Ownership (A).
+        self._generation: Generation | None = None
+        self._replicas: tuple[ReplicaId, ...] = ()
+        # The session, and the coordinator.
+        self._session: StoreSession | None = None
+        self._view: View | None = None  # what ZooKeeper holds, as far as we know
+        self._writing: View | None = None  # what it may hold if the write under way succeeds
+        self._waiting = _Waiting.NOTHING
+        self._attempt = 0
+        self._retry_at_ms: int | None = None  # when to ask the coordinator the next question
+        # What outlives sessions.
+        self._our_names: list[tuple[SessionId, bytes]] = []
+        self._is_unbroken = False
+        self._high_water_mark = BEFORE_FIRST
+        self._chain: Chain = GENESIS_CHAIN
+        self._in_doubt: InDoubt | None = None
+        self._failure_count = 0
+        self._away_count = 0
+        self._lost_race_count = 0
+        self._lost_to: tuple[SessionId, bytes] | None = None
+        self._no_quorum_since_ms: int | None = None
+        self._held_until_ms: dict[ReplicaId, int] = {}
+        self._hold_ms: dict[ReplicaId, int] = {}
+        self._promised: dict[ReplicaId, SessionId] = {}
+
+    # -----------------------------------------------------------------------------------------
+    # what the owner may look at between steps
+
+    @property
+    def open_session(self) -> SessionId | None:
+        """The session that takes appends, if there is one and earlier ones are settled."""
+        session = self._session
+        if session is None or not session.is_open or not session.is_settled:
+            return None
+        return session.claim.session_id
+
+    @property
+    def high_water_mark(self) -> TransactionId:
+        """The last id that this machine knows to be committed."""
+        return self._high_water_mark
+
+    @property
+    def chain(self) -> Chain:
+        """The log's chain at the high-water mark."""
+        return self._chain
+
+    @property
+    def next_transaction_id(self) -> TransactionId:
+        """The first id of the next batch; only meaningful while a session is open."""
+        session = self._session
+        last = self._high_water_mark
+        if session is not None and session.window is not None:
+            last = session.window.last
+        return TransactionId(last + 1)
+
+    @property
+    def readable_replicas(self) -> list[ReplicaId]:
+        """Replicas that have the log up to (about) the mark, those that have most first."""
+        session = self._session
+        return session.readable() if session is not None and session.is_open else []
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of records submitted to the open session and not committed."""
+        session = self._session
+        if session is None or session.window is None:
+            return 0
+        return session.window.in_flight_bytes
+
+    @property
+    def session(self) -> StoreSession | None:
+        """The session being made or open, for checks of invariants."""
+        return self._session
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When to send the next `Wakeup`; None for never."""
+        return min(self._wake_times(), default=None)
+
+    def _wake_times(self) -> Iterator[int]:
+        if self._retry_at_ms is not None:
+            yield self._retry_at_ms
+        if self._session is not None:
+            yield from self._session.wake_times(self._now_ms)
+        release_at_ms = self._release_at_ms()
+        if release_at_ms is not None:
+            yield release_at_ms
+
+    # -----------------------------------------------------------------------------------------
+    # events
+
+    def step(self, event: Event, now_ms: int) -> list[Effect]:
+        """Take one event in, return what to do."""
+        assert now_ms >= self._now_ms, "time went backwards"
+        assert not self._outbox
+        self._now_ms = now_ms
+        match event:
+            case ReplicaAnswered() | ReplicaOpened() | ReplicaLost():
+                self._heard_replica(event)
+            case Submit():
+                if self.open_session == event.session_id and self._session is not None:
+                    self._session.submit(event.batch, now_ms)
+            case ProveMark():
+                self._prove(event.token)
+            case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
+                if event.attempt == self._attempt and self._waiting is not _Waiting.NOTHING:
+                    self._heard_coordinator(event)
+            case Own() | Reassign() | Disown() | Checkpoint():
+                self._ordered(event)
+            case Wakeup():
+                self._woken()
+            case _:
+                assert_never(event)
+        self._follow_session()
+        effects = self._outbox[:]
+        self._outbox.clear()
+        return effects
+
+    def _heard_replica(self, event: ReplicaAnswered | ReplicaOpened | ReplicaLost) -> None:
+        session = self._session
+        if session is None or event.session_id != session.claim.session_id:
+            return
+        match event:
+            case ReplicaAnswered():
+                session.answered(event.replica, event.message, self._now_ms)
+            case ReplicaOpened():
+                session.opened(event.replica, self._now_ms)
+            case ReplicaLost():
+                session.lost(event.replica, event.reason, self._now_ms)
+
+    def _prove(self, token: int) -> None:
+        if self._session is None or not self._session.is_open:
+            self._outbox.append(MarkUnproved(token))
+        else:
+            self._session.prove(token, self._now_ms)
+
+    def _ordered(self, event: Own | Reassign | Disown | Checkpoint) -> None:
+        match event:
+            case Disown():
+                self._drop_ownership("disowned")
+            case Own():
+                self._own(event.generation, event.replicas)
+            case Reassign():
+                if self._generation is not None and event.replicas != self._replicas:
+                    self._own(self._generation, event.replicas)
+            case Checkpoint():
+                if self._session is not None and self._session.is_open:
+                    self._end_session("checkpoint")
+                    self._claim_after(0)
+
+    def _own(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
+        """The partition is ours: claim a session, unless nothing is new."""
+        assert replicas, "a partition has at least one replica"
+        assert len(set(replicas)) == len(replicas)
+        if (generation, replicas) == (self._generation, self._replicas):
+            return
+        self._end_session("ownership or assignment changed")
+        self._generation, self._replicas = generation, replicas
+        self._lost_race_count = self._failure_count = 0
+        self._no_quorum_since_ms = self._now_ms
+        self._claim_after(0)
+
+    def _drop_ownership(self, reason: str) -> None:
+        self._end_session(reason)
+        self._generation = None
+        self._no_quorum_since_ms = None
+        self._forget_question()
+
+    def _release(self, reason: str) -> None:
+        """Give the partition up until it is given again."""
+        self._drop_ownership(reason)
+        self._outbox.append(Released(reason))
+
+    def _woken(self) -> None:
+        now_ms = self._now_ms
+        release_at_ms = self._release_at_ms()
+        if release_at_ms is not None and release_at_ms <= now_ms:
+            self._release("no quorum of replicas for too long")
+            return
+        if self._session is not None:
+            self._session.woken(now_ms)
+        if self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
+            self._retry_at_ms = None
+            self._ask_again()
+
+    def _release_at_ms(self) -> int | None:
+        """Without a quorum while ZooKeeper answers, another server may do better (row 18)."""
+        if self._no_quorum_since_ms is None or self._limits.quorum_ms_max == 0:
+            return None
+        return self._no_quorum_since_ms + self._limits.quorum_ms_max
+
+    # -----------------------------------------------------------------------------------------
+    # the session's needs, after each step
+
+    def _follow_session(self) -> None:
+        session = self._session
+        if session is None:
+            return
+        if session.window is not None:
+            self._high_water_mark = session.window.committed
+            self._chain = session.window.committed_chain
+        if session.ended is not None:
+            self._session_ended(session.ended)
+            return
+        if self._waiting is not _Waiting.NOTHING or self._retry_at_ms is not None:
+            return
+        states = session.wanted_states(self._now_ms)
+        if states is not None:
+            self._write_states(session, states)
+
+    def _session_ended(self, ending: Ending) -> None:
+        replica = ending.replica
+        if ending.promised is not None and replica is not None:
+            self._promised[replica] = ending.promised
+        if ending.refused_append and replica is not None:
+            hold_ms = self._hold_ms.get(replica, self._limits.hold_ms_min)
+            self._held_until_ms[replica] = self._now_ms + hold_ms
+            self._hold_ms[replica] = min(2 * hold_ms, self._limits.hold_ms_max)
+        self._end_session(ending.reason)
+        match ending.cause:
+            case Cause.STALLED:
+                self._release(ending.reason)
+            case Cause.REFUSED:
+                self._report("partition.refused", reason=ending.reason)
+                self._claim_after(self._limits.refused_retry_ms)
+            case Cause.FENCED:
+                self._view = None
+                self._claim_after(self._pause_ms())
+            case Cause.LEFT | Cause.RETURNED:
+                self._claim_after(self._pause_ms())
+
+    def _end_session(self, reason: str) -> None:
+        """Close the session and keep what outlives it (rule 5)."""
+        session = self._session
+        if session is None:
+            return
+        session.end(Ending(Cause.LEFT, reason))
+        self._session = None
+        # A write under way may or may not happen: what ZooKeeper holds must be read.
+        if self._waiting is not _Waiting.NOTHING or self._writing is not None:
+            self._view = None
+        self._forget_question()
+        window = session.window
+        if window is None:
+            self._report("session.abandoned", session=session.claim.session_id, reason=reason)
+            return
+        if session.is_settled:
+            doubt = InDoubt(session.claim.session_id, window.committed, window.last)
+            self._in_doubt = doubt if window.last > window.committed else None
+        assert session.opened_ms is not None
+        if self._now_ms - session.opened_ms >= self._limits.stable_ms:
+            self._failure_count = self._lost_race_count = 0
+            self._hold_ms.clear()
+        self._no_quorum_since_ms = self._now_ms
+        self._outbox.append(SessionClosed(session.claim.session_id, reason))
+
+    def _pause_ms(self) -> int:
+        """Return how long to wait after one more failure of a session (rule 6)."""
+        self._failure_count += 1
+        if self._failure_count == 1:
+            return self._rng.randint(0, self._limits.first_retry_ms_max)
+        return self._growing_ms(self._failure_count - 2)
+
+    def _growing_ms(self, doublings: int) -> int:
+        limits = self._limits
+        longest = min(limits.retry_ms_min << min(doublings, 16), limits.retry_ms_max)
+        return self._rng.randint(longest // 2, longest)
+
+    # -----------------------------------------------------------------------------------------
+    # questions to the coordinator
+
+    def _claim_after(self, wait_ms: int) -> None:
+        assert self._session is None
+        self._forget_question()
+        if wait_ms == 0:
+            self._ask_again()
+        else:
+            self._retry_at_ms = self._now_ms + wait_ms
+
+    def _forget_question(self) -> None:
+        self._waiting = _Waiting.NOTHING
+        self._writing = None
+        self._retry_at_ms = None
+
+    def _ask_again(self) -> None:
+        """Ask what is to be asked now: the pause is over."""
+        if self._generation is None:
+            return
+        if self._waiting in (_Waiting.CLAIM_CHECK, _Waiting.STATES_CHECK):
+            self._read(self._waiting)
+        elif self._session is None and self._view is not None:
+            self._claim(self._view)
+        elif self._session is None:
+            self._read(_Waiting.READ)
+
+    def _read(self, waiting: _Waiting) -> None:
+        self._waiting = waiting
+        self._attempt += 1
+        self._outbox.append(ReadMetadata(self._attempt))
+
+    def _write(self, view: View, waiting: _Waiting) -> None:
+        """Compare-and-set; `view` holds the new values at the versions that they replace."""
+        assert view.marker is not None
+        self._waiting, self._writing = waiting, view
+        self._attempt += 1
+        self._outbox.append(
+            WriteMetadata(
+                self._attempt,
+                view.metadata,
+                view.marker,
+                view.metadata_version,
+                view.marker_version,
+            )
+        )
+
+    def _heard_coordinator(
+        self, event: MetadataRead | MetadataWritten | MetadataConflict | MetadataUnknown
+    ) -> None:
+        waiting, self._waiting = self._waiting, _Waiting.NOTHING
+        if not isinstance(event, MetadataUnknown):
+            self._away_count = 0
+        match event:
+            case MetadataRead():
+                metadata = EMPTY_METADATA if event.metadata is None else event.metadata
+                versions = event.metadata_version, event.marker_version
+                view = View(metadata, versions[0], event.marker, versions[1])
+                self._heard_reading(waiting, view)
+            case MetadataWritten():
+                assert self._writing is not None
+                view = self._writing._replace(
+                    metadata_version=event.metadata_version, marker_version=event.marker_version
+                )
+                self._wrote(view)
+            case MetadataConflict():
+                self._view = None
+                check = waiting is _Waiting.STATES
+                self._read(_Waiting.STATES_CHECK if check else _Waiting.CLAIM_CHECK)
+            case MetadataUnknown():
+                self._coordinator_away(waiting, event.reason)
+
+    def _coordinator_away(self, waiting: _Waiting, reason: str) -> None:
+        """Keep what is going on, and ask again after a pause; an open session goes on."""
+        self._report("coordinator.away", waiting=waiting.name, reason=reason)
+        self._view = None
+        if waiting is _Waiting.CLAIM:
+            self._waiting = _Waiting.CLAIM_CHECK
+        elif waiting is _Waiting.STATES:
+            self._waiting = _Waiting.STATES_CHECK
+        elif waiting is not _Waiting.READ:
+            self._waiting = waiting
+        self._attempt += 1  # an answer that comes after all is not waited for
+        self._retry_at_ms = self._now_ms + self._growing_ms(self._away_count)
+        self._away_count += 1
+        if self._no_quorum_since_ms is not None:
+            # Other servers see no more of ZooKeeper than this one: releasing would not help.
+            self._no_quorum_since_ms = self._now_ms
+
+    def _heard_reading(self, waiting: _Waiting, view: View) -> None:
+        self._view = view
+        wrote = self._writing
+        if waiting is _Waiting.READ:
+            self._claim(view)
+            return
+        assert wrote is not None
+        if view.metadata == wrote.metadata and view.name == wrote.name:
+            self._wrote(view)
+        elif waiting is _Waiting.CLAIM_CHECK:
+            self._writing = None
+            self._claim(view)
+        elif view.versions == wrote.versions:
+            self._write(wrote, _Waiting.STATES)
+        else:
+            self._writing = None
+            assert self._session is not None
+            self._session.end(Ending(Cause.FENCED, "another session was claimed"))
+
+    def _wrote(self, view: View) -> None:
+        """A write is known to have succeeded."""
+        self._view, self._writing = view, None
+        if self._session is None:
+            self._start_session(view)
+            return
+        if self._session.window is None:
+            self._is_unbroken = True
+            self._no_quorum_since_ms = None
+        self._session.wrote(view.metadata.states, self._now_ms)
+
+    # -----------------------------------------------------------------------------------------
+    # CAS#1: the claim (A, B)
+
+    def _claim(self, view: View) -> None:
+        assert self._generation is not None
+        assert self._session is None
+        if is_newer(view.metadata.generation, self._generation):
+            self._release(
+                f"the partition is at generation {view.metadata.generation}, "
+                f"this server owns generation {self._generation}"
+            )
+            return
+        if self._is_race_lost(view):
+            return
+        reason = refusal(view, self._replicas, self._promised)
+        if reason is not None:
+            self._view = None
+            self._report("partition.refused", reason=reason)
+            self._retry_at_ms = self._now_ms + self._limits.refused_retry_ms
+            return
+        nonce = self._rng.randbytes(_NONCE_BYTES)
+        claimed = claim_over(view, self._generation, self._replicas, nonce)
+        # Whether anybody else was there since our last session is known only here.
+        self._is_unbroken = self._is_unbroken and view.name in self._our_names
+        assert claimed.name is not None
+        self._our_names = [*self._our_names, claimed.name][-_NAMES_MAX:]
+        self._write(claimed, _Waiting.CLAIM)
+
+    def _is_race_lost(self, view: View) -> bool:
+        """Count the sessions that others claimed since ours; stand back, or give up (row 17)."""
+        if not self._our_names or view.name in self._our_names:
+            return False
+        if self._lost_to == view.name:
+            return False
+        self._lost_to = view.name
+        self._lost_race_count += 1
+        if self._lost_race_count > self._limits.lost_races_max:
+            self._release(f"{self._lost_race_count} sessions were lost to another server")
+            return True
+        if self._lost_race_count > 1:
+            self._view = None
+            self._retry_at_ms = self._now_ms + self._pause_ms()
+            return True
+        return False
+
+    def _start_session(self, view: View) -> None:
+        assert self._generation is not None
+        assert view.marker is not None
+        session_id = view.metadata.session_id
+        behind = {
+            name: promised for name, promised in self._promised.items() if promised > session_id
+        }
+        claim = Claim(
+            session_id=session_id,
+            generation=self._generation,
+            nonce=view.marker.nonce,
+            origin=origin_of(view.metadata, view.marker),
+            states=view.metadata.states,
+            assigned=self._replicas,
+            unbroken=self._is_unbroken,
+            known_last=self._high_water_mark,
+            in_doubt=self._in_doubt,
+            held=dict(self._held_until_ms),
+            behind=behind,
+        )
+        self._report("session.claimed", session=session_id, origin=claim.origin.name)
+        self._session = StoreSession(
+            claim, self._facts, outbox=self._outbox, rng=self._rng, limits=self._limits
+        )
+        self._session.start(self._now_ms)
+
+    # -----------------------------------------------------------------------------------------
+    # CAS#2 and CAS#3: the states (G, I)
+
+    def _write_states(self, session: StoreSession, states: dict[ReplicaId, ReplicaState]) -> None:
+        view = self._view
+        assert view is not None, "the claim, or the last write, told the versions"
+        assert view.marker is not None
+        assert view.metadata.session_id == session.claim.session_id
+        session.writing = states
+        self._write(states_over(view, states), _Waiting.STATES)
+
+    def _report(self, name: str, **fields: object) -> None:
+        self._outbox.append(Report(name, tuple(fields.items())))

@@ -1,0 +1,71 @@
+"""Majorities: how many replicas are enough, what they have reached, and what they have said.
+
+Why it stands alone: the append path asks "is this id committed?", recovery asks "was it?", a proof
+asks "does anybody know a later session?". All must mean the same by a quorum.
+
+Invariants:
+    1. A quorum is a strict majority, so no two disjoint groups of replicas can both be one.
+    2. A mark that a quorum has reached stays reached while no mark goes back.
+    3. No replica has both voted and been lost; COMMITTED and LOST are final.
+"""
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+
+from waltz_core.record import ReplicaId, TransactionId
+
+
+def quorum_size(replica_count: int) -> int:
+    """Return the smallest strict majority of `replica_count` replicas."""
+    assert replica_count > 0
+    return replica_count // 2 + 1
+
+
+def quorum_mark(marks: Sequence[TransactionId], quorum: int) -> TransactionId | None:
+    """Return the highest id that `quorum` of the marks have reached; None for too few marks."""
+    assert quorum > 0
+    if len(marks) < quorum:
+        return None
+    return sorted(marks, reverse=True)[quorum - 1]
+
+
+class Verdict(Enum):
+    """What the votes so far add up to."""
+
+    OPEN = auto()
+    COMMITTED = auto()
+    LOST = auto()
+
+
+class Tally:
+    """The votes on one question, from the first one to a verdict."""
+
+    __slots__ = ("_lost", "_quorum", "_replicas", "_voted")
+
+    def __init__(self, replicas: Iterable[ReplicaId]) -> None:
+        self._replicas = frozenset(replicas)
+        self._quorum = quorum_size(len(self._replicas))
+        self._voted: set[ReplicaId] = set()
+        self._lost: set[ReplicaId] = set()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The answer now; OPEN until enough votes or enough losses are in."""
+        if len(self._voted) >= self._quorum:
+            return Verdict.COMMITTED
+        if len(self._replicas) - len(self._lost) < self._quorum:
+            return Verdict.LOST
+        return Verdict.OPEN
+
+    def vote(self, replica: ReplicaId) -> None:
+        """Count a replica that has said yes."""
+        assert replica in self._replicas
+        assert replica not in self._lost
+        self._voted.add(replica)
+
+    def lose(self, replica: ReplicaId) -> None:
+        """Count a replica that can no longer answer."""
+        assert replica in self._replicas
+        if replica in self._voted:
+            return  # Its vote stands: what it said was true when it said so.
+        self._lost.add(replica)

@@ -1,0 +1,189 @@
+"""What a new session must keep of the log, and what ZooKeeper is told about the replicas.
+
+Why it stands alone: these few lines decide whether acknowledged transactions survive. They have no
+state of connections and no time, so that all cases can be tried, one by one.
+
+Rules (correctness.md 2.1, C to E and G):
+    1. A replica's silence is never read as "I do not have it": not answered, an older session, a
+       wiped or doubtful disk are all the same, UNKNOWN, for as long as the session tries.
+    2. With as many unknown replicas as a quorum, nothing is decided and nothing is touched.
+    3. Otherwise the mark is the highest id that a quorum could have acknowledged.
+    4. A partition without history is taken for one only if its marker says so and nobody who
+       answers has anything.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+
+from waltz_core.cluster.model import (
+    UNRESOLVED,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, ReplicaId, SessionId, TransactionId
+from waltz_core.replication.quorum import quorum_mark, quorum_size
+from waltz_core.wire.messages import Prepared
+
+NO_STORAGE_ID = bytes(16)
+
+
+class Origin(Enum):
+    """Where a partition's history is to be found."""
+
+    RECORDED = auto()  # ZooKeeper names the replicas and what is known of them
+    NEW = auto()  # made by `cluster create`, never opened
+    ADOPTED = auto()  # no marker and no states: every replica must say that it is empty
+    LOST = auto()  # a session was opened once, and ZooKeeper no longer knows by whom
+
+
+def origin_of(metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> Origin:
+    """Classify what ZooKeeper holds of a partition."""
+    states = {} if metadata is None else metadata.states
+    if marker is not None and marker.state is MarkerState.OPEN:
+        return Origin.RECORDED if states else Origin.LOST
+    if not states:
+        return Origin.ADOPTED if marker is None else Origin.NEW
+    # `states_to_claim` leaves this mark until the adopting session has opened.
+    if marker is not None and all(state == _UNHEARD for state in states.values()):
+        return Origin.ADOPTED
+    return Origin.RECORDED
+
+
+_UNHEARD = ReplicaState(NO_SESSION, UNRESOLVED)
+
+
+def states_to_claim(
+    origin: Origin, states: Mapping[ReplicaId, ReplicaState], assigned: Sequence[ReplicaId]
+) -> dict[ReplicaId, ReplicaState]:
+    """Return the replica states of the first compare-and-set: unchanged, but for an adoption.
+
+    An adopted partition without states has all replicas written down as unheard, so that a later
+    session still knows that all of them must answer.
+    """
+    if origin is Origin.ADOPTED and not states:
+        return dict.fromkeys(assigned, _UNHEARD)
+    return dict(states)
+
+
+def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> bool:
+    """Tell whether an engaged replica's log is what it was when it last answered an append."""
+    if registered_id not in (NO_STORAGE_ID, answer.storage_id):
+        return False
+    if answer.last_session < state.session_id or answer.suspect:
+        return False
+    pairs = memoryview(answer.damaged)
+    lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
+    return all(last <= answer.low_water_mark for last in lasts)
+
+
+def decide(
+    maxes: Sequence[TransactionId], *, unknown_count: int, quorum: int
+) -> TransactionId | None:
+    """Return the highest id that could have been acknowledged, None while it cannot be known.
+
+    `maxes` are the last synced ids of the credible replicas; `unknown_count` are the others that
+    were engaged. Each unknown replica may have had any id, so it counts for every one.
+    """
+    assert unknown_count >= 0
+    assert len(maxes) + unknown_count >= quorum, "fewer engaged replicas than a quorum"
+    if unknown_count >= quorum:
+        return None
+    return quorum_mark(maxes, quorum - unknown_count)
+
+
+class Recovery:
+    """What the replicas of the last session have said so far, and the decision."""
+
+    def __init__(self, origin: Origin, states: Mapping[ReplicaId, ReplicaState]) -> None:
+        assert origin is not Origin.LOST
+        self.origin = origin
+        self.states = dict(states)
+        self.engaged = [
+            replica
+            for replica, state in self.states.items()
+            if state.closing_high_water_mark == UNRESOLVED
+        ]
+        # Rule 1: None is for good.
+        self._max: dict[ReplicaId, TransactionId | None] = {}
+        self.mark: TransactionId | None = None
+
+    @property
+    def old_quorum(self) -> int:
+        """How many of the last assignment's replicas are a quorum of it; 0 without a history."""
+        return quorum_size(len(self.states)) if self.states else 0
+
+    @property
+    def unknown(self) -> list[ReplicaId]:
+        """Engaged replicas about which nothing is known (yet)."""
+        return [replica for replica in self.engaged if self._max.get(replica) is None]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every engaged replica has answered, credibly or not."""
+        return all(replica in self._max for replica in self.engaged)
+
+    def is_credible(self, replica: ReplicaId) -> bool:
+        """Whether the replica was engaged and can be believed."""
+        return self._max.get(replica) is not None
+
+    def is_foreign(self, answer: Prepared) -> bool:
+        """Whether a replica has records where there can be none (rule 4)."""
+        return self.origin is not Origin.RECORDED and answer.synced_max != BEFORE_FIRST
+
+    def heard(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
+        """Take in what a replica says after the fence and a sync."""
+        if replica not in self.engaged:
+            return  # A definite "no" above its closing mark: it was not in the last session.
+        credible = is_credible(answer, self.states[replica], registered_id)
+        synced_max = TransactionId(answer.synced_max)
+        if replica in self._max:
+            before = self._max[replica]
+            # Nothing is cut before the decision, so a log that got shorter has lost something.
+            shrunk = before is not None and self.mark is None and synced_max < before
+            credible = credible and before is not None and not shrunk
+        self._max[replica] = synced_max if credible else None
+
+    def decide(self) -> TransactionId | None:
+        """Decide the mark if it can be; once decided it stays."""
+        if self.mark is None:
+            self.mark = self._decide()
+        return self.mark
+
+    def _decide(self) -> TransactionId | None:
+        if self.origin is Origin.NEW:
+            return BEFORE_FIRST
+        if self.origin is Origin.ADOPTED and self.unknown:
+            return None
+        maxes = [known for known in map(self._max.get, self.engaged) if known is not None]
+        unknown_count = len(self.engaged) - len(maxes)
+        if len(self.engaged) < self.old_quorum:
+            return None  # No session of ours leaves this behind; a human has to look.
+        return decide(maxes, unknown_count=unknown_count, quorum=self.old_quorum)
+
+    def opening_states(
+        self,
+        session_id: SessionId,
+        assigned: Sequence[ReplicaId],
+        ready: Sequence[ReplicaId],
+    ) -> dict[ReplicaId, ReplicaState]:
+        """Return what the second compare-and-set writes (G)."""
+        assert self.mark is not None
+        return {
+            replica: self._opening_state(replica, session_id, is_ready=replica in ready)
+            for replica in assigned
+        }
+
+    def _opening_state(
+        self, replica: ReplicaId, session_id: SessionId, *, is_ready: bool
+    ) -> ReplicaState:
+        assert self.mark is not None
+        if is_ready:
+            return ReplicaState(session_id, UNRESOLVED)
+        old = self.states.get(replica)
+        if old is None:
+            return ReplicaState(NO_SESSION, self.mark)
+        if old.closing_high_water_mark == UNRESOLVED:
+            return ReplicaState(old.session_id, self.mark)
+        return old

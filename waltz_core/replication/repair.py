@@ -1,0 +1,352 @@
+"""Makes one replica's log the log that was decided: cut, copied, mended, marked.
+
+Why it stands alone: this is the only place that destroys records. It knows one replica and the
+goal; whom to copy from, and the connections, are its owner's.
+
+Rules (correctness.md 2.1 F):
+    1. Nothing is done before the mark is decided: a repair is only made then.
+    2. What lies above the mark was never acknowledged and is cut.
+    3. Below it, the log is cut back to the last batch end where its chain is the goal's, never
+       below the replica's own confirmed low-water mark, and only when the chains do differ.
+    4. Copied records are checked by their CRCs and by the chain before they are passed on.
+    5. The mark is set only when the log ends there with the goal's chain.
+
+The steps, each decided from what is known and never twice in flight:
+
+    longer than the mark   own lineage at the mark -> Cut
+    chain unlike the goal  the source's chain at my end; if unlike, both lineages, newest first
+                           -> Cut to where they part
+    damaged                Fetch -> Mend
+    shorter                Fetch -> Append
+    equal                  SetMark
+"""
+
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+from waltz_core import raw_records
+from waltz_core.checksum import crc32
+from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, TransactionId, next_chain
+from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
+
+
+class Goal(NamedTuple):
+    """The decided mark, and the log's chain there once the first log ends there."""
+
+    mark: TransactionId
+    chain: Chain | None
+
+
+class OwnLineage(NamedTuple):
+    """Ask this replica for its batches."""
+
+    first: TransactionId
+    last: TransactionId
+
+
+class SourceLineage(NamedTuple):
+    """Ask the source for its batches."""
+
+    first: TransactionId
+    last: TransactionId
+
+
+class Cut(NamedTuple):
+    """Cut this replica's log."""
+
+    last_to_keep: TransactionId
+    base: TransactionId
+    base_chain: Chain
+
+
+class Fetch(NamedTuple):
+    """Read from the source: whole batches to append, or single records to mend."""
+
+    first: TransactionId
+    last: TransactionId
+    whole_batches: bool
+
+
+class Append(NamedTuple):
+    """Append what was fetched; `chain` is the log's after it."""
+
+    answer: RangeBytes
+    chain: Chain
+
+
+class Mend(NamedTuple):
+    """Overwrite damaged records with what was fetched."""
+
+    answer: RangeBytes
+
+
+class SetMark(NamedTuple):
+    """Make session and mark durable."""
+
+    mark: TransactionId
+    chain: Chain
+
+
+Step: TypeAlias = OwnLineage | SourceLineage | Cut | Fetch | Append | Mend | SetMark
+
+
+class Repair:
+    """One replica's log, as it is known to be, on its way to the goal.
+
+    Raises DataLoss where the log contradicts the goal below its confirmed mark, and whatever the
+    checks of `verify_records` and `verify_batches` raise for bad copies.
+    """
+
+    def __init__(self, answer: Prepared) -> None:
+        self.last = TransactionId(answer.synced_max)
+        self.chain = Chain(bytes(answer.chain))
+        self.is_set = False
+        # A mark that is not confirmed protects nothing; the one below it is not told.
+        confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
+        self._floor = TransactionId(confirmed)
+        self.damaged = _pairs(bytes(answer.damaged))
+        # Whether (last, chain) is known to be a point of the goal's log, and of which goal's.
+        self._is_aligned = False
+        self._goal_chain: Chain | None = None
+        self._own: LineageResponse | None = None
+        self._source: LineageResponse | None = None
+        self._ceiling: TransactionId | None = None
+        self._fetched: RangeBytes | None = None
+        self._fetched_chain = self.chain
+
+    def reaches(self, goal: Goal) -> bool:
+        """Whether the log ends exactly at the goal."""
+        return self.last == goal.mark and self.chain == goal.chain
+
+    # -----------------------------------------------------------------------------------------
+    # what to do next
+
+    def next_step(self, goal: Goal) -> Step | None:
+        """Return the next thing to do; None when done, or while the goal's chain is unknown."""
+        if self.is_set:
+            return None
+        if self.last > goal.mark:
+            return self._shorten(goal.mark)
+        if goal.chain is None:
+            return None
+        if goal.chain != self._goal_chain:
+            self._forget()
+            self._goal_chain, self._is_aligned = goal.chain, False
+        if self.reaches(goal) or self.last == BEFORE_FIRST:
+            self._is_aligned = True
+        return self._complete(goal.mark, goal.chain) if self._is_aligned else self._align(goal)
+
+    def _complete(self, mark: TransactionId, chain: Chain) -> Step:
+        """The log is the goal's as far as it goes: mend it, fill it up, mark it."""
+        assert self.last <= mark
+        self.damaged = [(first, last) for first, last in self.damaged if first <= self.last]
+        if self.damaged:
+            return self._mend()
+        if self.last < mark:
+            return self._copy(mark)
+        assert self.chain == chain, "rule 5"
+        return SetMark(mark, chain)
+
+    def _shorten(self, mark: TransactionId) -> Step:
+        if mark == BEFORE_FIRST:
+            return Cut(BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
+        if self._own is None:
+            return OwnLineage(mark, mark)
+        entry = self._own.lineage[-1]
+        if entry.last == mark:
+            return Cut(mark, mark, entry.chain)
+        return Cut(mark, TransactionId(entry.first - 1), Chain(bytes(self._own.chain_before)))
+
+    def _align(self, goal: Goal) -> Step | None:
+        """Find the last batch end that both logs have, and cut to it (rule 3)."""
+        if self._ceiling is None:
+            if self._source is None:
+                # Mostly the log is just a shorter one: its end is a point of the source's log.
+                return SourceLineage(self.last, self.last)
+            if (self.last, self.chain) in _points(self._source):
+                self._aligned()
+                return self.next_step(goal)
+            self._ceiling, self._source = self.last, None
+        lowest = TransactionId(self._floor + 1)
+        if lowest > self.last:
+            raise self._diverged()
+        if self._own is None:
+            return OwnLineage(lowest, self._ceiling)
+        if self._source is None:
+            return SourceLineage(TransactionId(self._own.lineage[0].first), self._ceiling)
+        theirs = dict(_points(self._source))
+        for last, chain in reversed(_points(self._own)):
+            if theirs.get(last) == chain and last < self.last:
+                return Cut(last, last, chain)
+        # Neither window reached down to where they part: look further down.
+        seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
+        self._ceiling = TransactionId(seen - 1)
+        if self._ceiling < lowest:
+            raise self._diverged()
+        self._own = self._source = None
+        return OwnLineage(lowest, self._ceiling)
+
+    def _mend(self) -> Step:
+        first, last = self.damaged[0]
+        if self._fetched is None:
+            return Fetch(first, min(last, self.last), whole_batches=False)
+        return Mend(self._fetched)
+
+    def _copy(self, mark: TransactionId) -> Step:
+        if self._fetched is None:
+            return Fetch(TransactionId(self.last + 1), mark, whole_batches=True)
+        return Append(self._fetched, self._fetched_chain)
+
+    # -----------------------------------------------------------------------------------------
+    # what was answered
+
+    def heard_own(self, answer: LineageResponse, *, first: int, last: int) -> None:
+        """The replica told its batches."""
+        _check_lineage(answer, first, last)
+        self._own = answer
+
+    def heard_source(self, answer: LineageResponse, *, first: int, last: int) -> None:
+        """The source told its batches."""
+        _check_lineage(answer, first, last)
+        self._source = answer
+
+    def fetched(self, answer: RangeBytes, request: Fetch) -> None:
+        """The source sent records; they are checked before they are kept."""
+        verify_records(answer, first=request.first, last=request.last)
+        if request.whole_batches:
+            self._fetched_chain = verify_batches(answer, self.chain)
+        self._fetched = answer
+
+    def cut(self, last: TransactionId, chain: Chain, step: Cut) -> None:
+        """The replica was cut."""
+        if last != min(self.last, step.last_to_keep):
+            raise RemoteProtocolError(
+                f"truncate: expected the log to end at {step.last_to_keep}, found {last}"
+            )
+        # What was learnt of lineages is about a longer log. The cut may have been in a batch.
+        is_point = step.base == last and step.base_chain == chain
+        was_aligning = self._ceiling is not None
+        self._forget()
+        self.last, self.chain = last, chain
+        self._is_aligned = is_point and was_aligning
+
+    def appended(self, step: Append) -> None:
+        """The replica has the copied batches on disk."""
+        assert step.answer.first == self.last + 1
+        self.last = TransactionId(self.last + step.answer.count)
+        self.chain = step.chain
+        self._fetched = None
+
+    def mended(self, step: Mend) -> None:
+        """The replica has overwritten damaged records."""
+        first, last = self.damaged.pop(0)
+        assert step.answer.first == first
+        mended_last = step.answer.first + step.answer.count - 1
+        if mended_last < last:
+            self.damaged.insert(0, (TransactionId(mended_last + 1), last))
+        self._fetched = None
+
+    def marked(self) -> None:
+        """Session and mark are durable: the replica is ready."""
+        self.is_set = True
+
+    def restart(self) -> None:
+        """The source is gone: what it told counts no more."""
+        self._forget()
+
+    def _aligned(self) -> None:
+        self._forget()
+        self._is_aligned = True
+
+    def _forget(self) -> None:
+        self._own = self._source = self._ceiling = None
+        self._fetched = None
+
+    def _diverged(self) -> DataLoss:
+        return DataLoss(
+            f"the log up to {self.last} has nothing in common with the decided log above its "
+            f"confirmed low-water mark {self._floor}; it cannot be repaired"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# checks of what was copied (rule 4)
+
+
+def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
+    """Check a range against what was asked for and against its own checksums.
+
+    Raises:
+        RemoteProtocolError: it is not the range that was asked for.
+        BadFormat, ChecksumMismatch: its bytes are not records, or not these.
+    """
+    if answer.first != first or not 1 <= answer.count <= last - first + 1:
+        raise RemoteProtocolError(
+            f"range: expected {first}..{last} from its beginning, "
+            f"found {answer.count} records from {answer.first}"
+        )
+    lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
+    if lengths.size != answer.count:
+        raise BadFormat(f"range: expected {answer.count} lengths, found {lengths.size}")
+    if crc32(answer.records) != answer.records_crc:
+        raise ChecksumMismatch(f"range from {first}: the records do not fit their CRC")
+    bad = raw_records.first_bad_record(answer.records, lengths)
+    if bad is not None:
+        raise ChecksumMismatch(f"range from {first}: record {first + bad} does not fit its CRC")
+    gap = raw_records.first_gap(answer.records, lengths, TransactionId(first))
+    if gap is not None:
+        raise BadFormat(f"range from {first}: expected id {first + gap} in its place")
+
+
+def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
+    """Check that a range of whole batches continues the chain; return the chain after it.
+
+    Raises:
+        ChecksumMismatch: the chain is another one.
+        BadFormat: the lineage does not cover the records.
+    """
+    if bytes(answer.chain_before) != chain_before:
+        raise ChecksumMismatch(
+            f"range from {answer.first}: expected it to follow chain {chain_before.hex()}, "
+            f"found {bytes(answer.chain_before).hex()}"
+        )
+    lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
+    crcs = raw_records.record_crcs(answer.records, lengths)
+    chain, next_id, end = chain_before, answer.first, answer.first + answer.count
+    for entry in answer.lineage:
+        if not next_id == entry.first <= entry.last < end:
+            raise BadFormat(
+                f"range from {answer.first}: a batch {entry.first}..{entry.last} where one from "
+                f"{next_id} and below {end} was expected"
+            )
+        start, stop = 4 * (entry.first - answer.first), 4 * (entry.last + 1 - answer.first)
+        chain = next_chain(chain, entry.first, entry.last, entry.session_id, crcs[start:stop])
+        if chain != bytes(entry.chain):
+            raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: another chain")
+        next_id = entry.last + 1
+    if next_id != end:
+        raise BadFormat(f"range from {answer.first}: batches end at {next_id - 1}, not {end - 1}")
+    return chain
+
+
+def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
+    entries = answer.lineage
+    dense = all(one.last + 1 == other.first for one, other in pairwise(entries))
+    if not entries or not dense or not entries[-1].first <= last <= entries[-1].last:
+        raise RemoteProtocolError(f"lineage: expected batches that cover {first}..{last}")
+
+
+def _points(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
+    """Return the batch ends of a lineage and the chains there, in order."""
+    before = TransactionId(answer.lineage[0].first - 1)
+    points = [(before, Chain(bytes(answer.chain_before)))]
+    points.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
+    return points
+
+
+def _pairs(packed: bytes) -> list[tuple[TransactionId, TransactionId]]:
+    values = [
+        TransactionId(int.from_bytes(packed[at : at + 8], "big")) for at in range(0, len(packed), 8)
+    ]
+    return sorted(zip(values[::2], values[1::2], strict=True))

@@ -1,0 +1,351 @@
+"""Carries out the repairs of a session's replicas, and supplies those that lag.
+
+Why it stands alone: a repair needs two replicas, the one that lacks something and one that has it.
+Who may be copied from, and what happens when it fails meanwhile, is settled here for both uses:
+before a replica is marked (`Repair`), and after, when it has fallen behind what is in memory.
+
+Rules:
+    1. One step at a time for each replica; a step is forgotten with either of its connections.
+    2. Before the mark a source ends exactly at the goal, or is marked; after it, it is engaged and
+       has synced all that is asked for.
+    3. A source that failed an errand is not asked again for a while; the one it failed goes on.
+    4. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
+       soon as one replica is marked.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from waltz_core.errors import Damaged, ProtocolError, RemoteProtocolError, WaltzError
+from waltz_core.machine import Report
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, ReplicaId, TransactionId
+from waltz_core.replication.events import Effect
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.recovery import Recovery
+from waltz_core.replication.repair import (
+    Append,
+    Cut,
+    Fetch,
+    Goal,
+    Mend,
+    OwnLineage,
+    Repair,
+    SetMark,
+    SourceLineage,
+    Step,
+    verify_batches,
+    verify_records,
+)
+from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, Stage
+from waltz_core.wire import messages
+from waltz_core.wire.messages import RangeForm, StorageMessage
+
+_WHOLE: Final = int(RangeForm.WHOLE)
+
+
+class Errand(NamedTuple):
+    """A step under way: whose it is, who was asked."""
+
+    wanting: ReplicaSession
+    asked: ReplicaSession
+    step: Step
+
+
+class Repairs:
+    """See the module's rules; the replicas and their connections are the session's."""
+
+    def __init__(
+        self,
+        replicas: Mapping[ReplicaId, ReplicaSession],
+        recovery: Recovery,
+        *,
+        outbox: list[Effect],
+        limits: Limits,
+    ) -> None:
+        self.goal: Goal | None = None
+        self._failed: list[tuple[ReplicaId, str]] = []
+        self._replicas = replicas
+        self._recovery = recovery
+        self._outbox = outbox
+        self._limits = limits
+        self._errands: dict[int, Errand] = {}
+        self._ticket = 0
+        self._shunned_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
+
+    # -----------------------------------------------------------------------------------------
+    # what is done next
+
+    def decided(self, mark: TransactionId) -> None:
+        """The mark is decided: from now on logs may be changed."""
+        assert self.goal is None
+        self.goal = Goal(mark, GENESIS_CHAIN if mark == BEFORE_FIRST else None)
+
+    def advance(self, now_ms: int) -> None:
+        """Take the next step of every replica that is not at it already."""
+        assert self.goal is not None
+        self._find_chain()
+        for each in self._replicas.values():
+            if each.stage is Stage.REPAIRING and each.ticket == NO_TICKET:
+                self._next_step(each, now_ms)
+
+    def take_failed(self) -> list[tuple[ReplicaId, str]]:
+        """Return, once, the replicas that cannot be repaired, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _find_chain(self) -> None:
+        """Fix the goal's chain, or take it back when nobody has it any more (rule 4)."""
+        assert self.goal is not None
+        goal = self.goal
+        if goal.mark == BEFORE_FIRST:
+            return
+        repairing = [each for each in self._replicas.values() if each.repair is not None]
+        if any(each.repair is not None and each.repair.reaches(goal) for each in repairing):
+            return
+        if any(each.is_marked for each in self._replicas.values()):
+            return
+        for each in repairing:
+            assert each.repair is not None
+            if each.repair.last == goal.mark and self._recovery.is_credible(each.replica):
+                self.goal = Goal(goal.mark, each.repair.chain)
+                return
+        self.goal = Goal(goal.mark, None)
+
+    def _next_step(self, each: ReplicaSession, now_ms: int) -> None:
+        assert each.repair is not None
+        assert self.goal is not None
+        try:
+            step = each.repair.next_step(self.goal)
+        except WaltzError as error:
+            self._failed.append((each.replica, str(error)))
+            return
+        if step is not None:
+            self._take(each, step, now_ms)
+
+    def _take(self, each: ReplicaSession, step: Step, now_ms: int) -> None:
+        match step:
+            case OwnLineage(first, last):
+                self._ask(each, each, step, messages.LineageRequest, (first, last), now_ms)
+            case Cut(last, base, chain):
+                self._ask(each, each, step, messages.Truncate, (last, base, chain), now_ms)
+            case Append(answer, _):
+                self._ask(
+                    each,
+                    each,
+                    step,
+                    messages.AppendRaw,
+                    (*_records(answer), *_lineage(answer)),
+                    now_ms,
+                )
+            case Mend(answer):
+                self._ask(each, each, step, messages.Repair, _records(answer), now_ms)
+            case SetMark(mark, chain):
+                self._ask(each, each, step, messages.SetLowWaterMark, (mark, chain), now_ms)
+            case SourceLineage(first, last):
+                source = self._source(each, first, last, now_ms)
+                if source is not None:
+                    self._ask(each, source, step, messages.LineageRequest, (first, last), now_ms)
+            case Fetch(first, last, _):
+                source = self._source(each, first, last, now_ms)
+                if source is not None:
+                    self._fetch(each, source, step, now_ms)
+
+    def supply(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
+        """Copy committed batches after what a marked replica was sent, as far as `last`."""
+        assert each.is_marked
+        assert each.next_id <= last
+        if each.ticket != NO_TICKET or each.unanswered_bytes > self._limits.range_bytes_max:
+            return
+        for source in self._willing(each, now_ms):
+            if source.stage is Stage.ENGAGED and source.synced_last >= last:
+                step = Fetch(each.next_id, last, whole_batches=True)
+                self._fetch(each, source, step, now_ms)
+                return
+
+    def _fetch(
+        self, each: ReplicaSession, source: ReplicaSession, step: Fetch, now_ms: int
+    ) -> None:
+        bytes_max, is_reader = self._limits.range_bytes_max, False
+        fields = (step.first, step.last, bytes_max, _WHOLE, step.whole_batches, is_reader)
+        self._ask(each, source, step, messages.RangeRaw, fields, now_ms)
+
+    def _ask(
+        self,
+        wanting: ReplicaSession,
+        asked: ReplicaSession,
+        step: Step,
+        kind: type[StorageMessage],
+        fields: tuple[object, ...],
+        now_ms: int,
+    ) -> None:
+        assert wanting.ticket == NO_TICKET, "rule 1"
+        self._ticket += 1
+        wanting.ticket = self._ticket
+        self._errands[self._ticket] = Errand(wanting, asked, step)
+        asked.ask(kind, *fields, now_ms=now_ms, ticket=self._ticket)
+
+    # -----------------------------------------------------------------------------------------
+    # sources
+
+    def _willing(self, each: ReplicaSession, now_ms: int) -> list[ReplicaSession]:
+        return [
+            other
+            for other in self._replicas.values()
+            if other is not each
+            and other.is_connected
+            and self._shunned_until_ms.get((each.replica, other.replica), now_ms) <= now_ms
+        ]
+
+    def _source(
+        self, each: ReplicaSession, first: int, last: int, now_ms: int
+    ) -> ReplicaSession | None:
+        """Return a replica with the goal's log and no known damage in a range (rule 2)."""
+        assert self.goal is not None
+        for other in self._willing(each, now_ms):
+            if other.repair is None:
+                continue
+            if not (other.is_marked or other.repair.reaches(self.goal)):
+                continue
+            if all(last < low or high < first for low, high in other.repair.damaged):
+                return other
+        return None
+
+    def wake_times(self, now_ms: int) -> list[int]:
+        """Return when a slow source is given up, and when a shunned one may be asked again."""
+        times = [at_ms for at_ms in self._shunned_until_ms.values() if at_ms > now_ms]
+        for errand in self._errands.values():
+            oldest_ms = errand.asked.oldest_ms
+            if errand.asked is not errand.wanting and oldest_ms is not None:
+                times.append(oldest_ms + self._limits.answer_ms_max)
+        return times
+
+    def give_up_slow(self, now_ms: int) -> None:
+        """Look for another source where one has not answered for long (rule 3)."""
+        for ticket, errand in list(self._errands.items()):
+            oldest_ms = errand.asked.oldest_ms
+            if errand.asked is errand.wanting or oldest_ms is None:
+                continue
+            if oldest_ms + self._limits.answer_ms_max <= now_ms:
+                self._shun(ticket, "no answer", now_ms)
+
+    def lost(self, each: ReplicaSession) -> None:
+        """A connection is gone, and all errands with it (rule 1)."""
+        for ticket, errand in list(self._errands.items()):
+            if errand.asked is each or errand.wanting is each:
+                self._drop(ticket)
+
+    def source_refused(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
+        """Tell whether a refused request was an errand for another replica, and drop it."""
+        errand = self._errands.get(ticket)
+        if errand is None or errand.asked is not each or errand.wanting is each:
+            return False
+        self._shun(ticket, reason, now_ms)
+        return True
+
+    def _shun(self, ticket: int, reason: str, now_ms: int) -> None:
+        wanting, asked, _ = self._errands[ticket]
+        fields = (("replica", asked.replica), ("wanting", wanting.replica), ("reason", reason))
+        self._outbox.append(Report("replica.no_source", fields))
+        until_ms = now_ms + self._limits.answer_ms_max
+        self._shunned_until_ms[wanting.replica, asked.replica] = until_ms
+        self._drop(ticket)
+
+    def _drop(self, ticket: int) -> None:
+        wanting, _, _ = self._errands.pop(ticket)
+        if wanting.ticket == ticket:
+            wanting.ticket = NO_TICKET
+        if wanting.repair is not None:
+            wanting.repair.restart()
+
+    # -----------------------------------------------------------------------------------------
+    # answers
+
+    def answered(
+        self, each: ReplicaSession, ticket: int, answer: StorageMessage, now_ms: int
+    ) -> None:
+        """Take an answer to a step in.
+
+        Raises:
+            RemoteProtocolError, Damaged: what the replica says cannot be.
+        """
+        errand = self._errands.get(ticket)
+        if errand is None:
+            return  # Rule 1: it was for a connection that is gone, or came too late.
+        wanting, asked, step = errand
+        assert asked is each
+        assert wanting.ticket == ticket
+        if isinstance(step, SourceLineage | Fetch):
+            try:
+                self._supplied(wanting, step, answer, now_ms)
+            except (Damaged, ProtocolError) as error:
+                self._shun(ticket, str(error), now_ms)
+                return
+        else:
+            self._done(wanting, step, answer)
+        del self._errands[ticket]
+        wanting.ticket = NO_TICKET
+
+    def _supplied(
+        self,
+        wanting: ReplicaSession,
+        step: SourceLineage | Fetch,
+        answer: StorageMessage,
+        now_ms: int,
+    ) -> None:
+        if wanting.is_marked:
+            assert isinstance(answer, messages.RangeBytes)
+            verify_records(answer, first=step.first, last=step.last)
+            chain = verify_batches(answer, wanting.next_chain)
+            wanting.append_range(answer, chain, now_ms)
+            return
+        repair = wanting.repair
+        assert repair is not None
+        if isinstance(step, Fetch):
+            assert isinstance(answer, messages.RangeBytes)
+            repair.fetched(answer, step)
+        else:
+            assert isinstance(answer, messages.LineageResponse)
+            repair.heard_source(answer, first=step.first, last=step.last)
+
+    def _done(self, each: ReplicaSession, step: Step, answer: StorageMessage) -> None:
+        repair = each.repair
+        assert repair is not None
+        if isinstance(answer, messages.LineageResponse):
+            assert isinstance(step, OwnLineage)
+            repair.heard_own(answer, first=step.first, last=step.last)
+        elif isinstance(answer, messages.Appended):
+            assert isinstance(step, Append)
+            expected = step.answer.first + step.answer.count - 1
+            if answer.synced_max != expected:
+                raise RemoteProtocolError(
+                    f"copy: expected {expected} to be synced, found {answer.synced_max}"
+                )
+            repair.appended(step)
+        else:
+            assert isinstance(answer, messages.ReplicaState)
+            self._changed(each, repair, step, answer)
+
+    def _changed(
+        self, each: ReplicaSession, repair: Repair, step: Step, answer: messages.ReplicaState
+    ) -> None:
+        last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
+        if isinstance(step, Cut):
+            repair.cut(last, chain, step)
+        elif isinstance(step, Mend):
+            repair.mended(step)
+        else:
+            assert isinstance(step, SetMark)
+            if (last, chain) != step:
+                raise RemoteProtocolError(
+                    f"mark: expected the log to end at {step.mark}, found {last}, or another chain"
+                )
+            repair.marked()
+            each.marked(step.mark, step.chain)
+
+
+def _records(answer: messages.RangeBytes) -> tuple[object, ...]:
+    return answer.first, answer.lengths, answer.records, answer.records_crc
+
+
+def _lineage(answer: messages.RangeBytes) -> tuple[object, ...]:
+    return answer.chain_before, answer.lineage

@@ -1,0 +1,255 @@
+"""One storage in one store session: its connection, what it owes, how far it has come.
+
+Why it stands alone: everything that is true of one connection is kept here, so that dropping the
+connection drops it all. It decides nothing about the partition.
+
+Rules:
+    1. One connection at a time, and a request's answer is known by its sequence and its type.
+    2. Appends are sent in id order without waiting for answers, up to a limit of bytes.
+    3. A connection that was lost while a request that changes the storage was unanswered is never
+       replaced within the session: what was in flight may still arrive there, late.
+    4. What is synced is what the storage said, never what was sent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import RemoteProtocolError
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Chain,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication.events import CloseReplica, Effect, OpenReplica, SendToReplica
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.window import Flight
+from waltz_core.wire import messages
+from waltz_core.wire.messages import StorageMessage
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from waltz_core.replication.repair import Repair
+
+NO_TICKET: Final = -1
+
+_ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
+    messages.Prepare: messages.Prepared,
+    messages.LineageRequest: messages.LineageResponse,
+    messages.Truncate: messages.ReplicaState,
+    messages.RangeRaw: messages.RangeBytes,
+    messages.AppendRaw: messages.Appended,
+    messages.Repair: messages.ReplicaState,
+    messages.SetLowWaterMark: messages.ReplicaState,
+    messages.Engage: messages.ReplicaState,
+    messages.Heartbeat: messages.HeartbeatAnswer,
+}
+_CHANGING: Final = (
+    messages.Truncate,
+    messages.AppendRaw,
+    messages.Repair,
+    messages.SetLowWaterMark,
+    messages.Engage,
+)
+
+
+class Stage(Enum):
+    """How far a replica has come in the session."""
+
+    ABSENT = auto()  # no connection; dialled at `redial_at_ms`
+    DIALLING = auto()
+    PREPARING = auto()  # it was told to fence
+    REPAIRING = auto()  # it has answered; its log is not yet the decided one
+    READY = auto()  # its mark is set; ZooKeeper does not have it as engaged
+    ENGAGED = auto()  # ZooKeeper has it as engaged: it gets live appends, and it counts
+
+
+@dataclass(slots=True)
+class Request:
+    """What was asked, and for whom (the meaning of `ticket` is the asker's)."""
+
+    message: StorageMessage
+    sent_ms: int
+    ticket: int
+
+
+class ReplicaSession:
+    """See the module's rules; the store session drives it and reads its fields."""
+
+    def __init__(
+        self,
+        replica: ReplicaId,
+        session_id: SessionId,
+        partition_id: PartitionId,
+        *,
+        outbox: list[Effect],
+        limits: Limits,
+    ) -> None:
+        self.replica = replica
+        self.stage = Stage.ABSENT
+        self.repair: Repair | None = None
+        self.ticket = NO_TICKET  # of the one repair or copy step that is under way
+        self.is_tainted = False  # rule 3
+        self.redial_at_ms = 0
+        # The live log at this replica: what it has synced, what it is sent next.
+        self.synced_last = BEFORE_FIRST
+        self.next_id = TransactionId(0)
+        self.next_chain: Chain = GENESIS_CHAIN
+        self.unanswered_bytes = 0
+        self._session_id = session_id
+        self._partition_id = partition_id
+        self._outbox = outbox
+        self._limits = limits
+        self._redial_ms = limits.redial_ms_min
+        self._sequence = 0
+        self._requests: dict[int, Request] = {}
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether requests can be sent."""
+        return self.stage not in (Stage.ABSENT, Stage.DIALLING)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether its log has the session's mark set."""
+        return self.stage in (Stage.READY, Stage.ENGAGED)
+
+    @property
+    def oldest_ms(self) -> int | None:
+        """When the oldest request without answer was sent."""
+        first = next(iter(self._requests.values()), None)
+        return None if first is None else first.sent_ms
+
+    # -----------------------------------------------------------------------------------------
+    # the connection
+
+    def dial(self) -> None:
+        """Ask for a connection."""
+        assert self.stage is Stage.ABSENT
+        self.stage = Stage.DIALLING
+        self._outbox.append(OpenReplica(self._session_id, self.replica))
+
+    def close(self) -> None:
+        """Give the connection up, if there is one or one is being made."""
+        if self.stage is not Stage.ABSENT:
+            self._outbox.append(CloseReplica(self._session_id, self.replica))
+            self._forget()
+
+    def lost(self, now_ms: int, rng: "Random", *, wait_ms: int = 0) -> None:
+        """The connection is gone: dial again after a while (`wait_ms` at least)."""
+        self._forget()
+        wait_ms = max(wait_ms, self._redial_ms)
+        self.redial_at_ms = now_ms + rng.randint(wait_ms // 2, wait_ms)
+        self._redial_ms = min(2 * self._redial_ms, self._limits.redial_ms_max)
+
+    def _forget(self) -> None:
+        unanswered = (type(request.message) for request in self._requests.values())
+        self.is_tainted = self.is_tainted or any(kind in _CHANGING for kind in unanswered)
+        self.stage = Stage.ABSENT
+        self.repair = None
+        self.ticket = NO_TICKET
+        self.unanswered_bytes = 0
+        self._requests.clear()
+
+    # -----------------------------------------------------------------------------------------
+    # requests and answers
+
+    def ask(
+        self,
+        kind: Callable[..., StorageMessage],
+        *fields: object,
+        now_ms: int,
+        ticket: int = NO_TICKET,
+    ) -> None:
+        """Send a request made of its kind and its fields after the prefix."""
+        assert self.is_connected
+        self._sequence += 1
+        message = kind(self._session_id, self._sequence, self._partition_id, *fields)
+        assert type(message) in _ANSWERS
+        if isinstance(message, messages.AppendRaw):
+            self.unanswered_bytes += len(message.records)
+        self._requests[self._sequence] = Request(message, now_ms, ticket)
+        self._outbox.append(SendToReplica(self._session_id, self.replica, message))
+
+    def take(self, answer: StorageMessage) -> Request:
+        """Return the request that this answers (rule 1).
+
+        Raises:
+            RemoteProtocolError: nothing was asked under its sequence, or something else.
+        """
+        request = self._requests.pop(answer.sequence, None)
+        if request is None:
+            raise RemoteProtocolError(
+                f"storage {self.replica}: {type(answer).__name__} answers sequence "
+                f"{answer.sequence}, which nothing was asked under"
+            )
+        expected = _ANSWERS[type(request.message)]
+        if not isinstance(answer, expected | messages.Nack):
+            raise RemoteProtocolError(
+                f"storage {self.replica}: expected {expected.__name__}, "
+                f"found {type(answer).__name__}"
+            )
+        if isinstance(request.message, messages.AppendRaw):
+            self.unanswered_bytes -= len(request.message.records)
+        return request
+
+    # -----------------------------------------------------------------------------------------
+    # the log
+
+    def marked(self, mark: TransactionId, chain: Chain) -> None:
+        """Session and mark are durable: the log goes on from the mark."""
+        assert self.stage is Stage.REPAIRING
+        self.stage = Stage.READY
+        self.synced_last = mark
+        self.next_id = TransactionId(mark + 1)
+        self.next_chain = chain
+        self._redial_ms = self._limits.redial_ms_min
+
+    def append_flight(self, flight: Flight, now_ms: int) -> None:
+        """Send a batch from memory."""
+        assert flight.chain_before == self.next_chain
+        batch = flight.batch
+        self._append(
+            (batch.first, batch.lengths, batch.records, batch.records_crc),
+            (flight.chain_before, (flight.entry,)),
+            now_ms,
+        )
+        self.next_id = TransactionId(batch.last + 1)
+        self.next_chain = flight.entry.chain
+
+    def append_range(self, answer: messages.RangeBytes, chain: Chain, now_ms: int) -> None:
+        """Send copied batches; `chain` is the log's after them."""
+        assert answer.first == self.next_id
+        self._append(
+            (answer.first, answer.lengths, answer.records, answer.records_crc),
+            (answer.chain_before, answer.lineage),
+            now_ms,
+        )
+        self.next_id = TransactionId(answer.first + answer.count)
+        self.next_chain = chain
+
+    def _append(
+        self, records: tuple[object, ...], lineage: tuple[object, ...], now_ms: int
+    ) -> None:
+        assert self.is_marked
+        self.ask(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
+
+    def appended(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
+        """The storage has synced (rule 4).
+
+        Raises:
+            RemoteProtocolError: it says less than what it was sent, or more than it ever was.
+        """
+        last = request.lineage[-1].last
+        if not last <= answer.synced_max < self.next_id:
+            raise RemoteProtocolError(
+                f"storage {self.replica}: expected at least {last} and less than {self.next_id} "
+                f"to be synced, found {answer.synced_max}"
+            )
+        self.synced_last = max(self.synced_last, TransactionId(answer.synced_max))

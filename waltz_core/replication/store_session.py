@@ -1,0 +1,567 @@
+"""One store session of one partition: fence, decide, repair, open, append, commit.
+
+Why it stands alone: it is the life of one session id. What was before and what comes after, and
+the conversation with ZooKeeper, belong to `partition_store`.
+
+Rules (correctness.md 2.1, letters C to K):
+    1. Every replica of the last and of the new assignment is fenced (C).
+    2. Nothing on a replica is changed before the mark is decided (E).
+    3. The session opens when ZooKeeper is known to hold its states (`wrote`), not before (G, H).
+    4. A replica counts, and gets what is not committed, only while ZooKeeper has it as engaged (I).
+    5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
+    6. The loss of an engaged replica, or of one that may be written down as engaged, ends the
+       session (K). The loss of any other one does not.
+    7. A slow replica is fed from memory, then from another replica's log; it holds up nobody.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from waltz_core.cluster.model import UNRESOLVED, ReplicaState
+from waltz_core.errors import Damaged, RemoteProtocolError, SessionFenced, from_code
+from waltz_core.machine import Report
+from waltz_core.record import (
+    LineageEntry,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication.claim import Claim
+from waltz_core.replication.events import (
+    Batch,
+    Committed,
+    Effect,
+    MarkProved,
+    MarkUnproved,
+    SessionOpened,
+    Settled,
+)
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
+from waltz_core.replication.recovery import NO_STORAGE_ID, Recovery
+from waltz_core.replication.repair import Repair
+from waltz_core.replication.repairs import Repairs
+from waltz_core.replication.replica_session import ReplicaSession, Request, Stage
+from waltz_core.replication.window import Window
+from waltz_core.wire import messages
+from waltz_core.wire.messages import StorageMessage
+
+if TYPE_CHECKING:
+    from random import Random
+
+# Tickets of requests are those of `Repairs`, but for heartbeats (the proof's token) and this one:
+# the lineage request that settles earlier sessions.
+_SETTLING: Final = -2
+_MARKED: Final = (Stage.READY, Stage.ENGAGED)
+_NEARLY: Final = (Stage.PREPARING, Stage.REPAIRING)
+
+
+class PartitionFacts(NamedTuple):
+    """What never changes of a partition, but for the storage ids, which are read at each use."""
+
+    partition_id: PartitionId
+    cluster_key: bytes
+    partition_count: int
+    storage_ids: Mapping[ReplicaId, bytes]
+
+
+class Cause(Enum):
+    """Why a session ended, as far as the next one must know."""
+
+    LEFT = auto()  # an engaged replica is gone, or refused
+    FENCED = auto()  # a storage is bound to a later session
+    RETURNED = auto()  # a replica is back that cannot come back into this session
+    STALLED = auto()  # no quorum for too long
+    REFUSED = auto()  # what was found makes it unsafe to go on
+
+
+class Ending(NamedTuple):
+    """Why a session ended; the replica at fault and the session it is bound to, if any."""
+
+    cause: Cause
+    reason: str
+    replica: ReplicaId | None = None
+    refused_append: bool = False
+    promised: SessionId | None = None
+
+
+@dataclass(slots=True)
+class _Proof:
+    """A mark that a quorum is asked to confirm."""
+
+    tally: Tally
+    mark: TransactionId
+    deadline_ms: int
+
+
+class StoreSession:
+    """See the module's rules. Effects go to the outbox in order; nothing is returned."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        facts: PartitionFacts,
+        *,
+        outbox: list[Effect],
+        rng: "Random",
+        limits: Limits,
+    ) -> None:
+        self.claim = claim
+        self.recovery = Recovery(claim.origin, claim.states)
+        self.quorum = quorum_size(len(claim.assigned))
+        self.window: Window | None = None  # from the opening on
+        self.opened_ms: int | None = None
+        self.is_settled = False
+        self.ended: Ending | None = None
+        # The states that ZooKeeper is known to hold, and those it may hold after a write.
+        self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
+        self.writing: dict[ReplicaId, ReplicaState] | None = None
+        former = [replica for replica in claim.states if replica not in claim.assigned]
+        self.replicas = {
+            replica: ReplicaSession(
+                replica, claim.session_id, facts.partition_id, outbox=outbox, limits=limits
+            )
+            for replica in (*claim.assigned, *former)
+        }
+        self.repairs = Repairs(self.replicas, self.recovery, outbox=outbox, limits=limits)
+        self._facts = facts
+        self._outbox = outbox
+        self._rng = rng
+        self._limits = limits
+        self._engaged_state = ReplicaState(claim.session_id, UNRESOLVED)
+        self._enough_since_ms: int | None = None
+        self._progress_ms = 0
+        self._is_waiting_reported = False
+        self._proofs: dict[int, _Proof] = {}
+        self._doubtful: list[LineageEntry] = []
+
+    # -----------------------------------------------------------------------------------------
+    # what the owner asks
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ZooKeeper is known to hold this session's states and it has not ended."""
+        return self.window is not None and self.ended is None
+
+    @property
+    def engaged(self) -> list[ReplicaSession]:
+        """The engaged replicas, in the order of the assignment."""
+        return [each for each in self.replicas.values() if each.stage is Stage.ENGAGED]
+
+    def readable(self) -> list[ReplicaId]:
+        """Return the engaged replicas, those that have synced most first."""
+        engaged = sorted(self.engaged, key=lambda each: -each.synced_last)
+        return [each.replica for each in engaged]
+
+    def wake_times(self, now_ms: int) -> Iterator[int]:
+        """Yield the times at which something is due; one that is due already is yielded too."""
+        for each in self.replicas.values():
+            oldest_ms = each.oldest_ms
+            if each.stage is Stage.ABSENT:
+                yield each.redial_at_ms
+            elif each.stage is not Stage.ENGAGED and oldest_ms is not None:
+                yield oldest_ms + self._limits.answer_ms_max
+        for proof in self._proofs.values():
+            yield proof.deadline_ms
+        yield from self.repairs.wake_times(now_ms)
+        # What only changes `wanted_states` is looked at in every step; the past needs no step.
+        gates = list(self.claim.held.values())
+        if self._enough_since_ms is not None and self.window is None:
+            gates.append(self._enough_since_ms + self._limits.grace_ms)
+        yield from (at_ms for at_ms in gates if at_ms > now_ms)
+        stalled_at_ms = self._stalled_at_ms()
+        if stalled_at_ms is not None:
+            yield stalled_at_ms
+
+    # -----------------------------------------------------------------------------------------
+    # events
+
+    def start(self, now_ms: int) -> None:
+        """Dial every replica of both assignments (rule 1)."""
+        for each in self.replicas.values():
+            each.dial()
+        self._advance(now_ms)
+
+    def opened(self, replica: ReplicaId, now_ms: int) -> None:
+        """A connection stands: fence."""
+        each = self.replicas.get(replica)
+        if each is None or each.stage is not Stage.DIALLING:
+            return
+        if each.is_tainted:
+            self._returned(each, now_ms)
+            return
+        each.stage = Stage.PREPARING
+        facts = self._facts
+        storage_id = facts.storage_ids.get(replica, NO_STORAGE_ID)
+        identity = (storage_id, facts.cluster_key, facts.partition_count)
+        each.ask(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
+
+    def lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
+        """A connection is gone, or could not be made."""
+        each = self.replicas.get(replica)
+        if each is not None and each.stage is not Stage.ABSENT:
+            self._lose(each, reason, now_ms)
+            self._advance(now_ms)
+
+    def answered(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
+        """A storage has answered."""
+        each = self.replicas.get(replica)
+        if each is None or not each.is_connected:
+            return
+        try:
+            self._answered(each, each.take(answer), answer, now_ms)
+        except (RemoteProtocolError, Damaged) as error:
+            self._refuse(each, str(error), now_ms)
+        self._advance(now_ms)
+
+    def woken(self, now_ms: int) -> None:
+        """Some time has passed."""
+        self.repairs.give_up_slow(now_ms)
+        for each in list(self.replicas.values()):
+            oldest_ms = each.oldest_ms
+            if each.stage is Stage.ABSENT and each.redial_at_ms <= now_ms:
+                each.dial()
+            elif each.stage is Stage.ENGAGED or oldest_ms is None:
+                continue
+            elif oldest_ms + self._limits.answer_ms_max <= now_ms:
+                each.close()
+                self._lose(each, "no answer", now_ms)
+        for token, proof in list(self._proofs.items()):
+            if proof.deadline_ms <= now_ms:
+                del self._proofs[token]
+                self._outbox.append(MarkUnproved(token))
+        stalled_at_ms = self._stalled_at_ms()
+        if stalled_at_ms is not None and stalled_at_ms <= now_ms:
+            self.end(Ending(Cause.STALLED, "no quorum of replicas answers appends"))
+        self._advance(now_ms)
+
+    def submit(self, batch: Batch, now_ms: int) -> None:
+        """Append a batch (J)."""
+        assert self.window is not None
+        assert self.is_settled, "nothing is appended before earlier sessions are settled"
+        self.window.add(batch, self.claim.session_id, now_ms)
+        for each in self.replicas.values():
+            if each.stage is Stage.ENGAGED:
+                self._feed(each, now_ms)
+
+    def prove(self, token: int, now_ms: int) -> None:
+        """Ask a quorum whether a later session exists."""
+        assert self.window is not None
+        assert token not in self._proofs
+        deadline_ms = now_ms + self._limits.proof_ms_max
+        tally = Tally(self.claim.assigned)
+        self._proofs[token] = _Proof(tally, self.window.committed, deadline_ms)
+        for each in self.engaged:
+            each.ask(messages.Heartbeat, now_ms=now_ms, ticket=token)
+
+    def wrote(self, states: Mapping[ReplicaId, ReplicaState], now_ms: int) -> None:
+        """ZooKeeper is known to hold these states (rule 3)."""
+        assert self.ended is None
+        goal = self.repairs.goal
+        assert goal is not None
+        assert goal.chain is not None
+        self.states, self.writing = dict(states), None
+        for replica, each in self.replicas.items():
+            if states.get(replica) != self._engaged_state or each.stage is Stage.ENGAGED:
+                continue
+            assert each.stage is Stage.READY, "rule 6: it was not lost since"
+            each.stage = Stage.ENGAGED
+            each.ask(messages.Engage, goal.mark, now_ms=now_ms)
+        if self.window is None:
+            self.window = Window(goal.mark, goal.chain)
+            self.opened_ms = self._progress_ms = now_ms
+            self._open(now_ms)
+        self._advance(now_ms)
+
+    def end(self, ending: Ending) -> None:
+        """End the session: drop all connections, answer all proofs."""
+        if self.ended is not None:
+            return
+        self.ended = ending
+        for each in self.replicas.values():
+            each.close()
+        for token in self._proofs:
+            self._outbox.append(MarkUnproved(token))
+        self._proofs.clear()
+
+    # -----------------------------------------------------------------------------------------
+    # what ZooKeeper should hold
+
+    def wanted_states(self, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
+        """Return what to write next (G, I), or None when ZooKeeper holds what it should."""
+        if self.ended is not None or self.writing is not None or self.repairs.goal is None:
+            return None
+        if self.window is not None:
+            return self._joined_states(self.window, now_ms)
+        ready = self._marked(now_ms)
+        if not self._is_enough(ready):
+            ready = self._marked(None)
+        if not self._is_enough(ready):
+            self._enough_since_ms = None
+            return None
+        if self._enough_since_ms is None:
+            self._enough_since_ms = now_ms
+        is_hurried = now_ms >= self._enough_since_ms + self._limits.grace_ms
+        if not is_hurried and any(each.stage in _NEARLY for each in self.replicas.values()):
+            return None
+        claim = self.claim
+        return self.recovery.opening_states(claim.session_id, claim.assigned, ready)
+
+    def _marked(self, now_ms: int | None) -> list[ReplicaId]:
+        """Return the replicas that are marked; with a time, without those held back then."""
+        held = self.claim.held
+        return [
+            each.replica
+            for each in self.replicas.values()
+            if each.stage in _MARKED
+            and (now_ms is None or held.get(each.replica, now_ms) <= now_ms)
+        ]
+
+    def _is_enough(self, ready: Sequence[ReplicaId]) -> bool:
+        new_count = sum(replica in self.claim.assigned for replica in ready)
+        old_count = sum(replica in self.recovery.states for replica in ready)
+        return new_count >= self.quorum and old_count >= self.recovery.old_quorum
+
+    def _joined_states(self, window: Window, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
+        """Late replicas that have the log, or get the rest of it from memory (I)."""
+        level = min(window.first, window.committed + 1)
+        joining = [
+            replica
+            for replica in self._marked(now_ms)
+            if self.replicas[replica].stage is Stage.READY
+            and self.replicas[replica].next_id >= level
+        ]
+        if not joining:
+            return None
+        return {**self.states, **dict.fromkeys(joining, self._engaged_state)}
+
+    # -----------------------------------------------------------------------------------------
+    # replicas come and go
+
+    def _lose(self, each: ReplicaSession, reason: str, now_ms: int, *, wait_ms: int = 0) -> None:
+        """A connection is gone: the session's end, or one voice less (rule 6)."""
+        is_counted = self._is_counted(each)
+        if each.is_connected:
+            self._report("replica.lost", replica=each.replica, reason=reason)
+        self.repairs.lost(each)
+        each.lost(now_ms, self._rng, wait_ms=wait_ms)
+        if is_counted:
+            self.end(Ending(Cause.LEFT, f"replica {each.replica}: {reason}", each.replica))
+
+    def _refuse(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+        """Do without a replica for a good while."""
+        self._report("replica.refused", replica=each.replica, reason=reason)
+        is_counted = self._is_counted(each)
+        self.repairs.lost(each)
+        each.close()
+        each.lost(now_ms, self._rng, wait_ms=self._limits.refused_retry_ms)
+        if is_counted:
+            self.end(Ending(Cause.LEFT, reason, each.replica, refused_append=True))
+
+    def _is_counted(self, each: ReplicaSession) -> bool:
+        """Whether ZooKeeper has a replica as engaged, or may have."""
+        if each.stage is Stage.ENGAGED:
+            return True
+        return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
+
+    def _returned(self, each: ReplicaSession, now_ms: int) -> None:
+        """A replica is back whose old connection may still carry changes: only a new session."""
+        each.close()
+        earliest_ms = now_ms
+        if self.opened_ms is not None:
+            earliest_ms = self.opened_ms + self._limits.rejoin_ms_min
+        if earliest_ms <= now_ms:
+            self.end(Ending(Cause.RETURNED, f"replica {each.replica} is back", each.replica))
+            return
+        each.lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
+
+    # -----------------------------------------------------------------------------------------
+    # answers
+
+    def _answered(
+        self, each: ReplicaSession, request: Request, answer: StorageMessage, now_ms: int
+    ) -> None:
+        match answer:
+            case messages.Appended() if each.stage in _MARKED:
+                assert isinstance(request.message, messages.AppendRaw)
+                each.appended(request.message, answer)
+                if each.stage is Stage.ENGAGED:
+                    self._commit(now_ms)
+            case messages.Nack():
+                self._nacked(each, request, answer, now_ms)
+            case messages.Prepared():
+                self._prepared(each, answer, now_ms)
+            case messages.HeartbeatAnswer():
+                self._vote(request.ticket, each.replica)
+            case messages.LineageResponse() if request.ticket == _SETTLING:
+                self._settle(each, answer, now_ms)
+            case messages.ReplicaState() if isinstance(request.message, messages.Engage):
+                pass
+            case _:
+                self.repairs.answered(each, request.ticket, answer, now_ms)
+
+    def _nacked(
+        self, each: ReplicaSession, request: Request, nack: messages.Nack, now_ms: int
+    ) -> None:
+        error = from_code(nack.error_code, nack.message)
+        reason = f"{type(error).__name__}: {nack.message}"
+        promised = SessionId(nack.promised)
+        is_fenced = isinstance(error, SessionFenced) and promised > self.claim.session_id
+        if is_fenced and self.claim.behind.get(each.replica) != promised:
+            self.end(Ending(Cause.FENCED, reason, each.replica, promised=promised))
+        elif not self.repairs.source_refused(request.ticket, each, reason, now_ms):
+            self._refuse(each, reason, now_ms)
+
+    def _prepared(self, each: ReplicaSession, answer: messages.Prepared, now_ms: int) -> None:
+        registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)
+        if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
+            self._refuse(each, "another storage answers at this address", now_ms)
+            return
+        if self.recovery.is_foreign(answer):
+            reason = f"has ids up to {answer.synced_max} of a partition without history"
+            if self.window is None:
+                self.end(Ending(Cause.REFUSED, f"replica {each.replica} {reason}", each.replica))
+            else:
+                self._refuse(each, reason, now_ms)
+            return
+        self.recovery.heard(each.replica, answer, registered)
+        if each.replica in self.recovery.unknown:
+            self._report("replica.unknown", replica=each.replica, last=answer.synced_max)
+        each.stage = Stage.REPAIRING
+        each.repair = Repair(answer)
+
+    # -----------------------------------------------------------------------------------------
+    # recovery, until the session opens
+
+    def _advance(self, now_ms: int) -> None:
+        """Do whatever has become possible."""
+        if self.ended is not None or not self._is_decided():
+            return
+        self.repairs.advance(now_ms)
+        for replica, reason in self.repairs.take_failed():
+            self._refuse(self.replicas[replica], reason, now_ms)
+        if self.window is not None and self.ended is None:
+            for each in self.replicas.values():
+                if each.stage in _MARKED:
+                    self._feed(each, now_ms)
+
+    def _is_decided(self) -> bool:
+        if self.repairs.goal is not None:
+            return True
+        mark = self.recovery.decide()
+        if mark is None:
+            if self.recovery.is_complete and not self._is_waiting_reported:
+                self._is_waiting_reported = True
+                self._report("recovery.waiting", unknown=tuple(self.recovery.unknown))
+            return False
+        if mark < self.claim.known_last:
+            reason = f"the replicas' log ends at {mark}, but {self.claim.known_last} was committed"
+            self.end(Ending(Cause.REFUSED, reason))
+            return False
+        self._report("recovery.decided", mark=mark, unknown=tuple(self.recovery.unknown))
+        self.repairs.decided(mark)
+        return True
+
+    def _open(self, now_ms: int) -> None:
+        """ZooKeeper holds the states: let the owner in (H)."""
+        assert self.window is not None
+        claim, mark = self.claim, self.window.committed
+        for replica in [name for name in self.replicas if name not in claim.assigned]:
+            self.repairs.lost(self.replicas[replica])
+            self.replicas.pop(replica).close()
+        assert len(self.engaged) >= self.quorum
+        self._outbox.append(
+            SessionOpened(
+                claim.session_id, claim.generation, mark, self.window.chain, claim.unbroken
+            )
+        )
+        doubt = claim.in_doubt
+        if doubt is None or min(doubt.last, mark) <= doubt.committed:
+            self._settled(mark if doubt is None else doubt.committed)
+            return
+        self._ask_doubtful(self.engaged[0], min(doubt.last, mark), now_ms)
+
+    def _ask_doubtful(self, each: ReplicaSession, last: int, now_ms: int) -> None:
+        assert self.claim.in_doubt is not None
+        first = self.claim.in_doubt.committed + 1
+        each.ask(messages.LineageRequest, first, last, now_ms=now_ms, ticket=_SETTLING)
+
+    def _settle(self, each: ReplicaSession, answer: messages.LineageResponse, now_ms: int) -> None:
+        """Tell by the lineage which of the doubtful ids are the ones that were submitted."""
+        doubt = self.claim.in_doubt
+        assert doubt is not None
+        assert self.window is not None
+        if not answer.lineage:
+            raise RemoteProtocolError(f"storage {each.replica}: an empty lineage")
+        self._doubtful[:0] = answer.lineage
+        first = self._doubtful[0].first
+        if first > doubt.committed + 1:
+            self._ask_doubtful(each, first - 1, now_ms)
+            return
+        last = doubt.committed
+        for entry in self._doubtful:
+            if entry.session_id != doubt.session_id:
+                break
+            last = TransactionId(max(last, entry.last))
+        self._settled(min(last, doubt.last, self.window.committed))
+
+    def _settled(self, committed_last: TransactionId) -> None:
+        assert not self.is_settled
+        self.is_settled = True
+        self._outbox.append(Settled(self.claim.session_id, committed_last))
+
+    # -----------------------------------------------------------------------------------------
+    # the live log
+
+    def _feed(self, each: ReplicaSession, now_ms: int) -> None:
+        """Send a replica what it may have and lacks, within the limit (rules 4 and 7)."""
+        window = self.window
+        assert window is not None
+        last = window.last if each.stage is Stage.ENGAGED else window.committed
+        while each.next_id <= last and each.unanswered_bytes < self._limits.lag_bytes_max:
+            flight = window.at(each.next_id)
+            if flight is None:
+                copied_last = min(window.committed, window.first - 1)
+                self.repairs.supply(each, TransactionId(copied_last), now_ms)
+                return
+            if flight.entry.last > last:
+                return
+            each.append_flight(flight, now_ms)
+
+    def _commit(self, now_ms: int) -> None:
+        window = self.window
+        assert window is not None
+        marks = [each.synced_last for each in self.replicas.values() if each.stage is Stage.ENGAGED]
+        mark = quorum_mark(marks, self.quorum)
+        assert mark is not None
+        if not window.commit(mark):
+            return
+        self._progress_ms = now_ms
+        committed = Committed(self.claim.session_id, window.committed, window.committed_chain)
+        self._outbox.append(committed)
+        needed = [each.next_id for each in self.replicas.values() if each.stage in _MARKED]
+        window.trim(min(needed), self._limits.lag_bytes_max)
+
+    def _stalled_at_ms(self) -> int | None:
+        if self.window is None or self._limits.quorum_ms_max == 0:
+            return None
+        oldest_ms = self.window.oldest_ms
+        if oldest_ms is None:
+            return None
+        return max(oldest_ms, self._progress_ms) + self._limits.quorum_ms_max
+
+    def _vote(self, token: int, replica: ReplicaId) -> None:
+        proof = self._proofs.get(token)
+        if proof is None:
+            return
+        proof.tally.vote(replica)
+        if proof.tally.verdict is Verdict.COMMITTED:
+            del self._proofs[token]
+            self._outbox.append(MarkProved(token, proof.mark))
+
+    def _report(self, name: str, **fields: object) -> None:
+        session = ("session", self.claim.session_id)
+        self._outbox.append(Report(name, (session, *fields.items())))

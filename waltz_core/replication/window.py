@@ -1,0 +1,114 @@
+"""The recent batches of a session, kept in memory: what is in flight, and what slow replicas lack.
+
+Why it stands alone: the chain is made here, once for each batch, and whoever needs a batch again
+(a replica that lags, one that joins) gets the same bytes and the same chain.
+
+Invariants:
+    1. The batches kept follow one another without a gap and end at `last`.
+    2. A batch is not forgotten before it is committed.
+    3. What is kept beyond the committed mark's needs is bounded by `trim`.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from waltz_core.record import (
+    RECORD_OVERHEAD_BYTES,
+    Chain,
+    LineageEntry,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.replication.events import Batch
+
+
+class Flight(NamedTuple):
+    """A submitted batch and its place in the log."""
+
+    entry: LineageEntry
+    batch: Batch
+    chain_before: Chain
+    submitted_ms: int
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes of records it has."""
+        return len(self.batch.records)
+
+
+class Window:
+    """The batches from `first` to `last`; `committed` is the last id of the last committed one."""
+
+    __slots__ = (
+        "_flights",
+        "_size_bytes",
+        "_uncommitted",
+        "chain",
+        "committed",
+        "committed_chain",
+        "in_flight_bytes",
+        "last",
+    )
+
+    def __init__(self, high_water_mark: TransactionId, chain: Chain) -> None:
+        self._flights: dict[TransactionId, Flight] = {}
+        self._uncommitted: deque[Flight] = deque()
+        self._size_bytes = 0
+        self.in_flight_bytes = 0
+        self.last = self.committed = high_water_mark
+        self.chain = self.committed_chain = chain
+
+    @property
+    def first(self) -> TransactionId:
+        """The first id that is kept; the next one to be submitted when nothing is."""
+        return next(iter(self._flights), TransactionId(self.last + 1))
+
+    @property
+    def oldest_ms(self) -> int | None:
+        """When the oldest batch in flight was submitted."""
+        return self._uncommitted[0].submitted_ms if self._uncommitted else None
+
+    def at(self, first: TransactionId) -> Flight | None:
+        """Return the batch that begins at `first`, if it is kept."""
+        return self._flights.get(first)
+
+    def add(self, batch: Batch, session_id: SessionId, now_ms: int) -> Flight:
+        """Take the next batch in and give it its chain."""
+        assert batch.first == self.last + 1, "ids must be dense"
+        assert batch.last >= batch.first
+        assert len(batch.lengths) == 4 * (batch.last - batch.first + 1)
+        assert len(batch.records) >= RECORD_OVERHEAD_BYTES
+        before = self.chain
+        self.chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
+        entry = LineageEntry(batch.first, batch.last, session_id, batch.stamp_ms, self.chain)
+        flight = Flight(entry, batch, before, now_ms)
+        self._flights[batch.first] = flight
+        self._uncommitted.append(flight)
+        self._size_bytes += flight.size_bytes
+        self.in_flight_bytes += flight.size_bytes
+        self.last = batch.last
+        return flight
+
+    def commit(self, mark: TransactionId) -> bool:
+        """A quorum has everything up to `mark`: tell whether whole batches became committed."""
+        assert mark <= self.last, "a replica has more than was ever submitted"
+        before = self.committed
+        while self._uncommitted and self._uncommitted[0].entry.last <= mark:
+            flight = self._uncommitted.popleft()
+            self.in_flight_bytes -= flight.size_bytes
+            self.committed, self.committed_chain = flight.entry.last, flight.entry.chain
+        assert self.committed >= before
+        return self.committed > before
+
+    def trim(self, needed_first: TransactionId, bytes_max: int) -> None:
+        """Forget committed batches that nobody needs any more, or that are too much to keep."""
+        while self._flights:
+            first = next(iter(self._flights))
+            flight = self._flights[first]
+            if flight.entry.last > self.committed:
+                return  # invariant 2
+            if flight.entry.last >= needed_first and self._size_bytes <= bytes_max:
+                return
+            del self._flights[first]
+            self._size_bytes -= flight.size_bytes
