@@ -137,9 +137,13 @@ class Superseded(WaltzError):
 
 
 class SessionFenced(Superseded):
-    """A storage has promised itself to a later store session."""
+    """A storage has promised itself to a later store session: `promised`, where it is known."""
 
     code = 41
+
+    def __init__(self, message: str, promised: int = -1) -> None:
+        super().__init__(message)
+        self.promised = promised
 
 
 class GenerationMismatch(Superseded):

@@ -1,0 +1,23 @@
+"""One storage node: where the transactions of a replica lie on disk, and what it vouches for.
+
+    <directory>/waltz-storage.ctl     the original's control file: cluster, marks of all partitions
+    <directory>/waltz-x.id            which storage this is; a BSD lock on it while it runs
+    <directory>/waltz-x.reserve       room kept back for a full disk
+    <directory>/<p>/waltz-x.ctl       two slots: promise, marks, acked marker, damage, intent
+    <directory>/<p>/<first>.seg       records back to back, up to about a gigabyte
+    <directory>/<p>/<first>.idx       where each record starts; a cache
+    <directory>/<p>/<first>.chn       one entry for each batch that ends in the segment
+
+From the top: `engine` holds a directory, `partition_log` a partition, `recovery` opens one,
+`segments` makes many files look like one, `segment` is one of them, `index` its two lookups,
+`control_file` what lies beside the log, `format` every byte, `disk` the door to the file system.
+
+What is durable when:
+    - `prepare`: the promise, then everything that was appended before.
+    - `append`: nothing yet. `sync`: records and batches, not the index.
+    - the index: with the acked marker, at a roll, at most every second, at a mark, at close.
+    - `set_low_water_mark`, `engage`, `truncate`, `repair`: on return.
+
+What is believed after a crash: all below the acked marker, or the replica is suspect; above it,
+batches that are whole, have their entry and hold the chain. The rest was never acknowledged.
+"""

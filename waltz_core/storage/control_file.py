@@ -1,0 +1,219 @@
+"""What a storage remembers outside its logs: the original's control file, and a partition's slots.
+
+Why it stands alone: both are pairs of structures of which the newer valid one counts, and both are
+written so that a crash in the middle of a write leaves the other one.
+
+Rules:
+    1. Never write over the structure that counts; write the other one, sync, then let it count.
+    2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs; the
+       original takes the same lock (interop.md section 5.1).
+    3. Partitions do not share state here: each may be written by a thread of its own.
+    4. Falling back to the older slot is told to the caller, as a promise may be lost with it.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from waltz_core.errors import BadFormat, ChecksumMismatch, ClusterKeyMismatch, DiskFailed
+from waltz_core.record import PartitionId, SessionId, TransactionId
+from waltz_core.storage.disk import Disk, File, create_durably
+from waltz_core.storage.format import (
+    CONTROL_HEADER_BYTES,
+    NEW_PARTITION_INFOS,
+    PARTITION_INFO_BYTES,
+    SLOT_BYTES,
+    ControlHeader,
+    PartitionInfo,
+    Slot,
+    partition_entry_offset,
+    partition_info_offset,
+)
+
+CONTROL_NAME: Final = "waltz-storage.ctl"
+SLOTS_NAME: Final = "waltz-x.ctl"
+_LOCK_BYTES: Final = 128
+
+
+class ControlFile:
+    """The original's control file: the cluster, and a few numbers for each partition."""
+
+    def __init__(self, file: File, header: ControlHeader, current: list[int]) -> None:
+        self.header = header
+        self._file = file
+        # Which of its two structures counts, for each partition; 0 or 1.
+        self._current = current
+        self._infos = [_read_info(file, index, slot) for index, slot in enumerate(current)]
+
+    @classmethod
+    def open(
+        cls, disk: Disk, directory: Path, cluster_key: bytes, partition_count: int, now_ms: int
+    ) -> "ControlFile":
+        """Open or create the file and lock it.
+
+        Raises:
+            DiskFailed: another process runs on this directory, or the disk failed.
+            ClusterKeyMismatch: the directory is another cluster's.
+            BadFormat: the number of partitions differs, or both structures of one are wrong.
+        """
+        path = directory / CONTROL_NAME
+        header = ControlHeader(now_ms, cluster_key, partition_count)
+        if not disk.exists(path):
+            create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
+        file = _open_locked(disk, path)
+        if file.size() < CONTROL_HEADER_BYTES:
+            # Whoever began it was stopped before anything counted; the original does the same.
+            file.close()
+            create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
+            file = _open_locked(disk, path)
+        try:
+            header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
+            _check_header(header, cluster_key, partition_count, path)
+            current = [_newer(file, index, path) for index in range(partition_count)]
+            return cls(file, header, current)
+        except BaseException:
+            file.close()
+            raise
+
+    def info(self, partition_id: PartitionId) -> PartitionInfo:
+        """Return what counts for a partition."""
+        return self._infos[partition_id]
+
+    def set_marks(
+        self, partition_id: PartitionId, session_id: SessionId, mark: TransactionId
+    ) -> PartitionInfo:
+        """Write session and mark durably, as the original does at SET_LOW_WATER_MARK."""
+        return self._write(
+            partition_id,
+            self.info(partition_id)._replace(
+                session_id=session_id, low_water_mark=mark, local_low_water_mark=mark
+            ),
+        )
+
+    def set_flags(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
+        """Write the flags durably."""
+        return self._write(partition_id, self.info(partition_id)._replace(flags=flags))
+
+    def close(self) -> None:
+        """Close the file; the lock goes with it."""
+        self._file.close()
+
+    def _write(self, partition_id: PartitionId, info: PartitionInfo) -> PartitionInfo:
+        slot = 1 - self._current[partition_id]  # rule 1
+        info = info._replace(sequence=self.info(partition_id).sequence + 1)
+        self._file.pwrite([info.encode()], partition_info_offset(partition_id, slot))
+        self._file.sync()
+        self._current[partition_id] = slot
+        self._infos[partition_id] = info
+        return info
+
+
+def _open_locked(disk: Disk, path: Path) -> File:
+    file = disk.open(path)
+    if not file.lock_range(0, _LOCK_BYTES):
+        file.close()
+        raise DiskFailed(f"{path}: failed to acquire the lock, another process has it")
+    return file
+
+
+def _new_content(header: ControlHeader) -> bytes:
+    infos = b"".join(info.encode() for info in NEW_PARTITION_INFOS)
+    entries = [
+        index.to_bytes(4, "big", signed=True) + infos for index in range(header.partition_count)
+    ]
+    return header.encode() + b"".join(entries)
+
+
+def _check_header(
+    header: ControlHeader, cluster_key: bytes, partition_count: int, path: Path
+) -> None:
+    if header.cluster_key != cluster_key:
+        raise ClusterKeyMismatch(
+            f"{path}: expected cluster {cluster_key.hex()}, found {header.cluster_key.hex()}"
+        )
+    if header.partition_count != partition_count:
+        raise BadFormat(
+            f"{path}: expected {partition_count} partitions, found {header.partition_count}"
+        )
+
+
+def _newer(file: File, index: int, path: Path) -> int:
+    """Return which structure of a partition counts (interop.md section 5.1)."""
+    stated = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
+    if stated != index:
+        raise BadFormat(f"{path}: expected partition {index} in its place, found {stated}")
+    sequences: list[tuple[int, int]] = []
+    for slot in (0, 1):
+        try:
+            sequences.append((_read_info(file, index, slot).sequence, slot))
+        except (BadFormat, ChecksumMismatch):
+            continue
+    if not sequences:
+        raise BadFormat(f"{path}: both structures of partition {index} are wrong")
+    if len(sequences) == 2 and sequences[0][0] == sequences[1][0]:
+        raise BadFormat(f"{path}: both structures of partition {index} have one sequence number")
+    return max(sequences)[1]
+
+
+def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
+    data = file.pread(PARTITION_INFO_BYTES, partition_info_offset(index, slot))
+    return PartitionInfo.decode(data)
+
+
+# ---------------------------------------------------------------------------------------------
+# our slots
+
+
+class SlotFile:
+    """The two slots of a partition; `slot` is the one that counts and is durable."""
+
+    def __init__(self, file: File, slot: Slot, place: int, *, fell_back: bool) -> None:
+        assert place in {0, 1}
+        self.slot = slot
+        self.fell_back = fell_back
+        self._file = file
+        self._place = place
+
+    @classmethod
+    def create(cls, disk: Disk, directory: Path, slot: Slot) -> "SlotFile":
+        """Create the file with two valid slots, durably."""
+        older = replace(slot, sequence=slot.sequence - 1)
+        create_durably(disk, directory, [(SLOTS_NAME, older.encode() + slot.encode())])
+        return cls(disk.open(directory / SLOTS_NAME), slot, 1, fell_back=False)
+
+    @classmethod
+    def open(cls, disk: Disk, directory: Path, partition_id: PartitionId) -> "SlotFile":
+        """Open the file and read the slot that counts.
+
+        Raises:
+            BadFormat: no slot is valid, or it is of another partition.
+        """
+        path = directory / SLOTS_NAME
+        file = disk.open(path)
+        valid: list[tuple[int, int, Slot]] = []
+        for place in (0, 1):
+            try:
+                slot = Slot.decode(file.pread(SLOT_BYTES, SLOT_BYTES * place))
+            except (BadFormat, ChecksumMismatch):
+                continue
+            valid.append((slot.sequence, place, slot))
+        if not valid:
+            file.close()
+            raise BadFormat(f"{path}: no control slot is valid")
+        _, place, slot = max(valid, key=lambda one: one[0])
+        if slot.partition_id != partition_id:
+            file.close()
+            raise BadFormat(f"{path}: expected partition {partition_id}, found {slot.partition_id}")
+        return cls(file, slot, place, fell_back=len(valid) == 1)
+
+    def write(self, slot: Slot) -> None:
+        """Make a slot durable, and the one that counts (rule 1)."""
+        slot = replace(slot, sequence=self.slot.sequence + 1)
+        place = 1 - self._place
+        self._file.pwrite([slot.encode()], SLOT_BYTES * place)
+        self._file.sync()
+        self.slot, self._place = slot, place
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

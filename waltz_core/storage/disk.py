@@ -1,0 +1,257 @@
+"""The door to the file system: what the storage asks of a disk, and the real one.
+
+Why it stands alone: all that can go wrong with a disk goes wrong here, so the simulator puts
+another `Disk` in its place that tears, loses and fills up. No other file here opens a file.
+
+Rules:
+    1. An error of the operating system becomes `NoSpace` (the disk is full, reads go on) or
+       `DiskFailed` (anything else); no `OSError` leaves this file, but `FileNotFoundError` never
+       happens to a caller that asks `exists` first.
+    2. What is durable is said: only `File.sync`, `File.sync_all` and `sync_directory` make it so.
+    3. A write is complete or raises; a short write is carried on.
+    4. A file comes into being whole: `create_durably` writes it under another name first.
+"""
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Protocol
+
+from waltz_core.errors import DiskFailed, NoSpace
+
+Buffer = bytes | memoryview
+TEMPORARY_SUFFIX: Final = ".tmp"
+_VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
+
+
+class File(Protocol):
+    """An open file. Offsets and sizes are in bytes."""
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+
+    def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
+        """Write the parts one after the other from `offset` on."""
+
+    def sync(self) -> None:
+        """Make the file's bytes and size durable (fdatasync)."""
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+
+    def lock_range(self, first: int, count: int) -> bool:
+        """Take an exclusive POSIX lock on bytes; False when another process has it."""
+
+    def lock_whole(self) -> bool:
+        """Take an exclusive lock that an opener in this same process meets too; False if taken."""
+
+    def allocate(self, size: int) -> None:
+        """Reserve room for the first `size` bytes."""
+
+    def close(self) -> None:
+        """Close it; the lock goes with it."""
+
+
+class Disk(Protocol):
+    """A file system as the storage uses it."""
+
+    def open(self, path: Path, *, create: bool = False) -> File:
+        """Open a file for reading and writing."""
+
+    def exists(self, path: Path) -> bool:
+        """Tell if there is a file or a directory of this name."""
+
+    def list(self, directory: Path) -> list[str]:
+        """Return the names in a directory, sorted."""
+
+    def make_directory(self, directory: Path) -> None:
+        """Make a directory and its parents, durably, unless it is there."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, in place of the one that has it."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; none there is no error."""
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names in a directory durable."""
+
+
+def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
+    """Make files that are whole and durable, each in place of an older one, in this order (rule 4).
+
+    A crash leaves the first few of them, and others under a temporary name.
+    """
+    for name, content in files:
+        file = disk.open(directory / (name + TEMPORARY_SUFFIX), create=True)
+        try:
+            file.truncate(0)
+            file.pwrite([content], 0)
+            file.sync()
+        finally:
+            file.close()
+    for name, _ in files:
+        disk.rename(directory / (name + TEMPORARY_SUFFIX), directory / name)
+    disk.sync_directory(directory)
+
+
+def remove_temporary(disk: Disk, directory: Path) -> None:
+    """Remove what a crash in `create_durably` has left."""
+    for name in disk.list(directory):
+        if name.endswith(TEMPORARY_SUFFIX):
+            disk.unlink(directory / name)
+
+
+# ---------------------------------------------------------------------------------------------
+# the real one
+
+
+@contextmanager
+def _typed_errors(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"{what} {path}: {error.strerror or error}"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise NoSpace(message) from error
+        raise DiskFailed(message) from error
+
+
+class RealFile:
+    """A file of the operating system."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        self._path = path
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        with _typed_errors("opening", path):
+            self._fd = os.open(path, flags, 0o644)
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes."""
+        with _typed_errors("reading", self._path):
+            data = os.pread(self._fd, size, offset)
+            if len(data) in {size, 0}:
+                return data
+            parts = [data]
+            got = len(data)
+            while got < size and (data := os.pread(self._fd, size - got, offset + got)):
+                parts.append(data)
+                got += len(data)
+            return b"".join(parts)
+
+    def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
+        """Write all of it (rule 3)."""
+        left = [memoryview(part).cast("B") for part in parts if len(part)]
+        with _typed_errors("writing", self._path):
+            while left:
+                written = os.pwritev(self._fd, left[:_VECTOR_MAX], offset)
+                offset += written
+                left = _after(left, written)
+
+    def sync(self) -> None:
+        """Wait for fdatasync."""
+        with _typed_errors("syncing", self._path):
+            os.fdatasync(self._fd)
+
+    def truncate(self, size: int) -> None:
+        """Cut the file."""
+        with _typed_errors("truncating", self._path):
+            os.ftruncate(self._fd, size)
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+        with _typed_errors("looking at", self._path):
+            return os.fstat(self._fd).st_size
+
+    def lock_range(self, first: int, count: int) -> bool:
+        """Take a POSIX record lock; it is lost when this process closes the file anywhere."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first, os.SEEK_SET)
+        except OSError as error:
+            if error.errno in {errno.EACCES, errno.EAGAIN}:
+                return False
+            raise DiskFailed(f"locking {self._path}: {error.strerror}") from error
+        return True
+
+    def lock_whole(self) -> bool:
+        """Take a BSD lock, which belongs to the open file and not to the process."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise DiskFailed(f"locking {self._path}: {error.strerror}") from error
+        return True
+
+    def allocate(self, size: int) -> None:
+        """Reserve room on the disk."""
+        with _typed_errors("allocating", self._path):
+            os.posix_fallocate(self._fd, 0, size)
+
+    def close(self) -> None:
+        """Close it, once."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with _typed_errors("closing", self._path):
+                os.close(fd)
+
+
+def _after(parts: list[memoryview], written: int) -> list[memoryview]:
+    """Return what is left of the parts after `written` bytes."""
+    for place, part in enumerate(parts):
+        if written < len(part):
+            return [part[written:], *parts[place + 1 :]]
+        written -= len(part)
+    return []
+
+
+class RealDisk:
+    """The file system of this machine."""
+
+    def open(self, path: Path, *, create: bool = False) -> File:
+        """Open a file for reading and writing."""
+        return RealFile(path, create=create)
+
+    def exists(self, path: Path) -> bool:
+        """Tell if there is something of this name."""
+        with _typed_errors("looking for", path):
+            return path.exists()
+
+    def list(self, directory: Path) -> list[str]:
+        """Return the names, sorted."""
+        with _typed_errors("listing", directory):
+            return sorted(os.listdir(directory))
+
+    def make_directory(self, directory: Path) -> None:
+        """Make it and its parents; each is durable in the one above."""
+        if self.exists(directory):
+            return
+        self.make_directory(directory.parent)
+        with _typed_errors("making", directory):
+            directory.mkdir(exist_ok=True)
+        self.sync_directory(directory.parent)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name."""
+        with _typed_errors("renaming", source):
+            source.replace(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        with _typed_errors("removing", path):
+            path.unlink(missing_ok=True)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Wait until the names are on disk."""
+        with _typed_errors("syncing", directory):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)

@@ -1,0 +1,523 @@
+"""Every byte that a storage node keeps on disk: the original's three files, and our three.
+
+Why it stands alone: a file outlives the program that wrote it. Two programs read these bytes, the
+original one and ours, so each layout is written down once, is checked when it is read, and has
+golden bytes in `tests/golden/disk/`.
+
+    waltz-storage.ctl   the original's: cluster, partitions, session and water marks  (5.1)
+    waltz-x.id          ours: which storage this is
+    <p>/waltz-x.ctl     ours: promise, marks, marker, damage of partition p, two slots of 4 KiB
+    <p>/<first>.seg     the original's: records  (5.2)
+    <p>/<first>.idx     the original's: where each record starts  (5.3)
+    <p>/<first>.chn     ours: one entry for each batch that ends in the segment
+
+Rules:
+    1. All integers are big-endian; ids and marks are 64 bits wide; each file begins with a version.
+    2. Any bytes decode to a value, or to `BadFormat` (impossible) or `ChecksumMismatch` (changed).
+    3. Reserved bytes are zero, in what is written and in what is read.
+    4. CRC-32 as zlib has it, over all that is before it in its structure.
+"""
+
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from waltz_core.checksum import crc32
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
+
+VERSION: Final = 0
+Bytes = bytes | memoryview
+
+_CRC = struct.Struct(">I")
+
+
+def with_crc(body: bytes) -> bytes:
+    """Return the bytes and their CRC-32 (rule 4)."""
+    return body + _CRC.pack(crc32(body))
+
+
+def checked_body(data: Bytes, size: int, what: str) -> bytes:
+    """Return the bytes before the CRC of a structure of `size` bytes.
+
+    Raises:
+        BadFormat: it is too short.
+        ChecksumMismatch: the CRC does not fit.
+    """
+    if len(data) != size:
+        raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
+    body = bytes(data[:-4])
+    stated = _CRC.unpack_from(data, size - 4)[0]
+    found = crc32(body)
+    if stated != found:
+        raise ChecksumMismatch(f"{what}: expected CRC {stated:08x}, found {found:08x}")
+    return body
+
+
+def _whole(data: Bytes, size: int, what: str) -> None:
+    if len(data) < size:
+        raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
+
+
+def _version(found: int, what: str) -> None:
+    if found != VERSION:
+        raise BadFormat(f"{what}: expected version {VERSION}, found {found}")
+
+
+def _zero(reserved: Bytes, what: str) -> None:
+    if any(reserved):
+        raise BadFormat(f"{what}: expected zero in the reserved bytes, found {bytes(reserved)!r}")
+
+
+# ---------------------------------------------------------------------------------------------
+# waltz-storage.ctl, the header. Has no CRC; when it is wrong the storage refuses to start.
+#
+#   0         4               12            28                 32            128
+#   | version | created in ms | cluster key | partition count  | zero        |
+
+_CONTROL_HEADER = struct.Struct(">iq16si96s")
+CONTROL_HEADER_BYTES: Final = 128
+assert _CONTROL_HEADER.size == CONTROL_HEADER_BYTES
+PARTITIONS_MAX: Final = 1 << 20
+
+
+class ControlHeader(NamedTuple):
+    """Of which cluster a storage directory is."""
+
+    created_ms: int
+    cluster_key: bytes
+    partition_count: int
+
+    def encode(self) -> bytes:
+        """Return the 128 bytes."""
+        return _CONTROL_HEADER.pack(VERSION, *self, bytes(96))
+
+    @staticmethod
+    def decode(data: Bytes) -> "ControlHeader":
+        """Read 128 bytes (rule 2)."""
+        _whole(data, CONTROL_HEADER_BYTES, "control file header")
+        version, created_ms, key, count, reserved = _CONTROL_HEADER.unpack_from(data)
+        _version(version, "control file header")
+        _zero(reserved, "control file header")
+        if not 0 <= count <= PARTITIONS_MAX:
+            raise BadFormat(
+                f"control file header: expected 0 to {PARTITIONS_MAX} partitions, found {count}"
+            )
+        return ControlHeader(created_ms, key, count)
+
+
+# ---------------------------------------------------------------------------------------------
+# waltz-storage.ctl, one of two structures of a partition; the one with the greater sequence counts.
+#
+#   0         8                16                     24      28         32    36
+#   | session | low-water mark | local low-water mark | flags | sequence | CRC |
+#
+# When one is wrong the other counts; when both are, the partition's own slots can tell.
+
+_PARTITION_INFO = struct.Struct(">qqqii")
+PARTITION_INFO_BYTES: Final = 36
+PARTITION_ENTRY_BYTES: Final = 4 + 2 * PARTITION_INFO_BYTES
+assert _PARTITION_INFO.size + _CRC.size == PARTITION_INFO_BYTES
+assert PARTITION_ENTRY_BYTES == 76
+FLAG_AVAILABLE: Final = 1
+FLAG_ASSIGNED: Final = 4
+
+
+class PartitionInfo(NamedTuple):
+    """What the original keeps of a partition outside its log."""
+
+    session_id: SessionId
+    low_water_mark: TransactionId
+    local_low_water_mark: TransactionId
+    flags: int
+    sequence: int
+
+    def encode(self) -> bytes:
+        """Return the 36 bytes."""
+        return with_crc(_PARTITION_INFO.pack(*self))
+
+    @staticmethod
+    def decode(data: Bytes) -> "PartitionInfo":
+        """Read 36 bytes (rule 2)."""
+        body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
+        session, mark, local, flags, sequence = _PARTITION_INFO.unpack(body)
+        for name, value in (("session", session), ("mark", mark), ("local mark", local)):
+            if value < BEFORE_FIRST:
+                raise BadFormat(f"partition info: expected a {name} of at least -1, found {value}")
+        return PartitionInfo(
+            SessionId(session), TransactionId(mark), TransactionId(local), flags, sequence
+        )
+
+
+NEW_PARTITION_INFOS: Final = (
+    PartitionInfo(NO_SESSION, BEFORE_FIRST, BEFORE_FIRST, FLAG_AVAILABLE, -1),
+    PartitionInfo(NO_SESSION, BEFORE_FIRST, BEFORE_FIRST, FLAG_AVAILABLE, 0),
+)
+
+
+def partition_entry_offset(index: int) -> int:
+    """Return where the entry of the partition with this number begins in the control file."""
+    return CONTROL_HEADER_BYTES + PARTITION_ENTRY_BYTES * index
+
+
+def partition_info_offset(index: int, slot: int) -> int:
+    """Return where structure 0 or 1 of a partition begins in the control file."""
+    assert slot in {0, 1}
+    return partition_entry_offset(index) + 4 + PARTITION_INFO_BYTES * slot
+
+
+# ---------------------------------------------------------------------------------------------
+# .seg and .idx, the header of both. Has no CRC; it says nothing that name and directory do not.
+#
+#   0         4               12            28          32               40     128
+#   | version | created in ms | cluster key | partition | first id here  | zero |
+#
+# .seg goes on with records (see raw_records.py), .idx with 8 bytes for each: its offset in .seg.
+
+_SEGMENT_HEADER = struct.Struct(">iq16siq88s")
+SEGMENT_HEADER_BYTES: Final = 128
+OFFSET_BYTES: Final = 8
+assert _SEGMENT_HEADER.size == SEGMENT_HEADER_BYTES
+
+
+class SegmentHeader(NamedTuple):
+    """Whose records a segment holds, and from which id on."""
+
+    created_ms: int
+    cluster_key: bytes
+    partition_id: PartitionId
+    first: TransactionId
+
+    def encode(self) -> bytes:
+        """Return the 128 bytes."""
+        return _SEGMENT_HEADER.pack(VERSION, *self, bytes(88))
+
+    @staticmethod
+    def decode(data: Bytes) -> "SegmentHeader":
+        """Read 128 bytes (rule 2)."""
+        _whole(data, SEGMENT_HEADER_BYTES, "segment header")
+        version, created_ms, key, partition, first, reserved = _SEGMENT_HEADER.unpack_from(data)
+        _version(version, "segment header")
+        _zero(reserved, "segment header")
+        if first < 0:
+            raise BadFormat(f"segment header: expected a first id of at least 0, found {first}")
+        return SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
+
+
+def segment_name(first: TransactionId, suffix: str) -> str:
+    """Return the file name of a segment's ".seg", ".idx" or ".chn"."""
+    assert first >= 0
+    return f"{first:019d}{suffix}"
+
+
+def first_of_name(name: str) -> TransactionId | None:
+    """Return the first id that a ".seg" file is named for, or None for any other name."""
+    stem, dot, suffix = name.partition(".")
+    if dot and suffix == "seg" and len(stem) == 19 and stem.isascii() and stem.isdigit():
+        return TransactionId(int(stem))
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# .chn, the header, and one entry for each batch whose last record is in the segment.
+#
+#   0         4               12            28          32              40             56    60
+#   | version | created in ms | cluster key | partition | first id here | chain before | CRC |
+#
+#   0       8      16        24         32      48    52
+#   | first | last | session | stamp ms | chain | CRC |
+#
+# "chain before" is the chain before the first entry of the file. A wrong entry above the acked
+# marker ends the log there; one below it makes the replica suspect.
+
+_LINEAGE_HEADER = struct.Struct(">iq16siq16s")
+_LINEAGE_ENTRY = struct.Struct(">qqqq16s")
+LINEAGE_HEADER_BYTES: Final = 60
+LINEAGE_ENTRY_BYTES: Final = 52
+assert _LINEAGE_HEADER.size + _CRC.size == LINEAGE_HEADER_BYTES
+assert _LINEAGE_ENTRY.size + _CRC.size == LINEAGE_ENTRY_BYTES
+
+
+class LineageHeader(NamedTuple):
+    """To which segment a lineage file belongs, and the chain before its first entry."""
+
+    segment: SegmentHeader
+    chain_before: Chain
+
+    def encode(self) -> bytes:
+        """Return the 60 bytes."""
+        return with_crc(_LINEAGE_HEADER.pack(VERSION, *self.segment, self.chain_before))
+
+    @staticmethod
+    def decode(data: Bytes) -> "LineageHeader":
+        """Read 60 bytes (rule 2)."""
+        body = checked_body(data, LINEAGE_HEADER_BYTES, "lineage header")
+        version, created_ms, key, partition, first, chain = _LINEAGE_HEADER.unpack(body)
+        _version(version, "lineage header")
+        if first < 0:
+            raise BadFormat(f"lineage header: expected a first id of at least 0, found {first}")
+        segment = SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
+        return LineageHeader(segment, Chain(chain))
+
+
+def encode_entry(entry: LineageEntry) -> bytes:
+    """Return the 52 bytes of a lineage entry."""
+    return with_crc(_LINEAGE_ENTRY.pack(*entry))
+
+
+def decode_entry(data: Bytes) -> LineageEntry:
+    """Read 52 bytes (rule 2)."""
+    body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry")
+    return _entry(_LINEAGE_ENTRY.unpack(body))
+
+
+def _entry(fields: tuple[int, int, int, int, bytes]) -> LineageEntry:
+    first, last, session, stamp_ms, chain = fields
+    if not 0 <= first <= last:
+        raise BadFormat(f"lineage entry: expected 0 <= first <= last, found {first}..{last}")
+    return LineageEntry(
+        TransactionId(first), TransactionId(last), SessionId(session), stamp_ms, Chain(chain)
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# waltz-x.id: which storage this is. When it is wrong the storage refuses to start.
+#
+#   0         4      20    24
+#   | version | UUID | CRC |
+
+_STORAGE_ID = struct.Struct(">i16s")
+STORAGE_ID_BYTES: Final = 24
+assert _STORAGE_ID.size + _CRC.size == STORAGE_ID_BYTES
+
+
+def encode_storage_id(storage_id: bytes) -> bytes:
+    """Return the 24 bytes of `waltz-x.id`."""
+    assert len(storage_id) == 16
+    return with_crc(_STORAGE_ID.pack(VERSION, storage_id))
+
+
+def decode_storage_id(data: Bytes) -> bytes:
+    """Read 24 bytes (rule 2)."""
+    body = checked_body(data, STORAGE_ID_BYTES, "storage id")
+    version, storage_id = _STORAGE_ID.unpack(body)
+    _version(version, "storage id")
+    return bytes(storage_id)
+
+
+# ---------------------------------------------------------------------------------------------
+# <p>/waltz-x.ctl: two slots, each in a 4 KiB block of its own; the greater sequence counts.
+#
+#     0  version, flags, partition, damaged count   4 x int32
+#    16  sequence, the original's sequence          2 x int64
+#    32  promised session, nonce                    int64, 16 bytes
+#    56  last session, confirmed mark               2 x int64
+#    72  provisional session, provisional mark      2 x int64
+#    88  acked id, chain there                      int64, 16 bytes
+#   112  truncate to, entry of the batch that is cut   int64, 48 bytes
+#   168  damaged ranges, first and last id          128 x 2 x int64
+#  2216  zero
+#  4092  CRC
+#
+# When the newer slot is wrong the older one counts and the replica is suspect; when both are, the
+# partition refuses to open.
+
+_SLOT = struct.Struct(">iiiiqqq16sqqqqq16sqqqqq16s")
+SLOT_BYTES: Final = 4096
+SLOT_COUNT: Final = 2
+DAMAGED_MAX: Final = 128
+_RANGE = struct.Struct(">qq")
+_SLOT_ZERO_AT = _SLOT.size + DAMAGED_MAX * _RANGE.size
+assert _SLOT.size == 168
+assert _SLOT_ZERO_AT + 4 <= 4096
+_DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
+NO_NONCE: Final = bytes(16)
+
+
+class Mark(NamedTuple):
+    """A low-water mark that a session has set and nothing has confirmed yet."""
+
+    session_id: SessionId
+    low_water_mark: TransactionId
+
+
+class Marker(NamedTuple):
+    """An id that is known to be on disk for good, at a batch's end, and the chain there."""
+
+    transaction_id: TransactionId
+    chain: Chain
+
+
+NOTHING_ACKED: Final = Marker(BEFORE_FIRST, GENESIS_CHAIN)
+
+
+class TruncateIntent(NamedTuple):
+    """A truncation that has begun: the id to keep, and the entry of a batch cut in its middle."""
+
+    last_to_keep: TransactionId
+    cut: LineageEntry | None
+
+
+class IdRange(NamedTuple):
+    """Ids first..last, closed."""
+
+    first: TransactionId
+    last: TransactionId
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a replica remembers of a partition beside its log.
+
+    `original_sequence` is that of the structure that we wrote last in `waltz-storage.ctl`: a
+    greater one there says that the original has run on this directory since.
+    """
+
+    partition_id: PartitionId
+    sequence: int = 0
+    original_sequence: int = 0
+    promised: SessionId = NO_SESSION
+    nonce: bytes = NO_NONCE
+    last_session: SessionId = NO_SESSION
+    low_water_mark: TransactionId = BEFORE_FIRST
+    provisional: Mark | None = None
+    acked: Marker = NOTHING_ACKED
+    truncate: TruncateIntent | None = None
+    damaged: tuple[IdRange, ...] = ()
+    dirty: bool = False
+    suspect: bool = False
+
+    def encode(self) -> bytes:
+        """Return the 4096 bytes."""
+        assert len(self.nonce) == 16
+        assert len(self.damaged) <= DAMAGED_MAX
+        provisional = self.provisional or Mark(NO_SESSION, BEFORE_FIRST)
+        truncate = self.truncate or TruncateIntent(BEFORE_FIRST, None)
+        body = _SLOT.pack(
+            VERSION,
+            self._flags(),
+            self.partition_id,
+            len(self.damaged),
+            self.sequence,
+            self.original_sequence,
+            self.promised,
+            self.nonce,
+            self.last_session,
+            self.low_water_mark,
+            *provisional,
+            *self.acked,
+            truncate.last_to_keep,
+            *(truncate.cut or (0, 0, 0, 0, GENESIS_CHAIN)),
+        )
+        ranges = b"".join(_RANGE.pack(*one) for one in self.damaged)
+        return with_crc((body + ranges).ljust(SLOT_BYTES - _CRC.size, b"\0"))
+
+    def _flags(self) -> int:
+        return (
+            _DIRTY * self.dirty
+            | _SUSPECT * self.suspect
+            | _PROVISIONAL * (self.provisional is not None)
+            | _TRUNCATE * (self.truncate is not None)
+            | _CUT * (self.truncate is not None and self.truncate.cut is not None)
+        )
+
+    @staticmethod
+    def decode(data: Bytes) -> "Slot":
+        """Read 4096 bytes (rule 2)."""
+        body = checked_body(data, SLOT_BYTES, "control slot")
+        fields = _SLOT.unpack_from(body)
+        version, flags, partition, damaged_count, sequence, original = fields[:6]
+        promised, nonce, last_session, low_water_mark = fields[6:10]
+        _version(version, "control slot")
+        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _CUT:
+            raise BadFormat(
+                f"control slot: impossible damaged count {damaged_count} or flags {flags:x}"
+            )
+        if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
+            raise BadFormat("control slot: expected sessions and marks of at least -1")
+        used = _SLOT.size + damaged_count * _RANGE.size
+        _zero(body[used:], "control slot")
+        return Slot(
+            PartitionId(partition),
+            sequence,
+            original,
+            promised=SessionId(promised),
+            nonce=nonce,
+            last_session=SessionId(last_session),
+            low_water_mark=TransactionId(low_water_mark),
+            provisional=_provisional(flags, *fields[10:12]),
+            acked=Marker(TransactionId(fields[12]), Chain(fields[13])),
+            truncate=_truncate(flags, fields[14], fields[15:20]),
+            damaged=_damaged(body[_SLOT.size : used]),
+            dirty=bool(flags & _DIRTY),
+            suspect=bool(flags & _SUSPECT),
+        )
+
+
+def _provisional(flags: int, session: int, mark: int) -> Mark | None:
+    if not flags & _PROVISIONAL:
+        return None
+    if min(session, mark) < BEFORE_FIRST:
+        raise BadFormat(f"control slot: impossible provisional mark {mark} of session {session}")
+    return Mark(SessionId(session), TransactionId(mark))
+
+
+def _truncate(
+    flags: int, last_to_keep: int, cut: tuple[int, int, int, int, bytes]
+) -> TruncateIntent | None:
+    if not flags & _TRUNCATE:
+        return None
+    if last_to_keep < BEFORE_FIRST:
+        raise BadFormat(f"control slot: expected to truncate to at least -1, found {last_to_keep}")
+    entry = _entry(cut) if flags & _CUT else None
+    return TruncateIntent(TransactionId(last_to_keep), entry)
+
+
+def _damaged(data: bytes) -> tuple[IdRange, ...]:
+    ranges = []
+    previous = -1
+    for first, last in _RANGE.iter_unpack(data):
+        if not previous < first <= last:
+            raise BadFormat(f"control slot: damaged range {first}..{last} is out of order")
+        ranges.append(IdRange(TransactionId(first), TransactionId(last)))
+        previous = last
+    return tuple(ranges)
+
+
+def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
+    """Return the ranges with one more, in order and merged; at most `DAMAGED_MAX` of them.
+
+    When there are too many, the two that are nearest to each other become one: what lies between
+    them is called damaged too, which costs a repair and never a wrong answer.
+    """
+    merged: list[IdRange] = []
+    for one in sorted((*damaged, added)):
+        if merged and one.first <= merged[-1].last + 1:
+            merged[-1] = IdRange(merged[-1].first, max(merged[-1].last, one.last))
+        else:
+            merged.append(one)
+    while len(merged) > DAMAGED_MAX:
+        gaps = [after.first - before.last for before, after in pairwise(merged)]
+        place = gaps.index(min(gaps))
+        merged[place : place + 2] = [IdRange(merged[place].first, merged[place + 1].last)]
+    return tuple(merged)
+
+
+def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
+    """Return the ranges without the ids of `removed`."""
+    left: list[IdRange] = []
+    for first, last in damaged:
+        before = IdRange(first, min(last, TransactionId(removed.first - 1)))
+        after = IdRange(max(first, TransactionId(removed.last + 1)), last)
+        left.extend(one for one in (before, after) if one.first <= one.last)
+    return tuple(left[:DAMAGED_MAX]) if len(left) <= DAMAGED_MAX else damaged

@@ -1,0 +1,171 @@
+"""Two lookups of a segment: id to offset (`.idx`), and id to batch (`.chn`).
+
+Why it stands alone: both are arrays of fixed entries on disk that are only ever extended or cut
+at their end, and nothing of them is held in memory, however long the log is.
+
+Rules:
+    1. `.idx` is a cache: it can be made again from the records, and is when it is wrong.
+    2. `.chn` is not: a batch's bounds, session and stamp are written nowhere else. It holds the
+       batches whose last record is in the segment; such a batch may begin in an earlier one.
+    3. Entries of one file follow one another without gaps.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.record import Chain, LineageEntry, TransactionId
+from waltz_core.storage.disk import File
+from waltz_core.storage.format import (
+    LINEAGE_ENTRY_BYTES,
+    LINEAGE_HEADER_BYTES,
+    OFFSET_BYTES,
+    SEGMENT_HEADER_BYTES,
+    LineageHeader,
+    decode_entry,
+    encode_entry,
+)
+
+I64 = npt.NDArray[np.int64]
+_BLOCK_ENTRIES: Final = 4096
+
+
+class OffsetIndex:
+    """Where each record of a segment starts in its `.seg` file."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self.count = max(0, (file.size() - SEGMENT_HEADER_BYTES) // OFFSET_BYTES)
+
+    def read(self, place: int, count: int) -> I64:
+        """Return up to `count` offsets from the record at `place` in the segment on."""
+        assert place >= 0
+        count = max(0, min(count, self.count - place))
+        data = self._file.pread(OFFSET_BYTES * count, _offset_place(place))
+        return np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8").astype(np.int64)
+
+    def write(self, place: int, offsets: I64) -> None:
+        """Write offsets from the record at `place` on; not durable."""
+        assert 0 <= place <= self.count
+        if offsets.size:
+            self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_place(place))
+            self.count = max(self.count, place + int(offsets.size))
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` offsets."""
+        self._file.truncate(_offset_place(count))
+        self.count = count
+
+    def sync(self) -> None:
+        """Make it durable."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _offset_place(place: int) -> int:
+    return SEGMENT_HEADER_BYTES + OFFSET_BYTES * place
+
+
+class LineageFile:
+    """The batches that end in a segment, oldest first; `chain_before` is the chain before them."""
+
+    def __init__(self, file: File, chain_before: Chain) -> None:
+        self._file = file
+        self.chain_before = chain_before
+        self.count = max(0, (file.size() - LINEAGE_HEADER_BYTES) // LINEAGE_ENTRY_BYTES)
+
+    def entry(self, place: int) -> LineageEntry:
+        """Return one entry.
+
+        Raises:
+            BadFormat, ChecksumMismatch: its bytes are wrong.
+        """
+        assert 0 <= place < self.count
+        return decode_entry(self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(place)))
+
+    def entries(self, place: int) -> Iterator[LineageEntry]:
+        """Return the entries from a place on, read block by block.
+
+        Raises:
+            BadFormat, ChecksumMismatch: the bytes of one are wrong.
+        """
+        while place < self.count:
+            wanted = min(_BLOCK_ENTRIES, self.count - place)
+            data = memoryview(self._file.pread(LINEAGE_ENTRY_BYTES * wanted, _entry_place(place)))
+            for start in range(0, len(data), LINEAGE_ENTRY_BYTES):
+                yield decode_entry(data[start : start + LINEAGE_ENTRY_BYTES])
+            place += wanted
+
+    def place_of(self, transaction_id: TransactionId) -> int:
+        """Return the place of the first batch that ends at or after an id; `count` if none does."""
+        low, high = 0, self.count
+        while low < high:
+            middle = (low + high) // 2
+            place = self._readable(middle, high)
+            if place < high and self.entry(place).last < transaction_id:
+                low = place + 1
+            else:
+                high = middle
+        return low
+
+    def _readable(self, place: int, end: int) -> int:
+        """Return the first place from one on whose entry can be read; `end` if there is none."""
+        while place < end:
+            try:
+                self.entry(place)
+            except (BadFormat, ChecksumMismatch):
+                place += 1
+                continue
+            break
+        return place
+
+    def trim(self) -> None:
+        """Drop what is wrong at the end: a write was torn there, or never was."""
+        count = self.count
+        while count and self._readable(count - 1, count) == count:
+            count -= 1
+        self.cut(count)
+
+    def slice(self, low: int, high: int) -> list[LineageEntry]:
+        """Return the entries of places low..high-1."""
+        return list(islice(self.entries(low), high - low))
+
+    def rewrite_header(self, header: LineageHeader) -> None:
+        """Write another chain before the first entry, durably."""
+        self._file.pwrite([header.encode()], 0)
+        self._file.sync()
+        self.chain_before = header.chain_before
+
+    def chain_at(self, place: int) -> Chain:
+        """Return the chain before the entry at a place."""
+        return self.entry(place - 1).chain if place else self.chain_before
+
+    def append(self, entries: Sequence[LineageEntry]) -> None:
+        """Write entries at the end; not durable."""
+        if entries:
+            self._file.pwrite([encode_entry(one) for one in entries], _entry_place(self.count))
+            self.count += len(entries)
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` entries."""
+        self._file.truncate(_entry_place(count))
+        self.count = count
+
+    def sync(self) -> None:
+        """Make it durable."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _entry_place(place: int) -> int:
+    return LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * place

@@ -1,0 +1,739 @@
+"""The log of one partition on one replica: its segments, its promise, its marks, its damage.
+
+Why it stands alone: everything that recovery believes about a replica is decided here. The engine
+only holds many of these, and the service only carries messages to them.
+
+Rules (numbers in brackets: correctness.md 2.4):
+    1. Nothing is answered before it is durable: a promise, a mark, a truncation, a sync.
+    2. A later session fences an earlier one for good; so does another nonce of the same one [15].
+    3. A low-water mark is stored only where the log ends exactly there; it is provisional until
+       ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
+       ever cut [15].
+    4. The acked marker is an id at a batch's end, synced, index included, with the chain there. It
+       moves at each roll and at most every second, and a log that ends below it is suspect [2].
+    5. Each batch above the marker has a lineage entry; records without one are no part of the log.
+    6. A failed write or sync is final for its file: what was not synced is cut away, and the log
+       goes on in a new segment once a session prepares it again [7].
+    7. A truncation writes its intent first and is carried to its end by the next open [12].
+    8. Damaged ids stay in the log and are known in the slot; reading them is an error [5].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import raw_records
+from waltz_core.errors import (
+    BadRequest,
+    ChecksumMismatch,
+    DataLoss,
+    DiskFailed,
+    NoSpace,
+    ReplicaSuspect,
+    SessionFenced,
+)
+from waltz_core.record import (
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.storage import recovery
+from waltz_core.storage.control_file import ControlFile, SlotFile
+from waltz_core.storage.disk import Disk
+from waltz_core.storage.format import (
+    IdRange,
+    Mark,
+    Marker,
+    SegmentHeader,
+    Slot,
+    TruncateIntent,
+    with_damage,
+    without_damage,
+)
+from waltz_core.storage.segments import Segments, first_wrong
+
+I64 = npt.NDArray[np.int64]
+Buffer = bytes | memoryview
+MARKER_INTERVAL_MS: Final = 1000
+LINEAGE_ENTRIES_MAX: Final = 1 << 16
+_READ_BYTES: Final = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """What all logs of a storage share.
+
+    `segment_bytes_max`: a segment that is larger gets no further record. `now_ms` is the wall
+    clock; it stamps headers and paces the marker, and decides nothing. Without `trust_fsync` an
+    unclean stop makes the replica suspect.
+    """
+
+    cluster_key: bytes
+    segment_bytes_max: int
+    now_ms: Callable[[], int]
+    trust_fsync: bool = True
+
+
+class Prepared(NamedTuple):
+    """What a replica has, as PREPARED tells it."""
+
+    last_session: SessionId
+    low_water_mark: TransactionId
+    mark_confirmed: bool
+    synced_max: TransactionId
+    chain: Chain
+    suspect: bool
+    damaged: tuple[IdRange, ...]
+
+
+class RangeRead(NamedTuple):
+    """Records `first` and following, the batches that they belong to, the chain before those."""
+
+    first: TransactionId
+    lengths: I64
+    records: bytes
+    entries: tuple[LineageEntry, ...]
+    chain_before: Chain
+
+
+class HeadersRead(NamedTuple):
+    """Headers (28 bytes each) of `count` records from `first` on, with their batches."""
+
+    first: TransactionId
+    count: int
+    headers: bytes
+    entries: tuple[LineageEntry, ...]
+    chain_before: Chain
+
+
+class PartitionLog:
+    """One partition on disk; all calls block, one at a time."""
+
+    def __init__(
+        self, segments: Segments, slots: SlotFile, control: ControlFile, settings: LogSettings
+    ) -> None:
+        self.partition_id: PartitionId = slots.slot.partition_id
+        self.synced_max = segments.last
+        self.chain = segments.chain
+        self.appended_bytes = 0
+        self.sync_count = 0
+        self.read_count = 0
+        self.failure_count = 0
+        self._segments = segments
+        self._slots = slots
+        self._control = control
+        self._settings = settings
+        self._engaged = NO_SESSION
+        self._failed = False
+        self._synced_chain = segments.chain
+        self._marked_ms = settings.now_ms()
+
+    @classmethod
+    def open(
+        cls,
+        disk: Disk,
+        directory: Path,
+        partition_id: PartitionId,
+        control: ControlFile,
+        settings: LogSettings,
+    ) -> "PartitionLog":
+        """Open or create the log of a partition, and recover it (correctness.md 2.5); durable.
+
+        Raises:
+            BadFormat, ChecksumMismatch, MissingSegment: the files cannot be a log.
+            DiskFailed, NoSpace: the disk could not be read or written.
+        """
+        blank = SegmentHeader(
+            settings.now_ms(), settings.cluster_key, partition_id, TransactionId(0)
+        )
+        segments, slots = recovery.open_log(
+            disk, directory, blank, control.info(partition_id), trust_fsync=settings.trust_fsync
+        )
+        return cls(segments, slots, control, settings)
+
+    # ---- what it is
+
+    @property
+    def slot(self) -> Slot:
+        """What is durable beside the log."""
+        return self._slots.slot
+
+    @property
+    def max_id(self) -> TransactionId:
+        """The last id written, synced or not; BEFORE_FIRST when the log is empty."""
+        return self._segments.last
+
+    @property
+    def promised(self) -> SessionId:
+        """The latest session that this replica has promised itself to."""
+        return self.slot.promised
+
+    @property
+    def last_session(self) -> SessionId:
+        """The last session that set a low-water mark."""
+        return self.slot.last_session
+
+    @property
+    def low_water_mark(self) -> TransactionId:
+        """The mark that was set last, confirmed or provisional."""
+        provisional = self.slot.provisional
+        return self.slot.low_water_mark if provisional is None else provisional.low_water_mark
+
+    @property
+    def confirmed_low_water_mark(self) -> TransactionId:
+        """The mark below which nothing is ever cut (rule 3)."""
+        return self.slot.low_water_mark
+
+    @property
+    def suspect(self) -> bool:
+        """Can the replica not vouch for its own log?"""
+        return self.slot.suspect
+
+    @property
+    def damaged(self) -> tuple[IdRange, ...]:
+        """Ids whose records cannot be read."""
+        return self.slot.damaged
+
+    def is_engaged(self, session: SessionId) -> bool:
+        """Has ENGAGE of this session come, and no later promise or failure since?"""
+        return session != NO_SESSION and self._engaged == session
+
+    def state(self) -> Prepared:
+        """Return what PREPARED tells, as of now."""
+        slot = self.slot
+        return Prepared(
+            slot.last_session,
+            self.low_water_mark,
+            slot.provisional is None,
+            self.synced_max,
+            self._synced_chain,
+            slot.suspect,
+            slot.damaged,
+        )
+
+    # ---- sessions
+
+    def prepare(self, session: SessionId, nonce: bytes) -> Prepared:
+        """Promise a session durably, sync the log, and tell what is there (rule 2).
+
+        Raises:
+            SessionFenced: a later session was promised, or this one to somebody else.
+            DiskFailed: promise or log could not be made durable.
+        """
+        slot = self.slot
+        same = session == slot.promised and nonce == slot.nonce
+        if not same and session <= slot.promised:
+            raise SessionFenced(
+                f"partition {self.partition_id}: expected a session above {slot.promised}, "
+                f"found {session}",
+                slot.promised,
+            )
+        if not same:
+            self._engaged = NO_SESSION
+            self._write_slot(replace(slot, promised=session, nonce=nonce))
+        if self._failed:
+            self._go_on_in_new_segment()
+        self.sync()
+        return self.state()
+
+    def set_low_water_mark(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
+        """Store session and mark durably, provisional at first (rule 3); clears `suspect`.
+
+        Raises:
+            SessionFenced: the session is not the promised one.
+            BadRequest: the log does not end, synced, at the mark with this chain.
+            DataLoss: the mark is below the confirmed one.
+            ReplicaSuspect: the log is suspect and damaged above its confirmed mark.
+        """
+        self._check_session(session)
+        if (self.max_id, self.synced_max, self.chain) != (mark, mark, chain):
+            raise BadRequest(
+                f"partition {self.partition_id}: expected a log that ends at {mark} with chain "
+                f"{chain.hex()}, found {self.max_id}, synced to {self.synced_max}, "
+                f"chain {self.chain.hex()}"
+            )
+        if mark < self.slot.low_water_mark:
+            raise DataLoss(
+                f"partition {self.partition_id}: expected a mark of at least "
+                f"{self.slot.low_water_mark}, found {mark}"
+            )
+        if self.slot.suspect:
+            self._verify_suspect()
+        self._segments.sync_index()
+        self._write_slot(
+            replace(
+                self.slot,
+                last_session=session,
+                provisional=Mark(session, mark),
+                acked=Marker(mark, chain),
+                suspect=False,
+                original_sequence=self._control.info(self.partition_id).sequence + 1,
+            )
+        )
+        self._control.set_marks(self.partition_id, session, mark)
+
+    def engage(self, session: SessionId, mark: TransactionId) -> None:
+        """Confirm the mark durably: ZooKeeper has the replica as engaged in this session.
+
+        Raises:
+            SessionFenced: the session is not the promised one.
+            BadRequest: the session has set another mark, or none.
+        """
+        self._check_session(session)
+        if (self.slot.last_session, self.low_water_mark) != (session, mark):
+            raise BadRequest(
+                f"partition {self.partition_id}: expected mark {self.low_water_mark} of session "
+                f"{self.slot.last_session}, found {mark} of {session}"
+            )
+        self._confirm(session)
+        self._engaged = session
+
+    def _confirm(self, session: SessionId) -> None:
+        provisional = self.slot.provisional
+        if provisional is not None and provisional.session_id == session:
+            self._write_slot(
+                replace(self.slot, low_water_mark=provisional.low_water_mark, provisional=None)
+            )
+
+    def _check_session(self, session: SessionId) -> None:
+        if self._failed:
+            raise DiskFailed(f"partition {self.partition_id}: a write failed in this session")
+        if session != self.slot.promised:
+            raise SessionFenced(
+                f"partition {self.partition_id}: expected session {self.slot.promised}, "
+                f"found {session}",
+                self.slot.promised,
+            )
+
+    def _verify_suspect(self) -> None:
+        """Read everything above the confirmed mark; damage there keeps the replica suspect."""
+        first = TransactionId(self.slot.low_water_mark + 1)
+        while first <= self.max_id:
+            try:
+                read = self.read_range(first, self.max_id, _READ_BYTES, whole_batches=False)
+            except ChecksumMismatch as error:
+                raise ReplicaSuspect(f"partition {self.partition_id}: {error}") from error
+            first = TransactionId(first + int(read.lengths.size))
+
+    # ---- appending
+
+    def append(
+        self,
+        session: SessionId,
+        first: TransactionId,
+        lengths: I64,
+        records: Buffer,
+        chain_before: Chain,
+        entries: Sequence[LineageEntry],
+    ) -> None:
+        """Write whole batches behind the last record; `sync` makes them durable.
+
+        Raises:
+            SessionFenced: the session is not the promised one.
+            BadRequest: the records do not go on where the log ends, or do not fit their batches.
+            ChecksumMismatch: a record's CRC does not fit; nothing was written.
+            NoSpace: the disk is full; nothing was written.
+            DiskFailed: a write failed (rule 6).
+        """
+        self._check_session(session)
+        self._check_batches(first, lengths, records, chain_before, entries)
+        self._confirm(session)
+        before = (self.max_id, self.chain)
+        try:
+            self._write_batches(lengths, memoryview(records).cast("B"), entries)
+        except NoSpace:
+            # What did not fit is taken away again; the session, not the disk, is at its end.
+            self._cut_back(*before)
+            raise
+        except DiskFailed:
+            self._fail()
+            raise
+        self.chain = entries[-1].chain
+        self.appended_bytes += len(records)
+
+    def sync(self) -> TransactionId:
+        """Make all that was appended durable; return the last id (rule 1).
+
+        Raises:
+            DiskFailed: the sync failed; everything after the last good one is cut away (rule 6).
+        """
+        if self._failed:
+            raise DiskFailed(f"partition {self.partition_id}: a write failed in this session")
+        try:
+            self.sync_count += self._segments.sync()
+        except (DiskFailed, NoSpace) as error:
+            self._fail()
+            raise DiskFailed(str(error)) from error
+        self.synced_max = self.max_id
+        self._synced_chain = self.chain
+        if self._settings.now_ms() - self._marked_ms >= MARKER_INTERVAL_MS:
+            self.mark_acked()
+        return self.synced_max
+
+    def mark_acked(self) -> None:
+        """Move the acked marker to the last synced id, durably (rule 4)."""
+        self._marked_ms = self._settings.now_ms()
+        if self.slot.acked.transaction_id < self.synced_max:
+            self._segments.sync_index()
+            marker = Marker(self.synced_max, self._synced_chain)
+            self._write_slot(replace(self.slot, acked=marker))
+
+    def _check_batches(
+        self,
+        first: TransactionId,
+        lengths: I64,
+        records: Buffer,
+        chain_before: Chain,
+        entries: Sequence[LineageEntry],
+    ) -> None:
+        where = f"partition {self.partition_id}, append at {first}"
+        if first != self.max_id + 1 or chain_before != self.chain:
+            raise BadRequest(
+                f"{where}: expected {self.max_id + 1} after chain {self.chain.hex()}, "
+                f"found chain {chain_before.hex()}"
+            )
+        if not entries or not lengths.size or int(lengths.sum()) != len(records):
+            raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
+        bad = raw_records.first_bad_record(records, lengths)
+        if bad is not None:
+            raise ChecksumMismatch(f"{where}: record {first + bad} is not what was sent")
+        if (gap := raw_records.first_gap(records, lengths, first)) is not None:
+            raise BadRequest(f"{where}: expected id {first + gap} in its place, found another")
+        crcs = raw_records.record_crcs(records, lengths)
+        end = recovery.check_chain(entries, first, chain_before, crcs)
+        if end is not None or entries[-1].last != first + lengths.size - 1:
+            raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")
+
+    def _write_batches(
+        self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]
+    ) -> None:
+        """Write records and batches, rolling over wherever a segment has become too large."""
+        done = 0
+        while done < lengths.size:
+            current = self._segments.current
+            room = self._settings.segment_bytes_max - current.size_bytes
+            if room < 0:
+                entries = self._roll(entries)
+                continue
+            part = lengths[done:]
+            # Record i is the last one here when the sizes up to and including it exceed the room.
+            count = min(
+                int(np.searchsorted(np.cumsum(part), room, side="right")) + 1, int(part.size)
+            )
+            size = int(part[:count].sum())
+            current.append(part[:count], records[:size])
+            records = records[size:]
+            done += count
+        self._segments.current.append_entries(entries)
+
+    def _roll(self, entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
+        """Begin a new segment; return the batches that do not end in the old one."""
+        last = self._segments.last
+        here = [entry for entry in entries if entry.last <= last]
+        self._segments.current.append_entries(here)
+        chain = here[-1].chain if here else self._segments.chain
+        self.sync_count += self._segments.sync()
+        self._segments.sync_index()
+        end = self._segments.lineage_end()
+        if end is not None:
+            self._write_slot(replace(self.slot, acked=Marker(end.last, end.chain)))
+            self._marked_ms = self._settings.now_ms()
+        self._segments.add(self._settings.now_ms(), chain)
+        return entries[len(here) :]
+
+    # ---- failing (rule 6)
+
+    def _fail(self) -> None:
+        """Give up the file: cut what was not synced, or else become suspect."""
+        self.failure_count += 1
+        self._failed = True
+        self._engaged = NO_SESSION
+        self._cut_back(self.synced_max, self._synced_chain)
+
+    def _cut_back(self, last: TransactionId, chain: Chain) -> None:
+        try:
+            if self.slot.acked.transaction_id > last:
+                # A roll has moved the marker into what is cut now; none of it was answered.
+                self._write_slot(replace(self.slot, acked=Marker(last, chain)))
+            self._segments.cut(last, None)
+        except (DiskFailed, NoSpace) as error:
+            self._failed = True
+            self._become_suspect()
+            raise DiskFailed(
+                f"partition {self.partition_id}: what was written after {last} cannot be cut away"
+            ) from error
+        self.chain = chain
+
+    def _become_suspect(self) -> None:
+        try:
+            self._write_slot(replace(self.slot, suspect=True))
+        except (DiskFailed, NoSpace) as error:
+            # The dirty bit and the marker are on disk; with the slots gone too, nothing is left
+            # to say, and the process must end.
+            raise DiskFailed(f"partition {self.partition_id}: slots failed too") from error
+
+    def _go_on_in_new_segment(self) -> None:
+        self._segments.renew(self._settings.now_ms(), self.chain)
+        self._failed = False
+
+    # ---- cutting
+
+    def truncate(
+        self,
+        session: SessionId,
+        last_to_keep: TransactionId,
+        base: TransactionId,
+        base_chain: Chain,
+    ) -> tuple[TransactionId, Chain]:
+        """Cut everything after an id, durably; return the last id and the chain there (rule 7).
+
+        Raises:
+            SessionFenced: the session is not the promised one.
+            DataLoss: the id is below the confirmed low-water mark.
+            BadRequest: `base` is no batch end here with this chain, or is above `last_to_keep`.
+        """
+        self._check_session(session)
+        if last_to_keep < self.slot.low_water_mark:
+            raise DataLoss(
+                f"partition {self.partition_id}: expected to keep at least "
+                f"{self.slot.low_water_mark}, found {last_to_keep}"
+            )
+        found = self.chain_at(base) if base <= last_to_keep else None
+        if found != base_chain:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected chain {base_chain.hex()} at {base}, "
+                f"found {found.hex() if found is not None else 'no batch end there'}"
+            )
+        self.sync()
+        if last_to_keep < self.max_id:
+            self._truncate(last_to_keep)
+        return self.max_id, self.chain
+
+    def chain_at(self, transaction_id: TransactionId) -> Chain | None:
+        """Return the chain at a batch's end, or None where no batch ends."""
+        return self._segments.chain_at(transaction_id)
+
+    def _truncate(self, last_to_keep: TransactionId) -> None:
+        cut, end = recovery.cut_of(self._segments, last_to_keep)
+        marker = self.slot.acked if self.slot.acked.transaction_id <= end.transaction_id else end
+        intent = TruncateIntent(last_to_keep, cut)
+        self._write_slot(replace(self.slot, truncate=intent, acked=marker))
+        recovery.finish_truncation(self._segments, intent)
+        self.synced_max = self.max_id
+        self.chain = self._synced_chain = self._segments.chain
+        beyond = IdRange(TransactionId(last_to_keep + 1), TransactionId((1 << 63) - 1))
+        self._write_slot(
+            replace(
+                self.slot,
+                truncate=None,
+                acked=Marker(self.max_id, self.chain),
+                damaged=without_damage(self.slot.damaged, beyond),
+            )
+        )
+
+    # ---- reading
+
+    def read_range(
+        self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
+    ) -> RangeRead:
+        """Return records of first..last that fit into `bytes_max`, one (batch) at least.
+
+        With `whole_batches`, `first` begins a batch and the answer ends with one. The answer stops
+        before a damaged record.
+
+        Raises:
+            BadRequest: there is no such record, or no batch begins there.
+            ChecksumMismatch: the record at `first` (or its batch) is damaged.
+        """
+        if not 0 <= first <= last <= self.max_id:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected ids up to {self.max_id}, "
+                f"found {first}..{last}"
+            )
+        self.read_count += 1
+        mend = True
+        while True:
+            self._refuse_damaged(first, whole_batches=whole_batches)
+            read = self._attempt(first, last, bytes_max, whole_batches=whole_batches)
+            if isinstance(read, RangeRead):
+                return read
+            # Either the index leads to the wrong place, and is mended once, or the record is gone.
+            # Each round notes damage that the next one reads around.
+            self._note_damage(self._segments.diagnose(read) if mend else (IdRange(read, read),))
+            mend = False
+
+    def _attempt(
+        self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
+    ) -> RangeRead | TransactionId:
+        """Read once; return the id of the first wrong record instead when there is one."""
+        try:
+            end = self._segments.fitting(first, last, bytes_max)
+            end = self._before_damage(first, end, whole_batches=whole_batches)
+            records, lengths = self._segments.read(first, end)
+        except ChecksumMismatch:
+            return first
+        bad = first_wrong(records, lengths, first)
+        if bad is not None:
+            return TransactionId(first + bad)
+        chain_before, entries = self.lineage(first, end)
+        return RangeRead(first, lengths, records, entries, chain_before)
+
+    def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
+        last = first
+        if whole_batches:
+            entry = self._segments.entry_of(first)
+            if entry is None or entry.first != first:
+                raise BadRequest(
+                    f"partition {self.partition_id}: expected a batch that begins at {first}, "
+                    f"found {entry and (entry.first, entry.last)}"
+                )
+            last = entry.last
+        for damaged in self.slot.damaged:
+            if damaged.first <= last and first <= damaged.last:
+                raise ChecksumMismatch(
+                    f"partition {self.partition_id}: records {damaged.first}..{damaged.last} "
+                    "are damaged"
+                )
+
+    def _before_damage(
+        self, first: TransactionId, last: TransactionId, *, whole_batches: bool
+    ) -> TransactionId:
+        """Return the last id to read: before any damage, and at a batch's end if so wanted."""
+        beyond = last + 1
+        for damaged in self.slot.damaged:
+            if first < damaged.first < beyond:
+                beyond = damaged.first
+        if whole_batches and beyond <= self.max_id:
+            entry, after = (
+                self._segments.entry_of(first),
+                self._segments.entry_of(TransactionId(beyond)),
+            )
+            assert entry is not None
+            assert after is not None
+            beyond = max(entry.last + 1, after.first)
+        return TransactionId(beyond - 1)
+
+    def read_headers(
+        self, first: TransactionId, last: TransactionId, bytes_max: int
+    ) -> HeadersRead:
+        """Return the 28-byte headers of first..last that fit into `bytes_max`, one at least.
+
+        Raises:
+            BadRequest, ChecksumMismatch: as `read_range`.
+        """
+        last = min(last, TransactionId(first + max(1, bytes_max // 28) - 1))
+        parts: list[bytes] = []
+        next_id = first
+        while next_id <= last:
+            try:
+                read = self.read_range(next_id, last, _READ_BYTES, whole_batches=False)
+            except ChecksumMismatch:
+                if not parts:
+                    raise
+                break
+            parts.append(raw_records.headers_of(read.records, read.lengths))
+            next_id = TransactionId(next_id + int(read.lengths.size))
+        chain_before, entries = self.lineage(first, TransactionId(next_id - 1))
+        return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
+
+    def lineage(
+        self, first: TransactionId, last: TransactionId
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them, newest if many.
+
+        Raises:
+            BadFormat, ChecksumMismatch: an entry is wrong.
+        """
+        return self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
+
+    # ---- damage
+
+    def repair(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
+        """Fill damaged records with good ones, durably.
+
+        Raises:
+            BadRequest: `first` does not begin a damaged range, or the records go beyond it.
+            ChecksumMismatch: a record's CRC does not fit, or its batch's chain does not.
+            BadFormat: the bytes do not fit into the hole.
+        """
+        last = TransactionId(first + int(lengths.size) - 1)
+        hole = next((one for one in self.slot.damaged if one.first == first), None)
+        if hole is None or not first <= last <= hole.last:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected ids from the beginning of a damaged "
+                f"range, found {first}..{last}"
+            )
+        bad = first_wrong(records, lengths, first)
+        if bad is not None:
+            raise ChecksumMismatch(
+                f"partition {self.partition_id}: record {first + bad} is not what was sent"
+            )
+        self._segments.fill(first, lengths, memoryview(records).cast("B"), hole)
+        left = without_damage(self.slot.damaged, IdRange(first, last))
+        self._check_repaired(first, last, left)
+        self._write_slot(replace(self.slot, damaged=left))
+
+    def _check_repaired(
+        self, first: TransactionId, last: TransactionId, damaged: Sequence[IdRange]
+    ) -> None:
+        """Check the chain of each batch that is whole again; a wrong one stays damaged."""
+        for entry in self.lineage(first, last)[1]:
+            if any(one.first <= entry.last and entry.first <= one.last for one in damaged):
+                continue
+            chain, _ = self.lineage(entry.last, entry.last)
+            crcs = self._segments.record_crcs(entry.first, entry.last)
+            if crcs is None or recovery.check_chain([entry], entry.first, chain, crcs) is not None:
+                raise ChecksumMismatch(
+                    f"partition {self.partition_id}: records {first}..{last} are not those that "
+                    f"batch {entry.first}..{entry.last} was made of"
+                )
+
+    def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
+        """Read records from an id on and note what is damaged; return the next id to look at."""
+        try:
+            read = self.read_range(first, self.max_id, bytes_max, whole_batches=False)
+        except ChecksumMismatch:
+            return next(
+                TransactionId(one.last + 1) for one in self.slot.damaged if one.last >= first
+            )
+        return TransactionId(first + int(read.lengths.size))
+
+    def _note_damage(self, found: Sequence[IdRange]) -> None:
+        damaged = self.slot.damaged
+        for one in found:
+            damaged = with_damage(damaged, one)
+        if damaged != self.slot.damaged:
+            self._write_slot(replace(self.slot, damaged=damaged))
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Sync, move the marker to the end and clear the dirty bit, durably; then close the files."""
+        try:
+            if not self._failed:
+                self.sync()
+                self._segments.sync_index()
+                marker = Marker(self.synced_max, self._synced_chain)
+                self._write_slot(replace(self.slot, acked=marker, dirty=False))
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files and nothing else: the next open finds what a crash would leave."""
+        self._segments.close()
+        self._slots.close()
+
+    def _write_slot(self, slot: Slot) -> None:
+        try:
+            self._slots.write(slot)
+            self.sync_count += 1
+        except (DiskFailed, NoSpace) as error:
+            self._failed = True
+            raise DiskFailed(f"partition {self.partition_id}: control slots: {error}") from error

@@ -1,0 +1,446 @@
+"""What happens before a log can be used: opening, believing, cutting the torn tail, adopting.
+
+Why it stands alone: it runs once, in an order that matters (correctness.md 2.5), and it is the only
+place where the bytes of a replica are judged without a session.
+
+Rules:
+    1. The intent of a truncation is carried out before anything is judged.
+    2. Below the acked marker nothing is ever cut. What is wrong there is damage, and what is
+       missing makes the replica suspect.
+    3. Above it, a record counts when its batch is whole, its entry is there and the chain holds.
+    4. A directory that an original has written to since we did is adopted, and not suspect: its
+       records get batches of up to 1024 ids, bounded alike on all replicas.
+    5. Falling back to the older slot may have lost a promise: all sessions up to one above any
+       that the directory knows of are refused, and the replica is suspect.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment
+from waltz_core.record import (
+    GENESIS_CHAIN,
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
+from waltz_core.storage.disk import Disk, create_durably, remove_temporary
+from waltz_core.storage.format import (
+    LINEAGE_HEADER_BYTES,
+    NO_NONCE,
+    IdRange,
+    LineageHeader,
+    Marker,
+    PartitionInfo,
+    SegmentHeader,
+    Slot,
+    TruncateIntent,
+    first_of_name,
+    segment_name,
+    with_damage,
+)
+from waltz_core.storage.segment import Segment
+from waltz_core.storage.segments import Segments
+
+ADOPTED_BATCH_IDS: Final = 1024
+_NOBODYS_NONCE: Final = b"\xff" * 16
+
+
+def open_log(
+    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
+) -> tuple[Segments, SlotFile]:
+    """Open or create the files of a partition and bring them into a state that can be believed.
+
+    Durable on return, the dirty bit included.
+    """
+    disk.make_directory(directory)
+    remove_temporary(disk, directory)
+    firsts = _firsts(disk, directory)
+    slots = _open_slots(disk, directory, blank, info, has_segments=bool(firsts))
+    opening = _Opening(disk, directory, blank, info, slots.slot)
+    try:
+        opening.slot = _at_open(slots, info, trust_fsync=trust_fsync)
+        slots.write(opening.slot)
+        segments = opening.open_segments(firsts)
+        opening.recover_records(segments)
+        opening.settle_lineage(segments)
+        for segment in segments.all:
+            segment.sync()
+        segments.sync_index()
+        slots.write(opening.settled(segments, fell_back=slots.fell_back))
+        for segment in segments.all[:-1]:
+            segment.close()
+    except BaseException:
+        slots.close()
+        raise
+    return segments, slots
+
+
+def check_chain(
+    entries: Sequence[LineageEntry], first: TransactionId, chain: Chain, record_crcs: bytes
+) -> int | None:
+    """Return the index of the first batch that does not go on from the one before, else None."""
+    next_id = first
+    for index, entry in enumerate(entries):
+        crcs = record_crcs[4 * (entry.first - first) : 4 * (entry.last - first + 1)]
+        if entry.first != next_id or len(crcs) != 4 * (entry.last - entry.first + 1):
+            return index
+        chain = next_chain(chain, entry.first, entry.last, entry.session_id, crcs)
+        if chain != entry.chain:
+            return index
+        next_id = TransactionId(entry.last + 1)
+    return None
+
+
+def cut_of(segments: Segments, last_to_keep: TransactionId) -> tuple[LineageEntry | None, Marker]:
+    """Return the new entry of the batch that a cut goes through, and the batch end before it."""
+    entry = segments.entry_of(last_to_keep) if last_to_keep >= 0 else None
+    if entry is None or entry.last == last_to_keep:
+        return None, Marker(last_to_keep, segments.chain_at(last_to_keep) or GENESIS_CHAIN)
+    chain, _ = segments.entries(entry.last, entry.last, 1)
+    crcs = segments.record_crcs(entry.first, last_to_keep)
+    if crcs is None:
+        raise ChecksumMismatch(
+            f"records {entry.first}..{last_to_keep}: expected to cut a batch that can be read"
+        )
+    cut = entry._replace(
+        last=last_to_keep,
+        chain=next_chain(chain, entry.first, last_to_keep, entry.session_id, crcs),
+    )
+    return cut, Marker(TransactionId(entry.first - 1), chain)
+
+
+def finish_truncation(segments: Segments, intent: TruncateIntent) -> None:
+    """Carry out a truncation whose intent is durable; durable on return (rule 1)."""
+    segments.cut(*intent)
+    segments.sync()
+    segments.sync_index()
+
+
+# ---------------------------------------------------------------------------------------------
+# slots
+
+
+def _open_slots(
+    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, has_segments: bool
+) -> SlotFile:
+    if disk.exists(directory / SLOTS_NAME):
+        return SlotFile.open(disk, directory, blank.partition_id)
+    if any(name.endswith(".chn") for name in disk.list(directory)):
+        raise BadFormat(f"{directory}: expected {SLOTS_NAME} beside .chn files, found none")
+    # An older sequence number than the original's says "adopt", also after a crash on the way.
+    sequence = info.sequence - 1 if has_segments else info.sequence
+    return SlotFile.create(
+        disk, directory, Slot(blank.partition_id, original_sequence=sequence, dirty=True)
+    )
+
+
+def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
+    slot = slots.slot
+    if info.sequence > slot.original_sequence and info.session_id >= slot.last_session:
+        slot = replace(
+            slot,
+            promised=max(slot.promised, info.session_id),
+            nonce=slot.nonce if slot.promised >= info.session_id else NO_NONCE,
+            last_session=info.session_id,
+            low_water_mark=info.low_water_mark,
+            provisional=None,
+        )
+    suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
+    return replace(slot, dirty=True, suspect=suspect)
+
+
+def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
+    names = disk.list(directory)
+    firsts = sorted(first for name in names if (first := first_of_name(name)) is not None)
+    for name in names:
+        if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in names:
+            disk.unlink(directory / name)  # a crash came before the segment had its name
+    if firsts and firsts[0] != 0:
+        raise MissingSegment(f"{directory}: expected a segment from id 0, found {firsts[0]} first")
+    return firsts
+
+
+# ---------------------------------------------------------------------------------------------
+# segments
+
+
+class _Opening:
+    """The state of one opening; `slot` gathers what will be written at its end."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Path,
+        blank: SegmentHeader,
+        info: PartitionInfo,
+        slot: Slot,
+    ) -> None:
+        self.slot = slot
+        self._disk = disk
+        self._directory = directory
+        self._blank = blank
+        self._info = info
+        self._adopting = info.sequence > slot.original_sequence
+        self._rebuilt: list[Segment] = []
+        # Up to here the records were vouched for, by us or by the original.
+        self._marker = info.local_low_water_mark if self._adopting else slot.acked.transaction_id
+
+    def open_segments(self, firsts: list[TransactionId]) -> Segments:
+        """Open all segments, without those that a truncation had begun to remove (rule 1)."""
+        intent = self.slot.truncate
+        opened: list[Segment] = []
+        if intent is not None:
+            while len(firsts) > 1 and firsts[-1] > intent.last_to_keep:
+                header = self._blank._replace(first=firsts.pop())
+                Segment(self._disk, self._directory, header).remove()
+                self._disk.sync_directory(self._directory)
+        for first in firsts:
+            before = opened[-1].lineage if opened else None
+            chain = before.chain_at(before.count) if before is not None else GENESIS_CHAIN
+            if opened:
+                opened[-1].close()
+            opened.append(self._open_segment(first, chain))
+        if not opened:
+            first_segment = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
+            opened.append(first_segment)
+        return Segments(self._disk, self._directory, self._blank, opened)
+
+    def _open_segment(self, first: TransactionId, chain_before: Chain) -> Segment:
+        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches."""
+        header = self._blank._replace(first=first)
+        found = self._lineage_header(header)
+        rebuilt = found is None
+        if rebuilt:
+            content = LineageHeader(header, chain_before).encode()
+            create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
+        elif found is not None and found.chain_before != chain_before and not self._adopting:
+            self._suspect()
+        segment = Segment.open(
+            self._disk,
+            self._directory,
+            first,
+            partition_id=self._blank.partition_id,
+            cluster_key=self._blank.cluster_key,
+        )
+        segment.lineage.trim()
+        if rebuilt:
+            self._rebuilt.append(segment)
+        return segment
+
+    def _lineage_header(self, header: SegmentHeader) -> LineageHeader | None:
+        path = self._directory / segment_name(header.first, ".chn")
+        if not self._disk.exists(path):
+            return None
+        file = self._disk.open(path)
+        try:
+            found = LineageHeader.decode(file.pread(LINEAGE_HEADER_BYTES, 0))
+        except (BadFormat, ChecksumMismatch):
+            return None
+        finally:
+            file.close()
+        return found if found.segment[1:] == header[1:] else None
+
+    def _suspect(self) -> None:
+        self.slot = replace(self.slot, suspect=True)
+
+    # ---- records
+
+    def recover_records(self, segments: Segments) -> None:
+        """Read what the marker does not vouch for, cut a torn tail, note damage (rule 2)."""
+        nexts = [*(segment.first for segment in segments.all[1:]), None]
+        for segment, next_first in zip(segments.all, nexts, strict=True):
+            if next_first is None:
+                start = max(segment.first, TransactionId(self._marker))
+                self._recover(segment, start, self._marker, is_last=True)
+                continue
+            reach = TransactionId(next_first - 1)
+            plausible = segment.last == reach and segment.is_plausible()
+            if not plausible or reach > self._marker:
+                start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
+                self._recover(segment, start, reach, is_last=False)
+            segment.lineage.cut(segment.lineage.place_of(next_first))
+        if segments.last < self._marker:
+            self._suspect()
+        if self.slot.truncate is not None:
+            finish_truncation(segments, self.slot.truncate)
+
+    def _recover(
+        self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
+    ) -> None:
+        found = segment.recover(start, reach, is_last=is_last)
+        for one in found.damaged:
+            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, one))
+        if found.lost:
+            self._suspect()
+
+    # ---- batches
+
+    def settle_lineage(self, segments: Segments) -> None:
+        """Check the batches above the marker, and cut or adopt what has none (rules 3, 4)."""
+        if self._rebuilt and not self._adopting:
+            self._suspect()
+        for segment in self._rebuilt:
+            self._fill_between(segments, segment)
+        anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
+        if not self._adopting and segments.chain_at(anchor) != self.slot.acked.chain:
+            self._suspect()
+        end = self._valid_end(segments, TransactionId(anchor))
+        if self._adopting or end < self._marker:
+            self._drop_batches(segments, end)
+            self._append_batches(segments, TransactionId(end + 1), segments.last)
+        elif end < segments.last:
+            segments.cut(end, None)
+
+    def _valid_end(self, segments: Segments, anchor: TransactionId) -> TransactionId:
+        """Return the end of the last batch above the anchor up to which all is as it should be."""
+        end = anchor
+        try:
+            after = TransactionId(anchor + 1)
+            chain, touching = segments.entries(after, after, 1)
+            end = TransactionId(touching[0].first - 1) if touching else self._end_of(segments)
+            for entry in segments.entries_from(TransactionId(end + 1)):
+                if entry.last > segments.last or not self._holds(segments, entry, end, chain):
+                    return end
+                end, chain = entry.last, entry.chain
+        except (BadFormat, ChecksumMismatch):
+            if self._has_entries_after(segments, end):
+                self._suspect()
+        return end
+
+    def _end_of(self, segments: Segments) -> TransactionId:
+        end = segments.lineage_end()
+        return end.last if end is not None else TransactionId(-1)
+
+    def _holds(
+        self, segments: Segments, entry: LineageEntry, end: TransactionId, chain: Chain
+    ) -> bool:
+        if entry.first != end + 1:
+            return False
+        if any(one.first <= entry.last and entry.first <= one.last for one in self.slot.damaged):
+            return True  # what cannot be read cannot be checked; the damage is known
+        crcs = segments.record_crcs(entry.first, entry.last)
+        return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
+
+    def _has_entries_after(self, segments: Segments, end: TransactionId) -> bool:
+        """Is there a good entry behind a bad one? Then the bad one was not torn, but rotted."""
+        for segment in segments.all:
+            if segment.next_id <= end + 1 and segment is not segments.current:
+                continue
+            for place in range(segment.lineage.count):
+                try:
+                    if segment.lineage.entry(place).first > end + 1:
+                        return True
+                except (BadFormat, ChecksumMismatch):
+                    continue
+        return False
+
+    def _drop_batches(self, segments: Segments, end: TransactionId) -> None:
+        for segment in segments.all:
+            if segment.lineage.count and segment.last > end:
+                segment.lineage.cut(_place_after(segment, end))
+
+    def _fill_between(self, segments: Segments, segment: Segment) -> None:
+        """Give a segment that lost its batches new ones, up to where the next known ones begin."""
+        place = segments.all.index(segment)
+        before = [one for one in segments.all[:place] if one.lineage.count]
+        after = next((one for one in segments.all[place:] if one.lineage.count), None)
+        first = before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else 0
+        if after is not None:
+            last = min(segment.last, after.lineage.entry(0).first - 1)
+            self._append_batches(
+                segments, TransactionId(first), TransactionId(last), after.lineage.chain_before
+            )
+
+    def _append_batches(
+        self,
+        segments: Segments,
+        first: TransactionId,
+        last: TransactionId,
+        last_chain: Chain | None = None,
+    ) -> None:
+        """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
+        place = 0
+        while first <= last:
+            end = self._adopted_end(first, last)
+            while segments.all[place].last < end:
+                place += 1
+            segment = segments.all[place]
+            crcs = segments.record_crcs(first, end) or bytes(4 * (end - first + 1))
+            before = _chain_before(segments, place)
+            chain = next_chain(before, first, end, NO_SESSION, crcs)
+            if end == last and last_chain is not None:
+                chain = last_chain
+            segment.append_entries([LineageEntry(first, end, NO_SESSION, 0, chain)])
+            segment.sync()
+            first = TransactionId(end + 1)
+        self._relink(segments)
+
+    def _adopted_end(self, first: TransactionId, last: TransactionId) -> TransactionId:
+        """Return where a batch from `first` on ends: at a multiple of 1024, the mark, or the end."""
+        end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
+        mark = self._info.low_water_mark
+        return TransactionId(min(end, last, mark if first <= mark else last))
+
+    def _relink(self, segments: Segments) -> None:
+        """Write those headers of `.chn` files again that others' new batches have made wrong."""
+        for place, segment in enumerate(segments.all):
+            chain = _chain_before(segments, place, within=False)
+            if segment.lineage.chain_before != chain:
+                segment.rewrite_lineage_header(chain)
+
+    # ---- the end
+
+    def settled(self, segments: Segments, *, fell_back: bool) -> Slot:
+        """Return the slot as it is when the log is open (rule 5)."""
+        end = segments.lineage_end()
+        marker = (
+            Marker(end.last, end.chain)
+            if end is not None
+            else Marker(TransactionId(-1), GENESIS_CHAIN)
+        )
+        damaged = tuple(
+            IdRange(one.first, min(one.last, segments.last))
+            for one in self.slot.damaged
+            if one.first <= segments.last
+        )
+        slot = self.slot
+        if fell_back:
+            seen = max(slot.promised, slot.last_session, self._info.session_id)
+            seen = max(seen, end.session_id if end is not None else NO_SESSION)
+            slot = replace(slot, promised=SessionId(seen + 1), nonce=_NOBODYS_NONCE)
+        return replace(
+            slot,
+            acked=marker,
+            truncate=None,
+            damaged=damaged,
+            original_sequence=max(self._info.sequence, self.slot.original_sequence),
+        )
+
+
+def _place_after(segment: Segment, end: TransactionId) -> int:
+    """Return how many entries of a segment end at or before an id; bad ones end the count."""
+    count = 0
+    try:
+        for entry in segment.lineage.entries(0):
+            if entry.last > end:
+                break
+            count += 1
+    except (BadFormat, ChecksumMismatch):
+        pass
+    return count
+
+
+def _chain_before(segments: Segments, place: int, *, within: bool = True) -> Chain:
+    """Return the chain after all batches of the segments up to a place."""
+    for index in range(place if within else place - 1, -1, -1):
+        lineage = segments.all[index].lineage
+        if lineage.count:
+            return lineage.chain_at(lineage.count)
+    return GENESIS_CHAIN

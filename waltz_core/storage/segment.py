@@ -1,0 +1,470 @@
+"""One segment: records back to back in a `.seg` file, with its `.idx` and `.chn` beside it.
+
+Why it stands alone: it knows how a run of records lies in one file, and how to tell a torn tail
+from damage; of sessions, marks and the other segments it knows nothing.
+
+Rules:
+    1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.
+    2. Records of a segment have the ids first..next_id-1; `.seg` ends with its last record.
+    3. Bytes that are no record are a torn tail only if nothing valid follows and nothing at or
+       above them was ever vouched for; otherwise they are damage, and stay (correctness.md 2.5).
+    4. Damaged ids keep their place in the index, so that the bytes can be filled in again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.checksum import crc32
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.raw_records import RECORD_BYTES_MAX, first_bad_record, offsets_of
+from waltz_core.record import (
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    Chain,
+    LineageEntry,
+    PartitionId,
+    TransactionId,
+)
+from waltz_core.storage.disk import Disk, File, create_durably
+from waltz_core.storage.format import (
+    LINEAGE_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    IdRange,
+    LineageHeader,
+    SegmentHeader,
+    segment_name,
+)
+from waltz_core.storage.index import LineageFile, OffsetIndex
+
+I64 = npt.NDArray[np.int64]
+Buffer = bytes | memoryview
+_SCAN_BYTES: Final = 8 * 1024 * 1024
+assert _SCAN_BYTES > RECORD_BYTES_MAX
+
+
+class Recovered(NamedTuple):
+    """What `Segment.recover` found: ids that cannot be read, and if vouched-for ids are gone."""
+
+    damaged: tuple[IdRange, ...]
+    lost: bool
+
+
+class Segment:
+    """The files of one segment, opened when they are first needed."""
+
+    def __init__(self, disk: Disk, directory: Path, header: SegmentHeader) -> None:
+        self.first = header.first
+        self.next_id = header.first
+        self.size_bytes = SEGMENT_HEADER_BYTES
+        self._header = header
+        self._disk = disk
+        self._directory = directory
+        self._files: tuple[File, OffsetIndex, LineageFile] | None = None
+        self._records_dirty = False
+        self._lineage_dirty = False
+
+    @classmethod
+    def create(
+        cls, disk: Disk, directory: Path, header: SegmentHeader, chain_before: Chain
+    ) -> "Segment":
+        """Make an empty segment, durably (rule 1)."""
+        plain = header.encode()
+        first = header.first
+        create_durably(
+            disk,
+            directory,
+            [
+                (segment_name(first, ".idx"), plain),
+                (segment_name(first, ".chn"), LineageHeader(header, chain_before).encode()),
+                (segment_name(first, ".seg"), plain),
+            ],
+        )
+        return cls(disk, directory, header)
+
+    @classmethod
+    def open(
+        cls,
+        disk: Disk,
+        directory: Path,
+        first: TransactionId,
+        *,
+        partition_id: PartitionId,
+        cluster_key: bytes,
+    ) -> "Segment":
+        """Open a segment whose `.chn` is there; a missing `.idx` is made, empty.
+
+        Raises:
+            BadFormat, ChecksumMismatch: a header is wrong, or of another partition or cluster.
+        """
+        path = directory / segment_name(first, ".seg")
+        file = disk.open(path)
+        try:
+            size = file.size()
+            header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
+        finally:
+            file.close()
+        if header[1:] != (cluster_key, partition_id, first):
+            raise BadFormat(
+                f"{path}: expected partition {partition_id} from id {first} of cluster "
+                f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
+                f"{header.cluster_key.hex()}"
+            )
+        segment = cls(disk, directory, header)
+        segment.size_bytes = size
+        index_name = segment_name(first, ".idx")
+        if not _has_header(disk, directory / index_name, header):
+            create_durably(disk, directory, [(index_name, header.encode())])
+        segment.next_id = TransactionId(first + segment.index.count)
+        return segment
+
+    # ---- files
+
+    def _opened(self) -> tuple[File, OffsetIndex, LineageFile]:
+        if self._files is None:
+            index = self._disk.open(self._path(".idx"))
+            chain = self._disk.open(self._path(".chn"))
+            head = LineageHeader.decode(chain.pread(LINEAGE_HEADER_BYTES, 0))
+            if head.segment[1:] != self._header[1:]:
+                raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
+            self._files = (
+                self._disk.open(self._path(".seg")),
+                OffsetIndex(index),
+                LineageFile(chain, head.chain_before),
+            )
+        return self._files
+
+    def _path(self, suffix: str) -> Path:
+        return self._directory / segment_name(self.first, suffix)
+
+    @property
+    def index(self) -> OffsetIndex:
+        """Where the records start."""
+        return self._opened()[1]
+
+    @property
+    def lineage(self) -> LineageFile:
+        """The batches that end here."""
+        return self._opened()[2]
+
+    @property
+    def last(self) -> TransactionId:
+        """The id of the last record; one below `first` when there is none."""
+        return TransactionId(self.next_id - 1)
+
+    @property
+    def is_dirty(self) -> bool:
+        """Is there anything that `sync` would make durable?"""
+        return self._records_dirty or self._lineage_dirty
+
+    def close(self) -> None:
+        """Close the files; they are opened again when needed."""
+        if self._files is not None:
+            files, self._files = self._files, None
+            for file in files:
+                file.close()
+
+    def forget(self) -> None:
+        """Never sync these files again: a sync has failed, and another would lie."""
+        self._records_dirty = self._lineage_dirty = False
+
+    def rewrite_lineage_header(self, chain_before: Chain) -> None:
+        """Write another chain before the first batch, durably."""
+        self.lineage.rewrite_header(LineageHeader(self._header, chain_before))
+
+    def remove(self) -> None:
+        """Remove the files, `.seg` first (rule 1)."""
+        self.close()
+        for suffix in (".seg", ".chn", ".idx"):
+            self._disk.unlink(self._path(suffix))
+
+    # ---- writing
+
+    def append(self, lengths: I64, records: Buffer) -> None:
+        """Write records behind the last one; not durable."""
+        file, index, _ = self._opened()
+        self._records_dirty = True
+        file.pwrite([records], self.size_bytes)
+        starts = offsets_of(lengths)[:-1] + self.size_bytes
+        index.write(self.next_id - self.first, starts)
+        self.size_bytes += len(records)
+        self.next_id = TransactionId(self.next_id + int(lengths.size))
+
+    def append_entries(self, entries: Sequence[LineageEntry]) -> None:
+        """Write batches that end here; not durable."""
+        if entries:
+            self._lineage_dirty = True
+            self.lineage.append(entries)
+
+    def sync(self) -> int:
+        """Make records and batches durable; return how many syncs it took."""
+        file, _, lineage = self._opened()
+        count = 0
+        if self._records_dirty:
+            file.sync()
+            count += 1
+            self._records_dirty = False
+        if self._lineage_dirty:
+            lineage.sync()
+            count += 1
+            self._lineage_dirty = False
+        return count
+
+    def sync_index(self) -> None:
+        """Make the index durable."""
+        self.index.sync()
+
+    def cut(self, last_to_keep: TransactionId) -> None:
+        """Cut records and batches after an id; not durable.
+
+        A batch that the cut goes through is dropped; the caller knows what becomes of it.
+        """
+        file, index, lineage = self._opened()
+        keep = max(0, last_to_keep - self.first + 1)
+        if keep < self.next_id - self.first:
+            self.size_bytes = int(self.bounds(self.first + keep, self.first + keep)[0])
+            self.next_id = TransactionId(self.first + keep)
+        self._records_dirty = True
+        self._lineage_dirty = True
+        file.truncate(self.size_bytes)
+        index.cut(self.next_id - self.first)
+        place = lineage.place_of(TransactionId(last_to_keep + 1))
+        lineage.cut(place)
+
+    def fill(self, lengths: I64, records: Buffer, hole: IdRange) -> None:
+        """Write the first records of a hole, durably. At the segment's end a hole has any size.
+
+        Raises:
+            BadFormat: the hole has more or fewer bytes.
+        """
+        file, index, _ = self._opened()
+        offsets = self.bounds(hole.first, hole.last)
+        count = int(lengths.size)
+        start, end = int(offsets[0]), int(offsets[-1])
+        filled = start + len(records)
+        whole = count == hole.last - hole.first + 1
+        if hole.last == self.last:
+            self.size_bytes = filled if whole else max(filled, end)
+            file.truncate(self.size_bytes)
+        elif filled > end or (whole and filled < end):
+            raise BadFormat(
+                f"records {hole.first}..{hole.last}: expected {end - start} bytes, "
+                f"found {len(records)} for {count} records"
+            )
+        file.pwrite([records], start)
+        starts = offsets_of(lengths) + start
+        place = hole.first - self.first
+        index.write(place, starts[:-1])
+        if not whole and int(offsets[count]) != filled:
+            # The index never knew where the rest of the hole begins; now it does.
+            index.write(place + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64))
+        file.sync()
+        index.sync()
+
+    # ---- reading
+
+    def bounds(self, first: int, last: int) -> I64:
+        """Return the offsets of first..last and the end of last, one more than there are ids."""
+        assert self.first <= first
+        count = last - first + 1
+        place = first - self.first
+        offsets = self.index.read(place, min(count + 1, self.next_id - first))
+        if first + offsets.size == self.next_id and offsets.size <= count:
+            offsets = np.append(offsets, self.size_bytes)
+        if offsets.size != count + 1 or (np.diff(offsets) < 0).any():
+            raise ChecksumMismatch(f"{self._path('.idx')}: wrong from record {first} on")
+        return offsets
+
+    def read(self, first: TransactionId, last: TransactionId) -> tuple[bytes, I64]:
+        """Return the bytes of records first..last as they are, and their lengths."""
+        offsets = self.bounds(first, last)
+        size = int(offsets[-1] - offsets[0])
+        data = self._opened()[0].pread(size, int(offsets[0]))
+        # Bytes that are missing read as zeros, which are no records: the caller's check tells.
+        return data.ljust(size, b"\0"), np.diff(offsets)
+
+    # ---- after a crash
+
+    def is_plausible(self) -> bool:
+        """Tell if the index and the size of `.seg` agree on where the last record ends."""
+        if self.next_id == self.first:
+            return self.size_bytes == SEGMENT_HEADER_BYTES
+        file, index, _ = self._opened()
+        start = int(index.read(self.last - self.first, 1)[0])
+        return _record_end(file, start, self.last, self.size_bytes) == self.size_bytes
+
+    def starts_with(self, transaction_id: TransactionId) -> bool:
+        """Tell if the index knows where the record of an id begins, and it does begin there."""
+        if not self.first <= transaction_id < self.next_id:
+            return False
+        file, index, _ = self._opened()
+        start = int(index.read(transaction_id - self.first, 1)[0])
+        return _record_end(file, start, transaction_id, self.size_bytes) is not None
+
+    def recover(
+        self, start_id: TransactionId, must_reach: TransactionId, *, is_last: bool
+    ) -> Recovered:
+        """Read records from `start_id` on, mend the index, and cut a torn tail (rule 3).
+
+        `must_reach` is the last id that is known to have been here: the acked marker in the last
+        segment, in the others the id before the next segment.
+        """
+        file, index, _ = self._opened()
+        file_size = file.size()
+        if start_id == self.first or not self.starts_with(start_id):
+            start_id, offset = self.first, SEGMENT_HEADER_BYTES
+        else:
+            offset = int(index.read(start_id - self.first, 1)[0])
+        known = index.read(0, index.count)  # what the index said before it is mended
+        stop_id = None if is_last else TransactionId(must_reach + 1)
+        damaged: list[IdRange] = []
+        lost = False
+        next_id = start_id
+        while True:
+            starts, offset = scan(file, offset, next_id, size=file_size, stop_id=stop_id)
+            self._mend(next_id, starts)
+            next_id = TransactionId(next_id + int(starts.size))
+            if offset == file_size or next_id == stop_id:
+                if next_id <= must_reach and not is_last:
+                    damaged.append(self._hole(known, IdRange(next_id, must_reach), offset))
+                    next_id = TransactionId(must_reach + 1)
+                lost = is_last and next_id <= must_reach
+                break
+            found = find_record(file, offset + 1, next_id, size=file_size)
+            if found is not None and (stop_id is None or found[0] < stop_id):
+                hole = IdRange(next_id, TransactionId(found[0] - 1))
+                damaged.append(self._hole(known, hole, offset))
+                next_id, offset = found
+                continue
+            if next_id <= must_reach and (not is_last or self._knows(known, must_reach, file_size)):
+                damaged.append(self._hole(known, IdRange(next_id, must_reach), offset))
+                next_id, offset = TransactionId(must_reach + 1), file_size
+                break
+            lost = next_id <= must_reach
+            break
+        self.next_id, self.size_bytes = next_id, offset
+        index.cut(next_id - self.first)
+        if offset < file_size:
+            file.truncate(offset)
+        file.sync()
+        index.sync()
+        return Recovered(tuple(damaged), lost)
+
+    def _mend(self, first: TransactionId, starts: I64) -> None:
+        place = first - self.first
+        if not np.array_equal(self.index.read(place, int(starts.size)), starts):
+            self.index.write(place, starts)
+
+    def _hole(self, known: I64, hole: IdRange, offset: int) -> IdRange:
+        """Index the ids of a hole: where the old index had them, else all at its beginning."""
+        place = hole.first - self.first
+        count = hole.last - hole.first + 1
+        starts = known[place : place + count]
+        good = starts.size == count and starts[0] == offset and (np.diff(starts) > 0).all()
+        self.index.write(place, starts if good else np.full(count, offset, dtype=np.int64))
+        return hole
+
+    def _knows(self, known: I64, transaction_id: TransactionId, file_size: int) -> bool:
+        place = transaction_id - self.first
+        return place < known.size and int(known[place]) < file_size
+
+
+def _has_header(disk: Disk, path: Path, header: SegmentHeader) -> bool:
+    if not disk.exists(path):
+        return False
+    file = disk.open(path)
+    try:
+        found = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
+    except BadFormat:
+        return False
+    finally:
+        file.close()
+    return found[1:] == header[1:]
+
+
+# ---------------------------------------------------------------------------------------------
+# finding records in bytes; runs after a crash, and record by record
+
+
+def _record_end(file: File, start: int, transaction_id: int, size: int) -> int | None:
+    """Return where the record at an offset ends, or None when it is not that of the id."""
+    if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
+        return None
+    found, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
+    end = start + RECORD_OVERHEAD_BYTES + length
+    if found != transaction_id or length < 0 or end > size:
+        return None
+    return int(end)
+
+
+def scan(
+    file: File, offset: int, first: TransactionId, *, size: int, stop_id: TransactionId | None
+) -> tuple[I64, int]:
+    """Return where the valid records from an offset on start, and where the last of them ends."""
+    all_starts: list[I64] = []
+    next_id = int(first)
+    while offset < size and next_id != stop_id:
+        data = file.pread(min(_SCAN_BYTES, size - offset), offset)
+        lengths = _walk(data, next_id, stop_id)
+        if not lengths.size:
+            break
+        run = memoryview(data)[: int(lengths.sum())]
+        bad = first_bad_record(run, lengths)
+        good = lengths[:bad] if bad is not None else lengths
+        all_starts.append(offsets_of(good)[:-1] + offset)
+        offset += int(good.sum())
+        next_id += int(good.size)
+        if bad is not None:
+            break
+    starts = np.concatenate(all_starts) if all_starts else np.zeros(0, dtype=np.int64)
+    return starts, offset
+
+
+def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
+    """Return the lengths of what looks like records with the ids that are due, and is whole."""
+    lengths = []
+    at = 0
+    while at + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
+        found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
+        length = RECORD_OVERHEAD_BYTES + data_bytes
+        if found != next_id or data_bytes < 0 or at + length > len(data):
+            break
+        lengths.append(length)
+        at += length
+        next_id += 1
+    return np.array(lengths, dtype=np.int64)
+
+
+def find_record(
+    file: File, offset: int, after: TransactionId, *, size: int
+) -> tuple[TransactionId, int] | None:
+    """Return the first valid record with an id above `after` at or behind an offset, and where."""
+    while offset + RECORD_OVERHEAD_BYTES <= size:
+        data = file.pread(min(_SCAN_BYTES, size - offset), offset)
+        for at in _candidates(data, after, size - offset):
+            found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
+            length = RECORD_OVERHEAD_BYTES + data_bytes
+            record = file.pread(length, offset + at)
+            if len(record) == length and int.from_bytes(record[-4:], "big") == crc32(record[:-4]):
+                return TransactionId(found), offset + at
+        offset += max(1, len(data) - RECORD_PREFIX.size + 1)
+    return None
+
+
+def _candidates(data: bytes, after: int, room: int) -> list[int]:
+    """Return where in the bytes a record's id and length look possible."""
+    count = len(data) - RECORD_PREFIX.size + 1
+    if count <= 0:
+        return []
+    # Each id takes at least 40 bytes, so that none can be far above the one that is due.
+    id_max = after + room // RECORD_OVERHEAD_BYTES + 1_000_000
+    ids: I64 = np.ndarray((count,), dtype=">i8", buffer=data, strides=(1,))
+    stated: I64 = np.ndarray((count,), dtype=">i4", buffer=data, offset=28, strides=(1,))
+    places = np.arange(count, dtype=np.int64)
+    fits = (ids > after) & (ids <= id_max) & (stated >= 0)
+    return np.flatnonzero(
+        fits & (stated.astype(np.int64) + RECORD_OVERHEAD_BYTES + places <= room)
+    ).tolist()

@@ -1,0 +1,293 @@
+"""The segments of one partition as one run of records and one run of batches.
+
+Why it stands alone: a batch, a read or a cut may go over the border between two files. Here the
+borders are, so that neither the log above nor the segment below has to think of them.
+
+Rules:
+    1. Segment i ends where segment i+1 begins; the first begins at 0; there is always one.
+    2. A batch's entry is in the segment of its last record.
+    3. Segments are made at the end and removed from the end, newest first.
+    4. Besides the last segment at most `_OPEN_MAX` have open files.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import raw_records
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECORD_OVERHEAD_BYTES,
+    Chain,
+    LineageEntry,
+    TransactionId,
+)
+from waltz_core.storage.disk import Disk
+from waltz_core.storage.format import IdRange, SegmentHeader
+from waltz_core.storage.segment import Segment
+
+I64 = npt.NDArray[np.int64]
+_OPEN_MAX: Final = 8
+_CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
+
+
+class Segments:
+    """All segments of a partition, oldest first."""
+
+    def __init__(
+        self, disk: Disk, directory: Path, blank: SegmentHeader, segments: list[Segment]
+    ) -> None:
+        assert segments
+        assert segments[0].first == 0
+        self.all = segments
+        self._disk = disk
+        self._directory = directory
+        self._blank = blank
+        self._firsts = [segment.first for segment in segments]
+        self._recent: list[Segment] = []
+
+    # ---- what is there
+
+    @property
+    def current(self) -> Segment:
+        """The segment that is appended to."""
+        return self.all[-1]
+
+    @property
+    def last(self) -> TransactionId:
+        """The last id, or BEFORE_FIRST."""
+        return self.current.last
+
+    @property
+    def chain(self) -> Chain:
+        """The chain after the last batch that has an entry."""
+        lineage = self.current.lineage
+        return lineage.chain_at(lineage.count)
+
+    def lineage_end(self) -> LineageEntry | None:
+        """Return the last batch, or None when there is none."""
+        for segment in reversed(self.all):
+            if segment.lineage.count:
+                return segment.lineage.entry(segment.lineage.count - 1)
+        return None
+
+    def chain_at(self, transaction_id: TransactionId) -> Chain | None:
+        """Return the chain at a batch's end, or None where no batch ends."""
+        if transaction_id == BEFORE_FIRST:
+            return GENESIS_CHAIN
+        if not 0 <= transaction_id <= self.last:
+            return None
+        lineage = self._holding(transaction_id).lineage
+        place = lineage.place_of(transaction_id)
+        if place == lineage.count or lineage.entry(place).last != transaction_id:
+            return None
+        return lineage.entry(place).chain
+
+    def _holding(self, transaction_id: int) -> Segment:
+        return self._touched(self._index_of(transaction_id))
+
+    def _index_of(self, transaction_id: int) -> int:
+        return bisect_right(self._firsts, transaction_id) - 1
+
+    def _touched(self, index: int) -> Segment:
+        """Return a segment that is about to be read, and close the one that was not for longest."""
+        segment = self.all[index]
+        if segment is not self.current:
+            if segment in self._recent:
+                self._recent.remove(segment)
+            self._recent.append(segment)
+            if len(self._recent) > _OPEN_MAX:
+                oldest = self._recent.pop(0)
+                if oldest is not self.current and not oldest.is_dirty:
+                    oldest.close()
+        return segment
+
+    # ---- changing
+
+    def add(self, now_ms: int, chain_before: Chain) -> None:
+        """Begin a new segment behind the last record, durably."""
+        first = TransactionId(self.last + 1)
+        header = self._blank._replace(created_ms=now_ms, first=first)
+        self._recent.append(self.current)
+        self.all.append(Segment.create(self._disk, self._directory, header, chain_before))
+        self._firsts.append(first)
+
+    def renew(self, now_ms: int, chain_before: Chain) -> None:
+        """Go on in a new file, and leave the current one alone for good."""
+        self.current.forget()
+        if self.current.next_id > self.current.first:
+            self.add(now_ms, chain_before)
+            return
+        # It holds nothing; the new files take its name.
+        header = self._blank._replace(created_ms=now_ms, first=self.current.first)
+        self.current.close()
+        self.all[-1] = Segment.create(self._disk, self._directory, header, chain_before)
+
+    def sync(self) -> int:
+        """Make everything durable but the index; return how many syncs it took."""
+        return sum(segment.sync() for segment in self.all[-2:] if segment.is_dirty)
+
+    def sync_index(self) -> None:
+        """Make the index of the current segment durable; the others' are since the roll."""
+        self.current.sync_index()
+
+    def cut(self, last_to_keep: TransactionId, cut: LineageEntry | None) -> None:
+        """Cut records and batches after an id; `cut` is the entry of a batch cut in its middle.
+
+        Not durable, but that removed segments stay removed. May be done again.
+        """
+        while len(self.all) > 1 and self.current.first > last_to_keep:
+            self._firsts.pop()
+            removed = self.all.pop()
+            removed.remove()
+            self._disk.sync_directory(self._directory)
+        self._recent = [segment for segment in self._recent if segment in self.all[:-1]]
+        self.current.cut(last_to_keep)
+        end = self.lineage_end()
+        if cut is not None and (end is None or end.last < cut.first):
+            self.current.append_entries([cut])
+
+    def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
+        """Write records into a hole that begins at `first`, durably.
+
+        Raises:
+            BadFormat: they do not fit into it.
+        """
+        done = 0
+        while done < lengths.size:
+            segment = self._holding(first)
+            count = min(int(lengths.size) - done, segment.next_id - first)
+            part = lengths[done : done + count]
+            size = int(part.sum())
+            here = IdRange(first, min(hole.last, segment.last))
+            segment.fill(part, records[:size], here)
+            records = records[size:]
+            done += count
+            first = TransactionId(first + count)
+
+    def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
+        """Return what is damaged around a record that was read wrong; mend its index if that is."""
+        segment = self._holding(wrong)
+        if segment.starts_with(wrong):
+            return (IdRange(wrong, wrong),)
+        return segment.recover(segment.first, segment.last, is_last=False).damaged
+
+    def close(self) -> None:
+        """Close all files."""
+        for segment in self.all:
+            segment.close()
+
+    # ---- records
+
+    def read(self, first: TransactionId, last: TransactionId) -> tuple[bytes, I64]:
+        """Return the bytes of first..last and their lengths, unchecked."""
+        runs: list[bytes] = []
+        lengths: list[I64] = []
+        while first <= last:
+            segment = self._holding(first)
+            end = min(last, segment.last)
+            run, part = segment.read(first, end)
+            runs.append(run)
+            lengths.append(part)
+            first = TransactionId(end + 1)
+        if len(runs) == 1:
+            return runs[0], lengths[0]
+        return b"".join(runs), np.concatenate(lengths)
+
+    def fitting(self, first: TransactionId, last: TransactionId, bytes_max: int) -> TransactionId:
+        """Return the last id that fits into `bytes_max` with all from `first` on; one always does.
+
+        Less than one record's overhead for each id cannot be, which bounds what is read.
+        """
+        last = min(last, TransactionId(first + bytes_max // RECORD_OVERHEAD_BYTES))
+        next_id = first
+        while next_id <= last:
+            segment = self._holding(next_id)
+            end = min(last, segment.last)
+            offsets = segment.bounds(next_id, end)
+            count = int(np.searchsorted(offsets[1:] - offsets[0], bytes_max, side="right"))
+            if count < end - next_id + 1:
+                return TransactionId(max(first, next_id + count - 1))
+            bytes_max -= int(offsets[-1] - offsets[0])
+            next_id = TransactionId(end + 1)
+        return last
+
+    def record_crcs(self, first: TransactionId, last: TransactionId) -> bytes | None:
+        """Return the record CRCs of first..last, or None when one of the records is wrong."""
+        parts: list[bytes] = []
+        while first <= last:
+            end = self.fitting(first, last, _CRC_BLOCK_BYTES)
+            records, lengths = self.read(first, end)
+            if first_wrong(records, lengths, first) is not None:
+                return None
+            parts.append(raw_records.record_crcs(records, lengths))
+            first = TransactionId(end + 1)
+        return b"".join(parts)
+
+    # ---- batches
+
+    def entries_from(self, first: TransactionId) -> Iterator[LineageEntry]:
+        """Return the batches that end at or after an id, oldest first."""
+        for index in range(max(0, self._index_of(first)), len(self.all)):
+            lineage = self._touched(index).lineage
+            yield from lineage.entries(lineage.place_of(first))
+
+    def entry_of(self, transaction_id: TransactionId) -> LineageEntry | None:
+        """Return the batch that ends at or first after an id."""
+        return next(self.entries_from(transaction_id), None)
+
+    def entries(
+        self, first: TransactionId, last: TransactionId, entries_max: int
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them; the newest if many.
+
+        Where there are none, the chain is that at the end of the log.
+        """
+        slices: list[Sequence[LineageEntry]] = []
+        chain_before = self.chain
+        left = entries_max
+        for index in range(self._last_index_of(last), -1, -1):
+            lineage = self._touched(index).lineage
+            low = lineage.place_of(first)
+            high = min(lineage.place_of(last) + 1, lineage.count)
+            low = max(low, high - left)
+            if low < high:
+                slices.append(lineage.slice(low, high))
+                chain_before = lineage.chain_at(low)
+                left -= high - low
+            if left == 0 or self.all[index].first <= first:
+                break
+        return chain_before, tuple(entry for part in reversed(slices) for entry in part)
+
+    def _last_index_of(self, last: TransactionId) -> int:
+        """Return the segment whose lineage has the batch that holds an id."""
+        index = max(0, self._index_of(last))
+        while index + 1 < len(self.all):
+            lineage = self._touched(index).lineage
+            if lineage.place_of(last) < lineage.count:
+                break
+            index += 1
+        return index
+
+
+def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId) -> int | None:
+    """Return the index of the first record that is not whole, not right or not in its place."""
+    short = np.flatnonzero(lengths < RECORD_OVERHEAD_BYTES)
+    count = int(short[0]) if short.size else int(lengths.size)
+    run = memoryview(records)[: int(lengths[:count].sum())]
+    found = [
+        place
+        for place in (
+            raw_records.first_bad_record(run, lengths[:count]),
+            raw_records.first_gap(run, lengths[:count], first),
+        )
+        if place is not None
+    ]
+    if found:
+        return min(found)
+    return count if short.size else None
