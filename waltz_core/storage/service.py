@@ -1,0 +1,514 @@
+"""What a storage answers: requests of S 1 in, answers out. No sockets, no threads.
+
+Why it stands alone: the session rules of a storage, and which answer may leave when, decide over
+acknowledged data. Here they are a machine: the daemon drives it with threads, the simulator
+without.
+
+Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` hands a
+piece out; whoever drives the machine calls `work.run()`, on any thread, and brings the result back
+with `WorkDone`. While a piece is under way, what arrives waits; then all appends that wait are
+written together and synced once (group commit). Reads wait in a queue of their own and take turns.
+
+Rules:
+    1. Only PREPARE raises a partition's session. Whatever names another session is refused with
+       the promised one.
+    2. What changes a partition, or reads it for the owner, comes on the connection that has
+       prepared its session with its nonce.
+    3. A later session ends older ones at once: what they have queued is refused, their connections
+       are closed. It counts from its arrival, not from its answer.
+    4. Nothing is answered as done before the engine has made it durable (`work.py`, rule 2).
+    5. A reader (no owner) is answered only while the partition is engaged in the session that it
+       names, and only up to what is synced.
+    6. After a write or a sync has failed the partition leaves its session. A second failure in the
+       life of the process ends it.
+    7. What waits is bounded: connections that bring more are not read until there is room.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, assert_never
+
+from waltz_core.errors import (
+    BadRequest,
+    ClusterKeyMismatch,
+    NotMounted,
+    SessionFenced,
+    StorageIdMismatch,
+    UnknownPartition,
+    WaltzError,
+)
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import NO_SESSION, PartitionId, SessionId
+from waltz_core.storage.partition_log import MARKER_INTERVAL_MS, PartitionLog
+from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
+from waltz_core.wire.messages import (
+    AppendRaw,
+    Engage,
+    Heartbeat,
+    HeartbeatAnswer,
+    LineageRequest,
+    Nack,
+    OpenRequest,
+    Prepare,
+    RangeRaw,
+    Repair,
+    SetLowWaterMark,
+    StorageMessage,
+    SuccessResponse,
+    Truncate,
+)
+
+# A hostile or broken peer must not use up the numbers (correctness.md 2.4, row 37).
+SESSION_JUMP_MAX: Final = 1 << 32
+GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
+NO_STORAGE_ID: Final = bytes(16)
+REFUSAL_CHARACTERS_MAX: Final = 1_000
+# What a request counts for in the queue beside the bytes that it carries or asks for.
+_REQUEST_BYTES: Final = 512
+
+
+# ---------------------------------------------------------------------------------------------
+# Events (a `Request` is one, too)
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection is gone, whoever closed it."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A partition is assigned to this storage and its log is open."""
+
+    log: PartitionLog
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A partition is no longer assigned; `Idle` follows when its log may be closed."""
+
+    partition_id: PartitionId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """A piece of work has come to its end; `result` is what its `run` returned."""
+
+    work: Work
+    result: WorkResult
+
+
+Event: TypeAlias = Request | Disconnected | Opened | Dropped | WorkDone | Wakeup
+
+# ---------------------------------------------------------------------------------------------
+# Effects
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send a message on a connection; nothing happens when the connection is gone."""
+
+    connection: ConnectionId
+    message: StorageMessage
+
+
+@dataclass(frozen=True, slots=True)
+class CloseConnection:
+    """Send what was answered so far, then close."""
+
+    connection: ConnectionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseReading:
+    """Take nothing more from a connection (rule 7)."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeReading:
+    """Read a connection again."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class RunWork:
+    """Call `work.run()` and bring the result back; there is one at a time for a partition."""
+
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A dropped partition has no work under way any more: its log may be closed."""
+
+    log: PartitionLog
+
+
+@dataclass(frozen=True, slots=True)
+class EndProcess:
+    """The disk cannot be trusted any more (rule 6)."""
+
+    reason: str
+
+
+Effect: TypeAlias = (
+    Answer | CloseConnection | PauseReading | ResumeReading | RunWork | Idle | EndProcess | Report
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose storage this is."""
+
+    cluster_key: bytes
+    partition_count: int
+    storage_id: bytes
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One partition: the session it is bound to, what waits for it, whether work is under way."""
+
+    log: PartitionLog
+    # What PREPARE has raised, at its arrival (rule 3).
+    promised: SessionId
+    nonce: bytes
+    # Who has prepared it; None when nobody is connected who has.
+    owner: ConnectionId | None = None
+    engaged: SessionId = NO_SESSION
+    writes: deque[Request] = field(default_factory=deque)
+    reads: deque[Request] = field(default_factory=deque)
+    work: Work | None = None
+    was_read: bool = False
+    is_unmarked: bool = False
+
+
+class StorageService:
+    """The machine. See the module's rules."""
+
+    def __init__(self, identity: Identity, *, queue_bytes_max: int) -> None:
+        assert queue_bytes_max > 0
+        self._identity = identity
+        self._queue_bytes_max = queue_bytes_max
+        self._lanes: dict[PartitionId, _Lane] = {}
+        self._readers: dict[ConnectionId, None] = {}  # those that have sent a right OpenRequest
+        self._paused: dict[ConnectionId, None] = {}
+        self._failures_count = 0
+        self._mark_at_ms: int | None = None
+        self._effects: list[Effect] = []
+        self.queued_bytes = 0
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When logs that were appended to have their markers moved."""
+        return self._mark_at_ms
+
+    @property
+    def partitions(self) -> tuple[PartitionId, ...]:
+        """The partitions that are served, sorted."""
+        return tuple(sorted(self._lanes))
+
+    def step(self, event: Event, now_ms: int) -> list[Effect]:
+        """Take one event in (`machine.py`)."""
+        assert not self._effects
+        match event:
+            case Request():
+                self._receive(event)
+            case WorkDone():
+                self._work_done(event.work, event.result, now_ms)
+            case Disconnected():
+                self._disconnected(event.connection)
+            case Opened():
+                self._opened(event.log)
+            case Dropped():
+                self._dropped(event.partition_id)
+            case Wakeup():
+                self._mark(now_ms)
+            case _:
+                assert_never(event)
+        self._resume()
+        effects = self._effects
+        self._effects = []
+        return effects
+
+    # ------------------------------------------------------------------ what came in
+
+    def _receive(self, request: Request) -> None:
+        try:
+            self._admit(request)
+        except WaltzError as error:
+            self._refuse(request, error)
+
+    def _admit(self, request: Request) -> None:
+        """Answer a request, queue it, or raise why not."""
+        message = request.message
+        match message:
+            case OpenRequest():
+                self._check_cluster(message.cluster_key, message.partition_count)
+                self._readers[request.connection] = None
+                self._answer(request, SuccessResponse(-1, -1, -1))
+            case Prepare():
+                self._admit_prepare(request, message)
+            case Heartbeat():
+                lane = self._lane(message)
+                self._check_session(lane, message)
+                if request.connection not in self._readers:
+                    _check_owner(lane, request)
+                self._answer(request, HeartbeatAnswer(*_prefix(message)))
+            case RangeRaw() if message.reader:
+                lane = self._lane(message)
+                self._check_reader(lane, request)
+                self._queue(lane, lane.reads, request)
+            case RangeRaw() | LineageRequest():
+                lane = self._lane(message)
+                self._check_session(lane, message)
+                _check_owner(lane, request)
+                self._queue(lane, lane.reads, request)
+            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair():
+                lane = self._lane(message)
+                self._check_session(lane, message)
+                _check_owner(lane, request)
+                self._queue(lane, lane.writes, request)
+            case _:
+                raise BadRequest(f"a storage takes no {type(message).__name__}")
+
+    def _admit_prepare(self, request: Request, message: Prepare) -> None:
+        """Raise the session at once (rule 3); the promise is made durable by the work."""
+        self._check_cluster(message.cluster_key, message.partition_count)
+        if message.storage_id not in (self._identity.storage_id, NO_STORAGE_ID):
+            raise StorageIdMismatch(
+                f"expected the storage {message.storage_id.hex()} at this address, "
+                f"this is {self._identity.storage_id.hex()}"
+            )
+        lane = self._lane(message)
+        session = SessionId(message.session_id)
+        if not 0 <= session <= lane.promised + SESSION_JUMP_MAX:
+            raise BadRequest(f"session {session}: expected one soon after {lane.promised}")
+        if session < lane.promised or (session == lane.promised and message.nonce != lane.nonce):
+            raise SessionFenced(
+                f"partition {message.partition_id}: session {session} comes after "
+                f"{lane.promised} was promised to another owner"
+            )
+        self._fence(lane, f"session {session} was prepared", keep=request.connection)
+        lane.promised, lane.nonce = session, message.nonce
+        lane.owner = request.connection
+        self._queue(lane, lane.writes, request)
+
+    def _fence(self, lane: _Lane, reason: str, *, keep: ConnectionId | None = None) -> None:
+        """End the session that the lane is in: refuse what is queued, close its connection."""
+        error = SessionFenced(reason)
+        for request in (*lane.writes, *lane.reads):
+            self._unqueue(request)
+            self._refuse(request, error)
+        lane.writes.clear()
+        lane.reads.clear()
+        if lane.owner not in (None, keep):
+            self._effects.append(CloseConnection(lane.owner, reason))
+        lane.owner = None
+        lane.engaged = NO_SESSION
+
+    def _disconnected(self, connection: ConnectionId) -> None:
+        """Forget a connection; what it has queued can be answered to nobody."""
+        self._readers.pop(connection, None)
+        self._paused.pop(connection, None)
+        for lane in self._lanes.values():
+            if lane.owner == connection:
+                lane.owner = None
+            for queue in (lane.writes, lane.reads):
+                gone = [request for request in queue if request.connection == connection]
+                for request in gone:
+                    queue.remove(request)
+                    self._unqueue(request)
+
+    def _opened(self, log: PartitionLog) -> None:
+        assert log.partition_id not in self._lanes
+        self._lanes[log.partition_id] = _Lane(log, promised=log.promised, nonce=log.slot.nonce)
+
+    def _dropped(self, partition_id: PartitionId) -> None:
+        lane = self._lanes.pop(partition_id)
+        self._fence(lane, f"partition {partition_id} is no longer assigned to this storage")
+        if lane.work is None:
+            self._effects.append(Idle(lane.log))
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_cluster(self, cluster_key: bytes, partition_count: int) -> None:
+        expected = (self._identity.cluster_key, self._identity.partition_count)
+        if (cluster_key, partition_count) != expected:
+            raise ClusterKeyMismatch(
+                f"this storage is of cluster {expected[0].hex()} with {expected[1]} partitions, "
+                f"asked for {cluster_key.hex()} with {partition_count}"
+            )
+
+    def _lane(self, message: StorageMessage) -> _Lane:
+        lane = self._lanes.get(PartitionId(message.partition_id))
+        if lane is None:
+            raise UnknownPartition(
+                f"partition {message.partition_id} is not assigned to this storage"
+            )
+        return lane
+
+    def _check_session(self, lane: _Lane, message: StorageMessage) -> None:
+        if message.session_id != lane.promised:
+            raise SessionFenced(
+                f"partition {message.partition_id}: {type(message).__name__} of session "
+                f"{message.session_id}, promised is {lane.promised}"
+            )
+
+    def _check_reader(self, lane: _Lane, request: Request) -> None:
+        """Raise unless a reader may be answered (rule 5)."""
+        message = request.message
+        if request.connection not in self._readers:
+            raise BadRequest("a reader has to say first which cluster it means (OpenRequest)")
+        self._check_session(lane, message)
+        if lane.engaged != message.session_id:
+            raise NotMounted(
+                f"partition {message.partition_id} is not engaged in session {message.session_id}"
+            )
+
+    # ------------------------------------------------------------------ lanes
+
+    def _queue(self, lane: _Lane, queue: deque[Request], request: Request) -> None:
+        queue.append(request)
+        self.queued_bytes += _queue_bytes(request.message)
+        if self.queued_bytes > self._queue_bytes_max and request.connection not in self._paused:
+            self._paused[request.connection] = None
+            self._effects.append(PauseReading(request.connection))
+        if lane.work is None:
+            self._start_work(lane)
+
+    def _unqueue(self, request: Request) -> None:
+        self.queued_bytes -= _queue_bytes(request.message)
+        assert self.queued_bytes >= 0
+
+    def _start_work(self, lane: _Lane) -> None:
+        """Hand out the next piece: reads and writes take turns, waiting appends go together."""
+        assert lane.work is None
+        if lane.reads and not (lane.writes and lane.was_read):
+            requests = [lane.reads.popleft()]
+            lane.was_read = True
+        elif lane.writes:
+            requests = _next_group(lane.writes)
+            lane.was_read = False
+        else:
+            return
+        lane.work = Work(lane.log, tuple(requests), self._identity.storage_id)
+        self._effects.append(RunWork(lane.work))
+
+    def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
+        for request, outcome in zip(work.requests, result.outcomes, strict=True):
+            self._unqueue(request)
+            if isinstance(outcome, WaltzError):
+                self._refuse(request, outcome)
+            else:
+                self._answer(request, outcome)
+        lane = self._lanes.get(work.partition_id)
+        if lane is None or lane.work is not work:
+            self._effects.append(Idle(work.log))  # the partition was dropped meanwhile
+            return
+        lane.work = None
+        self._learn(lane, work, result)
+        lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and bool(work.requests))
+        if lane.is_unmarked and self._mark_at_ms is None:
+            self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
+        self._start_work(lane)
+
+    def _mark(self, now_ms: int) -> None:
+        """Move the markers of logs that have had appends and are at rest now."""
+        if self._mark_at_ms is None or now_ms < self._mark_at_ms:
+            return
+        self._mark_at_ms = None
+        for lane in self._lanes.values():
+            if lane.is_unmarked and lane.work is None:
+                # One that is at work moves its own with a sync, and comes here again.
+                lane.work = Work(lane.log, (), self._identity.storage_id)
+                self._effects.append(RunWork(lane.work))
+
+    def _learn(self, lane: _Lane, work: Work, result: WorkResult) -> None:
+        """Keep in the lane what a piece of work has changed."""
+        if result.failure is not None:
+            self._failed(lane, result)
+            return
+        for request, outcome in zip(work.requests, result.outcomes, strict=True):
+            message = request.message
+            if message.session_id != lane.promised:
+                continue  # a later session has come while this was under way
+            if isinstance(outcome, WaltzError):
+                if isinstance(message, Prepare) and lane.owner == request.connection:
+                    self._fence(lane, f"the partition could not be prepared: {outcome}")
+            elif isinstance(message, Engage):
+                lane.engaged = SessionId(message.session_id)
+
+    def _failed(self, lane: _Lane, result: WorkResult) -> None:
+        """Leave the session (rule 6)."""
+        assert result.failure is not None
+        self._failures_count += 1
+        partition_id = lane.log.partition_id
+        self._report("disk_failed", partition=partition_id, error=str(result.failure))
+        if self._failures_count > 1:
+            self._effects.append(EndProcess(str(result.failure)))
+        self._fence(lane, str(result.failure))
+
+    def _resume(self) -> None:
+        if self._paused and self.queued_bytes <= self._queue_bytes_max // 2:
+            self._effects += [ResumeReading(connection) for connection in self._paused]
+            self._paused.clear()
+
+    # ------------------------------------------------------------------ what goes out
+
+    def _answer(self, request: Request, message: StorageMessage) -> None:
+        self._effects.append(Answer(request.connection, message))
+
+    def _refuse(self, request: Request, error: WaltzError) -> None:
+        message = request.message
+        lane = self._lanes.get(PartitionId(message.partition_id))
+        promised = lane.promised if lane is not None else NO_SESSION
+        text = str(error)[:REFUSAL_CHARACTERS_MAX]
+        self._answer(request, Nack(*_prefix(message), error.code, promised, text))
+        self._report("refused", request=type(message).__name__, error=type(error).__name__)
+
+    def _report(self, name: str, **fields: object) -> None:
+        self._effects.append(Report(name, tuple(fields.items())))
+
+
+def _check_owner(lane: _Lane, request: Request) -> None:
+    if lane.owner != request.connection:
+        raise SessionFenced(
+            f"partition {request.message.partition_id}: this connection has not prepared session "
+            f"{request.message.session_id}"
+        )
+
+
+def _next_group(writes: deque[Request]) -> list[Request]:
+    """Take the first request, and if it is an append, all that follow it directly."""
+    group = [writes.popleft()]
+    if not isinstance(group[0].message, AppendRaw):
+        return group
+    group_bytes = _queue_bytes(group[0].message)
+    while writes and isinstance(writes[0].message, AppendRaw):
+        group_bytes += _queue_bytes(writes[0].message)
+        if group_bytes > GROUP_BYTES_MAX:
+            break
+        group.append(writes.popleft())
+    return group
+
+
+def _queue_bytes(message: StorageMessage) -> int:
+    """Return what a request holds in memory while it waits, or what its answer will."""
+    match message:
+        case AppendRaw() | Repair():
+            return _REQUEST_BYTES + len(message.records) + len(message.lengths)
+        case RangeRaw():
+            return _REQUEST_BYTES + max(0, message.bytes_max)
+        case _:
+            return _REQUEST_BYTES
+
+
+def _prefix(message: StorageMessage) -> tuple[int, int, int]:
+    return message.session_id, message.sequence, message.partition_id

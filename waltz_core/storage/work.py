@@ -1,0 +1,291 @@
+"""Pieces of work on one partition: calls of its log, made in one go, maybe on another thread.
+
+Why it stands alone: everything here blocks on the disk, and nothing here decides. What may be asked
+for and who is told is `service.py`'s; these functions only turn a message into calls and what the
+log says into answers.
+
+Rules:
+    1. One outcome for each request, in their order: an answer, or the error why there is none.
+    2. An append counts as done after the sync that covers it, and never before.
+    3. The bytes of an append are held against the CRC that they were sent with; records are never
+       looked at one by one.
+    4. After a failed append of a group the later ones are refused with it: they follow on it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NewType, TypeAlias
+
+import numpy as np
+
+from waltz_core import raw_records
+from waltz_core.checksum import crc32
+from waltz_core.errors import BadRequest, ChecksumMismatch, DiskFailed, WaltzError
+from waltz_core.record import (
+    GENESIS_CHAIN,
+    RECORD_OVERHEAD_BYTES,
+    Chain,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.wire.messages import (
+    ENTRIES_MAX,
+    Appended,
+    AppendRaw,
+    Engage,
+    LineageRequest,
+    LineageResponse,
+    Prepare,
+    Prepared,
+    RangeBytes,
+    RangeForm,
+    RangeRaw,
+    Repair,
+    ReplicaState,
+    SetLowWaterMark,
+    StorageMessage,
+    Truncate,
+)
+
+ConnectionId = NewType("ConnectionId", int)
+# The most that is read for one answer; a single batch or record that is larger is sent whole.
+RANGE_BYTES_MAX: Final = 8 * 1024 * 1024
+# An answer of whole batches needs the lineage of each, and there may be as many as records.
+BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A message that has come on a connection."""
+
+    connection: ConnectionId
+    message: StorageMessage
+
+
+Outcome: TypeAlias = StorageMessage | WaltzError
+
+
+@dataclass(slots=True)
+class WorkResult:
+    """One outcome for each request (rule 1), the disk's failure if it failed, and what to count."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failure: DiskFailed | None = None
+    appended_count: int = 0
+    appended_bytes: int = 0
+    read_count: int = 0
+    read_bytes: int = 0
+    sync_s: float | None = None  # how long the sync of a group of appends took
+
+
+def _no_clock() -> float:
+    return 0.0
+
+
+class Work:
+    """Requests of one partition that are served in one go; without one, its marker is moved."""
+
+    __slots__ = ("_storage_id", "log", "requests")
+
+    def __init__(self, log: PartitionLog, requests: tuple[Request, ...], storage_id: bytes) -> None:
+        self.log = log
+        self.requests = requests
+        self._storage_id = storage_id
+
+    @property
+    def partition_id(self) -> PartitionId:
+        """The partition that all requests are about."""
+        return self.log.partition_id
+
+    def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
+        """Do it; blocks. The log's errors are in the result, anything else is our own bug."""
+        result = WorkResult()
+        try:
+            if not self.requests:
+                self.log.mark_acked()
+            elif isinstance(self.requests[0].message, AppendRaw):
+                _append_group(self.log, self.requests, result, clock_s)
+            else:
+                assert len(self.requests) == 1
+                result.outcomes.append(self._serve(self.requests[0].message, result))
+        except WaltzError as error:
+            if isinstance(error, DiskFailed):
+                result.failure = error
+            missing = len(self.requests) - len(result.outcomes)
+            result.outcomes += [error] * missing
+        assert len(result.outcomes) == len(self.requests)
+        return result
+
+    def _serve(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
+        match message:
+            case Prepare():
+                return _prepare(self.log, message, self._storage_id)
+            case RangeRaw():
+                return _read(self.log, message, result)
+            case LineageRequest():
+                return _lineage(self.log, message)
+            case _:
+                return _change(self.log, message)
+
+
+# ---------------------------------------------------------------------------------------------
+# Appends
+
+
+def _append_group(
+    log: PartitionLog,
+    requests: Sequence[Request],
+    result: WorkResult,
+    clock_s: Callable[[], float],
+) -> None:
+    """Write all appends, sync once, answer all (group commit)."""
+    written: list[AppendRaw] = []
+    refused: WaltzError | None = None
+    for request in requests:
+        append = request.message
+        assert isinstance(append, AppendRaw)
+        try:
+            _append(log, append)
+        except DiskFailed:
+            raise
+        except WaltzError as error:
+            refused = error
+            break
+        written.append(append)
+    if written:
+        started_s = clock_s()
+        synced_max = log.sync()
+        result.sync_s = clock_s() - started_s
+        for append in written:
+            assert append.lineage[-1].last <= synced_max, "rule 2"
+            result.appended_count += len(append.lengths) // 4
+            result.appended_bytes += len(append.records)
+            result.outcomes.append(
+                Appended(append.session_id, append.sequence, append.partition_id, synced_max)
+            )
+    if refused is not None:
+        result.outcomes += [refused] * (len(requests) - len(written))
+
+
+def _append(log: PartitionLog, append: AppendRaw) -> None:
+    _check_crc("append", append)
+    log.append(
+        SessionId(append.session_id),
+        TransactionId(append.first),
+        raw_records.lengths_from_wire(append.lengths, len(append.records)),
+        append.records,
+        Chain(append.chain_before),
+        append.lineage,
+    )
+
+
+def _check_crc(what: str, message: AppendRaw | Repair) -> None:
+    found = crc32(message.records)
+    if found != message.records_crc:
+        raise ChecksumMismatch(
+            f"{what} from {message.first}: expected CRC {message.records_crc:08x} over "
+            f"{len(message.records)} bytes, found {found:08x}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Everything else, one at a time
+
+
+def _change(log: PartitionLog, message: StorageMessage) -> ReplicaState:
+    session = SessionId(message.session_id)
+    match message:
+        case SetLowWaterMark():
+            log.set_low_water_mark(session, TransactionId(message.mark), Chain(message.chain))
+        case Truncate():
+            log.truncate(
+                session,
+                TransactionId(message.last_to_keep),
+                TransactionId(message.base),
+                Chain(message.base_chain),
+            )
+        case Engage():
+            log.engage(session, TransactionId(message.mark))
+        case Repair():
+            _check_crc("repair", message)
+            lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
+            log.repair(TransactionId(message.first), lengths, message.records)
+        case _:
+            raise BadRequest(f"a storage takes no {type(message).__name__}")
+    state = log.state()
+    return ReplicaState(*_prefix(message), state.synced_max, state.chain)
+
+
+def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared:
+    found = log.prepare(SessionId(message.session_id), message.nonce)
+    return Prepared(
+        *_prefix(message),
+        storage_id=storage_id,
+        last_session=found.last_session,
+        low_water_mark=found.low_water_mark,
+        mark_confirmed=found.mark_confirmed,
+        synced_max=found.synced_max,
+        chain=found.chain,
+        suspect=found.suspect,
+        damaged=np.array(found.damaged, dtype=">i8").tobytes(),
+    )
+
+
+def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeBytes:
+    first = TransactionId(message.first)
+    last = TransactionId(min(message.last, log.synced_max))
+    limit = BATCHES_BYTES_MAX if message.whole_batches else RANGE_BYTES_MAX
+    bytes_max = min(max(1, message.bytes_max), limit)
+    if message.reader and first > last:
+        return _nothing(message)
+    if message.form == RangeForm.HEADERS:
+        headers = log.read_headers(first, last, bytes_max)
+        count, records, lengths = headers.count, headers.headers, b""
+        chain_before, entries = headers.chain_before, headers.entries
+    elif message.form == RangeForm.WHOLE:
+        read = log.read_range(first, last, bytes_max, whole_batches=message.whole_batches)
+        count, records = int(read.lengths.size), read.records
+        lengths = raw_records.lengths_to_wire(read.lengths)
+        chain_before, entries = read.chain_before, read.entries
+    else:
+        raise BadRequest(f"a range has no form {message.form}")
+    result.read_count += count
+    result.read_bytes += len(records)
+    return RangeBytes(
+        *_prefix(message),
+        first=first,
+        count=count,
+        form=message.form,
+        lengths=lengths,
+        records=records,
+        records_crc=crc32(records),
+        chain_before=chain_before,
+        lineage=entries,
+    )
+
+
+def _nothing(message: RangeRaw) -> RangeBytes:
+    """Return the answer to a reader that asks for what is not synced here yet."""
+    return RangeBytes(
+        *_prefix(message),
+        first=message.first,
+        count=0,
+        form=message.form,
+        lengths=b"",
+        records=b"",
+        records_crc=crc32(b""),
+        chain_before=GENESIS_CHAIN,
+        lineage=(),
+    )
+
+
+def _lineage(log: PartitionLog, message: LineageRequest) -> LineageResponse:
+    chain_before, entries = log.lineage(TransactionId(message.first), TransactionId(message.last))
+    return LineageResponse(*_prefix(message), chain_before, entries)
+
+
+def _prefix(message: StorageMessage) -> tuple[int, int, int]:
+    """Return what every answer echoes of its request."""
+    return message.session_id, message.sequence, message.partition_id
