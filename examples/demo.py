@@ -22,7 +22,7 @@ from pathlib import Path
 
 from flights import ROW_COUNT, SCHEMA, flights
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - the name every Spark user knows
+from pyspark.sql import functions as F
 
 import waltz_core.local
 import waltz_spark

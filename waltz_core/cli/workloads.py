@@ -120,13 +120,13 @@ async def _lane(
         while len(waiting) < in_flight and time.perf_counter() < until:
             turn += 1
             sent = time.perf_counter()
-            answer = await client.append_batch(
+            future = await client.append_batch(
                 partition,
                 payloads[turn % len(payloads)],
                 load.batch_rows,
                 client_high_water_mark=mark,
             )
-            waiting.append((sent, answer))
+            waiting.append((sent, future))
         if not waiting:
             return
         sent, answer = waiting.popleft()
