@@ -74,9 +74,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("partitions", Use.READ, "all", "Which partitions of the log to read: `0,3,5`."),
     Option(
         "columns",
-        Use.READ,
+        Use.BOTH,
         "all",
-        "Which columns to fetch, in this order; without `data` only headers travel.",
+        "Which columns to fetch, in this order; without `data` only headers travel. In SQL also "
+        "what `INSERT INTO` a view takes.",
     ),
     Option(
         "transactionIds",

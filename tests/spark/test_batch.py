@@ -191,8 +191,12 @@ def test_an_empty_frame_writes_nothing(spark: SparkSession, connect: str) -> Non
 
 def test_sql(spark: SparkSession, connect: str) -> None:
     before = marks_of(spark, connect)
-    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW log USING waltz OPTIONS (connect '{connect}')")
-    spark.sql("INSERT INTO log SELECT 'from sql' AS data, 3 AS partition")
+    options = f"OPTIONS (connect '{connect}', columns 'partition,transaction_id,data')"
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW log USING waltz {options}")
+    # Spark wants a column for each of the table's, so the view for writing has only these two.
+    options = f"OPTIONS (connect '{connect}', columns 'partition,data')"
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW log_in USING waltz {options}")
+    spark.sql("INSERT INTO log_in SELECT 3, CAST('from sql' AS binary)")
     assert marks_of(spark, connect)[3] == before[3] + 1
     found = spark.sql(
         f"SELECT data FROM log WHERE partition = 3 AND transaction_id = {before[3] + 1}"
