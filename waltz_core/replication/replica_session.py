@@ -7,7 +7,8 @@ Rules:
     1. One connection at a time, and a request's answer is known by its sequence and its type.
     2. Appends are sent in id order without waiting for answers, up to a limit of bytes.
     3. A connection that was lost while a request that changes the storage was unanswered is never
-       replaced within the session: what was in flight may still arrive there, late.
+       replaced within the session: what was in flight may still arrive there, late. Nor is that of
+       a marked replica, whose log may have gone on beyond the mark.
     4. What is synced is what the storage said, never what was sent.
 """
 
@@ -150,7 +151,8 @@ class ReplicaSession:
 
     def _forget(self) -> None:
         unanswered = (type(request.message) for request in self._requests.values())
-        self.is_tainted = self.is_tainted or any(kind in _CHANGING for kind in unanswered)
+        may_change = any(kind in _CHANGING for kind in unanswered)
+        self.is_tainted = self.is_tainted or self.is_marked or may_change
         self.stage = Stage.ABSENT
         self.repair = None
         self.ticket = NO_TICKET

@@ -1,0 +1,1 @@
+"""The simulator: the project's own machines in a world of virtual time and seeded chance."""
