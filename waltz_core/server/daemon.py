@@ -148,7 +148,7 @@ class Server:
                 self._clients.accept,
                 links_max=config.connections_max,
             )
-            stack.push_async_callback(listener.close)
+            stack.push_async_callback(_close, listener)
             host = config.advertised_host or config.listen_host
             port = config.advertised_port or listener.port
             self.address = f"{host}:{port}"
@@ -313,6 +313,14 @@ class Server:
                 "waltz_server_lock_table_bytes", sum(table.size_bytes for table in tables if table)
             )
             await asyncio.sleep(SHOW_INTERVAL_S)
+
+
+async def _close(listener: net.Listener) -> None:
+    """Close all links; for those that do not take their answers nobody waits."""
+    for link in listener.links:
+        if link.is_congested:
+            link.abort("shutting down")
+    await listener.close()
 
 
 def limits_of(config: ServerConfig, partition_count: int) -> Limits:

@@ -43,7 +43,7 @@ class Admitted(NamedTuple):
 class _Account:
     count: int = 0
     in_flight_bytes: int = 0
-    waiting: deque[Admitted] = field(default_factory=deque)
+    waiting: deque[ClientMessage] = field(default_factory=deque)
     waiting_bytes: int = 0
     backlog_bytes: int = 0
     is_congested: bool = False
@@ -91,21 +91,23 @@ class Flow:
         """Take in what a connection sent; `admit` hands it out."""
         account = self._accounts[connection]
         for message in messages:
-            cost_bytes = self._cost_bytes(message)
-            account.waiting.append(Admitted(message, cost_bytes))
-            account.waiting_bytes += cost_bytes
-            self.bytes += cost_bytes
+            request_bytes = _request_bytes(message)
+            account.waiting.append(message)
+            account.waiting_bytes += request_bytes
+            self.bytes += request_bytes
 
     def admit(self, connection: ConnectionId) -> list[Admitted]:
         """Return the requests that may be worked on now, in order."""
         account = self._accounts.get(connection)
         admitted: list[Admitted] = []
         while account and account.waiting and self._has_room(account):
-            request = account.waiting.popleft()
-            account.waiting_bytes -= request.cost_bytes
-            account.in_flight_bytes += request.cost_bytes
+            message = account.waiting.popleft()
+            request_bytes, answer_bytes = _request_bytes(message), self._answer_bytes(message)
+            account.waiting_bytes -= request_bytes
+            account.in_flight_bytes += request_bytes + answer_bytes
             account.count += 1
-            admitted.append(request)
+            self.bytes += answer_bytes
+            admitted.append(Admitted(message, request_bytes + answer_bytes))
         return admitted
 
     def answered(self, connection: ConnectionId, cost_bytes: int) -> None:
@@ -163,16 +165,19 @@ class Flow:
         if account.is_congested or account.count >= limits.connection_in_flight_max:
             return False
         bytes_max = limits.connection_in_flight_bytes_max
-        if isinstance(account.waiting[0].message, RangeRequest):
+        if isinstance(account.waiting[0], RangeRequest):
             bytes_max //= 2
         return account.in_flight_bytes < bytes_max
 
-    def _cost_bytes(self, message: ClientMessage) -> int:
-        if isinstance(message, AppendBatch):
-            return len(message.payload) + REQUEST_OVERHEAD_BYTES
-        if isinstance(message, AppendRequest):
-            return len(message.data) + REQUEST_OVERHEAD_BYTES
-        if isinstance(message, RangeRequest):
-            asked_bytes = min(max(message.bytes_max, 0), self._limits.range_bytes_max)
-            return asked_bytes + REQUEST_OVERHEAD_BYTES
-        return REQUEST_OVERHEAD_BYTES
+    def _answer_bytes(self, message: ClientMessage) -> int:
+        if not isinstance(message, RangeRequest):
+            return 0
+        return min(max(message.bytes_max, 0), self._limits.range_bytes_max)
+
+
+def _request_bytes(message: ClientMessage) -> int:
+    if isinstance(message, AppendBatch):
+        return len(message.payload) + REQUEST_OVERHEAD_BYTES
+    if isinstance(message, AppendRequest):
+        return len(message.data) + REQUEST_OVERHEAD_BYTES
+    return REQUEST_OVERHEAD_BYTES

@@ -1,0 +1,388 @@
+"""The server process over real sockets, with storages and a ZooKeeper in memory."""
+
+import asyncio
+import contextlib
+import logging
+import zlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+from uuid import UUID
+
+import numpy as np
+import pytest
+
+from tests.integration.memory_storage import MemoryStorage
+from waltz_core import errors, net
+from waltz_core.batches import encode_append
+from waltz_core.cluster.creation import NewCluster, NewStorage
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.config import ServerConfig
+from waltz_core.record import ClientId, Generation, PartitionId, ReplicaId, ReqId
+from waltz_core.server.daemon import Server
+from waltz_core.wire import messages
+from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, Surface
+
+ROOT = "/waltz/test"
+MessageT = TypeVar("MessageT", bound=ClientMessage)
+ALICE, BOB = ClientId(1), ClientId(2)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(60):
+            await main
+
+    net.run(within())
+
+
+class World:
+    """Storages, a ZooKeeper, and servers that come and go."""
+
+    def __init__(self) -> None:
+        self.zookeeper = MemoryZooKeeper(asyncio.Event)
+        self.storages = [MemoryStorage(number) for number in range(3)]
+        self.servers: list[Server] = []
+        self.stops: list[asyncio.Event] = []
+
+    async def start(self, partition_count: int) -> None:
+        coordinator = self.zookeeper.coordinator(ROOT)
+        for storage in self.storages:
+            await storage.start()
+        new = NewCluster(
+            "test",
+            partition_count,
+            UUID(int=7),
+            tuple(NewStorage(ReplicaId(each.address), 1, 0) for each in self.storages),
+            {
+                ReplicaId(each.address): tuple(map(PartitionId, range(partition_count)))
+                for each in self.storages
+            },
+        )
+        await coordinator.create_cluster(new)
+        for storage in self.storages:
+            await coordinator.register_storage_id(ReplicaId(storage.address), storage.storage_id)
+
+    async def serve(self, tasks: asyncio.TaskGroup, **settings: Any) -> Server:
+        coordinator = self.zookeeper.coordinator(ROOT)
+        config = ServerConfig(connect="memory:1/waltz/test", port=0, **settings)
+        cluster = await coordinator.read_cluster()
+        server = Server(config, coordinator, cluster, await coordinator.next_server_id())
+        stop, ready = asyncio.Event(), asyncio.Event()
+        tasks.create_task(server.serve(stop, lambda _address: ready.set()))
+        await ready.wait()
+        self.servers.append(server)
+        self.stops.append(stop)
+        return server
+
+
+@contextlib.asynccontextmanager
+async def cluster(partition_count: int = 1, **settings: Any) -> AsyncIterator[tuple[World, Server]]:
+    world = World()
+    await world.start(partition_count)
+    async with asyncio.TaskGroup() as tasks:
+        server = await world.serve(tasks, **settings)
+        await until(
+            lambda: (
+                len(server.hosts) == partition_count
+                and all(host.partition.is_open for host in server.hosts.values())
+            )
+        )
+        try:
+            yield world, server
+        finally:
+            for stop in world.stops:
+                stop.set()
+    for storage in world.storages:
+        await storage.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds; the timeout of the test ends it otherwise."""
+    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
+        await asyncio.sleep(0.002)
+
+
+class Client:
+    """One connection of a client; answers by request id."""
+
+    def __init__(self, link: net.Link, client_id: ClientId, generation: int) -> None:
+        self.link = link
+        self.client_id = client_id
+        self.generation = Generation(generation)
+        self.sequence = 0
+        self.pushed: list[ClientMessage] = []
+        self._answers: dict[ReqId, asyncio.Future[ClientMessage]] = {}
+        self.closed: str | None = None
+        link.start(self._take, self._close)
+
+    def _take(self, received: list[messages.Message]) -> None:
+        for message in received:
+            assert isinstance(message, ClientMessage)
+            waiting = self._answers.get(message.req_id)
+            if waiting is None or waiting.done() or isinstance(message, messages.FeedBatch):
+                self.pushed.append(message)
+            else:
+                waiting.set_result(message)
+
+    def _close(self, reason: str) -> None:
+        self.closed = reason
+
+    def req_id(self, rows: int = 1, partition: int = 0) -> ReqId:
+        self.sequence += rows
+        return ReqId(
+            self.client_id, self.generation, PartitionId(partition), self.sequence - rows + 1
+        )
+
+    def ask(self, message: ClientMessage) -> "asyncio.Future[ClientMessage]":
+        self._answers[message.req_id] = asyncio.get_running_loop().create_future()
+        self.link.send(message)
+        return self._answers[message.req_id]
+
+    async def mount(
+        self, partition: int = 0, *, sequence: int = 1, mark: int = LATEST_MARK, feed: bool = False
+    ) -> messages.Mounted:
+        req_id = self.req_id(partition=partition)
+        answer = await self.ask(messages.MountWriter(req_id, sequence, mark, feed))
+        assert isinstance(answer, messages.Mounted), answer
+        return answer
+
+    def append(
+        self, rows: int = 1, *, size: int = 10, mark: int = -1, locks: list[int] | None = None
+    ) -> "asyncio.Future[ClientMessage]":
+        none: list[list[int]] = [[] for _ in range(rows)]
+        payload = encode_append(
+            list(range(rows)),
+            [bytes(size)] * rows,
+            write_locks=none if locks is None else [[lock] for lock in locks],
+            read_locks=none,
+            append_locks=none,
+        )
+        req_id = self.req_id(rows)
+        return self.ask(messages.AppendBatch(req_id, mark, payload, zlib.crc32(payload)))
+
+    async def mark(self, partition: int = 0) -> int:
+        answer = await self.ask(messages.HighWaterMarkRequest(self.req_id(partition=partition)))
+        assert isinstance(answer, messages.HighWaterMarkResponse), answer
+        return answer.high_water_mark
+
+
+async def connect(server: Server, client_id: ClientId = ALICE) -> Client:
+    link = await net.dial(Surface.CLIENT, server.address)
+    generations = [host.partition.generation for host in server.hosts.values()]
+    return Client(link, client_id, generations[0] if generations else 0)
+
+
+async def ids(answer: "asyncio.Future[ClientMessage]") -> list[int]:
+    message = await answer
+    assert isinstance(message, messages.AppendResult), message
+    found: list[int] = np.frombuffer(message.transaction_ids, ">i8").tolist()
+    return found
+
+
+def test_append_read_and_flush() -> None:
+    async def main() -> None:
+        async with cluster() as (world, server):
+            client = await connect(server)
+            mounted = await client.mount()
+            assert mounted.high_water_mark == -1
+            assert await ids(client.append(3)) == [0, 1, 2]
+            single = messages.AppendRequest(
+                client.req_id(), -1, (7,), (), (), 5, b"alone", zlib.crc32(b"alone")
+            )
+            assert await ids(client.ask(single)) == [3]
+            flushed = await client.ask(messages.FlushRequest(client.req_id()))
+            assert isinstance(flushed, messages.FlushResponse)
+            assert flushed.high_water_mark == 3 == await client.mark()
+            data = await client.ask(messages.TransactionDataRequest(client.req_id(), 3))
+            assert isinstance(data, messages.TransactionDataResponse)
+            assert bytes(data.result[0] or b"") == b"alone"
+            found = await client.ask(
+                messages.RangeRequest(client.req_id(), 0, 9, 1 << 20, RangeForm.WHOLE, ())
+            )
+            assert isinstance(found, messages.RangeData)
+            assert (found.count, found.next) == (4, 4)
+            for storage in world.storages:
+                await until(lambda log=storage.logs[0]: log.last == 3)
+                assert storage.counts["RangeRaw"] == 0
+
+    run(main())
+
+
+def test_what_the_server_does_not_remember_comes_from_a_storage() -> None:
+    async def main() -> None:
+        async with cluster(transaction_cache_bytes=1 << 20) as (world, server):
+            client = await connect(server)
+            await client.mount()
+            for _ in range(4):
+                await client.append(100, size=4_000)
+            ask = messages.RangeRequest(client.req_id(), 0, 99, 1 << 20, RangeForm.WHOLE, ())
+            found = await client.ask(ask)
+            assert isinstance(found, messages.RangeData)
+            assert found.count == 100
+            assert sum(each.counts["RangeRaw"] for each in world.storages) == 1
+            newest = messages.RangeRequest(client.req_id(), 399, 399, 9, RangeForm.HEADERS, ())
+            found = await client.ask(newest)
+            assert isinstance(found, messages.RangeData)
+            assert sum(each.counts["RangeRaw"] for each in world.storages) == 1
+
+    run(main())
+
+
+def test_a_feed_from_the_beginning_and_on() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            writer, reader = await connect(server), await connect(server, BOB)
+            await writer.mount()
+            await writer.append(10)
+            mounted = await reader.mount(mark=4, feed=True)
+            (early,) = [each for each in reader.pushed if isinstance(each, messages.FeedBatch)]
+            assert (early.first, early.count) == (5, 5)
+            reader.link.send(messages.FeedRequest(mounted.req_id, 9))
+            await writer.append(5)
+            await until(lambda: len(reader.pushed) == 2)
+            late = reader.pushed[1]
+            assert isinstance(late, messages.FeedBatch)
+            assert (late.first, late.count, late.chain_at) == (10, 5, 14)
+
+    run(main())
+
+
+def test_questions_to_the_server_as_a_whole() -> None:
+    async def main() -> None:
+        async with cluster(2) as (world, server):
+            client = await connect(server)
+            owned = await client.ask(messages.ServerPartitionsRequest(client.req_id()))
+            assert isinstance(owned, messages.ServerPartitionsResponse)
+            assert owned.partitions == (0, 1)
+            health = await client.ask(messages.PartitionsHealthRequest(client.req_id()))
+            assert isinstance(health, messages.PartitionsHealthResponse)
+            assert health.healthy == ((0, True), (1, True))
+            await world.storages[2].stop()
+            reach = await client.ask(messages.CheckConnectivityRequest(client.req_id()))
+            assert isinstance(reach, messages.CheckConnectivityResponse)
+            assert sorted(is_up for _, is_up in reach.reachable) == [False, True, True]
+            replicas = await client.ask(
+                messages.ReplicasRequest(client.req_id(), linearizable=True)
+            )
+            assert isinstance(replicas, messages.ReplicasResponse)
+            assert set(replicas.replicas) <= {each.address for each in world.storages}
+            assert server.health().details["zookeeper"] is True
+
+    run(main())
+
+
+def test_nothing_is_dropped_in_silence() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            client = await connect(server)
+            unknown = await client.ask(messages.HighWaterMarkRequest(client.req_id(partition=9)))
+            assert isinstance(unknown, messages.ErrorResponse)
+            assert unknown.error_code == errors.UnknownPartition.code
+            answer = await client.ask(messages.FlushResponse(client.req_id(), 3))
+            assert isinstance(answer, messages.ErrorResponse)
+            assert answer.error_code == errors.BadRequest.code
+            refused = await client.append(2)
+            assert isinstance(refused, messages.AppendResult)
+            assert bytes(refused.reasons) == bytes([Reason.NOT_MOUNTED] * 2)
+
+    run(main())
+
+
+def test_a_storage_that_dies_and_returns_costs_no_append() -> None:
+    async def main() -> None:
+        async with cluster() as (world, server):
+            client = await connect(server)
+            await client.mount()
+            assert await ids(client.append(3)) == [0, 1, 2]
+            session = server.hosts[PartitionId(0)].partition.session_id
+            await world.storages[0].stop()
+            mounts = 1
+            done = 3
+            while done < 60:
+                answer = await client.append(3)
+                assert isinstance(answer, messages.AppendResult)
+                if bytes(answer.reasons) == bytes(3):
+                    done += 3
+                else:
+                    mounts += 1
+                    await client.mount(sequence=mounts)
+            assert server.hosts[PartitionId(0)].partition.session_id > session
+            await world.storages[0].start()
+            await until(lambda: world.storages[0].logs[0].last == done - 1)
+            assert await client.mark() == done - 1
+            assert world.storages[0].logs[0].records == world.storages[1].logs[0].records
+
+    run(main())
+
+
+def test_two_servers_share_the_partitions_and_one_takes_over() -> None:
+    async def main() -> None:
+        async with cluster(4) as (world, first):
+            client = await connect(first)
+            await client.mount()
+            await client.append(5)
+            async with asyncio.TaskGroup() as tasks:
+                second = await world.serve(tasks)
+                await until(lambda: len(first.hosts) == 2 and len(second.hosts) == 2)
+                assert set(first.hosts) | set(second.hosts) == set(range(4))
+                world.stops[0].set()
+                await until(lambda: len(second.hosts) == 4)
+                await until(lambda: all(host.partition.is_open for host in second.hosts.values()))
+                assert first.hosts == {}
+                await until(lambda: client.closed is not None)
+                other = await connect(second)
+                assert await other.mark() == 4
+                world.stops[1].set()
+
+    run(main())
+
+
+def test_a_client_that_never_reads_costs_bounded_memory_and_slows_nobody() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            writer, deaf = await connect(server), await connect(server, BOB)
+            await writer.mount()
+            mounted = await deaf.mount(feed=True)
+            deaf.link.pause_reading()
+            deaf.link.send(messages.FeedRequest(mounted.req_id, -1))
+            for _ in range(100):
+                deaf.link.send(
+                    messages.RangeRequest(deaf.req_id(), 0, 10_000, 1 << 22, RangeForm.WHOLE, ())
+                )
+            for _ in range(100):
+                await writer.append(1_000, size=100)
+                assert server._clients.bytes < 64 << 20
+            assert await writer.mark() == 99_999
+            assert deaf.closed is None
+            deaf.link.resume_reading()
+            await until(
+                lambda: (
+                    sum(each.count for each in deaf.pushed if isinstance(each, messages.FeedBatch))
+                    >= 10_000
+                )
+            )
+
+    run(main())
+
+
+def test_appends_that_are_in_flight_at_the_end_are_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with cluster() as (world, server):
+            client = await connect(server)
+            await client.mount()
+            for storage in world.storages:
+                storage.is_held = True
+            waiting = client.append(2)
+            pipeline = server.hosts[PartitionId(0)].partition.pipeline
+            await until(lambda: pipeline.in_flight_bytes > 0)
+            world.stops[0].set()
+            await asyncio.sleep(0)
+            for storage in world.storages:
+                storage.release()
+            assert await ids(waiting) == [0, 1]
+
+    with caplog.at_level(logging.ERROR):
+        run(main())
+    assert caplog.records == []
