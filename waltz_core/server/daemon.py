@@ -119,7 +119,7 @@ class Server:
         self.metrics = Metrics("server", with_process=True)
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
-        self._read_links = ReadLinks()
+        self._read_links = ReadLinks(self._cluster_key, self.partition_count)
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
         self._assignments = ReplicaAssignments()

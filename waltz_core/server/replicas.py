@@ -146,7 +146,9 @@ class _ReadLink:
 class ReadLinks:
     """One link to each storage for reading, made when it is first needed, for all partitions."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster_key: bytes, partition_count: int) -> None:
+        # A storage answers no reader that has not said which cluster it means.
+        self._opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialling: dict[ReplicaId, asyncio.Lock] = {}
 
@@ -186,6 +188,7 @@ class ReadLinks:
                 lambda messages: _take_answers(replica, read_link, messages),
                 lambda reason: self._lost(replica, read_link, reason),
             )
+            link.send(self._opening)
             return read_link
 
     def _lost(self, replica: ReplicaId, read_link: _ReadLink, reason: str) -> None:
@@ -199,6 +202,10 @@ class ReadLinks:
 def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Message]) -> None:
     for message in messages:
         assert isinstance(message, StorageMessage)
+        if message.partition_id == _NOBODY and isinstance(message, Nack):
+            # The answer to the opening: another cluster's storage, nothing here is for us.
+            read_link.link.abort(message.message)
+            return
         answer = read_link.waiting.get((PartitionId(message.partition_id), message.sequence))
         if answer is None or answer.done():
             continue
