@@ -23,6 +23,7 @@ from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, ChecksumMismatch, DiskFailed, WaltzError
 from waltz_core.record import (
     GENESIS_CHAIN,
+    RECORD_HEADER,
     RECORD_OVERHEAD_BYTES,
     Chain,
     PartitionId,
@@ -242,7 +243,8 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
         return _nothing(message)
     if message.form == RangeForm.HEADERS:
         headers = log.read_headers(first, last, bytes_max)
-        count, records, lengths = headers.count, headers.headers, b""
+        records, lengths = headers.headers, b""
+        count = len(records) // RECORD_HEADER.size
         chain_before, entries = headers.chain_before, headers.entries
     elif message.form == RangeForm.WHOLE:
         read = log.read_range(first, last, bytes_max, whole_batches=message.whole_batches)

@@ -1,0 +1,34 @@
+"""Runs a storage daemon with a static cluster as a process of its own: `python FILE DIRECTORY`."""
+
+import sys
+from uuid import UUID
+
+from waltz_core import net
+from waltz_core.config import StorageConfig
+from waltz_core.errors import WaltzError
+from waltz_core.record import PartitionId
+from waltz_core.storage.daemon import StaticCluster, serve
+
+KEY = UUID(int=0x0E6BFD32BDC64CE187FB950915C99D24)
+PARTITION_COUNT = 4
+
+
+def main(directory: str, key: str = str(KEY)) -> int:
+    config = StorageConfig(
+        connect="nowhere:1/none", directory=directory, port=0, admin_port=0, reserve_bytes=0
+    )
+    cluster = StaticCluster(UUID(key), PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
+
+    def say(address: str) -> None:
+        print(f"storage ready {address}", flush=True)  # noqa: T201 - its parent waits for it
+
+    try:
+        net.run(serve(config, cluster=cluster, on_ready=say))
+    except WaltzError as error:
+        print(f"refused: {type(error).__name__}: {error}", flush=True)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,673 @@
+"""The session rules of a storage, over a real directory; pieces of work run when the test says."""
+
+import dataclasses
+import time
+import zlib
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from tests.storage_owner import Owner, records_of
+from waltz_core import errors
+from waltz_core.errors import DiskFailed, NoSpace, from_code
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
+from waltz_core.storage import service
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.service import Identity, StorageService
+from waltz_core.storage.work import Request
+from waltz_core.wire.messages import (
+    Appended,
+    Engage,
+    Heartbeat,
+    HeartbeatAnswer,
+    LineageRequest,
+    LineageResponse,
+    Nack,
+    OpenRequest,
+    Prepare,
+    Prepared,
+    RangeBytes,
+    RangeForm,
+    RangeRaw,
+    Repair,
+    ReplicaState,
+    SetLowWaterMark,
+    SuccessResponse,
+    Truncate,
+)
+
+KEY = b"the cluster key."
+STORAGE_ID = b"the storage's id"
+NO_ID = bytes(16)
+
+
+class MoodyFile:
+    """A real file that fails when its disk is told to."""
+
+    def __init__(self, file, disk):
+        self._file = file
+        self._disk = disk
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def sync(self):
+        self._disk.meet("sync")
+        self._file.sync()
+
+    def pwrite(self, parts, offset):
+        self._disk.meet("pwrite")
+        self._file.pwrite(parts, offset)
+
+
+class MoodyDisk(RealDisk):
+    """A real disk that raises an error at the next call of a name."""
+
+    def __init__(self):
+        self.next_errors = {}
+
+    def meet(self, call):
+        error = self.next_errors.pop(call, None)
+        if error is not None:
+            raise error
+
+    def open(self, path, *, create=False):
+        return MoodyFile(super().open(path, create=create), self)
+
+
+class Bench:
+    """A service whose effects are written down, and whose work waits to be run."""
+
+    def __init__(self, directory, **options):
+        self.disk = MoodyDisk()
+        settings = LogSettings(KEY, 1 << 20, lambda: time.time_ns() // 1_000_000)
+        self.engine = Engine.open(
+            self.disk, directory, settings, partition_count=4, new_storage_id=STORAGE_ID
+        )
+        options = {"queue_bytes_max": 1 << 20} | options
+        self.service = StorageService(Identity(KEY, 4, STORAGE_ID), **options)
+        self.now_ms = 1_000_000
+        self.effects = []
+        self.works = []
+        self.log = self.engine.assign(0)
+        self.step(service.Opened(self.log))
+
+    def step(self, event):
+        effects = self.service.step(event, self.now_ms)
+        self.effects += effects
+        self.works += [each.work for each in effects if isinstance(each, service.RunWork)]
+        return effects
+
+    def send(self, connection, *messages):
+        """Take requests in; nothing that blocks is done yet."""
+        for message in messages:
+            self.step(Request(connection, message))
+
+    def finish(self):
+        """Run the work that is there and that comes of it; return how many pieces."""
+        count = 0
+        while self.works:
+            work = self.works.pop(0)
+            self.step(service.WorkDone(work, work.run()))
+            count += 1
+        return count
+
+    def ask(self, connection, message):
+        """Return the one answer to a request."""
+        before = len(self.answers())
+        self.send(connection, message)
+        self.finish()
+        answers = self.answers()[before:]
+        assert len(answers) == 1, answers
+        assert answers[0][0] == connection
+        assert answers[0][1].sequence == message.sequence
+        return answers[0][1]
+
+    def refusal(self, connection, message):
+        """Return the class of error that a request was refused with."""
+        answer = self.ask(connection, message)
+        assert isinstance(answer, Nack), answer
+        assert answer.message
+        return type(from_code(answer.error_code, answer.message))
+
+    def answers(self, connection=None):
+        found = [
+            (each.connection, each.message)
+            for each in self.effects
+            if isinstance(each, service.Answer)
+        ]
+        return found if connection is None else [m for c, m in found if c == connection]
+
+    def only(self, kind):
+        return [each for each in self.effects if isinstance(each, kind)]
+
+    def owned(self, session_id=1, connection=1, *, engaged=True):
+        """Return an owner whose session is prepared, and engaged if wanted."""
+        owner = Owner(session_id)
+        prepared = self.ask(connection, prepare(owner))
+        assert isinstance(prepared, Prepared)
+        owner.next_id, owner.chain = prepared.synced_max + 1, bytes(prepared.chain)
+        if engaged:
+            mark = owner.make(SetLowWaterMark, prepared.synced_max, prepared.chain)
+            assert isinstance(self.ask(connection, mark), ReplicaState)
+            engage = owner.make(Engage, prepared.synced_max)
+            assert isinstance(self.ask(connection, engage), ReplicaState)
+        return owner
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make_bench(**options):
+        made.append(Bench(tmp_path / str(len(made)), **options))
+        return made[-1]
+
+    yield make_bench
+    for bench in made:
+        bench.engine.abandon()
+
+
+@pytest.fixture
+def bench(make):
+    return make()
+
+
+def prepare(owner, *, storage_id=STORAGE_ID, key=KEY, count=4):
+    return owner.make(Prepare, owner.nonce, storage_id, key, count)
+
+
+def range_of(owner, first, last, **options):
+    fields = {
+        "bytes_max": 1 << 20,
+        "form": RangeForm.WHOLE,
+        "whole_batches": False,
+        "reader": False,
+    } | options
+    return owner.make(RangeRaw, first, last, *fields.values())
+
+
+def open_request(key=KEY, count=4):
+    return OpenRequest(-1, -1, -1, key, count)
+
+
+# ---------------------------------------------------------------------------------------------
+# preparing
+
+
+def test_a_new_replica_tells_that_it_has_nothing(bench):
+    answer = bench.ask(1, prepare(Owner(5)))
+    assert answer == Prepared(
+        5, 1, 0, STORAGE_ID, -1, BEFORE_FIRST, True, BEFORE_FIRST, GENESIS_CHAIN, False, b""
+    )
+    assert bench.log.promised == 5
+
+
+def test_a_storage_that_nobody_has_registered_yet_is_prepared_without_its_id(bench):
+    answer = bench.ask(1, prepare(Owner(5), storage_id=NO_ID))
+    assert answer.storage_id == STORAGE_ID
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"key": b"another cluster."}, errors.ClusterKeyMismatch),
+        ({"count": 5}, errors.ClusterKeyMismatch),
+        ({"storage_id": b"another storage."}, errors.StorageIdMismatch),
+    ],
+)
+def test_a_storage_of_others_is_not_prepared(bench, wrong, error):
+    assert bench.refusal(1, prepare(Owner(5), **wrong)) is error
+    assert bench.log.promised == -1
+
+
+def test_a_session_that_is_no_number_soon_after_the_last_is_refused(bench):
+    assert bench.refusal(1, prepare(Owner(-1))) is errors.BadRequest
+    assert bench.refusal(1, prepare(Owner(1 << 40))) is errors.BadRequest
+    assert bench.log.promised == -1
+
+
+def test_an_earlier_session_is_refused_with_the_promised_one(bench):
+    bench.owned(5)
+    answer = bench.ask(2, prepare(Owner(4)))
+    assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
+
+
+def test_the_same_session_of_another_owner_is_refused(bench):
+    bench.owned(5)
+    assert bench.refusal(2, prepare(Owner(5, nonce=b"another nonce..."))) is errors.SessionFenced
+    assert bench.only(service.CloseConnection) == []
+
+
+def test_the_same_owner_may_come_again_on_another_connection(bench):
+    owner = bench.owned(5, connection=1)
+    assert isinstance(bench.ask(2, prepare(owner)), Prepared)
+    assert [each.connection for each in bench.only(service.CloseConnection)] == [1]
+    assert bench.refusal(1, owner.append()) is errors.SessionFenced
+    owner.next_id, owner.chain = 0, GENESIS_CHAIN
+    assert isinstance(bench.ask(2, owner.append()), Appended)
+
+
+def test_a_partition_that_is_not_assigned_here_is_refused(bench):
+    assert bench.refusal(1, prepare(Owner(5, partition_id=3))) is errors.UnknownPartition
+
+
+def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
+    bench.disk.next_errors["pwrite"] = DiskFailed("slots are gone")
+    assert bench.refusal(1, prepare(Owner(5))) is DiskFailed
+    assert [each.connection for each in bench.only(service.CloseConnection)] == [1]
+    assert bench.refusal(1, Owner(5).make(Heartbeat)) is errors.SessionFenced
+    # What was refused stays fenced: an earlier session cannot slip in.
+    assert bench.refusal(2, prepare(Owner(4))) is errors.SessionFenced
+
+
+# ---------------------------------------------------------------------------------------------
+# who may ask
+
+
+def test_nothing_is_done_on_a_connection_that_has_not_prepared_the_session(bench):
+    owner = bench.owned(5, connection=1)
+    for message in (
+        owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
+        owner.make(Truncate, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN),
+        owner.make(Engage, BEFORE_FIRST),
+        owner.make(Heartbeat),
+        owner.make(LineageRequest, 0, 0),
+        owner.make(Repair, 0, b"", b"", 0),
+        range_of(owner, 0, 0),
+        Owner(5).append(),
+    ):
+        assert bench.refusal(2, message) is errors.SessionFenced
+    assert bench.log.synced_max == BEFORE_FIRST
+
+
+def test_a_message_of_another_session_is_refused_with_the_promised_one(bench):
+    owner = bench.owned(5)
+    for session_id in (4, 6):
+        message = dataclasses.replace(owner.make(Heartbeat), session_id=session_id)
+        answer = bench.ask(1, message)
+        assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
+        assert answer.session_id == session_id
+    assert bench.log.promised == 5
+
+
+def test_what_is_no_request_is_refused(bench):
+    owner = bench.owned(5)
+    assert bench.refusal(1, owner.make(SuccessResponse)) is errors.BadRequest
+
+
+def test_a_heartbeat_is_answered_at_once_while_work_is_under_way(bench):
+    owner = bench.owned(5)
+    bench.send(1, owner.append(), owner.make(Heartbeat))
+    assert isinstance(bench.answers(1)[-1], HeartbeatAnswer)
+    bench.finish()
+
+
+def test_a_heartbeat_tells_of_a_later_session_before_that_is_answered(bench):
+    owner = bench.owned(5, connection=1)
+    bench.send(3, open_request())
+    assert isinstance(bench.ask(3, owner.make(Heartbeat)), HeartbeatAnswer)
+    bench.send(2, prepare(Owner(6)))
+    bench.send(3, owner.make(Heartbeat))
+    answer = bench.answers(3)[-1]
+    assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 6)
+    bench.finish()
+
+
+# ---------------------------------------------------------------------------------------------
+# appending
+
+
+def test_what_is_appended_is_answered_after_the_sync_and_can_be_read(bench):
+    owner = bench.owned(5)
+    first, second = owner.append(3), owner.append(2)
+    assert bench.ask(1, first) == Appended(5, first.sequence, 0, 2)
+    assert bench.ask(1, second) == Appended(5, second.sequence, 0, 4)
+    found = bench.ask(1, range_of(owner, 1, 4))
+    records, _, lengths = records_of(1, 4)
+    assert isinstance(found, RangeBytes)
+    assert (found.first, found.count, bytes(found.records), bytes(found.lengths)) == (
+        1,
+        4,
+        records,
+        lengths,
+    )
+    assert [entry.last for entry in found.lineage] == [2, 4]
+
+
+def test_all_appends_that_wait_are_synced_once(bench):
+    owner = bench.owned(5)
+    appends = [owner.append(2) for _ in range(5)]
+    bench.send(1, appends[0])
+    bench.send(1, *appends[1:])
+    assert [len(work.requests) for work in bench.works] == [1]
+    before = bench.log.sync_count
+    assert bench.finish() == 2
+    one_group = bench.log.sync_count - before
+    answers = bench.answers(1)[-5:]
+    assert [(each.sequence, each.synced_max) for each in answers] == [
+        (appends[0].sequence, 1),
+        *((each.sequence, 9) for each in appends[1:]),
+    ]
+    # Two groups cost what two appends cost, not what five do.
+    before = bench.log.sync_count
+    bench.ask(1, owner.append())
+    assert one_group == 2 * (bench.log.sync_count - before)
+
+
+def test_nothing_is_answered_before_the_work_is_done(bench):
+    owner = bench.owned(5)
+    count = len(bench.answers())
+    bench.send(1, owner.append(), owner.append())
+    assert len(bench.answers()) == count
+    bench.finish()
+    assert len(bench.answers()) == count + 2
+
+
+def test_bytes_that_are_not_what_was_sent_are_refused_with_all_that_follows(bench):
+    owner = bench.owned(5)
+    good, bad, after = owner.append(), owner.append(), owner.append()
+    bad = dataclasses.replace(bad, records=b"\xff" + bad.records[1:])
+    bench.send(1, owner.make(Engage, BEFORE_FIRST), good, bad, after)
+    bench.finish()
+    _, first, second, third = bench.answers(1)[-4:]
+    assert first == Appended(5, good.sequence, 0, 0)
+    assert {second.error_code, third.error_code} == {errors.ChecksumMismatch.code}
+    assert bench.log.synced_max == 0
+
+
+def test_an_append_that_does_not_follow_on_is_refused(bench):
+    owner = bench.owned(5)
+    owner.append()
+    assert bench.refusal(1, owner.append()) is errors.BadRequest
+    assert bench.log.max_id == BEFORE_FIRST
+
+
+def test_an_append_without_batches_is_refused(bench):
+    owner = bench.owned(5)
+    empty = dataclasses.replace(owner.append(), lineage=())
+    assert bench.refusal(1, empty) is errors.BadRequest
+
+
+def test_appends_are_synced_before_what_comes_after_them(bench):
+    owner = bench.owned(5)
+    bench.send(1, owner.append(), owner.append())
+    bench.send(1, owner.make(Truncate, 0, 0, owner.chain), owner.make(Heartbeat))
+    assert bench.finish() == 3
+    assert isinstance(bench.answers(1)[-1], Nack)  # the chain at 0 is another
+    assert bench.log.synced_max == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# fencing
+
+
+def test_a_later_session_ends_the_earlier_one_at_once(bench):
+    old = bench.owned(5, connection=1)
+    under_way, *queued = (old.append() for _ in range(4))
+    bench.send(1, under_way, *queued)
+    bench.send(1, range_of(old, 0, 0))
+    new = Owner(6)
+    bench.send(2, prepare(new))
+    refused = bench.answers(1)[-4:]
+    assert all(each.error_code == errors.SessionFenced.code for each in refused)
+    assert [each.connection for each in bench.only(service.CloseConnection)] == [1]
+    bench.send(1, old.append())
+    assert bench.answers(1)[-1].promised == 6
+    bench.finish()
+    # What was under way is on disk, and the new session is told so.
+    prepared = bench.answers(2)[-1]
+    assert (prepared.synced_max, prepared.last_session) == (0, 5)
+    assert bench.service.queued_bytes == 0
+
+
+def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
+    owner = bench.owned(5)
+    bench.send(1, *(owner.append() for _ in range(4)))
+    bench.step(service.Disconnected(1))
+    bench.finish()
+    assert bench.log.synced_max == 0
+    assert bench.service.queued_bytes == 0
+    again = Owner(5).continues(owner)
+    assert bench.ask(2, prepare(again)).synced_max == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# reading
+
+
+def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
+    owner = bench.owned(5, engaged=False)
+    reader = Owner(5)
+    request = range_of(reader, 0, 9, reader=True)
+    assert bench.refusal(7, request) is errors.BadRequest  # it has not said which cluster
+    assert bench.ask(7, open_request()) == SuccessResponse(-1, -1, -1)
+    assert bench.refusal(7, request) is errors.NotMounted
+    bench.ask(1, owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN))
+    bench.ask(1, owner.append(3))
+    assert bench.refusal(7, request) is errors.NotMounted
+    owner = bench.owned(6, connection=1)
+    bench.ask(1, owner.append(2))
+    assert bench.refusal(7, request) is errors.SessionFenced
+    found = bench.ask(7, range_of(Owner(6), 1, 99, reader=True))
+    assert (found.first, found.count) == (1, 4)
+    beyond = bench.ask(7, range_of(Owner(6), 5, 99, reader=True))
+    assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
+    bench.step(service.Disconnected(1))  # the owner is gone, the log is what it was
+    assert bench.ask(7, range_of(Owner(6), 0, 0, reader=True)).count == 1
+
+
+def test_a_reader_never_sees_what_is_not_synced(bench):
+    owner = bench.owned(5)
+    bench.send(7, open_request())
+    bench.send(1, owner.append())
+    append = bench.works[0]
+    bench.send(7, range_of(Owner(5), 0, 9, reader=True))
+    assert bench.works == [append]
+    bench.finish()
+    assert bench.answers(7)[-1].count == 1
+
+
+@pytest.mark.parametrize("wrong", [{"key": b"another cluster."}, {"count": 5}])
+def test_a_reader_of_another_cluster_is_refused(bench, wrong):
+    bench.send(7, open_request(**wrong))
+    assert bench.answers(7)[-1].error_code == errors.ClusterKeyMismatch.code
+    bench.owned(5)
+    assert bench.refusal(7, range_of(Owner(5), 0, 0, reader=True)) is errors.BadRequest
+
+
+def test_headers_and_whole_batches(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(3))
+    chain = owner.chain
+    bench.ask(1, owner.append(3))
+    headers = bench.ask(1, range_of(owner, 1, 4, form=RangeForm.HEADERS))
+    assert (headers.first, headers.count, len(headers.records)) == (1, 4, 4 * 28)
+    assert bytes(headers.lengths) == b""
+    batches = bench.ask(1, range_of(owner, 3, 5, whole_batches=True))
+    assert (batches.first, batches.count, bytes(batches.chain_before)) == (3, 3, chain)
+    _, crcs, _ = records_of(3, 3)
+    assert bytes(batches.lineage[0].chain) == next_chain(chain, 3, 5, 5, crcs)
+    assert bench.refusal(1, range_of(owner, 4, 5, whole_batches=True)) is errors.BadRequest
+    assert bench.refusal(1, range_of(owner, 6, 9)) is errors.BadRequest
+    assert bench.refusal(1, range_of(owner, 0, 1, form=9)) is errors.BadRequest
+
+
+def test_a_lineage(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(3))
+    bench.ask(1, owner.append(3))
+    found = bench.ask(1, owner.make(LineageRequest, 1, 4))
+    assert isinstance(found, LineageResponse)
+    assert [(entry.first, entry.last) for entry in found.lineage] == [(0, 2), (3, 5)]
+    assert bytes(found.chain_before) == GENESIS_CHAIN
+
+
+def test_reads_and_writes_take_turns(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(3))
+    bench.send(1, owner.append())
+    bench.send(1, *(range_of(owner, 0, 0) for _ in range(3)))
+    bench.send(1, owner.append(), owner.append())
+    kinds = []
+    while bench.works:
+        work = bench.works.pop(0)
+        kinds.append((type(work.requests[0].message).__name__, len(work.requests)))
+        bench.step(service.WorkDone(work, work.run()))
+    assert kinds == [
+        ("AppendRaw", 1),
+        ("RangeRaw", 1),
+        ("AppendRaw", 2),
+        ("RangeRaw", 1),
+        ("RangeRaw", 1),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# limits
+
+
+def test_who_brings_more_than_there_is_room_for_is_not_read_until_there_is(make):
+    bench = make(queue_bytes_max=4_000)
+    owner = bench.owned(5)
+    bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
+    assert [each.connection for each in bench.only(service.PauseReading)] == [1]
+    assert bench.only(service.ResumeReading) == []
+    bench.finish()
+    assert [each.connection for each in bench.only(service.ResumeReading)] == [1]
+    assert bench.service.queued_bytes == 0
+    assert bench.log.synced_max == 7
+
+
+def test_a_connection_that_is_gone_is_not_resumed(make):
+    bench = make(queue_bytes_max=4_000)
+    owner = bench.owned(5)
+    bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
+    bench.step(service.Disconnected(1))
+    bench.finish()
+    assert bench.only(service.ResumeReading) == []
+
+
+# ---------------------------------------------------------------------------------------------
+# the disk
+
+
+def test_after_a_failed_sync_the_partition_leaves_its_session_and_a_second_one_is_the_end(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(2))
+    kept = Owner(6).continues(owner)
+    bench.send(1, owner.append())
+    bench.send(1, owner.append(), owner.append())
+    bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
+    bench.finish()
+    refused = bench.answers(1)[-3:]
+    assert refused[0].error_code == DiskFailed.code
+    assert "x.seg" in refused[0].message
+    assert {each.error_code for each in refused[1:]} == {errors.SessionFenced.code}
+    assert [each.connection for each in bench.only(service.CloseConnection)] == [1]
+    assert bench.only(service.EndProcess) == []
+    assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
+
+    prepared = bench.ask(2, prepare(kept))
+    assert (prepared.synced_max, bytes(prepared.chain)) == (1, kept.chain)
+    assert bench.ask(2, kept.append()).synced_max == 2
+    bench.disk.next_errors["sync"] = DiskFailed("sync of y.seg: Input/output error")
+    assert bench.refusal(2, kept.append()) is DiskFailed
+    (end,) = bench.only(service.EndProcess)
+    assert "y.seg" in end.reason
+
+
+def test_a_full_disk_refuses_appends_and_still_reads(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(2))
+    kept = (owner.next_id, owner.chain)
+    bench.disk.next_errors["pwrite"] = NoSpace("x.seg: no space left")
+    assert bench.refusal(1, owner.append()) is NoSpace
+    assert bench.only(service.CloseConnection) == []
+    assert bench.ask(1, range_of(owner, 0, 1)).count == 2
+    owner.next_id, owner.chain = kept
+    assert bench.ask(1, owner.append()).synced_max == 2
+
+
+def test_the_marker_moves_when_a_log_comes_to_rest(bench):
+    owner = bench.owned(5)
+    assert bench.service.wake_at_ms is None
+    bench.ask(1, owner.append(2))
+    assert bench.service.wake_at_ms == bench.now_ms + 1000
+    bench.step(Wakeup())  # too early
+    assert bench.works == []
+    bench.now_ms += 1000
+    bench.step(Wakeup())
+    assert [work.requests for work in bench.works] == [()]
+    assert bench.log.slot.acked.transaction_id == BEFORE_FIRST
+    bench.finish()
+    assert bench.log.slot.acked.transaction_id == 1
+    assert bench.service.wake_at_ms is None
+    bench.ask(1, owner.append())
+    bench.now_ms += 1000
+    bench.send(1, owner.append())
+    bench.step(Wakeup())  # at work: its turn comes again
+    bench.finish()
+    assert bench.service.wake_at_ms == bench.now_ms + 1000
+
+
+# ---------------------------------------------------------------------------------------------
+# partitions that come and go
+
+
+def test_a_dropped_partition_is_served_no_more(bench):
+    owner = bench.owned(5)
+    assert bench.service.partitions == (0,)
+    bench.send(1, owner.append(), owner.append())
+    bench.step(service.Dropped(0))
+    assert bench.only(service.Idle) == []
+    assert [each.connection for each in bench.only(service.CloseConnection)] == [1]
+    bench.finish()
+    assert [each.log for each in bench.only(service.Idle)] == [bench.log]
+    assert bench.refusal(1, owner.make(Heartbeat)) is errors.UnknownPartition
+    bench.step(service.Opened(bench.log))
+    assert bench.owned(6, connection=2).next_id == 1
+    bench.step(service.Dropped(0))
+    assert len(bench.only(service.Idle)) == 2
+
+
+def test_refusals_are_reported(bench):
+    bench.refusal(1, prepare(Owner(5, partition_id=3)))
+    (report,) = bench.only(Report)
+    assert report.name == "refused"
+    assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
+
+
+def test_a_damaged_range_is_told_and_repaired(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    with flipped(bench.engine.directory / "0", 3):
+        assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
+    prepared = bench.ask(2, prepare(Owner(6)))
+    assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [3, 3]
+    records, _, lengths = records_of(3, 1)
+
+    repair = Owner(6)
+    repair.sequence = 9
+    message = repair.make(Repair, 3, lengths, records, zlib.crc32(records))
+    wrong = dataclasses.replace(message, records_crc=1)
+    assert bench.refusal(2, wrong) is errors.ChecksumMismatch
+    assert isinstance(bench.ask(2, message), ReplicaState)
+    assert bench.ask(2, range_of(Owner(6), 3, 3)).count == 1
+
+
+@contextmanager
+def flipped(directory, index):
+    """Flip a byte in the data of a record in the first segment."""
+    (segment,) = directory.glob("*.seg")
+    size = 44
+    with segment.open("r+b") as file:
+        file.seek(128 + index * size + 37)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    yield

@@ -1,0 +1,97 @@
+"""One outcome for each request, whatever the log says."""
+
+import zlib
+
+import pytest
+
+from tests.storage_owner import Owner, records_of
+from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.record import BEFORE_FIRST
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, Request, Work
+from waltz_core.wire.messages import (
+    ENTRIES_MAX,
+    Appended,
+    RangeForm,
+    RangeRaw,
+    Repair,
+    SuccessResponse,
+)
+
+STORAGE_ID = b"the storage's id"
+
+
+@pytest.fixture
+def log(tmp_path):
+    settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
+    engine = Engine.open(
+        RealDisk(), tmp_path, settings, partition_count=1, new_storage_id=STORAGE_ID
+    )
+    made = engine.assign(0)
+    made.prepare(5, bytes(16))
+    yield made
+    engine.abandon()
+
+
+def run(log, *messages, **options):
+    work = Work(log, tuple(Request(1, message) for message in messages), STORAGE_ID)
+    assert work.partition_id == 0
+    return work.run(**options)
+
+
+def test_a_group_counts_what_it_has_appended_and_times_its_one_sync(log):
+    owner = Owner(5)
+    moments = iter((10.0, 10.5))
+    result = run(log, owner.append(3), owner.append(2), clock_s=lambda: next(moments))
+    assert [type(each) for each in result.outcomes] == [Appended, Appended]
+    assert (result.appended_count, result.appended_bytes) == (5, 5 * 44)
+    assert result.sync_s == 0.5
+    assert result.failure is None
+
+
+def test_a_group_that_was_refused_whole_is_not_synced(log):
+    owner = Owner(5)
+    owner.append()
+    result = run(log, owner.append(), owner.append())
+    assert [type(each) for each in result.outcomes] == [BadRequest, BadRequest]
+    assert result.sync_s is None
+    assert result.appended_count == 0
+
+
+def test_lengths_that_do_not_fit_the_bytes_are_refused(log):
+    records, _, lengths = records_of(0, 2)
+    repair = Owner(5).make(Repair, 0, lengths, records, zlib.crc32(records) ^ 1)
+    (outcome,) = run(log, repair).outcomes
+    assert isinstance(outcome, ChecksumMismatch)
+    assert "expected CRC" in str(outcome)
+
+
+def test_what_is_no_request_is_refused(log):
+    (outcome,) = run(log, SuccessResponse(5, 1, 0)).outcomes
+    assert isinstance(outcome, BadRequest)
+
+
+def test_without_requests_the_marker_moves(log):
+    run(log, Owner(5).append(3))
+    assert log.slot.acked.transaction_id == BEFORE_FIRST
+    assert run(log).outcomes == []
+    assert log.slot.acked.transaction_id == 2
+
+
+def test_reads_are_bounded_whatever_is_asked_for(log, monkeypatch):
+    asked = []
+    read = log.read_range
+    monkeypatch.setattr(
+        log, "read_range", lambda *args, **more: asked.append(args[2]) or read(*args, **more)
+    )
+    run(log, Owner(5).append(3))
+    owner = Owner(5)
+    for bytes_max, whole_batches in ((2**31 - 1, False), (2**31 - 1, True), (-5, False)):
+        message = owner.make(RangeRaw, 0, 2, bytes_max, RangeForm.WHOLE, whole_batches, False)
+        (outcome,) = run(log, message).outcomes
+        assert outcome.count >= 1
+    assert asked == [RANGE_BYTES_MAX, BATCHES_BYTES_MAX, 1]
+    # However small its records are, the lineage of an answer fits into a message.
+    assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
