@@ -1,0 +1,435 @@
+"""A real storage daemon over TCP: what is answered survives a kill, and what it refuses to be."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from tests.integration.run_storage import KEY, PARTITION_COUNT
+from tests.storage_owner import Owner, records_of
+from waltz_core import errors, net
+from waltz_core.cluster.creation import NewCluster, NewStorage
+from waltz_core.cluster.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper import connected
+from waltz_core.config import StorageConfig
+from waltz_core.record import BEFORE_FIRST, PartitionId, ReplicaId
+from waltz_core.storage import daemon
+from waltz_core.storage.daemon import StaticCluster, StorageDaemon, serve
+from waltz_core.wire.messages import (
+    Appended,
+    Engage,
+    Nack,
+    OpenRequest,
+    Prepare,
+    Prepared,
+    RangeBytes,
+    RangeForm,
+    RangeRaw,
+    ReplicaState,
+    SetLowWaterMark,
+    SuccessResponse,
+    Surface,
+)
+
+ROOT = Path(__file__).parents[2]
+RUNNER = ROOT / "tests" / "integration" / "run_storage.py"
+CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
+READY_S = 30
+
+
+def on_loop(main):
+    async def bounded():
+        async with asyncio.timeout(60):
+            return await main
+
+    return net.run(bounded())
+
+
+# ---------------------------------------------------------------------------------------------
+# processes
+
+
+class StorageProcess:
+    """A daemon of its own, killed at the end whatever happens."""
+
+    def __init__(self, directory, *arguments, flags=()):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, *flags, str(RUNNER), str(directory), *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        watchdog = threading.Timer(READY_S, self.process.kill)
+        watchdog.start()
+        self.line = self.process.stdout.readline().decode().strip()
+        watchdog.cancel()
+        self.address = self.line.removeprefix("storage ready ")
+
+    def end(self, number=signal.SIGKILL):
+        self.process.send_signal(number)
+        code = self.process.wait(READY_S)
+        self.process.stdout.close()
+        return code
+
+
+@contextlib.contextmanager
+def running(*arguments, **options):
+    storage = StorageProcess(*arguments, **options)
+    try:
+        yield storage
+    finally:
+        if storage.process.poll() is None:
+            storage.end()
+        storage.process.stdout.close()
+
+
+class Session:
+    """An owner's connection to a storage."""
+
+    def __init__(self, link, owner):
+        self.link = link
+        self.owner = owner
+
+    async def ask(self, message):
+        self.link.send(message)
+        (answer,) = await self.link.receive()
+        assert answer.sequence == message.sequence
+        return answer
+
+    async def prepare(self):
+        owner = self.owner
+        message = owner.make(Prepare, owner.nonce, bytes(16), KEY.bytes, PARTITION_COUNT)
+        answer = await self.ask(message)
+        assert isinstance(answer, Prepared), answer
+        owner.next_id, owner.chain = answer.synced_max + 1, answer.chain
+        return answer
+
+    async def engage(self):
+        owner = self.owner
+        mark = owner.next_id - 1
+        for message in (
+            owner.make(SetLowWaterMark, mark, owner.chain),
+            owner.make(Engage, mark),
+        ):
+            answer = await self.ask(message)
+            assert isinstance(answer, ReplicaState), answer
+            assert answer.synced_max == mark
+
+    async def read(self, first, last, **options):
+        fields = {
+            "bytes_max": 1 << 20,
+            "form": RangeForm.WHOLE,
+            "whole_batches": False,
+            "reader": False,
+        } | options
+        return await self.ask(self.owner.make(RangeRaw, first, last, *fields.values()))
+
+
+@contextlib.asynccontextmanager
+async def session(address, session_id, partition_id=0):
+    link = await net.dial(Surface.STORAGE, address)
+    try:
+        yield Session(link, Owner(session_id, partition_id))
+    finally:
+        link.close("done")
+        await link.wait_closed()
+
+
+def test_what_was_answered_is_there_after_a_kill(tmp_path):
+    async def fill(address):
+        async with session(address, 5) as owner:
+            first = await owner.prepare()
+            assert (first.synced_max, first.last_session) == (BEFORE_FIRST, -1)
+            await owner.engage()
+            appends = [owner.owner.append(100, data=bytes(512)) for _ in range(10)]
+            for append in appends:
+                owner.link.send(append)
+            answers = []
+            while len(answers) < 10:
+                answers += await owner.link.receive()
+            assert all(isinstance(each, Appended) for each in answers), answers
+            assert answers[-1].synced_max == 999
+            await check_records(owner)
+            return first.storage_id, owner.owner.chain
+
+    async def check_records(owner):
+        found = await owner.read(0, 999)
+        assert isinstance(found, RangeBytes)
+        assert (found.first, found.count) == (0, 1000)
+        assert bytes(found.records) == records_of(0, 1000, bytes(512))[0]
+
+    async def look(address):
+        async with session(address, 6) as owner:
+            prepared = await owner.prepare()
+            await check_records(owner)
+            return prepared
+
+    with running(tmp_path) as storage:
+        storage_id, chain = on_loop(fill(storage.address))
+        assert storage.end(signal.SIGKILL) == -signal.SIGKILL
+    with running(tmp_path) as storage:
+        prepared = on_loop(look(storage.address))
+        assert prepared.storage_id == storage_id
+        assert (prepared.synced_max, prepared.chain) == (999, chain)
+        assert (prepared.last_session, prepared.low_water_mark) == (5, BEFORE_FIRST)
+        assert (prepared.mark_confirmed, prepared.suspect) == (True, False)
+        assert storage.end(signal.SIGTERM) == 0
+    with running(tmp_path) as storage:
+        assert storage.line.startswith("storage ready")
+
+
+def test_another_cluster_another_process_and_a_broken_file_are_refused(tmp_path):
+    with running(tmp_path) as storage:
+        assert storage.line.startswith("storage ready ")
+        with running(tmp_path) as second:
+            assert "another process" in second.line
+            assert second.process.wait(READY_S) == 1
+        assert storage.end(signal.SIGTERM) == 0
+    with running(tmp_path, str(UUID(int=1))) as foreign:
+        assert foreign.line.startswith("refused: ClusterKeyMismatch")
+        assert str(KEY) in foreign.line or KEY.hex in foreign.line
+    control = tmp_path / "waltz-storage.ctl"
+    control.write_bytes(control.read_bytes()[:200])
+    with running(tmp_path) as broken:
+        assert broken.line.startswith("refused: ")
+        assert "waltz-storage.ctl" in broken.line
+
+
+def test_it_does_not_run_without_its_assertions(tmp_path):
+    program = (
+        "from waltz_core.storage.daemon import run\n"
+        "from waltz_core.config import StorageConfig\n"
+        f"run(StorageConfig(connect='nowhere:1/none', directory={str(tmp_path / 'x')!r}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=READY_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert b"without -O" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# in this process
+
+
+def config_for(directory, **more):
+    options = {
+        "connect": "127.0.0.1:1/none",
+        "directory": str(directory),
+        "port": 0,
+        "admin_port": 0,
+        "reserve_bytes": 0,
+    }
+    return StorageConfig(**(options | more))
+
+
+@contextlib.asynccontextmanager
+async def serving(config, cluster=CLUSTER):
+    """Give the address of a daemon that runs in this loop."""
+    ready = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(
+            serve(config, cluster=cluster, on_ready=ready.set_result, stop=stop)
+        )
+        await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            await task
+        try:
+            yield ready.result()
+        finally:
+            stop.set()
+
+
+def test_readers_and_metrics(tmp_path):
+    pages = {}
+
+    def fetch(port, path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as page:
+            return page.read().decode()
+
+    async def main():
+        http_port = free_port()
+        async with serving(config_for(tmp_path, http_port=http_port)) as address:
+            async with session(address, 5) as owner, session(address, 5) as reader:
+                await owner.prepare()
+                await owner.engage()
+                for _ in range(3):
+                    await owner.ask(owner.owner.append(10))
+                refused = await reader.read(0, 9, reader=True)
+                assert isinstance(refused, Nack)
+                opened = OpenRequest(-1, -1, -1, KEY.bytes, PARTITION_COUNT)
+                assert await reader.ask(opened) == SuccessResponse(-1, -1, -1)
+                found = await reader.read(5, 99, reader=True)
+                assert (found.first, found.count) == (5, 25)
+            for path in ("/metrics", "/health", "/ping"):
+                pages[path] = await asyncio.to_thread(fetch, http_port, path)
+
+    on_loop(main())
+    metrics = pages["/metrics"].splitlines()
+    for line in (
+        'waltz_storage_appended_transactions_total{partition="0"} 30.0',
+        'waltz_storage_requests_total{request="AppendRaw"} 3.0',
+        'waltz_storage_requests_total{request="RangeRaw"} 2.0',
+        'waltz_storage_read_transactions_total{partition="0"} 25.0',
+        "waltz_storage_syncs_total 3.0",
+        'waltz_storage_last_transaction{partition="0"} 29.0',
+        'waltz_storage_low_water_mark{partition="0"} -1.0',
+        "waltz_storage_queued_bytes 0.0",
+    ):
+        assert line in metrics, line
+    health = json.loads(pages["/health"])
+    assert health["is_well"] is True
+    assert health["partitions"] == [0, 2]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_later_session_closes_the_connection_of_an_earlier_one(tmp_path):
+    async def main():
+        async with (
+            serving(config_for(tmp_path)) as address,
+            session(address, 5) as old,
+            session(address, 6) as new,
+        ):
+            await old.prepare()
+            await old.engage()
+            await old.ask(old.owner.append(3))
+            prepared = await new.prepare()
+            assert (prepared.synced_max, prepared.last_session) == (2, 5)
+            await old.link.wait_closed()
+            await new.engage()
+            answer = await new.ask(new.owner.append())
+            assert isinstance(answer, Appended)
+
+    on_loop(main())
+
+
+def test_partitions_are_independent(tmp_path):
+    async def main():
+        async with serving(config_for(tmp_path)) as address:
+            async with session(address, 5, 0) as one, session(address, 7, 2) as two:
+                for each in (one, two):
+                    await each.prepare()
+                    await each.engage()
+                    await each.ask(each.owner.append(3))
+                assert (await two.read(0, 2)).count == 3
+            async with session(address, 5, 1) as absent:
+                message = absent.owner.make(
+                    Prepare, absent.owner.nonce, bytes(16), KEY.bytes, PARTITION_COUNT
+                )
+                answer = await absent.ask(message)
+                assert answer.error_code == errors.UnknownPartition.code
+
+    on_loop(main())
+
+
+def test_a_bug_in_the_work_ends_the_daemon(tmp_path, monkeypatch):
+    async def main():
+        async with serving(config_for(tmp_path)) as address, session(address, 5) as owner:
+            await owner.prepare()
+            await owner.engage()
+            monkeypatch.setattr(daemon.Work, "run", broken)
+            owner.link.send(owner.owner.append())
+            with pytest.raises(errors.Unreachable):
+                await owner.link.receive()
+
+    def broken(_self, _clock):
+        raise AssertionError("a bug")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        on_loop(main())
+    assert caught.group_contains(AssertionError, match="a bug")
+
+
+def test_an_unreachable_zookeeper_is_told_in_a_sentence(tmp_path):
+    config = config_for(tmp_path / "x", zookeeper_connect_timeout_ms=300)
+    with pytest.raises(errors.CoordinatorUnavailable, match="no ZooKeeper answered at"):
+        on_loop(serve(config, stop=asyncio.Event()))
+    assert not (tmp_path / "x").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# with ZooKeeper
+
+
+def new_cluster(address, key=KEY):
+    storage = NewStorage(ReplicaId(address), 1, 1)
+    held = {ReplicaId(address): (PartitionId(0),)}
+    return NewCluster("test", PARTITION_COUNT, key, (storage,), held)
+
+
+@pytest.mark.zookeeper
+def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
+    connect = f"{zookeeper}/storage-daemon"
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    config = config_for(tmp_path / "data", connect=connect, port=port)
+
+    async def prepared(partition_id):
+        async with session(address, 5, partition_id) as owner:
+            message = owner.owner.make(
+                Prepare, owner.owner.nonce, bytes(16), KEY.bytes, PARTITION_COUNT
+            )
+            return isinstance(await owner.ask(message), Prepared)
+
+    async def main():
+        async with connected(connect) as coordinator:
+            with pytest.raises(errors.BadConfig):
+                await serve(config, stop=asyncio.Event())  # there is no cluster yet
+            await coordinator.create_cluster(new_cluster(address))
+            async with serving(config, None) as told:
+                assert told == address
+                assert await prepared(0)
+                assert not await prepared(1)
+                (registered,) = (await coordinator.read_storage_ids()).items()
+                assert registered[0] == address
+                await coordinator.update_replica_assignment(
+                    lambda _old: ReplicaAssignments(
+                        {ReplicaId(address): (PartitionId(0), PartitionId(1))}
+                    )
+                )
+                while not await prepared(1):  # noqa: ASYNC110 - nobody tells when it is opened
+                    await asyncio.sleep(0.01)
+            other = config_for(tmp_path / "other", connect=connect, port=port)
+            with pytest.raises(errors.StorageIdMismatch, match="is registered in ZooKeeper"):
+                await serve(other, stop=asyncio.Event())
+
+    on_loop(main())
+
+
+def test_a_partition_that_cannot_be_opened_does_not_keep_the_others_from_being_served(tmp_path):
+    async def main():
+        async with serving(config_for(tmp_path)):
+            pass
+        for slot in (tmp_path / "0").glob("waltz-x.ctl"):
+            slot.write_bytes(bytes(8192))
+        loop_daemon = StorageDaemon(config_for(tmp_path), CLUSTER, None)
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop_daemon.serve(stop, ready.set_result))
+            address = await ready
+            health = loop_daemon.health()
+            assert not health.is_well
+            assert (health.details["partitions"], health.details["not_served"]) == ([2], [0])
+            async with session(address, 5, 2) as owner:
+                await owner.prepare()
+            stop.set()
+
+    on_loop(main())
