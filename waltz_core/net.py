@@ -196,11 +196,12 @@ class Link:
         assert write_backlog_bytes_max > WRITE_BACKLOG_BYTES_HIGH
         self.address = ""
         self.closed_reason: str | None = None
+        # More unsent bytes than this end the link (rule 4); its owner may lower it.
+        self.write_backlog_bytes_max = write_backlog_bytes_max
         self.bytes_sent = 0
         self.bytes_received = 0
         self._connection = Connection(surface, is_listener=is_listener)
         self._is_listener = is_listener
-        self._write_backlog_bytes_max = write_backlog_bytes_max
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         # Who listens: to its beginning, to messages, to its end.
@@ -312,7 +313,7 @@ class Link:
             self._transport.writelines(buffers)
         self.bytes_sent += sum(map(len, buffers))
         backlog_bytes = self._transport.get_write_buffer_size()
-        if backlog_bytes > self._write_backlog_bytes_max:
+        if backlog_bytes > self.write_backlog_bytes_max:
             self.abort(f"the peer does not read: {backlog_bytes} bytes are unsent")
 
     async def drained(self) -> None:

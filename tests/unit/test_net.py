@@ -178,6 +178,18 @@ async def test_a_peer_that_never_reads_is_cut_at_the_hard_limit():
 
 
 @on_loop
+async def test_a_listener_may_lower_the_hard_limit_of_a_link():
+    async with pair() as (link, peer, _):
+        (there,) = peer.links
+        there.write_backlog_bytes_max = 2 * 1024 * 1024
+        link.pause_reading()
+        while not there.is_closed:
+            there.send(raw(500_000))
+            await asyncio.sleep(0)
+        assert "the peer does not read" in there.closed_reason
+
+
+@on_loop
 async def test_a_dial_that_nobody_answers_is_unreachable():
     with socket.socket() as taken:
         taken.bind((ANY, 0))

@@ -38,7 +38,7 @@ from waltz_core.driver import Driver
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.net import Link
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId
 from waltz_core.storage import service
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
@@ -50,6 +50,10 @@ from waltz_core.wire.messages import AppendRaw, Message, Nack, StorageMessage, S
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
+# What one connection may have asked for and not taken yet; whoever wants more is cut.
+ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+# Reports that somebody should look at; others are counted, and told only when asked for.
+_ALARMS: Final = ("disk_failed", "partition_refused")
 ResultT = TypeVar("ResultT")
 
 
@@ -279,8 +283,8 @@ class StorageDaemon:
             log = await self._in_thread(partial(self._engine.assign, partition_id))
         except errors.WaltzError as error:
             # One partition that cannot be served is no reason not to serve the others.
-            _log.error("storage.partition_refused partition=%s error=%s", partition_id, error)
-            self.metrics.report(Report("partition_refused"))
+            fields = (("partition", partition_id), ("error", error))
+            self._report(Report("partition_refused", fields))
             return
         self._logs[partition_id] = log
         self._ask(log)
@@ -302,6 +306,7 @@ class StorageDaemon:
 
     def _accept(self, link: Link) -> None:
         connection = ConnectionId(next(self._numbers))
+        link.write_backlog_bytes_max = ANSWERS_BYTES_MAX
         self._links[connection] = link
         link.start(partial(self._received, connection), partial(self._closed, connection))
 
@@ -450,8 +455,10 @@ class StorageDaemon:
 
     def _report(self, report: Report) -> None:
         self.metrics.report(report)
-        fields = " ".join(f"{name}={value}" for name, value in report.fields)
-        _log.info("storage.%s %s", report.name, fields)
+        level = logging.WARNING if report.name in _ALARMS else logging.DEBUG
+        if _log.isEnabledFor(level):
+            fields = " ".join(f"{name}={value}" for name, value in report.fields)
+            _log.log(level, "storage.%s %s", report.name, fields)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

@@ -252,6 +252,13 @@ def test_the_same_owner_may_come_again_on_another_connection(bench):
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
+def test_a_connection_may_go_on_with_a_later_session(bench):
+    bench.owned(5, connection=1)
+    later = bench.owned(6, connection=1)
+    assert bench.only(service.CloseConnection) == []
+    assert isinstance(bench.ask(1, later.append()), Appended)
+
+
 def test_a_partition_that_is_not_assigned_here_is_refused(bench):
     assert bench.refusal(1, prepare(Owner(5, partition_id=3))) is errors.UnknownPartition
 
