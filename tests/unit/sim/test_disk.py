@@ -1,0 +1,153 @@
+"""The twin itself: does it lose exactly what was not synced, and fail when it is told to?"""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.sim.disk import SECTOR_BYTES, Fault, PowerLoss, SimDisk, Survival
+from waltz_core.storage.disk import create_durably
+
+ROOT = Path("/s")
+PATH = ROOT / "f"
+
+
+@pytest.fixture
+def disk():
+    disk = SimDisk()
+    disk.make_directory(ROOT)
+    create_durably(disk, ROOT, [("f", b"a" * 3 * SECTOR_BYTES)])
+    return disk
+
+
+def test_what_was_synced_stays_and_the_rest_goes(disk):
+    file = disk.open(PATH)
+    file.pwrite([b"b" * 10, memoryview(b"c")], SECTOR_BYTES)
+    file.sync()
+    file.pwrite([b"d"], 0)
+    file.truncate(5)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    left = disk.content(PATH)
+    assert len(left) == 3 * SECTOR_BYTES
+    assert left[SECTOR_BYTES : SECTOR_BYTES + 11] == b"b" * 10 + b"c"
+    assert left[:SECTOR_BYTES] == b"a" * SECTOR_BYTES
+
+
+def test_a_killed_process_loses_nothing(disk):
+    disk.open(PATH).pwrite([b"z" * 2000], 1000)
+    disk.power_loss(Survival.EVERYTHING, Random(1))
+    assert disk.content(PATH) == b"a" * 1000 + b"z" * 2000
+
+
+def test_any_subset_of_sectors_can_be_left_and_no_half_of_one():
+    patterns = set()
+    for seed in range(300):
+        disk = SimDisk()
+        create_durably(disk, ROOT, [("f", b"a" * 4 * SECTOR_BYTES)])
+        disk.open(PATH).pwrite([b"b" * 4 * SECTOR_BYTES], 0)
+        disk.power_loss(Survival.ANY_SECTORS, Random(seed))
+        left = disk.content(PATH)
+        pieces = [left[at : at + SECTOR_BYTES] for at in range(0, len(left), SECTOR_BYTES)]
+        assert all(piece in {b"a" * SECTOR_BYTES, b"b" * SECTOR_BYTES} for piece in pieces)
+        patterns.add(b"".join(piece[:1] for piece in pieces))
+    assert len(patterns) == 16
+
+
+def test_what_grew_without_its_sectors_reads_as_zeros():
+    seen = set()
+    for seed in range(100):
+        disk = SimDisk()
+        create_durably(disk, ROOT, [("f", b"a")])
+        disk.open(PATH).pwrite([b"b" * 2 * SECTOR_BYTES], 1)
+        disk.power_loss(Survival.ANY_SECTORS, Random(seed))
+        left = disk.content(PATH)
+        assert left[:1] == b"a"
+        assert set(left[1:]) <= {0, ord("b")}
+        seen.add((len(left), left[-1:]))
+    assert len(seen) > 4
+
+
+def test_names_are_durable_with_their_directory_only(disk):
+    create_durably(disk, ROOT, [("new", b"n")])
+    disk.unlink(PATH)
+    disk.rename(ROOT / "new", ROOT / "newer")
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.list(ROOT) == ["f", "new"]
+    disk.unlink(PATH)
+    disk.rename(ROOT / "new", ROOT / "newer")
+    disk.sync_directory(ROOT)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.list(ROOT) == ["newer"]
+
+
+def test_a_file_that_came_with_no_sync_is_gone(disk):
+    disk.open(ROOT / "g", create=True).pwrite([b"x"], 0)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.list(ROOT) == ["f"]
+
+
+def test_a_failed_sync_lies_to_the_next_one(disk):
+    file = disk.open(PATH)
+    file.pwrite([b"b"], 0)
+    disk.plan(disk.step_count + 1, Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        file.sync()
+    file.sync()
+    assert file.pread(1, 0) == b"b"
+    disk.power_loss(Survival.EVERYTHING, Random(1))
+    assert disk.content(PATH)[:1] == b"a"
+
+
+def test_a_failed_write_is_half_written(disk):
+    disk.plan(disk.step_count + 1, Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        disk.open(PATH).pwrite([b"bbbb"], 0)
+    assert disk.content(PATH)[:4] == b"bbaa"
+
+
+def test_a_full_disk_takes_what_fits_and_reads_go_on():
+    disk = SimDisk(capacity_bytes=10)
+    file = disk.open(PATH, create=True)
+    file.pwrite([b"12345678"], 0)
+    with pytest.raises(NoSpace):
+        file.pwrite([b"abcd"], 8)
+    assert file.pread(100, 0) == b"12345678ab"
+    with pytest.raises(NoSpace):
+        file.allocate(11)
+    file.truncate(2)
+    file.pwrite([b"abcd"], 2)
+    assert file.size() == 6
+
+
+def test_nothing_works_while_the_power_is_off(disk):
+    file = disk.open(PATH)
+    disk.plan(disk.step_count + 1, Fault.POWER_LOSS)
+    with pytest.raises(PowerLoss):
+        file.pwrite([b"bb"], 0)
+    for call in (file.size, file.sync, lambda: disk.list(ROOT), lambda: disk.open(PATH)):
+        with pytest.raises(PowerLoss):
+            call()
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.content(PATH)[:2] == b"aa"
+    with pytest.raises(AssertionError):
+        file.size()
+
+
+def test_one_opener_has_the_lock(disk):
+    one, other = disk.open(PATH), disk.open(PATH)
+    assert one.lock_whole()
+    assert not other.lock_whole()
+    one.close()
+    assert other.lock_whole()
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.open(PATH).lock_whole()
+
+
+def test_rot_is_on_the_platter_and_unseen_by_the_steps(disk):
+    steps = disk.step_count
+    disk.flip(PATH, 3, 0x80)
+    assert disk.content(PATH)[3] == ord("a") ^ 0x80
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.content(PATH)[3] == ord("a") ^ 0x80
+    assert disk.step_count == steps

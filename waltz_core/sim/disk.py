@@ -1,0 +1,373 @@
+"""A disk in memory that forgets what was not synced: the crashable twin of `storage/disk.py`.
+
+Why it stands alone: what a storage promises is what is left after the power has gone, and no real
+disk can be asked to lose it on demand. This one keeps two contents of each file, the one that a
+program sees and the one that is on the platter, and knows which sectors differ.
+
+Rules:
+    1. Only `sync` and `sync_directory` carry anything over, and only their own file or directory.
+    2. A power loss keeps any subset of the sectors written since, and any of the sizes in between;
+       of the changes of names it keeps the first few, as a journal does.
+    3. A sector (512 bytes) is written as a whole or not at all.
+    4. A sync that fails leaves its sectors marked clean: the program sees them, the platter never
+       will, and the next sync says nothing about it (ext4, XFS and Btrfs do the same).
+    5. Every call that changes something is a step. A fault is planned for a step by its number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import DiskFailed, NoSpace
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from waltz_core.storage.disk import Buffer, File
+
+SECTOR_BYTES: Final = 512
+
+
+class PowerLoss(BaseException):
+    """The machine is off. No error of the disk: nothing on the way up may handle it."""
+
+
+class Survival(Enum):
+    """What a power loss leaves of what was not synced."""
+
+    NOTHING = auto()
+    EVERYTHING = auto()  # also what a killed process leaves
+    ANY_SECTORS = auto()
+
+
+class Fault(Enum):
+    """What happens at a planned step, once."""
+
+    POWER_LOSS = auto()
+    FAILS = auto()
+    DISK_FULL = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Inode:
+    """One file's contents, seen and on the platter."""
+
+    seen: bytearray = field(default_factory=bytearray)
+    kept: bytearray = field(default_factory=bytearray)
+    dirty: set[int] = field(default_factory=set)
+    locked_by: "SimFile | None" = None
+
+    def touch(self, start: int, end: int) -> None:
+        if start < end:
+            self.dirty.update(range(start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES + 1))
+
+    def resize(self, size: int) -> None:
+        old = len(self.seen)
+        if size < old:
+            del self.seen[size:]
+            self.dirty = {one for one in self.dirty if one * SECTOR_BYTES < size}
+        else:
+            self.seen.extend(bytes(size - old))
+            # What is grown over reads as zeros on the platter too, whatever lay there before.
+            self.touch(old, size)
+
+    def carry_over(self, sectors: Sequence[int], size: int) -> None:
+        """Bring sectors and a size to the platter (rule 3)."""
+        kept = self.kept
+        if len(kept) < size:
+            kept.extend(bytes(size - len(kept)))
+        for sector in sectors:
+            start = sector * SECTOR_BYTES
+            end = min(start + SECTOR_BYTES, len(self.seen), size)
+            if start < end:
+                kept[start:end] = self.seen[start:end]
+        del kept[size:]
+
+
+@dataclass(frozen=True, slots=True)
+class _NameChange:
+    """A name came, went or moved: `target` is the name of `inode` now, or of nothing."""
+
+    target: Path
+    inode: _Inode | None = None
+    source: Path | None = None
+
+    def apply(self, names: dict[Path, _Inode]) -> None:
+        if self.source is not None:
+            names.pop(self.source, None)
+        if self.inode is None:
+            names.pop(self.target, None)
+        else:
+            names[self.target] = self.inode
+
+
+class SimFile:
+    """An open file of a `SimDisk`."""
+
+    def __init__(self, disk: "SimDisk", path: Path, inode: _Inode) -> None:
+        self._disk = disk
+        self._path = path
+        self._inode = inode
+        self._boot = disk.boot_count
+        self._is_open = True
+
+    def _check(self) -> None:
+        self._disk.check_power()
+        assert self._boot == self._disk.boot_count, "a file of before the power loss"
+        assert self._is_open, f"{self._path} is closed"
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+        self._check()
+        assert size >= 0
+        assert offset >= 0
+        self._disk.read_count += 1
+        return bytes(self._inode.seen[offset : offset + size])
+
+    def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
+        """Write the parts one after the other; a fault leaves some of it written."""
+        self._check()
+        data = b"".join(parts)
+        fault = self._disk.step("write", self._path)
+        room = self._disk.room_for(self._inode, offset + len(data))
+        if fault is not None:
+            data = data[: len(data) // 2]
+        elif room < 0:
+            data = data[: max(0, len(data) + room)]
+            fault = Fault.DISK_FULL
+        inode = self._inode
+        if data:
+            if len(inode.seen) < offset:
+                inode.resize(offset)
+            inode.seen[offset : offset + len(data)] = data
+            inode.touch(offset, offset + len(data))
+        self._disk.strike(fault, "write", self._path)
+
+    def sync(self) -> None:
+        """Make the file's bytes and size durable (rules 1 and 4)."""
+        self._check()
+        inode = self._inode
+        fault = self._disk.step("sync", self._path)
+        if fault is None:
+            inode.carry_over(sorted(inode.dirty), len(inode.seen))
+        if fault is not Fault.POWER_LOSS:
+            inode.dirty.clear()
+        self._disk.strike(fault, "sync", self._path)
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+        self._check()
+        fault = self._disk.step("truncate", self._path)
+        if fault is None:
+            self._inode.resize(size)
+        self._disk.strike(fault, "truncate", self._path)
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+        self._check()
+        return len(self._inode.seen)
+
+    def lock_range(self, first: int, count: int) -> bool:
+        """Take a POSIX lock: one process, so nobody else can have it."""
+        self._check()
+        assert first >= 0
+        assert count > 0
+        return True
+
+    def lock_whole(self) -> bool:
+        """Take an exclusive lock; False when another open file has it."""
+        self._check()
+        if self._inode.locked_by not in {None, self}:
+            return False
+        self._inode.locked_by = self
+        return True
+
+    def allocate(self, size: int) -> None:
+        """Reserve room for the first `size` bytes."""
+        self._check()
+        fault = self._disk.step("allocate", self._path)
+        if fault is None and self._disk.room_for(self._inode, size) < 0:
+            fault = Fault.DISK_FULL
+        if fault is None and size > len(self._inode.seen):
+            self._inode.resize(size)
+        self._disk.strike(fault, "allocate", self._path)
+
+    def close(self) -> None:
+        """Close it; the lock goes with it."""
+        self._is_open = False
+        if self._inode.locked_by is self:
+            self._inode.locked_by = None
+
+
+class SimDisk:
+    """A file system in memory. Directories are the parents of files and need no making."""
+
+    def __init__(self, *, capacity_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.boot_count = 0
+        self.step_count = 0
+        self.read_count = 0
+        self.trace: list[str] = []
+        self._faults: dict[int, Fault] = {}
+        self._is_off = False
+        self._names: dict[Path, _Inode] = {}
+        self._kept_names: dict[Path, _Inode] = {}
+        self._journal: list[_NameChange] = []  # what is not durable yet, oldest first
+        self._directories: set[Path] = set()
+
+    # ---- Disk
+
+    def open(self, path: Path, *, create: bool = False) -> "File":
+        """Open a file for reading and writing."""
+        self.check_power()
+        if path not in self._names:
+            if not create:
+                raise DiskFailed(f"opening {path}: no such file")
+            self.strike(self.step("create", path), "create", path)
+            self._change(_NameChange(path, _Inode()))
+        return SimFile(self, path, self._names[path])
+
+    def exists(self, path: Path) -> bool:
+        """Tell if there is a file or a directory of this name."""
+        self.check_power()
+        return path in self._names or path in self._directories
+
+    def list(self, directory: Path) -> list[str]:
+        """Return the names in a directory, sorted."""
+        self.check_power()
+        paths = [*self._names, *self._directories]
+        return sorted(path.name for path in paths if path.parent == directory)
+
+    def make_directory(self, directory: Path) -> None:
+        """Make a directory and its parents, durably."""
+        self.check_power()
+        if directory in self._directories:
+            return
+        self.strike(self.step("mkdir", directory), "mkdir", directory)
+        self._directories.update((directory, *directory.parents))
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, in place of the one that has it."""
+        self.check_power()
+        self.strike(self.step("rename", target), "rename", target)
+        self._change(_NameChange(target, self._names[source], source))
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; none there is no error."""
+        self.check_power()
+        if path not in self._names:
+            return
+        self.strike(self.step("unlink", path), "unlink", path)
+        self._change(_NameChange(path))
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names in a directory durable."""
+        self.check_power()
+        fault = self.step("syncdir", directory)
+        if fault is None:
+            for change in self._journal:
+                if change.target.parent == directory:
+                    change.apply(self._kept_names)
+            self._journal = [one for one in self._journal if one.target.parent != directory]
+        self.strike(fault, "syncdir", directory)
+
+    def _change(self, change: _NameChange) -> None:
+        change.apply(self._names)
+        self._journal.append(change)
+
+    # ---- faults
+
+    def plan(self, step: int, fault: Fault) -> None:
+        """Let something happen at a step (rule 5); steps count from 1 since the disk was made."""
+        assert step > self.step_count
+        self._faults[step] = fault
+
+    def forget_plans(self) -> None:
+        """Let nothing more happen."""
+        self._faults.clear()
+
+    def power_loss(self, survival: Survival, rng: "Random") -> None:
+        """Switch the machine off and on again; open files are gone (rule 2)."""
+        for inode in (*self._names.values(), *self._kept_names.values()):
+            _lose(inode, survival, rng)
+        count = {
+            Survival.NOTHING: 0,
+            Survival.EVERYTHING: len(self._journal),
+            Survival.ANY_SECTORS: rng.randint(0, len(self._journal)),
+        }[survival]
+        for change in self._journal[:count]:
+            change.apply(self._kept_names)
+        self._journal.clear()
+        self._names = dict(self._kept_names)
+        self._faults.clear()
+        self._is_off = False
+        self.boot_count += 1
+
+    def flip(self, path: Path, offset: int, mask: int = 1) -> None:
+        """Let bits rot on the platter, unseen by anybody."""
+        inode = self._names[path]
+        for content in (inode.seen, inode.kept):
+            if offset < len(content):
+                content[offset] ^= mask
+
+    def content(self, path: Path) -> bytes:
+        """Return what a program would read of a file."""
+        return bytes(self._names[path].seen)
+
+    def put(self, path: Path, content: bytes) -> None:
+        """Write a file whole and durable, as if it had been there before."""
+        self._directories.update(path.parents)
+        inode = _Inode(bytearray(content), bytearray(content))
+        self._names[path] = self._kept_names[path] = inode
+
+    def files(self) -> dict[Path, bytes]:
+        """Return all files."""
+        return {path: bytes(inode.seen) for path, inode in self._names.items()}
+
+    # ---- for SimFile
+
+    def check_power(self) -> None:
+        """Raise when the machine is off."""
+        if self._is_off:
+            raise PowerLoss
+
+    def step(self, what: str, path: Path) -> Fault | None:
+        """Count a step and return the fault that is planned for it."""
+        self.step_count += 1
+        self.trace.append(f"{what} {path.name}")
+        return self._faults.pop(self.step_count, None)
+
+    def strike(self, fault: Fault | None, what: str, path: Path) -> None:
+        """Raise the error of a fault."""
+        if fault is Fault.POWER_LOSS:
+            self._is_off = True
+            raise PowerLoss
+        if fault is Fault.DISK_FULL:
+            raise NoSpace(f"{what} {path}: no space left on device")
+        if fault is Fault.FAILS:
+            raise DiskFailed(f"{what} {path}: input/output error")
+
+    def room_for(self, inode: _Inode, size: int) -> int:
+        """Return the bytes that would still be free with a file of `size`; below 0 if too few."""
+        growth = size - len(inode.seen)
+        if self.capacity_bytes is None or growth <= 0:
+            return 0
+        used = sum(len(one.seen) for one in self._names.values())
+        return self.capacity_bytes - used - growth
+
+
+def _lose(inode: _Inode, survival: Survival, rng: "Random") -> None:
+    """Settle what is on the platter of one file, and show that."""
+    sectors = sorted(inode.dirty)
+    sizes = sorted((len(inode.kept), len(inode.seen)))
+    if survival is Survival.EVERYTHING:
+        inode.carry_over(sectors, len(inode.seen))
+    elif survival is Survival.ANY_SECTORS:
+        share = rng.choice((0.1, 0.5, 0.9))
+        size = rng.choice((*sizes, rng.randint(*sizes)))
+        inode.carry_over([one for one in sectors if rng.random() < share], size)
+    inode.seen = bytearray(inode.kept)
+    inode.dirty.clear()
+    inode.locked_by = None
