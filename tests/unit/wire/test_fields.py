@@ -1,0 +1,174 @@
+"""The layout of each kind of field, byte for byte, and what a reader refuses."""
+
+import struct
+import zlib
+
+import pytest
+
+from waltz_core.errors import LocalProtocolError, RemoteProtocolError
+from waltz_core.record import LineageEntry, Record, RecordHeader, ReqId
+from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, Out, read_count, read_text
+from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, FieldKind
+
+REQ_ID = ReqId(1, 2, 3, 4)
+REQ_BYTES = struct.pack(">iiii", 1, 2, 3, 4)
+RECORD = Record(7, REQ_ID, -5, b"abc")
+RECORD_BYTES = (
+    struct.pack(">q", 7)
+    + REQ_BYTES
+    + struct.pack(">ii", -5, 3)
+    + b"abc"
+    + struct.pack(">I", zlib.crc32(b"abc"))
+)
+HEADER = RecordHeader(7, REQ_ID, -5)
+HEADER_BYTES = RECORD_BYTES[:28]
+ENTRY = LineageEntry(1, 2, 3, 4, b"0123456789abcdef")
+CRC_BYTES = struct.pack(">I", zlib.crc32(b"abc"))
+
+
+def count(number):
+    return struct.pack(">i", number)
+
+
+LAYOUTS = [
+    (FieldKind.BLOB, b"ab", count(2) + b"ab"),
+    (FieldKind.TEXT, "ä", count(2) + b"\xc3\xa4"),
+    (FieldKind.TEXT_OR_NULL, None, count(-1)),
+    (FieldKind.TEXT_OR_NULL, "", count(0)),
+    (FieldKind.INT32S, (7, -8), count(2) + count(7) + count(-8)),
+    (FieldKind.PACKED_INT32S, count(7), count(1) + count(7)),
+    (FieldKind.PACKED_INT64S, bytes(16), count(2) + bytes(16)),
+    (FieldKind.TEXTS, ("a", ""), count(2) + count(1) + b"a" + count(0)),
+    (FieldKind.LINEAGE, (ENTRY,), count(1) + struct.pack(">qqqq", 1, 2, 3, 4) + ENTRY.chain),
+    (FieldKind.RECORDS, (RECORD,), count(1) + RECORD_BYTES),
+    (FieldKind.HEADERS, (HEADER,), count(1) + HEADER_BYTES),
+    (FieldKind.TEXT_BOOL_MAP, (("a", True),), count(1) + count(1) + b"a\1"),
+    (FieldKind.INT32_BOOL_MAP, ((9, False),), count(1) + count(9) + b"\0"),
+    (FieldKind.DATA_OR_ERROR, (b"abc", None), b"\1" + count(3) + b"abc" + CRC_BYTES),
+    (FieldKind.DATA_OR_ERROR, (None, None), b"\0" + count(-1)),
+    (FieldKind.PRESENT_RECORD, RECORD, b"\1" + RECORD_BYTES),
+    (FieldKind.PRESENT_RECORD, None, b"\0"),
+    (FieldKind.PRESENT_HEADER, HEADER, b"\1" + HEADER_BYTES),
+    (
+        FieldKind.STACK,
+        (("C", "m", None, -2),),
+        count(1) + count(1) + b"C" + count(1) + b"m" + count(-1) + count(-2),
+    ),
+]
+
+
+def put(kind, value):
+    out = Out()
+    VARIABLE[kind][0](value, out)
+    return b"".join(out.finish())
+
+
+def read(kind, data):
+    values = []
+    end = VARIABLE[kind][1](memoryview(data), 0, values)
+    assert end == len(data)
+    (value,) = values
+    return value
+
+
+@pytest.mark.parametrize(("kind", "value", "data"), LAYOUTS)
+def test_a_value_lies_as_the_table_says(kind, value, data):
+    assert put(kind, value) == data
+    assert read(kind, data) == value
+
+
+def test_every_kind_of_variable_size_is_among_these():
+    assert {kind for kind, _, _ in LAYOUTS} == set(VARIABLE)
+
+
+@pytest.mark.parametrize(("kind", "value", "data"), LAYOUTS)
+def test_a_value_that_is_cut_short_is_refused(kind, value, data):
+    for size in range(len(data)):
+        with pytest.raises((RemoteProtocolError, struct.error)):
+            VARIABLE[kind][1](memoryview(data[:size]), 0, [])
+
+
+@pytest.mark.parametrize("kind", sorted(set(VARIABLE), key=lambda kind: kind.name))
+@pytest.mark.parametrize("number", [2**31 - 1, 2**24])
+def test_a_count_that_the_bytes_left_cannot_hold_is_refused(kind, number):
+    flag = (FieldKind.DATA_OR_ERROR, FieldKind.PRESENT_RECORD, FieldKind.PRESENT_HEADER)
+    data = (b"\1" + bytes(28) if kind in flag[1:] else b"\1" if kind in flag else b"") + count(
+        number
+    )
+    if kind is FieldKind.PRESENT_HEADER:
+        data = data[:20]  # it holds no count
+    with pytest.raises((RemoteProtocolError, struct.error)):
+        VARIABLE[kind][1](memoryview(data + bytes(3)), 0, [])
+
+
+@pytest.mark.parametrize("number", [-1, -(2**31)])
+def test_a_negative_count_is_null_only_where_null_is_allowed(number):
+    assert read(FieldKind.TEXT_OR_NULL, count(number)) is None
+    for kind in (FieldKind.BLOB, FieldKind.TEXT, FieldKind.INT32S, FieldKind.LINEAGE):
+        with pytest.raises(RemoteProtocolError, match="a count of"):
+            VARIABLE[kind][1](memoryview(count(number)), 0, [])
+
+
+def test_more_entries_than_allowed_are_refused_both_ways():
+    with pytest.raises(LocalProtocolError, match="at most 65536 entries"):
+        put(FieldKind.TEXTS, ("",) * (ENTRIES_MAX + 1))
+    data = count(ENTRIES_MAX + 1) + bytes(4 * (ENTRIES_MAX + 1))
+    with pytest.raises(RemoteProtocolError, match="at most 65536 entries"):
+        read(FieldKind.TEXTS, data)
+    assert len(read(FieldKind.TEXTS, count(ENTRIES_MAX) + bytes(4 * ENTRIES_MAX))) == ENTRIES_MAX
+
+
+def test_a_text_is_strict_utf8_of_a_bounded_length():
+    with pytest.raises(UnicodeDecodeError):
+        read(FieldKind.TEXT, count(1) + b"\xff")
+    with pytest.raises(RemoteProtocolError, match="a text of at most"):
+        read(FieldKind.TEXT, count(TEXT_BYTES_MAX + 1) + bytes(TEXT_BYTES_MAX + 1))
+    values = []
+    assert read_text(memoryview(count(1) + b"a"), 0, values) == 5
+    assert values == ["a"]
+
+
+def test_a_record_with_a_wrong_crc_is_refused():
+    wrong = bytearray(RECORD_BYTES)
+    wrong[-5] ^= 1
+    with pytest.raises(RemoteProtocolError, match="CRC"):
+        read(FieldKind.RECORDS, count(1) + bytes(wrong))
+
+
+def test_numbers_stay_packed_and_are_whole():
+    with pytest.raises(LocalProtocolError, match="items of 8 bytes, found 9"):
+        put(FieldKind.PACKED_INT64S, bytes(9))
+    data = count(2) + bytes(16)
+    found = read(FieldKind.PACKED_INT64S, data)
+    assert isinstance(found, memoryview)
+    assert found.obj is data
+
+
+def test_a_count_is_followed_by_its_place():
+    assert read_count(memoryview(count(3) + b"abc"), 0, 1) == (3, 4)
+    with pytest.raises(RemoteProtocolError, match="a count of 3 at byte 0, with 3 bytes left"):
+        read_count(memoryview(count(3) + b"abc"), 0, 2)
+
+
+def test_large_bytes_are_kept_apart_and_small_ones_joined():
+    out = Out()
+    large = bytes(5000)
+    out.put_bytes(b"a")
+    out.put_bytes(large)
+    out.put_bytes(b"b")
+    out.put_bytes(b"c")
+    buffers = out.finish()
+    assert buffers == [b"a", large, b"bc"]
+    assert buffers[1] is large
+    assert Out().finish() == [b""]
+
+
+def test_the_sixteen_bytes_of_an_id_are_sixteen():
+    to_wire = FIXED[FieldKind.RAW16].to_wire
+    assert to_wire(memoryview(bytes(16))) == bytes(16)
+    with pytest.raises(LocalProtocolError, match="expected 16 bytes, found 15"):
+        to_wire(bytes(15))
+
+
+def test_what_was_not_sent_is_empty():
+    assert EMPTY == {FieldKind.INT32S: ()}
