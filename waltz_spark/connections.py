@@ -45,7 +45,8 @@ def _client(connect: str, make: Callable[[], WaltzClient]) -> WaltzClient:
 
 
 @atexit.register
-def _close_all() -> None:
+def close_clients() -> None:
+    """Close this process's clients; the next use connects anew."""
     for (pid, _), client in list(_clients.items()):
         if pid == os.getpid():
             client.close()

@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +56,9 @@ def end_with_parent() -> None:
     """End this process when its standard input ends: whoever started it is gone."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # Not through sys.stdin: its lock, held by a thread, ends the interpreter with an abort.
+        while os.read(0, 4096):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

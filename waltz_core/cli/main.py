@@ -81,7 +81,7 @@ def _start_logging(path: Path | None) -> None:
             datefmt="%Y-%m-%dT%H:%M:%S",
             stream=sys.stderr,
         )
-        logging.getLogger("waltz_core.kazoo").setLevel(logging.WARNING)
+        logging.getLogger("waltz_core.kazoo").setLevel(logging.ERROR)
         return
     try:
         with path.open("rb") as stream:
