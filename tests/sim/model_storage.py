@@ -290,7 +290,7 @@ class ModelStorage:
         disk = self.disk
         if (self.last, self.chain) != (message.mark, message.chain):
             raise errors.BadRequest(f"mark {message.mark} on a log that ends at {self.last}")
-        if disk.damaged:
+        if disk.suspect and any(bad > disk.confirmed for bad in disk.damaged):
             raise errors.ReplicaSuspect("mark on a damaged log")
         if message.mark < disk.confirmed:
             raise errors.BadRequest("the mark goes back")

@@ -405,6 +405,8 @@ class Server:
         fields = dict(report.fields)
         self.world.note(f"server{self.number} ! {report.name} {fields}")
         self.sim.checker.counts[report.name] += 1
+        if report.name == "partition.refused":
+            self.sim.checker.counts["refused: " + fields["reason"][:60]] += 1
         if report.name == "recovery.decided":
             self.sim.checker.decide(fields["session"], fields["mark"])
 

@@ -330,8 +330,7 @@ class PartitionStore:
             case Cause.STALLED:
                 self._release(ending.reason)
             case Cause.REFUSED:
-                self._report("partition.refused", reason=ending.reason)
-                self._claim_after(self._limits.refused_retry_ms)
+                self._refused(ending.reason)
             case Cause.FENCED:
                 self._view = None
                 self._claim_after(self._pause_ms())
@@ -510,9 +509,7 @@ class PartitionStore:
             return
         reason = refusal(view, self._replicas, self._promised)
         if reason is not None:
-            self._view = None
-            self._report("partition.refused", reason=reason)
-            self._retry_at_ms = self._now_ms + self._limits.refused_retry_ms
+            self._refused(reason)
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         claimed = claim_over(view, self._generation, self._replicas, nonce)
@@ -538,6 +535,13 @@ class PartitionStore:
             self._retry_at_ms = self._now_ms + self._pause_ms()
             return True
         return False
+
+    def _refused(self, reason: str) -> None:
+        """A human has to look; another server would find the same, so nothing is released."""
+        self._report("partition.refused", reason=reason)
+        self._view = None
+        self._no_quorum_since_ms = self._now_ms
+        self._claim_after(self._limits.refused_retry_ms)
 
     def _start_session(self, view: View) -> None:
         assert self._generation is not None

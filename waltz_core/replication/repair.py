@@ -16,7 +16,7 @@ The steps, each decided from what is known and never twice in flight:
     longer than the mark   own lineage at the mark -> Cut
     chain unlike the goal  the source's chain at my end; if unlike, both lineages, newest first
                            -> Cut to where they part
-    damaged                Fetch -> Mend
+    damaged                Fetch -> Mend; below the mark it had, also later, when somebody has it
     shorter                Fetch -> Append
     equal                  SetMark
 """
@@ -105,6 +105,7 @@ class Repair:
         # A mark that is not confirmed protects nothing; the one below it is not told.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._floor = TransactionId(confirmed)
+        self._old_mark = answer.low_water_mark
         self.damaged = _pairs(bytes(answer.damaged))
         # Whether (last, chain) is known to be a point of the goal's log, and of which goal's.
         self._is_aligned = False
@@ -122,8 +123,11 @@ class Repair:
     # -----------------------------------------------------------------------------------------
     # what to do next
 
-    def next_step(self, goal: Goal) -> Step | None:
-        """Return the next thing to do; None when done, or while the goal's chain is unknown."""
+    def next_step(self, goal: Goal, *, can_mend: bool) -> Step | None:
+        """Return the next thing to do; None when done, or while the goal's chain is unknown.
+
+        `can_mend` tells whether another replica has what is damaged first.
+        """
         if self.is_set:
             return None
         if self.last > goal.mark:
@@ -135,13 +139,21 @@ class Repair:
             self._goal_chain, self._is_aligned = goal.chain, False
         if self.reaches(goal) or self.last == BEFORE_FIRST:
             self._is_aligned = True
-        return self._complete(goal.mark, goal.chain) if self._is_aligned else self._align(goal)
+        if not self._is_aligned and not self._align():
+            return self._align_step()
+        return self._complete(goal.mark, goal.chain, can_mend=can_mend)
 
-    def _complete(self, mark: TransactionId, chain: Chain) -> Step:
+    def mend_step(self) -> Step | None:
+        """Return what mends the first damage of a replica that is marked already."""
+        return self._mend() if self.damaged else None
+
+    def _complete(self, mark: TransactionId, chain: Chain, *, can_mend: bool) -> Step:
         """The log is the goal's as far as it goes: mend it, fill it up, mark it."""
         assert self.last <= mark
         self.damaged = [(first, last) for first, last in self.damaged if first <= self.last]
-        if self.damaged:
+        # What was whole when its last mark was set is elsewhere too: it holds up no session.
+        must_mend = any(last > self._old_mark for _, last in self.damaged)
+        if self.damaged and (can_mend or must_mend):
             return self._mend()
         if self.last < mark:
             return self._copy(mark)
@@ -158,18 +170,23 @@ class Repair:
             return Cut(mark, mark, entry.chain)
         return Cut(mark, TransactionId(entry.first - 1), Chain(bytes(self._own.chain_before)))
 
-    def _align(self, goal: Goal) -> Step | None:
+    def _align(self) -> bool:
+        """Tell whether the log's end is known to be a point of the source's log."""
+        if self._ceiling is None and self._source is not None:
+            if (self.last, self.chain) in _points(self._source):
+                self._forget()
+                self._is_aligned = True
+            else:
+                self._ceiling, self._source = self.last, None
+        return self._is_aligned
+
+    def _align_step(self) -> Step:
         """Find the last batch end that both logs have, and cut to it (rule 3)."""
         if self._ceiling is None:
-            if self._source is None:
-                # Mostly the log is just a shorter one: its end is a point of the source's log.
-                return SourceLineage(self.last, self.last)
-            if (self.last, self.chain) in _points(self._source):
-                self._aligned()
-                return self.next_step(goal)
-            self._ceiling, self._source = self.last, None
+            # Mostly the log is just a shorter one: its end is a point of the source's log.
+            return SourceLineage(self.last, self.last)
         lowest = TransactionId(self._floor + 1)
-        if lowest > self.last:
+        if lowest > self._ceiling:
             raise self._diverged()
         if self._own is None:
             return OwnLineage(lowest, self._ceiling)
@@ -182,10 +199,8 @@ class Repair:
         # Neither window reached down to where they part: look further down.
         seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
         self._ceiling = TransactionId(seen - 1)
-        if self._ceiling < lowest:
-            raise self._diverged()
         self._own = self._source = None
-        return OwnLineage(lowest, self._ceiling)
+        return self._align_step()
 
     def _mend(self) -> Step:
         first, last = self.damaged[0]

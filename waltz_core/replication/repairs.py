@@ -85,8 +85,10 @@ class Repairs:
         assert self.goal is not None
         self._find_chain()
         for each in self._replicas.values():
-            if each.stage is Stage.REPAIRING and each.ticket == NO_TICKET:
-                self._next_step(each, now_ms)
+            if each.repair is None or each.ticket != NO_TICKET:
+                continue
+            if each.stage is Stage.REPAIRING or each.repair.damaged:
+                self._next_step(each, each.repair, now_ms)
 
     def take_failed(self) -> list[tuple[ReplicaId, str]]:
         """Return, once, the replicas that cannot be repaired, and why."""
@@ -111,11 +113,16 @@ class Repairs:
                 return
         self.goal = Goal(goal.mark, None)
 
-    def _next_step(self, each: ReplicaSession, now_ms: int) -> None:
-        assert each.repair is not None
+    def _next_step(self, each: ReplicaSession, repair: Repair, now_ms: int) -> None:
         assert self.goal is not None
+        can_mend = (
+            bool(repair.damaged) and self._source(each, *repair.damaged[0], now_ms) is not None
+        )
         try:
-            step = each.repair.next_step(self.goal)
+            if each.is_marked:
+                step = repair.mend_step() if can_mend else None
+            else:
+                step = repair.next_step(self.goal, can_mend=can_mend)
         except WaltzError as error:
             self._failed.append((each.replica, str(error)))
             return
@@ -242,6 +249,16 @@ class Repairs:
         self._shun(ticket, reason, now_ms)
         return True
 
+    def mend_refused(self, ticket: int, each: ReplicaSession) -> bool:
+        """Tell whether a marked replica refused to be mended, and let its damage be."""
+        errand = self._errands.get(ticket)
+        if errand is None or not each.is_marked or not isinstance(errand.step, Mend):
+            return False
+        assert each.repair is not None
+        each.repair.damaged.clear()
+        self._drop(ticket)
+        return True
+
     def _shun(self, ticket: int, reason: str, now_ms: int) -> None:
         wanting, asked, _ = self._errands[ticket]
         fields = (("replica", asked.replica), ("wanting", wanting.replica), ("reason", reason))
@@ -292,7 +309,7 @@ class Repairs:
         answer: StorageMessage,
         now_ms: int,
     ) -> None:
-        if wanting.is_marked:
+        if wanting.is_marked and isinstance(step, Fetch) and step.whole_batches:
             assert isinstance(answer, messages.RangeBytes)
             verify_records(answer, first=step.first, last=step.last)
             chain = verify_batches(answer, wanting.next_chain)

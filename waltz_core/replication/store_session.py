@@ -412,6 +412,8 @@ class StoreSession:
         is_fenced = isinstance(error, SessionFenced) and promised > self.claim.session_id
         if is_fenced and self.claim.behind.get(each.replica) != promised:
             self.end(Ending(Cause.FENCED, reason, each.replica, promised=promised))
+        elif self.repairs.mend_refused(request.ticket, each):
+            self._report("replica.not_mended", replica=each.replica, reason=reason)
         elif not self.repairs.source_refused(request.ticket, each, reason, now_ms):
             self._refuse(each, reason, now_ms)
 

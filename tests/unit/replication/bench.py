@@ -1,0 +1,222 @@
+"""A partition's machine on the bench: model storages, a model ZooKeeper, and every step by hand.
+
+Nothing happens until the test says so: `deliver` hands one storage its next request and the machine
+its answer, `run` lets everything go on until nothing is left to do.
+"""
+
+from collections import deque
+from random import Random
+
+from tests.sim.model_storage import ModelStorage
+from tests.sim.replication_world import make_batch
+from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.machine import Report, Wakeup
+from waltz_core.replication import events
+from waltz_core.replication.invariants import check
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.wire import messages as wire
+
+KEY = b"cluster-key-16-b"
+A, B, C, D, E = (f"storage{n}:1" for n in range(5))
+LIMITS = Limits(lag_bytes_max=500, range_bytes_max=300)
+
+
+class _World:
+    """What a model storage needs of a world: chance."""
+
+    def __init__(self):
+        self.rng = Random(7)
+
+    def after(self, delay_us, action):
+        """Snapshots are not wanted here."""
+
+
+class _NoChecker:
+    def synced(self, *args):
+        """Nothing is checked here."""
+
+    appending = cutting = synced
+
+
+class Bench:
+    """See the module."""
+
+    def __init__(self, *names, state=MarkerState.NEW, limits=LIMITS):
+        self.names = names or (A, B, C)
+        self.now_ms = 1000
+        self.storage_ids = {}
+        self.storages = {}
+        for name in self.names:
+            self.add_storage(name)
+        self.down = set()
+        self.silent = set()
+        self.metadata, self.metadata_version = PartitionMetadata(), 0
+        self.marker = None if state is None else PartitionMarker(state)
+        self.marker_version = -1 if state is None else 0
+        self.rng = Random(3)
+        self.store = self._new_store(limits)
+        self.limits = limits
+        self.told = []  # effects towards the owner, and reports
+        self.sent = []  # (replica, message), all there ever were
+        self.questions = deque()  # effects towards the coordinator
+        self.requests = {}  # replica -> queue of requests
+        self.dials = deque()
+        self.numbers = 0
+
+    def _new_store(self, limits):
+        return PartitionStore(0, KEY, 1, self.storage_ids, rng=self.rng, limits=limits)
+
+    def add_storage(self, name):
+        self.storages[name] = ModelStorage(_World(), name, _NoChecker())
+        self.storages[name].lineage_max = 3
+        self.storages[name].range_batches_max = 2
+        self.storage_ids[name] = self.storages[name].disk.storage_id
+
+    # --- events in
+
+    def step(self, event):
+        effects = self.store.step(event, self.now_ms)
+        check(self.store)
+        for effect in effects:
+            match effect:
+                case events.ReadMetadata() | events.WriteMetadata():
+                    self.questions.append(effect)
+                case events.OpenReplica():
+                    self.requests[effect.replica] = deque()
+                    self.dials.append(effect)
+                case events.SendToReplica():
+                    self.sent.append((effect.replica, effect.message))
+                    self.requests[effect.replica].append(effect.message)
+                case events.CloseReplica():
+                    del self.requests[effect.replica]
+                    self.dials = deque(one for one in self.dials if one.replica != effect.replica)
+                case _:
+                    self.told.append(effect)
+        return effects
+
+    def own(self, generation=1, replicas=None):
+        self.step(events.Own(generation, tuple(replicas or self.names)))
+
+    def wait(self, ms):
+        """Let time pass, in the steps that the machine asks for."""
+        end_ms = self.now_ms + ms
+        while True:
+            at_ms = self.store.wake_at_ms
+            if at_ms is None or at_ms > end_ms:
+                break
+            self.now_ms = max(self.now_ms, at_ms)
+            self.step(Wakeup())
+        self.now_ms = end_ms
+
+    def lose(self, replica, reason="reset"):
+        session = self.store.session.claim.session_id
+        del self.requests[replica]
+        self.step(events.ReplicaLost(session, replica, reason))
+
+    # --- the other side
+
+    def connect(self):
+        """Let the oldest dial succeed, or fail where the storage is down."""
+        effect = self.dials.popleft()
+        if effect.replica in self.down:
+            del self.requests[effect.replica]
+            self.step(events.ReplicaLost(effect.session_id, effect.replica, "refused"))
+        else:
+            self.step(events.ReplicaOpened(effect.session_id, effect.replica))
+
+    def deliver(self, replica):
+        """Let a storage serve its oldest request and answer it."""
+        message = self.requests[replica].popleft()
+        answer = self.storages[replica].handle(message)
+        self.storages[replica].sync()
+        self.step(events.ReplicaAnswered(message.session_id, replica, answer))
+        return message, answer
+
+    def ask_zookeeper(self, outcome="ok"):
+        """Answer the oldest question: "ok", "lost" (done, but nobody knows), "away" (not done)."""
+        effect = self.questions.popleft()
+        if outcome == "away":
+            self.step(events.MetadataUnknown(effect.attempt, "away"))
+            return effect
+        if isinstance(effect, events.ReadMetadata):
+            view = (self.metadata, self.metadata_version, self.marker, self.marker_version)
+            self.step(events.MetadataRead(effect.attempt, *view))
+            return effect
+        if (effect.metadata_version, effect.marker_version) != (
+            self.metadata_version,
+            self.marker_version,
+        ):
+            self.step(events.MetadataConflict(effect.attempt))
+            return effect
+        self.metadata, self.marker = effect.metadata, effect.marker
+        self.metadata_version += 1
+        self.marker_version += 1
+        if outcome == "lost":
+            self.step(events.MetadataUnknown(effect.attempt, "connection loss"))
+        else:
+            versions = self.metadata_version, self.marker_version
+            self.step(events.MetadataWritten(effect.attempt, *versions))
+        return effect
+
+    def run(self, *, questions=True):
+        """Go on until nothing is left to do but to wait."""
+        while True:
+            ready = [
+                name for name in sorted(self.requests)
+                if self.requests[name] and name not in self.silent
+            ]
+            if self.dials:
+                self.connect()
+            elif ready:
+                self.deliver(ready[0])
+            elif questions and self.questions:
+                self.ask_zookeeper()
+            else:
+                return
+
+    def open(self, generation=1, replicas=None):
+        """Own the partition and let the session open."""
+        self.own(generation, replicas)
+        self.run()
+        self.wait(self.limits.grace_ms)
+        self.run()
+        assert self.store.open_session is not None
+
+    def reopen(self):
+        """Let the next session open after one was lost."""
+        for _ in range(20):
+            self.run()
+            if self.store.open_session is not None:
+                return
+            self.wait(50)
+        raise AssertionError("no session opens")
+
+    def submit(self, count=1):
+        """Append one batch; return its last id."""
+        payloads = list(range(self.numbers, self.numbers + count))
+        self.numbers += count
+        batch = make_batch(self.store.next_transaction_id, payloads, self.now_ms)
+        self.step(events.Submit(self.store.open_session, batch))
+        return batch.last
+
+    # --- what was said
+
+    def all_told(self, kind):
+        return [one for one in self.told if isinstance(one, kind)]
+
+    def reports(self, name):
+        return [dict(one.fields) for one in self.all_told(Report) if one.name == name]
+
+    def all_sent(self, kind, replica=None):
+        return [
+            message
+            for name, message in self.sent
+            if isinstance(message, kind) and replica in (None, name)
+        ]
+
+    def logs(self):
+        return {name: self.storages[name].payloads() for name in self.names}
+
+
+__all__ = ["KEY", "LIMITS", "A", "B", "Bench", "C", "D", "E", "wire"]

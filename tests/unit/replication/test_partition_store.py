@@ -1,0 +1,480 @@
+"""Unit tests of `waltz_core.replication.partition_store`: session after session."""
+
+import pytest
+
+from tests.unit.replication.bench import A, B, Bench, C, D, E, wire
+from waltz_core.cluster.model import (
+    UNRESOLVED,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.replication import events
+from waltz_core.replication.events import (
+    Committed,
+    MarkProved,
+    MarkUnproved,
+    Released,
+    SessionClosed,
+    SessionOpened,
+    Settled,
+)
+from waltz_core.replication.limits import Limits
+
+
+def test_the_first_session_of_a_new_partition():
+    bench = Bench()
+    bench.open()
+    opened = bench.all_told(SessionOpened)
+    assert opened == [SessionOpened(0, 1, -1, bytes(16), False)]
+    assert bench.all_told(Settled) == [Settled(0, -1)]
+    assert bench.metadata == PartitionMetadata(
+        1, 0, dict.fromkeys([A, B, C], ReplicaState(0, UNRESOLVED))
+    )
+    assert bench.marker.state is MarkerState.OPEN
+    assert bench.store.readable_replicas == [A, B, C]
+    assert bench.store.next_transaction_id == 0
+
+
+def test_nothing_is_said_before_the_second_compare_and_set_is_known():
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper()
+    bench.run(questions=False)
+    assert isinstance(bench.questions[0], events.WriteMetadata)
+    assert not bench.all_told(SessionOpened)
+    assert not bench.all_sent(wire.Engage)
+    assert bench.store.open_session is None
+    bench.ask_zookeeper()
+    assert len(bench.all_told(SessionOpened)) == 1
+    assert len(bench.all_sent(wire.Engage)) == 3
+
+
+@pytest.mark.parametrize("outcome", ["lost", "away"])
+def test_a_claim_of_unknown_outcome_is_read_again(outcome):
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper(outcome)
+    bench.wait(100)
+    assert isinstance(bench.ask_zookeeper(), events.ReadMetadata)
+    bench.run()
+    bench.wait(20)
+    bench.run()
+    assert bench.store.open_session == 0
+    # What did not happen is claimed anew, what did is not claimed twice.
+    assert bench.metadata.session_id == 0
+
+
+@pytest.mark.parametrize("outcome", ["lost", "away"])
+def test_states_of_unknown_outcome_are_read_again_before_anything_is_said(outcome):
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper()
+    bench.run(questions=False)
+    bench.ask_zookeeper(outcome)
+    assert not bench.all_told(SessionOpened)
+    bench.wait(3000)
+    assert not bench.all_told(SessionOpened)
+    bench.run()
+    assert bench.store.open_session == 0
+    assert bench.metadata.session_id == 0
+
+
+def test_a_claim_that_somebody_else_won_is_followed_by_another_id():
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.metadata = PartitionMetadata(1, 7, {})
+    bench.marker = PartitionMarker(MarkerState.NEW, 7, b"x" * 16)
+    bench.metadata_version += 1
+    bench.marker_version += 1
+    bench.reopen()
+    assert bench.store.open_session == 8
+
+
+def test_a_later_generation_is_not_touched():
+    bench = Bench()
+    bench.metadata = PartitionMetadata(5, 7, {})
+    bench.own(generation=4)
+    bench.run()
+    assert "generation 5" in bench.all_told(Released)[0].reason
+    assert bench.metadata.session_id == 7
+    assert bench.store.wake_at_ms is None
+
+
+def test_an_open_partition_whose_states_are_gone_is_refused_and_looked_at_again():
+    bench = Bench(state=MarkerState.OPEN)
+    bench.own()
+    bench.run()
+    assert "lost or rolled back" in bench.reports("partition.refused")[0]["reason"]
+    assert not bench.sent
+    bench.metadata = PartitionMetadata(1, 3, dict.fromkeys([A, B, C], ReplicaState(-1, UNRESOLVED)))
+    bench.wait(11_000)
+    bench.run()
+    bench.wait(100)
+    bench.run()
+    assert bench.store.open_session is not None
+
+
+def test_a_new_partition_with_records_somewhere_is_refused():
+    donor = Bench()
+    donor.open()
+    donor.submit()
+    donor.run()
+    bench = Bench()
+    bench.storages[A].disk.entries = donor.storages[A].disk.entries
+    bench.own()
+    bench.run()
+    assert bench.store.open_session is None
+    assert "without history" in bench.reports("partition.refused")[0]["reason"]
+    assert bench.storages[A].last == 0
+
+
+def test_a_partition_of_the_original_is_adopted_only_when_all_are_empty():
+    bench = Bench(state=None)
+    bench.down = {C}
+    bench.own()
+    bench.run()
+    bench.wait(1000)
+    bench.run()
+    assert bench.store.open_session is None
+    assert not bench.all_sent(wire.SetLowWaterMark)
+    bench.down = set()
+    bench.wait(3000)
+    bench.reopen()
+    assert bench.marker.state is MarkerState.OPEN
+
+
+def test_commits_need_a_quorum_and_come_in_order():
+    bench = Bench()
+    bench.open()
+    last = bench.submit(2)
+    bench.submit()
+    bench.deliver(A)
+    assert not bench.all_told(Committed)
+    bench.deliver(B)
+    assert [one.last for one in bench.all_told(Committed)] == [last]
+    bench.run()
+    committed = bench.all_told(Committed)
+    assert [one.last for one in committed] == [1, 2]
+    assert committed[-1].chain == bench.storages[A].chain == bench.storages[C].chain
+    assert bench.store.high_water_mark == 2
+    assert bench.store.in_flight_bytes == 0
+
+
+def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_goes_on_without_it():
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.run()
+    bench.submit()
+    bench.deliver(A)
+    bench.deliver(B)
+    bench.down = {C}
+    bench.lose(C)
+    assert bench.all_told(SessionClosed)[0].session_id == 0
+    start_ms = bench.now_ms
+    while bench.store.open_session is None:
+        bench.run()
+        bench.wait(5)
+    assert bench.now_ms - start_ms <= 60
+    opened = bench.all_told(SessionOpened)[-1]
+    assert (opened.session_id, opened.high_water_mark, opened.unbroken) == (1, 1, True)
+    assert bench.metadata.states[C] == ReplicaState(0, 1)
+    assert bench.all_told(Settled)[-1].committed_last == 1
+
+
+def test_a_claim_after_our_own_session_needs_no_reading():
+    bench = Bench()
+    bench.open()
+    bench.step(events.Checkpoint())
+    assert isinstance(bench.questions[0], events.WriteMetadata)
+    bench.reopen()
+    assert bench.store.open_session == 1
+    assert bench.all_told(SessionOpened)[-1].unbroken
+
+
+def test_a_foreign_session_in_between_breaks_the_thread():
+    bench = Bench()
+    bench.open()
+    states = bench.metadata.states
+    bench.metadata = PartitionMetadata(1, 1, states)
+    bench.marker = PartitionMarker(MarkerState.OPEN, 1, b"x" * 16)
+    bench.metadata_version += 1
+    bench.marker_version += 1
+    bench.step(events.Checkpoint())
+    bench.reopen()
+    assert bench.store.open_session == 2
+    assert not bench.all_told(SessionOpened)[-1].unbroken
+
+
+def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
+    """Ours lost ids 0..1 in session 0; another server wrote its own 0..1 in session 1."""
+    bench, other = Bench(), Bench()
+    other.storages, other.storage_ids = bench.storages, bench.storage_ids
+    other.store = other._new_store(other.limits)
+    bench.open()
+    bench.submit(2)
+    other.metadata, other.marker = bench.metadata, bench.marker
+    other.metadata_version = bench.metadata_version
+    other.marker_version = bench.marker_version
+    other.numbers = 100
+    other.open(generation=2)
+    other.submit(2)
+    other.run()
+    bench.metadata, bench.marker = other.metadata, other.marker
+    bench.metadata_version, bench.marker_version = other.metadata_version, other.marker_version
+    bench.lose(A)
+    bench.own(generation=3)
+    bench.reopen()
+    opened = bench.all_told(SessionOpened)[-1]
+    assert opened.high_water_mark == 1
+    assert not opened.unbroken
+    assert bench.all_told(Settled)[-1].committed_last == -1
+    assert bench.logs()[A] == [100, 101]
+
+
+def test_what_reached_a_quorum_is_settled_as_committed():
+    bench = Bench()
+    bench.open()
+    bench.submit(2)
+    bench.submit()
+    for name in (A, B):
+        bench.storages[name].handle(bench.requests[name].popleft())
+    bench.lose(C)
+    bench.reopen()
+    assert bench.all_told(SessionOpened)[-1].high_water_mark == 1
+    assert bench.all_told(Settled)[-1].committed_last == 1
+    assert not bench.all_told(Committed)
+
+
+def test_a_fenced_session_gives_way_and_a_lasting_duel_ends():
+    bench = Bench(limits=Limits(lost_races_max=2))
+    bench.open()
+    for _ in range(40):
+        if bench.all_told(Released):
+            break
+        session = bench.metadata.session_id + 5
+        bench.metadata = PartitionMetadata(1, session, bench.metadata.states)
+        bench.marker = PartitionMarker(MarkerState.OPEN, session, session.to_bytes(16, "big"))
+        bench.metadata_version += 1
+        bench.marker_version += 1
+        for storage in bench.storages.values():
+            storage.disk.promised = session
+        if bench.store.open_session is not None:
+            bench.submit()
+        for _ in range(8):
+            bench.run()
+            bench.wait(300)
+    assert "lost to another server" in bench.all_told(Released)[0].reason
+
+
+def test_storages_ahead_of_zookeeper_stop_a_claim():
+    bench = Bench()
+    bench.open()
+    for name in (A, B):
+        bench.storages[name].disk.promised = 99
+    bench.step(events.Checkpoint())
+    for _ in range(10):
+        bench.run()
+        bench.wait(1000)
+    assert bench.store.open_session is None
+    assert any("99" not in one["reason"] and "bound to sessions later" in one["reason"]
+               for one in bench.reports("partition.refused"))
+    assert bench.metadata.session_id < 99
+
+
+def test_one_storage_ahead_of_zookeeper_stops_nobody():
+    bench = Bench()
+    bench.open()
+    bench.storages[A].disk.promised = 99
+    bench.step(events.Checkpoint())
+    bench.wait(100)
+    bench.reopen()
+    assert bench.store.readable_replicas == [B, C]
+
+
+def test_no_quorum_for_long_releases_the_partition():
+    bench = Bench()
+    bench.down = {A, B}
+    bench.own()
+    for _ in range(20):
+        bench.run()
+        bench.wait(1000)
+    assert "no quorum" in bench.all_told(Released)[0].reason
+    assert bench.store.wake_at_ms is None
+
+
+def test_appends_that_reach_nobody_release_the_partition():
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.deliver(A)
+    bench.wait(13_000)
+    assert bench.all_told(SessionClosed)
+    assert "no quorum" in bench.all_told(Released)[0].reason
+
+
+def test_zookeeper_away_does_not_release_and_does_not_stop_appends():
+    bench = Bench()
+    bench.down = {C}
+    bench.open()
+    bench.down = set()
+    bench.wait(3000)
+    bench.run(questions=False)
+    assert bench.questions, "the third replica wants to join"
+    for _ in range(30):
+        while bench.questions:
+            bench.ask_zookeeper("away")
+        bench.submit()
+        bench.run(questions=False)
+        bench.wait(1000)
+    assert bench.store.open_session == 0
+    assert bench.store.high_water_mark == 29
+    assert not bench.all_told(Released)
+    bench.wait(3000)
+    bench.run()
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+def test_marks_are_proved_by_a_quorum_and_not_by_less():
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.run()
+    bench.step(events.ProveMark(7))
+    bench.deliver(B)
+    assert not bench.all_told(MarkProved)
+    bench.deliver(C)
+    assert bench.all_told(MarkProved) == [MarkProved(7, 0)]
+    bench.silent = {A, B}
+    bench.run()
+    bench.step(events.ProveMark(8))
+    bench.run()
+    bench.wait(3000)
+    assert bench.all_told(MarkUnproved) == [MarkUnproved(8)]
+    bench.step(events.Disown())
+    bench.step(events.ProveMark(9))
+    assert bench.all_told(MarkUnproved)[-1] == MarkUnproved(9)
+
+
+def test_proofs_end_with_the_session():
+    bench = Bench()
+    bench.open()
+    bench.step(events.ProveMark(7))
+    bench.lose(A)
+    assert bench.all_told(MarkUnproved) == [MarkUnproved(7)]
+
+
+def test_a_submit_to_a_session_that_is_over_is_dropped():
+    bench = Bench()
+    bench.open()
+    session = bench.store.open_session
+    bench.lose(A)
+    sent = len(bench.sent)
+    from tests.sim.replication_world import make_batch
+
+    bench.step(events.Submit(session, make_batch(0, [1], 5)))
+    assert len(bench.sent) == sent
+
+
+def test_disown_closes_everything():
+    bench = Bench()
+    bench.open()
+    bench.step(events.Disown())
+    assert bench.requests == {}
+    assert bench.store.session is None
+    assert bench.store.wake_at_ms is None
+    assert len(bench.all_told(SessionClosed)) == 1
+    assert not bench.all_told(Released)
+
+
+def test_the_same_assignment_again_changes_nothing():
+    bench = Bench()
+    bench.open()
+    bench.own()
+    bench.step(events.Reassign((A, B, C)))
+    assert bench.store.open_session == 0
+    bench.own(generation=2)
+    bench.reopen()
+    assert bench.metadata.generation == 2
+
+
+def test_a_replica_is_replaced_by_another():
+    bench = Bench()
+    bench.add_storage(D)
+    bench.open()
+    for _ in range(5):
+        bench.submit(2)
+    bench.run()
+    bench.step(events.Reassign((A, B, D)))
+    bench.wait(30)
+    bench.reopen()
+    bench.wait(100)
+    bench.run()
+    assert bench.metadata.states == dict.fromkeys([A, B, D], ReplicaState(1, UNRESOLVED))
+    assert bench.storages[D].payloads() == bench.storages[A].payloads()
+    assert C not in bench.requests
+
+
+def test_too_many_new_replicas_at_once_are_refused():
+    bench = Bench()
+    bench.add_storage(D)
+    bench.add_storage(E)
+    bench.open()
+    bench.step(events.Reassign((A, D, E)))
+    bench.run()
+    bench.wait(100)
+    assert "fewer than 2 new replicas" in bench.reports("partition.refused")[0]["reason"]
+    bench.step(events.Reassign((A, B, D)))
+    bench.reopen()
+    assert bench.store.open_session == 1
+
+
+def test_one_replica_is_a_quorum_of_one():
+    bench = Bench(A)
+    bench.open()
+    bench.submit()
+    bench.run()
+    assert bench.store.high_water_mark == 0
+    bench.lose(A)
+    bench.reopen()
+    assert bench.all_told(SessionOpened)[-1].high_water_mark == 0
+
+
+def test_a_mark_that_was_exposed_never_goes_back():
+    """All disks lose what was acknowledged: nothing is opened over it, and a human is told."""
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.run()
+    for storage in bench.storages.values():
+        storage.disk.entries = []
+    bench.step(events.Checkpoint())
+    bench.run()
+    bench.wait(100)
+    bench.run()
+    assert bench.store.open_session is None
+    assert "0 was committed" in bench.reports("partition.refused")[0]["reason"]
+
+
+def test_failures_are_followed_by_growing_pauses():
+    bench = Bench()
+    bench.open()
+    claimed_ms = []
+    for _ in range(12):
+        bench.wait(1)
+        for _ in range(3000):
+            bench.run()
+            if bench.store.open_session is not None:
+                break
+            bench.wait(10)
+        claimed_ms.append(bench.now_ms)
+        bench.lose(A)
+    gaps = [b - a for a, b in zip(claimed_ms, claimed_ms[1:], strict=False)]
+    assert max(gaps[:2]) < 150
+    assert gaps[-1] >= 1000

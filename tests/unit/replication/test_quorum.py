@@ -1,0 +1,59 @@
+"""Unit and property tests of `waltz_core.replication.quorum`."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.record import ReplicaId, TransactionId
+from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
+
+REPLICAS = [ReplicaId(f"storage-{n}:1") for n in range(5)]
+
+
+def test_two_of_three_votes_commit() -> None:
+    tally = Tally(REPLICAS[:3])
+    tally.vote(REPLICAS[0])
+    assert tally.verdict is Verdict.OPEN
+    tally.vote(REPLICAS[1])
+    assert tally.verdict is Verdict.COMMITTED
+
+
+def test_a_vote_outlives_its_connection() -> None:
+    tally = Tally(REPLICAS[:3])
+    tally.vote(REPLICAS[0])
+    tally.lose(REPLICAS[0])
+    tally.lose(REPLICAS[1])
+    assert tally.verdict is Verdict.OPEN
+    tally.lose(REPLICAS[2])
+    assert tally.verdict is Verdict.LOST
+
+
+@given(count=st.integers(1, 5), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
+def test_a_final_verdict_never_changes(count: int, steps: list[tuple[bool, int]]) -> None:
+    """Whatever the order of votes and losses, the first answer that is not OPEN stays."""
+    tally, lost, first = Tally(REPLICAS[:count]), set[int](), Verdict.OPEN
+    for is_vote, number in steps:
+        index = number % count
+        if is_vote and index not in lost:
+            tally.vote(REPLICAS[index])
+        elif not is_vote:
+            tally.lose(REPLICAS[index])
+            lost.add(index)
+        if first is Verdict.OPEN:
+            first = tally.verdict
+        assert tally.verdict is first
+
+
+@given(st.integers(1, 99))
+def test_two_disjoint_groups_are_never_both_quorums(count: int) -> None:
+    assert 2 * quorum_size(count) > count
+
+
+@given(st.lists(st.integers(-1, 9), min_size=1, max_size=5), st.integers(1, 6))
+def test_a_mark_is_what_so_many_have_reached(marks: list[int], quorum: int) -> None:
+    found = quorum_mark([TransactionId(mark) for mark in marks], quorum)
+    if quorum > len(marks):
+        assert found is None
+    else:
+        assert found is not None
+        assert sum(mark >= found for mark in marks) >= quorum
+        assert sum(mark >= found + 1 for mark in marks) < quorum

@@ -1,0 +1,203 @@
+"""Unit tests of `waltz_core.replication.recovery`: the decision against all possible pasts."""
+
+from itertools import combinations_with_replacement, product
+
+import pytest
+
+from waltz_core.cluster.model import (
+    UNRESOLVED,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.replication.quorum import quorum_size
+from waltz_core.replication.recovery import (
+    Origin,
+    Recovery,
+    decide,
+    is_credible,
+    origin_of,
+    states_to_claim,
+)
+from waltz_core.wire.messages import Prepared
+
+A, B, C, D = (f"storage{n}:1" for n in range(4))
+OWN_ID = bytes(range(16))
+
+
+def prepared(last, *, session=5, mark=0, suspect=False, damaged=(), storage_id=OWN_ID):
+    packed = b"".join(value.to_bytes(8, "big") for pair in damaged for value in pair)
+    state = (session, mark, True, last, bytes(16), suspect, packed)
+    return Prepared(6, 1, 0, storage_id, *state)
+
+
+def engaged(*names, session=5):
+    return dict.fromkeys(names, ReplicaState(session, UNRESOLVED))
+
+
+@pytest.mark.parametrize("replica_count", [1, 2, 3, 4, 5])
+def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_count):
+    """Try all logs of the credible replicas and all pasts of the unknown ones."""
+    quorum = quorum_size(replica_count)
+    cases = 0
+    for engaged_count in range(quorum, replica_count + 1):
+        for unknown_count in range(engaged_count + 1):
+            known_count = engaged_count - unknown_count
+            for maxes in combinations_with_replacement(range(-1, 3), known_count):
+                cases += 1
+                found = decide(list(maxes), unknown_count=unknown_count, quorum=quorum)
+                # An unknown replica may have had nothing, or anything that the others have, or more.
+                pasts = product((-1, 0, 1, 2, 99), repeat=unknown_count)
+                best = max(sorted((*maxes, *past), reverse=True)[quorum - 1] for past in pasts)
+                if found is None:
+                    assert best == 99
+                    assert unknown_count >= quorum
+                else:
+                    assert found == best
+    assert cases > 3
+
+
+def test_replicas_that_were_not_engaged_have_no_voice():
+    states = {**engaged(A, B), C: ReplicaState(3, 7)}
+    recovery = Recovery(Origin.RECORDED, states)
+    recovery.heard(C, prepared(99), OWN_ID)
+    assert recovery.decide() is None
+    recovery.heard(A, prepared(4), OWN_ID)
+    assert recovery.decide() == 4
+    assert recovery.unknown == [B]
+
+
+def test_two_unknown_of_three_are_waited_for_though_both_answered():
+    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
+    recovery.heard(A, prepared(9), OWN_ID)
+    recovery.heard(B, prepared(9, session=4), OWN_ID)
+    recovery.heard(C, prepared(9, suspect=True), OWN_ID)
+    assert recovery.is_complete
+    assert recovery.decide() is None
+
+
+def test_the_seeds_vote_would_lose_what_ours_keeps():
+    """Id 0 is on B and C; B's disk is put back to an older one; C is away, A never had it."""
+    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
+    recovery.heard(A, prepared(-1), OWN_ID)
+    recovery.heard(B, prepared(-1, session=4), OWN_ID)
+    assert recovery.decide() is None
+    recovery.heard(C, prepared(0), OWN_ID)
+    assert recovery.decide() == 0
+
+
+def test_unknown_is_for_good_and_a_log_that_shrank_is_unknown():
+    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
+    recovery.heard(A, prepared(9, suspect=True), OWN_ID)
+    recovery.heard(A, prepared(9), OWN_ID)
+    recovery.heard(B, prepared(9), OWN_ID)
+    recovery.heard(B, prepared(8), OWN_ID)
+    assert recovery.unknown == [A, B, C]
+
+
+def test_the_decision_stays():
+    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
+    recovery.heard(A, prepared(9), OWN_ID)
+    recovery.heard(B, prepared(7), OWN_ID)
+    assert recovery.decide() == 9
+    recovery.heard(C, prepared(7), OWN_ID)
+    assert recovery.decide() == 9
+
+
+@pytest.mark.parametrize(
+    ("answer", "credible"),
+    [
+        (prepared(9), True),
+        (prepared(9, session=6), True),
+        (prepared(9, session=4), False),
+        (prepared(9, suspect=True), False),
+        (prepared(9, storage_id=bytes(15) + b"x"), False),
+        (prepared(9, mark=5, damaged=[(2, 3)]), True),
+        (prepared(9, mark=5, damaged=[(2, 3), (5, 6)]), False),
+    ],
+)
+def test_who_is_believed(answer, credible):
+    assert is_credible(answer, ReplicaState(5, UNRESOLVED), OWN_ID) is credible
+
+
+def test_no_id_is_required_where_none_is_registered():
+    state = ReplicaState(5, UNRESOLVED)
+    assert is_credible(prepared(9, storage_id=bytes(15) + b"x"), state, bytes(16))
+
+
+# ---------------------------------------------------------------------------------------------
+# partitions without a history
+
+
+def marker(state):
+    return PartitionMarker(state)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "mark", "origin"),
+    [
+        (PartitionMetadata(), marker(MarkerState.NEW), Origin.NEW),
+        (None, marker(MarkerState.NEW), Origin.NEW),
+        (PartitionMetadata(), marker(MarkerState.OPEN), Origin.LOST),
+        (None, marker(MarkerState.OPEN), Origin.LOST),
+        (None, None, Origin.ADOPTED),
+        (PartitionMetadata(), None, Origin.ADOPTED),
+        (PartitionMetadata(1, 5, engaged(A)), None, Origin.RECORDED),
+        (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.NEW), Origin.RECORDED),
+        (PartitionMetadata(1, 5, engaged(A)), marker(MarkerState.OPEN), Origin.RECORDED),
+    ],
+)
+def test_where_the_history_is(metadata, mark, origin):
+    assert origin_of(metadata, mark) is origin
+
+
+def test_an_adoption_is_remembered_until_it_is_done():
+    states = states_to_claim(Origin.ADOPTED, {}, [A, B, C])
+    metadata = PartitionMetadata(1, 1, states)
+    assert origin_of(metadata, marker(MarkerState.NEW)) is Origin.ADOPTED
+    recovery = Recovery(Origin.ADOPTED, states)
+    recovery.heard(A, prepared(-1, session=-1), OWN_ID)
+    recovery.heard(B, prepared(-1, session=-1), OWN_ID)
+    assert recovery.decide() is None
+    recovery.heard(C, prepared(-1, session=-1), OWN_ID)
+    assert recovery.decide() == -1
+
+
+@pytest.mark.parametrize("origin", [Origin.NEW, Origin.ADOPTED])
+def test_records_where_there_can_be_none_are_noticed(origin):
+    recovery = Recovery(origin, {})
+    assert recovery.is_foreign(prepared(0))
+    assert not recovery.is_foreign(prepared(-1))
+    assert not Recovery(Origin.RECORDED, engaged(A)).is_foreign(prepared(0))
+
+
+def test_a_new_partition_begins_empty():
+    recovery = Recovery(Origin.NEW, {})
+    assert recovery.decide() == -1
+    assert recovery.old_quorum == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# what ZooKeeper is told
+
+
+def test_states_at_the_opening():
+    states = {**engaged(A, B), C: ReplicaState(3, 7)}
+    recovery = Recovery(Origin.RECORDED, states)
+    recovery.heard(A, prepared(9), OWN_ID)
+    assert recovery.decide() == 9
+    assert recovery.opening_states(6, [A, B, C, D], [A]) == {
+        A: ReplicaState(6, UNRESOLVED),
+        B: ReplicaState(5, 9),
+        C: ReplicaState(3, 7),
+        D: ReplicaState(-1, 9),
+    }
+
+
+def test_a_replica_that_is_no_longer_assigned_disappears():
+    recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
+    recovery.heard(A, prepared(9), OWN_ID)
+    recovery.heard(B, prepared(9), OWN_ID)
+    recovery.decide()
+    assert list(recovery.opening_states(6, [A, B], [A, B])) == [A, B]

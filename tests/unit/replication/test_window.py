@@ -1,0 +1,65 @@
+"""Unit tests of `waltz_core.replication.window`."""
+
+import pytest
+
+from tests.sim.replication_world import make_batch
+from waltz_core.record import GENESIS_CHAIN, next_chain
+from waltz_core.replication.window import Window
+
+
+def filled(*sizes, start=-1):
+    window = Window(start, GENESIS_CHAIN)
+    for size in sizes:
+        window.add(make_batch(window.last + 1, list(range(size)), 7), 3, 100)
+    return window
+
+
+def test_batches_follow_one_another_and_carry_the_chain():
+    window = filled(2, 1)
+    first, second = window.at(0), window.at(2)
+    chain = next_chain(GENESIS_CHAIN, 0, 1, 3, first.batch.record_crcs)
+    assert first.entry == (0, 1, 3, 7, chain)
+    assert first.chain_before == GENESIS_CHAIN
+    assert second.chain_before == chain
+    assert window.chain == second.entry.chain
+    assert window.at(1) is None
+    assert (window.first, window.last, window.committed) == (0, 2, -1)
+
+
+def test_a_gap_is_our_own_bug():
+    window = filled(2)
+    with pytest.raises(AssertionError):
+        window.add(make_batch(3, [1], 7), 3, 100)
+
+
+def test_only_whole_batches_are_committed():
+    window = filled(2, 3)
+    assert not window.commit(0)
+    assert window.commit(3)
+    assert window.committed == 1
+    assert window.committed_chain == window.at(0).entry.chain
+    assert window.in_flight_bytes == window.at(2).size_bytes
+    assert not window.commit(3)
+    assert window.commit(4)
+    assert window.in_flight_bytes == 0
+    assert window.oldest_ms is None
+
+
+def test_nothing_uncommitted_is_forgotten():
+    window = filled(1, 1, 1)
+    window.commit(0)
+    window.trim(99, 0)
+    assert window.first == 1
+    assert window.at(1) is not None
+
+
+def test_what_somebody_needs_is_kept_up_to_the_limit():
+    window = filled(1, 1, 1)
+    size = window.at(0).size_bytes
+    window.commit(2)
+    window.trim(1, 10 * size)
+    assert window.first == 1
+    window.trim(0, size)
+    assert window.first == 2
+    window.trim(3, size)
+    assert window.first == 3 == window.last + 1
