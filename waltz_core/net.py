@@ -20,7 +20,7 @@ import asyncio
 import logging
 import socket
 import ssl as tls
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
@@ -311,6 +311,18 @@ class Link:
             self._transport.write(buffers[0])
         else:
             self._transport.writelines(buffers)
+        self.bytes_sent += sum(map(len, buffers))
+        backlog_bytes = self._transport.get_write_buffer_size()
+        if backlog_bytes > self.write_backlog_bytes_max:
+            self.abort(f"the peer does not read: {backlog_bytes} bytes are unsent")
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        """Send messages in order by one call of the system; see `send`."""
+        if self.is_closed:
+            return
+        assert self._transport is not None
+        buffers = [buffer for message in messages for buffer in self._connection.send(message)]
+        self._transport.write(buffers[0] if len(buffers) == 1 else b"".join(buffers))
         self.bytes_sent += sum(map(len, buffers))
         backlog_bytes = self._transport.get_write_buffer_size()
         if backlog_bytes > self.write_backlog_bytes_max:

@@ -28,6 +28,7 @@ from waltz_core.server.replicas import Tasks
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
+    AppendResult,
     CheckConnectivityRequest,
     CheckConnectivityResponse,
     ClientMessage,
@@ -85,6 +86,9 @@ class _Client:
     heard: dict[PartitionId, Host] = field(default_factory=dict)
     is_congested: bool = False
     is_read: bool = True
+    # Small answers of one turn of the loop, which go out together: a call of the system for each
+    # would cost more than all else that is done for a single append.
+    outbox: list[ClientMessage] = field(default_factory=list)
 
 
 class Clients:
@@ -99,7 +103,7 @@ class Clients:
         self._flow = Flow(limits)
         self._clients: dict[ConnectionId, _Client] = {}
         self._ids = count(1)
-        self._to_admit: dict[ConnectionId, None] = {}
+        self._answered: dict[ConnectionId, None] = {}
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -149,7 +153,7 @@ class Clients:
     def _closed(self, connection: ConnectionId, reason: str) -> None:
         client = self._clients.pop(connection)
         _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
-        self._to_admit.pop(connection, None)
+        self._answered.pop(connection, None)
         self._flow.close(connection)
         for host in client.heard.values():
             host.post(Closed(connection))
@@ -164,13 +168,37 @@ class Clients:
         client = self._clients.get(connection)
         if client is None:
             return
-        client.link.send(effect.message)
-        if effect.cost_bytes:
-            self._flow.answered(connection, effect.cost_bytes)
-            if not self._to_admit:
-                # Later: whoever answers is in the middle of something.
-                self._loop.call_soon(self._admit_all)
-            self._to_admit[connection] = None
+        if isinstance(effect.message, AppendResult):
+            client.outbox.append(effect.message)
+        else:
+            self._send(client, effect.message)
+            self._note_sent(connection, client)
+        self._flow.answered(connection, effect.cost_bytes)
+        if not self._answered:
+            # Later: whoever answers is in the middle of something.
+            self._loop.call_soon(self._after_answers)
+        self._answered[connection] = None
+
+    def _send(self, client: _Client, message: ClientMessage) -> None:
+        if client.outbox:
+            outbox, client.outbox = client.outbox, []
+            client.link.send_all(outbox)
+        client.link.send(message)
+
+    def _after_answers(self) -> None:
+        """Send what waits together, and admit what there is room for now."""
+        connections, self._answered = self._answered, {}
+        for connection in connections:
+            client = self._clients.get(connection)
+            if client is not None and client.outbox:
+                outbox, client.outbox = client.outbox, []
+                client.link.send_all(outbox)
+                self._note_sent(connection, client)
+        for connection in connections:
+            self._admit(connection)
+        self._balance()
+
+    def _note_sent(self, connection: ConnectionId, client: _Client) -> None:
         self._note_backlog(connection, client)
         if client.link.is_congested and not client.is_congested:
             client.is_congested = True
@@ -190,12 +218,6 @@ class Clients:
 
     # -----------------------------------------------------------------------------------------
     # requests
-
-    def _admit_all(self) -> None:
-        connections, self._to_admit = self._to_admit, {}
-        for connection in connections:
-            self._admit(connection)
-        self._balance()
 
     def _admit(self, connection: ConnectionId) -> None:
         for request in self._flow.admit(connection):
