@@ -94,7 +94,13 @@ def _payload(load: Load, chance: Random, *, is_checked: bool = True) -> bytes:
     data = [chance.randbytes(load.payload_bytes) for _ in range(count)]
     locks = [[chance.randrange(LOCK_SPACE) for _ in range(load.lock_count)] for _ in range(count)]
     none: list[list[int]] = [[] for _ in range(count)]
-    return encode_append([0] * count, data, write_locks=locks, read_locks=none, append_locks=none)
+    return encode_append(
+        [0] * count,
+        data,
+        write_locks=locks if is_checked else none,
+        read_locks=none,
+        append_locks=none if is_checked else locks,
+    )
 
 
 async def _one(client: AsyncWaltzClient, partition: int, payload: bytes, load: Load) -> None:
