@@ -463,11 +463,12 @@ class Partition:
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
         outcomes = self.pipeline.committed(event.last, event.chain)
+        # All parts know the new mark before a mount that has waited for it goes on.
         self.reads.advanced(event.last)
+        self.feed.advanced(self._session_id, event.last)
         self._route(outcomes, out)
         if self.pipeline.proved_ms is not None:
             self._proofs.confirm(self.pipeline.proved_ms)
-        self.feed.advanced(self._session_id, event.last)
         self._feed_turn(out)
 
     def _session_closed(self, event: replication.SessionClosed, out: list[Effect]) -> None:
