@@ -1,0 +1,561 @@
+"""Four processes write 100,000 transactions through two servers while a storage is killed.
+
+Every outcome that a writer is told is written down and afterwards compared with the log:
+
+    1. Told committed: it is there once, under that id, with the same bytes.
+    2. Told refused or lost: it is not there.
+    3. Told nothing certain: it may be there, once.
+    4. Nothing is there that nobody has written, ids are dense, no request id stands twice.
+    5. No transaction stands after one that it conflicts with and had not seen: the locks and the
+       mark that each one carries in its own bytes are played again in the order of the log.
+    6. Each counter counts 1, 2, 3, ...: nobody has computed from an old value.
+    7. What was told before something else was sent stands before it.
+
+A third goes as batches, a third as single appends, both blindly, so that some are refused by
+locks; a third are contexts that read a counter built from the feed and are tried again when they
+came too late. Any disagreement ends it with exit code 1.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import random
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from waltz_core.batches import encode_append
+from waltz_core.client import (
+    BYTES,
+    BatchOutcome,
+    Callbacks,
+    Reason,
+    Transaction,
+    TransactionBuilder,
+    TransactionContext,
+    WaltzClient,
+    lock,
+    partition_of,
+)
+from waltz_core.errors import LockFailed, OutcomeUnknown, WaltzError
+from waltz_core.local import LocalCluster, running
+
+WRITER_COUNT = 4
+VICTIM = "storage-2"
+KILLED_AT, STARTED_AT = 0.25, 0.6  # shares of all transactions told
+ACCOUNT_COUNT, COUNTER_COUNT = 2_000, 200
+BATCH_ROWS, SINGLES, CONTEXTS = 250, 50, 12
+IN_FLIGHT = {"batch": 4, "single": 400, "context": 24}
+PLAIN, COUNTING = 1, 2  # application headers
+OK, REFUSED, LOST, UNKNOWN = "committed", "refused", "lost", "unknown"
+# transaction id, request id, header, data length, data crc; then the data and 4 bytes of crc
+RECORD = struct.Struct(">q16siiI")
+TRAILER_BYTES = 4
+
+
+# ---------------------------------------------------------------------------------------------
+# what is written
+
+
+class Content(NamedTuple):
+    """What a transaction carries in its bytes: everything that a checker needs."""
+
+    key: str
+    partition: int
+    mark: int
+    writes: list[int]
+    reads: list[int]
+    appends: list[int]
+    counter: int = -1
+    value: int = 0
+    padding: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return the data of the transaction."""
+        return json.dumps(self, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Content":
+        """Read the data of a transaction."""
+        return Content(*json.loads(data))
+
+
+@dataclass
+class Told:
+    """What a writer was told of one transaction."""
+
+    key: str
+    partition: int
+    digest: str
+    sent_s: float
+    told_s: float = 0.0
+    outcome: str = UNKNOWN
+    transaction_id: int = -1
+    why: str = ""
+
+
+def digest_of(data: bytes) -> str:
+    """Return a short fingerprint of some bytes."""
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------
+# a writer
+
+
+class Counters(Callbacks):
+    """The counters as the feed has them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[int, int] = {}
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        """Take in one transaction."""
+        if transaction.header != COUNTING:
+            return
+        content = Content.from_bytes(transaction.data())
+        with self._lock:
+            self._values[content.counter] = content.value
+
+    def value(self, counter: int) -> int:
+        """Return the last value applied, 0 for none."""
+        with self._lock:
+            return self._values.get(counter, 0)
+
+
+class Count(TransactionContext):
+    """Adds one to a counter, from whatever the feed has told of it by then."""
+
+    timeout_ms = 120_000
+
+    def __init__(self, key: str, counter: int, counters: Counters) -> None:
+        super().__init__()
+        self.attempts: list[Told] = []
+        self._key = key
+        self._counter = counter
+        self._lock = lock("counter", counter)
+        self._counters = counters
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return where the counter lives."""
+        return partition_of(self._lock, partition_count)
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Compute the next value."""
+        content = Content(
+            key=f"{self._key}.{len(self.attempts)}",
+            partition=builder.partition_id,
+            mark=builder.client_high_water_mark,
+            writes=[self._lock],
+            reads=[],
+            appends=[],
+            counter=self._counter,
+            value=self._counters.value(self._counter) + 1,
+        )
+        data = content.to_bytes()
+        now_s = time.monotonic()
+        self.attempts.append(Told(content.key, content.partition, digest_of(data), now_s))
+        builder.set_header(COUNTING)
+        builder.set_transaction_data(data, BYTES)
+        builder.set_write_locks(content.writes)
+        return True
+
+
+class Pending(NamedTuple):
+    """What is under way: a future, and what it will decide."""
+
+    future: "Future[Any]"
+    told: list[Told]
+    context: Count | None = None
+
+
+class Writer:
+    """One of the four processes."""
+
+    def __init__(self, connect: str, number: int, share: int, progress: "Synchronized[int]"):
+        self.ledger: list[Told] = []
+        self._client = WaltzClient(connect)
+        self._number = number
+        self._left = share
+        self._next = 0
+        self._progress = progress
+        self._random = random.Random(number)
+        self._counters = Counters()
+        self._marks: dict[int, int] = {}
+        self._pending: dict[str, deque[Pending]] = {kind: deque() for kind in IN_FLIGHT}
+        count = self._client.partition_count
+        self._accounts: list[list[int]] = [[] for _ in range(count)]
+        for account in range(ACCOUNT_COUNT):
+            hashed = lock("account", account)
+            self._accounts[partition_of(hashed, count)].append(hashed)
+
+    def run(self) -> None:
+        """Write this process's share, and wait for all outcomes."""
+        with self._client:
+            self._client.subscribe(self._counters)
+            while self._left:
+                self._batch(min(BATCH_ROWS, self._left))
+                for _ in range(min(SINGLES * 5, self._left)):
+                    self._single()
+                for _ in range(min(CONTEXTS * 20, self._left)):
+                    self._count()
+            for kind in IN_FLIGHT:
+                self._settle(kind, in_flight=0)
+
+    def _take(self, count: int) -> list[str]:
+        keys = [f"{self._number}.{self._next + place}" for place in range(count)]
+        self._next += count
+        self._left -= count
+        return keys
+
+    def _blind(self, key: str, partition: int, mark: int) -> Content:
+        """Draw a transaction under some locks."""
+        chosen = self._random.sample(self._accounts[partition], 3)
+        kind = self._random.randrange(4)
+        return Content(
+            key=key,
+            partition=partition,
+            mark=mark,
+            writes=chosen[:1] if kind in (0, 3) else [],
+            reads=chosen[1:2] if kind == 3 else [],
+            appends=chosen[2:] if kind in (1, 3) else [],
+            padding="x" * self._random.randrange(120),
+        )
+
+    def _batch(self, count: int) -> None:
+        self._settle("batch", in_flight=IN_FLIGHT["batch"])
+        partition = self._random.randrange(self._client.partition_count)
+        mark = int(self._client.high_water_mark(partition))
+        rows = [self._blind(key, partition, mark) for key in self._take(count)]
+        data = [row.to_bytes() for row in rows]
+        payload = encode_append(
+            [PLAIN] * count,
+            data,
+            write_locks=[row.writes for row in rows],
+            read_locks=[row.reads for row in rows],
+            append_locks=[row.appends for row in rows],
+        )
+        now_s = time.monotonic()
+        told = [
+            Told(row.key, partition, digest_of(each), now_s)
+            for row, each in zip(rows, data, strict=True)
+        ]
+        future = self._client.append_batch(
+            partition, payload, count, client_high_water_mark=mark
+        )
+        self._add("batch", Pending(future, told))
+
+    def _single(self) -> None:
+        self._settle("single", in_flight=IN_FLIGHT["single"])
+        partition = self._random.randrange(self._client.partition_count)
+        # A fresh mark is a round trip; one that is a little old is what most writers have.
+        if self._next % SINGLES == 0 or partition not in self._marks:
+            self._marks[partition] = int(self._client.high_water_mark(partition))
+        (key,) = self._take(1)
+        row = self._blind(key, partition, self._marks[partition])
+        data = row.to_bytes()
+        told = Told(key, partition, digest_of(data), time.monotonic())
+        future = self._client.append(
+            data,
+            partition=partition,
+            header=PLAIN,
+            write_locks=row.writes,
+            read_locks=row.reads,
+            append_locks=row.appends,
+            client_high_water_mark=row.mark,
+        )
+        self._add("single", Pending(future, [told]))
+
+    def _count(self) -> None:
+        self._settle("context", in_flight=IN_FLIGHT["context"])
+        (key,) = self._take(1)
+        context = Count(key, self._random.randrange(COUNTER_COUNT), self._counters)
+        future = self._client.submit(context)
+        self._add("context", Pending(future, context.attempts, context))
+
+    def _add(self, kind: str, pending: Pending) -> None:
+        pending.future.add_done_callback(lambda _: _stamp(pending.told))
+        self._pending[kind].append(pending)
+
+    def _settle(self, kind: str, *, in_flight: int) -> None:
+        """Wait until fewer are under way; write down what was told."""
+        queue = self._pending[kind]
+        while queue and len(queue) >= max(1, in_flight):
+            pending = queue.popleft()
+            _decide(pending)
+            self.ledger += pending.told
+            with self._progress.get_lock():
+                self._progress.value += 1 if pending.context else len(pending.told)
+
+
+def _stamp(told: list[Told]) -> None:
+    now_s = time.monotonic()
+    for each in told:
+        each.told_s = now_s
+
+
+def _decide(pending: Pending) -> None:
+    """Turn what the future says into outcomes."""
+    told = pending.told
+    *earlier, last = told if pending.context else (*(), told[0])
+    try:
+        result = pending.future.result()
+    except WaltzError as error:
+        outcome, why = _outcome_of(error), f"{type(error).__name__}: {error}"
+        for each in told:
+            each.outcome, each.why = outcome, why
+        if pending.context:
+            for each in earlier:
+                each.outcome = REFUSED
+        return
+    if isinstance(result, BatchOutcome):
+        for each, reason, transaction_id in zip(
+            told, result.reasons.tolist(), result.transaction_ids.tolist(), strict=True
+        ):
+            each.why = Reason(reason).name
+            each.outcome = {Reason.COMMITTED: OK, Reason.LOCK: REFUSED}.get(reason, LOST)
+            each.transaction_id = transaction_id
+        return
+    for each in earlier:
+        each.outcome = REFUSED
+    last.outcome, last.transaction_id = OK, int(result)
+
+
+def _outcome_of(error: WaltzError) -> str:
+    if isinstance(error, OutcomeUnknown):
+        return UNKNOWN
+    return REFUSED if isinstance(error, LockFailed) else LOST
+
+
+def write(
+    connect: str, number: int, share: int, ledger: Path, progress: "Synchronized[int]"
+) -> None:
+    """Be one of the four processes."""
+    writer = Writer(connect, number, share, progress)
+    writer.run()
+    with ledger.open("w", encoding="utf-8") as lines:
+        for told in writer.ledger:
+            lines.write(json.dumps(told.__dict__) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------
+# what the log says
+
+
+class Entry(NamedTuple):
+    """One committed transaction, read back."""
+
+    partition: int
+    transaction_id: int
+    request_id: bytes
+    data: bytes
+
+
+def read_log(connect: str) -> list[Entry]:
+    """Read everything that is in the log, in order."""
+    found: list[Entry] = []
+    with WaltzClient(connect) as client:
+        for partition, last in sorted(client.high_water_marks(linearizable=True).items()):
+            for chunk in client.read_range(partition, 0, last):
+                found += _entries(partition, bytes(chunk.records))
+    return found
+
+
+def _entries(partition: int, records: bytes) -> Iterator[Entry]:
+    at = 0
+    while at < len(records):
+        transaction_id, request_id, _, length, _ = RECORD.unpack_from(records, at)
+        start = at + RECORD.size
+        yield Entry(partition, transaction_id, request_id, records[start : start + length])
+        at = start + length + TRAILER_BYTES
+
+
+@dataclass
+class Verdict:
+    """What the comparison has found."""
+
+    wrong: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def check(self, ok: bool, what: str) -> None:
+        """Note what is wrong."""
+        if not ok:
+            self.wrong.append(what)
+
+
+def compare(ledger: list[Told], log: list[Entry]) -> Verdict:
+    """Compare what was told with what is there; see the rules at the top."""
+    verdict = Verdict()
+    _check_order(log, verdict)
+    told_of = {told.key: told for told in ledger}
+    verdict.check(len(told_of) == len(ledger), "a key was written down twice")
+    seen: Counter[str] = Counter()
+    for entry in log:
+        content = Content.from_bytes(entry.data)
+        where = f"{content.key} at {entry.partition}/{entry.transaction_id}"
+        seen[content.key] += 1
+        told = told_of.get(content.key)
+        if told is None:
+            verdict.check(False, f"{where} was written by nobody")
+            continue
+        right = told.partition == entry.partition and told.digest == digest_of(entry.data)
+        verdict.check(right, f"{where} has other bytes than were sent")
+        verdict.check(told.outcome in (OK, UNKNOWN), f"{where} was told {told.outcome} {told.why}")
+        if told.outcome == OK:
+            verdict.check(
+                told.transaction_id == entry.transaction_id,
+                f"{where} was told to be {told.transaction_id}",
+            )
+    for key, times in seen.items():
+        verdict.check(times == 1, f"{key} stands {times} times")
+    for told in ledger:
+        verdict.counts[told.outcome] += 1
+        if told.outcome == OK:
+            verdict.check(told.key in seen, f"{told.key} was told committed and is lost")
+    _check_locks(log, verdict)
+    _check_times(log, told_of, verdict)
+    return verdict
+
+
+def _check_order(log: list[Entry], verdict: Verdict) -> None:
+    following: Counter[int] = Counter()
+    for entry in log:
+        expected = following[entry.partition]
+        verdict.check(
+            entry.transaction_id == expected,
+            f"partition {entry.partition}: expected {expected}, found {entry.transaction_id}",
+        )
+        following[entry.partition] += 1
+    for request_id, times in Counter(entry.request_id for entry in log).items():
+        verdict.check(times == 1, f"request id {request_id.hex()} stands {times} times")
+
+
+def _check_locks(log: list[Entry], verdict: Verdict) -> None:
+    """Play the locks again: nobody may stand after a writer that he had not seen."""
+    writers: dict[tuple[int, int], int] = {}
+    counters: Counter[int] = Counter()
+    for entry in log:
+        content = Content.from_bytes(entry.data)
+        for hashed in (*content.writes, *content.reads):
+            writer = writers.get((entry.partition, hashed), -1)
+            verdict.check(
+                writer <= content.mark,
+                f"{content.key} at {entry.partition}/{entry.transaction_id} had seen "
+                f"{content.mark} and conflicts with {writer}",
+            )
+        for hashed in (*content.writes, *content.appends):
+            writers[entry.partition, hashed] = entry.transaction_id
+        if content.counter >= 0:
+            counters[content.counter] += 1
+            verdict.check(
+                content.value == counters[content.counter],
+                f"counter {content.counter}: expected {counters[content.counter]}, "
+                f"found {content.value} at {entry.partition}/{entry.transaction_id}",
+            )
+
+
+def _check_times(log: list[Entry], told_of: dict[str, Told], verdict: Verdict) -> None:
+    latest_sent: dict[int, float] = {}
+    for entry in log:
+        told = told_of.get(Content.from_bytes(entry.data).key)
+        if told is None or told.outcome != OK:
+            continue
+        latest = max(latest_sent.get(entry.partition, 0.0), told.sent_s)
+        latest_sent[entry.partition] = latest
+        verdict.check(
+            latest <= told.told_s,
+            f"{told.key} at {entry.partition}/{entry.transaction_id} was told before one that "
+            "stands before it was sent",
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# the play
+
+
+def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
+    """Let four processes write, kill a storage meanwhile, and compare."""
+    started = multiprocessing.get_context("spawn")
+    progress = started.Value("q", 0)
+    shares = [transactions // WRITER_COUNT] * WRITER_COUNT
+    shares[0] += transactions - sum(shares)
+    ledgers = [directory / f"writer-{number}.jsonl" for number in range(WRITER_COUNT)]
+    writers = [
+        started.Process(
+            target=write, args=(cluster.connect, number, shares[number], ledgers[number], progress)
+        )
+        for number in range(WRITER_COUNT)
+    ]
+    for writer in writers:
+        writer.start()
+
+    def reached(share: float) -> None:
+        while progress.value < share * transactions and any(w.is_alive() for w in writers):
+            time.sleep(0.02)
+        say(f"   {progress.value:,} of {transactions:,} told")
+
+    reached(KILLED_AT)
+    cluster.kill(VICTIM)
+    say(f"   {VICTIM} was killed")
+    reached(STARTED_AT)
+    cluster.start(VICTIM)
+    say(f"   {VICTIM} was started again")
+    for writer in writers:
+        writer.join()
+    failed = [number for number, writer in enumerate(writers) if writer.exitcode != 0]
+    if failed:
+        return Verdict(wrong=[f"writers {failed} ended with an error"])
+    ledger = [
+        Told(**json.loads(line))
+        for path in ledgers
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    say("reading the log back")
+    log = read_log(cluster.connect)
+    verdict = compare(ledger, log)
+    verdict.counts["in the log"] = len(log)
+    return verdict
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def main() -> int:
+    """Run it; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--transactions", type=int, default=100_000, help="default 100,000")
+    parser.add_argument("--directory", type=Path, help="kept afterwards; default a temporary one")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="waltz-writers-") as temporary:
+        directory = arguments.directory or Path(temporary)
+        with running(directory / "cluster") as cluster:
+            say(f"{arguments.transactions:,} transactions from {WRITER_COUNT} processes")
+            began = time.monotonic()
+            verdict = play(cluster, arguments.transactions, directory)
+            took = time.monotonic() - began
+    for what in (OK, REFUSED, LOST, UNKNOWN, "in the log"):
+        say(f"{what:>12}: {verdict.counts[what]:,}")
+    say(f"{'seconds':>12}: {took:.1f}")
+    for wrong in verdict.wrong[:20]:
+        say(f"WRONG: {wrong}")
+    if not verdict.wrong and not all(verdict.counts[what] for what in (OK, REFUSED)):
+        verdict.wrong.append("nothing was committed, or no lock has ever refused anything")
+    say(f"four writers: {len(verdict.wrong)} wrong" if verdict.wrong else "four writers: OK")
+    return 1 if verdict.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
