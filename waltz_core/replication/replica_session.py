@@ -96,6 +96,7 @@ class ReplicaSession:
         self.stage = Stage.ABSENT
         self.repair: Repair | None = None
         self.ticket = NO_TICKET  # of the one repair or copy step that is under way
+        self.is_broken = False  # the connection is known to be gone
         self.is_tainted = False  # rule 3
         self.redial_at_ms = 0
         # The live log at this replica: what it has synced, what it is sent next.
@@ -133,13 +134,14 @@ class ReplicaSession:
     def dial(self) -> None:
         """Ask for a connection."""
         assert self.stage is Stage.ABSENT
-        self.stage = Stage.DIALLING
+        self.stage, self.is_broken = Stage.DIALLING, False
         self._outbox.append(OpenReplica(self._session_id, self.replica))
 
     def close(self) -> None:
         """Give the connection up, if there is one or one is being made."""
         if self.stage is not Stage.ABSENT:
-            self._outbox.append(CloseReplica(self._session_id, self.replica))
+            if not self.is_broken:
+                self._outbox.append(CloseReplica(self._session_id, self.replica))
             self._forget()
 
     def lost(self, now_ms: int, rng: "Random", *, wait_ms: int = 0) -> None:

@@ -203,6 +203,7 @@ class StoreSession:
         """A connection is gone, or could not be made."""
         each = self.replicas.get(replica)
         if each is not None and each.stage is not Stage.ABSENT:
+            each.is_broken = True
             self._lose(each, reason, now_ms)
             self._advance(now_ms)
 
@@ -227,7 +228,6 @@ class StoreSession:
             elif each.stage is Stage.ENGAGED or oldest_ms is None:
                 continue
             elif oldest_ms + self._limits.answer_ms_max <= now_ms:
-                each.close()
                 self._lose(each, "no answer", now_ms)
         for token, proof in list(self._proofs.items()):
             if proof.deadline_ms <= now_ms:
@@ -341,25 +341,26 @@ class StoreSession:
     # -----------------------------------------------------------------------------------------
     # replicas come and go
 
-    def _lose(self, each: ReplicaSession, reason: str, now_ms: int, *, wait_ms: int = 0) -> None:
-        """A connection is gone: the session's end, or one voice less (rule 6)."""
-        is_counted = self._is_counted(each)
+    def _lose(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+        """A connection is gone, or given up."""
         if each.is_connected:
             self._report("replica.lost", replica=each.replica, reason=reason)
-        self.repairs.lost(each)
-        each.lost(now_ms, self._rng, wait_ms=wait_ms)
-        if is_counted:
-            self.end(Ending(Cause.LEFT, f"replica {each.replica}: {reason}", each.replica))
+        self._drop(each, reason, now_ms)
 
     def _refuse(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """Do without a replica for a good while."""
         self._report("replica.refused", replica=each.replica, reason=reason)
+        self._drop(each, reason, now_ms, wait_ms=self._limits.refused_retry_ms)
+
+    def _drop(self, each: ReplicaSession, reason: str, now_ms: int, *, wait_ms: int = 0) -> None:
+        """It is the session's end, or one voice less (rule 6); `wait_ms` is for a refusal."""
         is_counted = self._is_counted(each)
         self.repairs.lost(each)
         each.close()
-        each.lost(now_ms, self._rng, wait_ms=self._limits.refused_retry_ms)
+        each.lost(now_ms, self._rng, wait_ms=wait_ms)
         if is_counted:
-            self.end(Ending(Cause.LEFT, reason, each.replica, refused_append=True))
+            reason = f"replica {each.replica}: {reason}"
+            self.end(Ending(Cause.LEFT, reason, each.replica, refused_append=wait_ms > 0))
 
     def _is_counted(self, each: ReplicaSession) -> bool:
         """Whether ZooKeeper has a replica as engaged, or may have."""

@@ -1,0 +1,330 @@
+"""Unit tests of `waltz_core.replication.repair`: one replica's way to the goal, step by step."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.sim.model_storage import ModelStorage
+from tests.sim.replication_world import make_batch
+from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
+from waltz_core.record import GENESIS_CHAIN, LineageEntry, next_chain
+from waltz_core.replication.repair import (
+    Append,
+    Cut,
+    Fetch,
+    Goal,
+    Mend,
+    OwnLineage,
+    Repair,
+    SetMark,
+    SourceLineage,
+    verify_batches,
+    verify_records,
+)
+from waltz_core.wire import messages as wire
+
+
+class _World:
+    rng = Random(1)
+
+    def after(self, delay_us, action):
+        """No snapshots."""
+
+
+class _NoChecker:
+    def synced(self, *args):
+        """Nothing to check."""
+
+    appending = cutting = synced
+
+
+def storage(*batches, mark=-1, window=2):
+    """Return a storage in session 9 whose log has these batches: (session, payloads)."""
+    made = ModelStorage(_World(), "s", _NoChecker())
+    made.lineage_max = made.range_batches_max = window
+    made.disk.promised = 9
+    for session, payloads in batches:
+        batch = make_batch(made.last + 1, payloads, 0)
+        chain = next_chain(made.chain, batch.first, batch.last, session, batch.record_crcs)
+        line = LineageEntry(batch.first, batch.last, session, 0, chain)
+        fields = (batch.first, batch.lengths, batch.records, batch.records_crc, made.chain)
+        made.handle(wire.AppendRaw(9, 1, 0, *fields, (line,)))
+    made.disk.confirmed = mark
+    return made
+
+
+def prepared(one):
+    return one.handle(wire.Prepare(9, 1, 0, bytes(16), bytes(16), bytes(16), 1))
+
+
+def repair_of(one):
+    return Repair(prepared(one))
+
+
+def walk(repair, one, source, goal, *, can_mend=True):
+    """Carry the steps out until nothing is left to do; return them."""
+    steps = []
+    while (step := repair.next_step(goal, can_mend=can_mend)) is not None:
+        steps.append(step)
+        assert len(steps) < 100
+        take(repair, one, source, step)
+    return steps
+
+
+def take(repair, one, source, step):
+    prefix = (9, 1, 0)
+    match step:
+        case OwnLineage(first, last):
+            repair.heard_own(ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last)
+        case SourceLineage(first, last):
+            answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
+            repair.heard_source(answer, first=first, last=last)
+        case Cut():
+            answer = ok(one.handle(wire.Truncate(*prefix, *step)))
+            repair.cut(answer.synced_max, answer.chain, step)
+        case Fetch(first, last, whole):
+            request = wire.RangeRaw(*prefix, first, last, 99999, 0, whole, False)
+            repair.fetched(ok(source.handle(request)), step)
+        case Append(answer, _):
+            fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
+            ok(one.handle(wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)))
+            repair.appended(step)
+        case Mend(answer):
+            fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
+            ok(one.handle(wire.Repair(*prefix, *fields)))
+            repair.mended(step)
+        case SetMark():
+            ok(one.handle(wire.SetLowWaterMark(*prefix, *step)))
+            repair.marked()
+
+
+def ok(answer):
+    assert not isinstance(answer, wire.Nack), answer
+    return answer
+
+
+def kinds(steps):
+    return [type(step).__name__ for step in steps]
+
+
+OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # ids 0..5
+
+
+def test_an_equal_log_only_gets_the_mark():
+    one, source = storage(*OLD), storage(*OLD)
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert kinds(steps) == ["SetMark"]
+    assert one.disk.provisional == (9, 5)
+
+
+def test_an_empty_partition_needs_no_source():
+    one = storage()
+    assert kinds(walk(repair_of(one), one, None, Goal(-1, GENESIS_CHAIN))) == ["SetMark"]
+
+
+def test_a_shorter_log_is_filled_up_in_stretches_of_whole_batches():
+    one, source = storage(), storage(*OLD)
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert kinds(steps) == ["Fetch", "Append", "Fetch", "Append", "SetMark"]
+    assert one.payloads() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_shorter_log_that_is_a_prefix_is_not_cut():
+    one, source = storage(*OLD[:2]), storage(*OLD)
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert kinds(steps) == ["SourceLineage", "Fetch", "Append", "SetMark"]
+
+
+def test_a_longer_log_is_cut_to_the_mark_and_not_below():
+    one, source = storage(*OLD, (3, [7])), storage(*OLD)
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert steps[:2] == [OwnLineage(5, 5), Cut(5, 5, source.chain)]
+    assert kinds(steps[2:]) == ["SetMark"]
+
+
+def test_a_mark_inside_a_batch_cuts_the_batch_and_gives_the_goal_its_chain():
+    usher = storage(*OLD)
+    repair = repair_of(usher)
+    steps = walk(repair, usher, None, Goal(4, None))
+    assert kinds(steps) == ["OwnLineage", "Cut"]
+    assert steps[1].base == 2
+    assert (repair.last, repair.chain) == (4, usher.chain)
+    goal = Goal(4, usher.chain)
+    follower = storage(*OLD)
+    assert kinds(walk(repair_of(follower), follower, usher, goal)) == [
+        "OwnLineage",
+        "Cut",
+        "SetMark",
+    ]
+    assert follower.chain == usher.chain
+
+
+def test_a_diverged_log_is_cut_where_they_part_and_filled_up():
+    tail = [(2, [10 + n]) for n in range(9)]
+    other = [(3, [30 + n]) for n in range(7)]
+    one, source = storage(*OLD[:2], *other, window=2), storage(*OLD[:2], *tail, window=3)
+    steps = walk(repair_of(one), one, source, Goal(11, source.chain))
+    cuts = [step for step in steps if isinstance(step, Cut)]
+    assert cuts == [Cut(2, 2, storage(*OLD[:2]).chain)]
+    assert one.payloads() == source.payloads()
+    assert one.chain == source.chain
+
+
+def test_a_longer_diverged_log_is_cut_twice():
+    one = storage(*OLD[:2], (3, [40, 41]), (3, [42, 43]))
+    source = storage(*OLD)
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert [step.last_to_keep for step in steps if isinstance(step, Cut)] == [5, 2]
+    assert one.payloads() == source.payloads()
+
+
+def test_nothing_in_common_is_cut_to_nothing():
+    one, source = storage((7, [50]), (7, [51])), storage(*OLD)
+    walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert one.payloads() == source.payloads()
+
+
+def test_a_log_is_not_cut_below_its_own_confirmed_mark():
+    one, source = storage((7, [50]), (7, [51]), mark=0), storage(*OLD)
+    with pytest.raises(DataLoss, match="low-water mark 0"):
+        walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert one.last == 1
+
+
+def test_a_mark_that_is_not_confirmed_protects_nothing():
+    one, source = storage((7, [50]), (7, [51])), storage(*OLD)
+    one.disk.provisional = (7, 1)
+    walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert one.payloads() == source.payloads()
+
+
+def test_nothing_is_done_while_the_goals_chain_is_unknown():
+    one = storage(*OLD[:2])
+    assert repair_of(one).next_step(Goal(5, None), can_mend=True) is None
+
+
+def test_a_new_goal_forgets_what_was_learnt_for_the_old_one():
+    one, source = storage(*OLD[:1]), storage(*OLD)
+    repair = repair_of(one)
+    step = repair.next_step(Goal(5, source.chain), can_mend=True)
+    take(repair, one, source, step)
+    assert isinstance(repair.next_step(Goal(5, source.chain), can_mend=True), Fetch)
+    other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
+    walk(repair, one, other, Goal(5, other.chain))
+    assert one.payloads() == other.payloads()
+
+
+# ---------------------------------------------------------------------------------------------
+# damage
+
+
+def test_damage_is_mended_before_the_mark():
+    one, source = storage(*OLD), storage(*OLD)
+    one.disk.damaged = {1, 2, 4}
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert kinds(steps) == ["Fetch", "Mend"] * 3 + ["SetMark"]
+    assert not one.disk.damaged
+
+
+def test_old_damage_does_not_hold_up_a_session_when_nobody_can_mend_it():
+    one, source = storage(*OLD, mark=3), storage(*OLD)
+    one.disk.damaged = {1}
+    repair = repair_of(one)
+    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_mend=False)) == ["SetMark"]
+    assert isinstance(repair.mend_step(), Fetch)
+
+
+def test_damage_above_the_old_mark_is_mended_first_in_any_case():
+    one, source = storage(*OLD, mark=3), storage(*OLD)
+    one.disk.damaged = {4}
+    step = repair_of(one).next_step(Goal(5, source.chain), can_mend=False)
+    assert step == Fetch(4, 4, whole_batches=False)
+
+
+def test_damage_that_is_cut_away_is_no_damage():
+    one, source = storage(*OLD, (3, [7])), storage(*OLD)
+    one.disk.damaged = {6}
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert "Mend" not in kinds(steps)
+
+
+# ---------------------------------------------------------------------------------------------
+# what is not believed
+
+
+def range_of(source, first, last):
+    return source.handle(wire.RangeRaw(9, 1, 0, first, last, 99999, 0, True, False))
+
+
+def changed(answer, **fields):
+    return replace(answer, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"first": 1}, RemoteProtocolError),
+        ({"count": 9}, RemoteProtocolError),
+        ({"count": 0}, RemoteProtocolError),
+        ({"lengths": b"\0\0\0\1"}, BadFormat),
+        ({"lengths": b"\0\0\0"}, BadFormat),
+        ({"records_crc": 1}, ChecksumMismatch),
+    ],
+)
+def test_a_range_that_is_not_what_was_asked_for(fields, error):
+    answer = range_of(storage(*OLD), 0, 2)
+    verify_records(answer, first=0, last=2)
+    with pytest.raises(error):
+        verify_records(changed(answer, **fields), first=0, last=2)
+
+
+def test_every_flipped_byte_is_noticed():
+    answer = range_of(storage(*OLD), 0, 1)
+    records = bytes(answer.records)
+    for place in range(len(records)):
+        flipped = bytearray(records)
+        flipped[place] ^= 1
+        with pytest.raises((ChecksumMismatch, BadFormat)):
+            verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
+
+
+def test_batches_must_continue_the_chain():
+    source = storage(*OLD)
+    answer = range_of(source, 0, 2)
+    assert verify_batches(answer, GENESIS_CHAIN) == storage(*OLD[:2]).chain
+    with pytest.raises(ChecksumMismatch, match="expected it to follow"):
+        verify_batches(answer, b"x" * 16)
+
+
+def test_batches_must_cover_the_records():
+    answer = range_of(storage(*OLD), 0, 2)
+    for lineage in (answer.lineage[:1], answer.lineage[1:], (), answer.lineage * 2):
+        with pytest.raises(BadFormat):
+            verify_batches(changed(answer, lineage=lineage), GENESIS_CHAIN)
+
+
+def test_a_batch_of_another_session_has_another_chain():
+    answer = range_of(storage(*OLD), 0, 1)
+    forged = (answer.lineage[0]._replace(session_id=8),)
+    with pytest.raises(ChecksumMismatch, match="another chain"):
+        verify_batches(changed(answer, lineage=forged), GENESIS_CHAIN)
+
+
+def test_a_lineage_that_does_not_cover_the_question_is_refused():
+    one, source = storage(*OLD[:2]), storage(*OLD)
+    repair = repair_of(one)
+    step = repair.next_step(Goal(5, source.chain), can_mend=True)
+    for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
+        answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
+        with pytest.raises(RemoteProtocolError):
+            repair.heard_source(answer, first=step.first, last=step.last)
+
+
+def test_a_cut_that_cut_elsewhere_is_refused():
+    one, source = storage(*OLD, (3, [7])), storage(*OLD)
+    repair = repair_of(one)
+    take(repair, one, source, repair.next_step(Goal(5, source.chain), can_mend=True))
+    step = repair.next_step(Goal(5, source.chain), can_mend=True)
+    with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
+        repair.cut(4, bytes(16), step)

@@ -1,0 +1,401 @@
+"""Unit tests of `waltz_core.replication.store_session`: one session, with its replicas."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
+from waltz_core import errors
+from waltz_core.cluster.model import UNRESOLVED, ReplicaState
+from waltz_core.replication import events
+from waltz_core.replication.events import Committed, SessionClosed, SessionOpened
+from waltz_core.replication.replica_session import Stage
+from waltz_core.wire.messages import Prepared
+
+CHANGES = (wire.Truncate, wire.AppendRaw, wire.SetLowWaterMark, wire.Repair, wire.Engage)
+
+
+def restart(bench, *, down=(), keep_session=False):
+    """End the session and let the next one begin with some storages away."""
+    bench.down = set(down)
+    bench.sent.clear()
+    bench.step(events.Checkpoint())
+
+
+def stage(bench, replica):
+    return bench.store.session.replicas[replica].stage
+
+
+# ---------------------------------------------------------------------------------------------
+# C to F: fence, decide, repair
+
+
+def test_everybody_is_fenced_first_with_session_nonce_and_identity():
+    bench = Bench()
+    del bench.storage_ids[C]
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper()
+    for _ in range(3):
+        bench.connect()
+    prepares = {name: message for name, message in bench.sent}
+    assert {type(message) for message in prepares.values()} == {wire.Prepare}
+    assert {message.nonce for message in prepares.values()} == {bench.marker.nonce}
+    assert prepares[A].storage_id == bench.storages[A].disk.storage_id
+    assert prepares[C].storage_id == bytes(16)
+
+
+def test_an_undecidable_session_waits_and_touches_nothing():
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.run()
+    bench.storages[B].disk.suspect = True
+    restart(bench, down=[C])
+    bench.run()
+    bench.wait(500)
+    bench.run()
+    assert not any(isinstance(message, CHANGES) for _, message in bench.sent)
+    assert bench.store.session.recovery.unknown == [B, C]
+    assert bench.storages[A].disk.promised == bench.storages[B].disk.promised == 1
+    bench.down = set()
+    bench.wait(3000)
+    bench.run()
+    assert bench.store.open_session is not None
+    assert bench.all_told(SessionOpened)[-1].high_water_mark == 0
+    assert not bench.storages[B].disk.suspect
+
+
+def test_all_answers_in_and_nothing_decidable_is_reported_once():
+    bench = Bench()
+    bench.open()
+    for name in (B, C):
+        bench.storages[name].disk.suspect = True
+    restart(bench)
+    bench.run()
+    bench.wait(2000)
+    bench.run()
+    assert bench.reports("recovery.waiting") == [{"session": 1, "unknown": (B, C)}]
+
+
+def test_a_quorum_is_enough_when_one_storage_is_dead():
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.run()
+    restart(bench, down=[B])
+    start_ms = bench.now_ms
+    bench.run()
+    bench.wait(LIMITS.grace_ms)
+    bench.run()
+    assert bench.store.open_session == 1
+    assert bench.now_ms - start_ms <= LIMITS.grace_ms
+    assert bench.metadata.states[B] == ReplicaState(0, 0)
+
+
+def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_cut_when_not():
+    for down, mark in (([], -1), ([C], 1)):
+        bench = Bench()
+        bench.open()
+        bench.submit(2)
+        bench.deliver(A)
+        restart(bench, down=down)
+        bench.silent = set(down)
+        bench.wait(LIMITS.grace_ms)
+        # All must have answered before the decision, so that there is only one possible.
+        while bench.dials:
+            bench.connect()
+        for name in sorted(set(bench.names) - set(down), reverse=True):
+            bench.deliver(name) if bench.requests.get(name) else None
+        bench.reopen()
+        opened = bench.all_told(SessionOpened)[-1]
+        assert opened.high_water_mark in (mark, 1)
+        logs = bench.logs()
+        assert logs[A] == logs[B]
+        assert len(logs[A]) == opened.high_water_mark + 1
+
+
+def test_a_rolled_back_replica_is_filled_up_and_counts_again():
+    bench = Bench()
+    bench.open()
+    for _ in range(6):
+        bench.submit(2)
+    bench.run()
+    old = bench.storages[A].disk
+    bench.storages[A].disk = replace(old, entries=old.entries[:1], suspect=True, synced_last=1)
+    bench.step(events.Checkpoint())
+    bench.run()
+    bench.wait(LIMITS.grace_ms)
+    bench.run()
+    assert bench.reports("replica.unknown") == [{"session": 1, "replica": A, "last": 1}]
+    bench.wait(1000)
+    bench.run()
+    assert bench.store.readable_replicas == [A, B, C]
+    assert bench.logs()[A] == bench.logs()[B]
+
+
+def test_another_storage_at_the_address_is_not_used():
+    bench = Bench()
+    bench.open()
+    bench.storage_ids[A] = b"another-storage!"
+    restart(bench)
+    bench.run()
+    bench.wait(LIMITS.grace_ms)
+    bench.run()
+    assert bench.store.readable_replicas == [B, C]
+    assert bench.reports("replica.refused")[0]["replica"] == A
+
+
+def test_a_source_that_dies_while_it_is_copied_from_is_replaced():
+    bench = Bench()
+    bench.open()
+    for _ in range(12):
+        bench.submit(2)
+        bench.deliver(A)
+        bench.deliver(B)
+    restart(bench)
+    while not bench.all_sent(wire.RangeRaw):
+        if bench.dials:
+            bench.connect()
+        elif ready := [name for name in bench.names if bench.requests.get(name)]:
+            bench.deliver(ready[0])
+        else:
+            bench.ask_zookeeper()
+    source = next(name for name, message in bench.sent if isinstance(message, wire.RangeRaw))
+    bench.down = {source}
+    bench.lose(source)
+    bench.reopen()
+    assert bench.store.high_water_mark == 23
+    survivors = [name for name in bench.names if name != source]
+    assert bench.store.readable_replicas == survivors
+    assert len({tuple(bench.logs()[name]) for name in survivors}) == 1
+
+
+def test_bad_copies_are_noticed_and_another_source_is_asked():
+    bench = Bench()
+    bench.open()
+    for _ in range(4):
+        bench.submit(2)
+        bench.deliver(A)
+        bench.deliver(B)
+    real = bench.storages[A].handle
+
+    def rotten(message):
+        answer = real(message)
+        if isinstance(answer, wire.RangeBytes):
+            records = bytearray(answer.records)
+            records[50] ^= 1
+            answer = replace(answer, records=bytes(records))
+        return answer
+
+    bench.storages[A].handle = rotten
+    restart(bench)
+    for _ in range(5):
+        bench.run()
+        bench.wait(100)
+    assert bench.reports("replica.no_source")[0]["replica"] == A
+    assert bench.logs()[C] == bench.logs()[B]
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+def test_damage_in_a_running_log_is_mended_at_the_next_session():
+    bench = Bench()
+    bench.open()
+    for _ in range(4):
+        bench.submit(2)
+    bench.run()
+    restart(bench)
+    bench.reopen()
+    bench.storages[B].disk.damaged = {1, 6}
+    restart(bench)
+    bench.run()
+    bench.wait(100)
+    bench.run()
+    assert not bench.storages[B].disk.damaged
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+def test_a_silent_storage_is_given_up_after_a_while_and_dialled_again():
+    bench = Bench()
+    bench.open()
+    bench.silent = {C}
+    restart(bench)
+    bench.run()
+    bench.wait(LIMITS.grace_ms)
+    bench.run()
+    assert bench.store.readable_replicas == [A, B]
+    assert stage(bench, C) is Stage.PREPARING
+    bench.wait(LIMITS.answer_ms_max)
+    assert bench.reports("replica.lost")[-1]["reason"] == "no answer"
+    bench.silent = set()
+    bench.wait(3000)
+    bench.run()
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+# ---------------------------------------------------------------------------------------------
+# I: late replicas
+
+
+def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_knows():
+    bench = Bench()
+    bench.down = {C}
+    bench.open()
+    for _ in range(20):
+        bench.submit(2)
+    bench.run()
+    bench.down = set()
+    bench.wait(3000)
+    bench.run(questions=False)
+    assert bench.logs()[C] == bench.logs()[A]
+    assert stage(bench, C) is Stage.READY
+    assert bench.store.readable_replicas == [A, B]
+    # It has no voice yet, and gets nothing that is not committed.
+    bench.submit()
+    bench.run(questions=False)
+    assert bench.storages[C].last == 40
+    bench.submit()
+    bench.deliver(A)
+    assert not bench.requests[C]
+    bench.run()
+    assert bench.metadata.states[C] == ReplicaState(0, UNRESOLVED)
+    assert bench.store.readable_replicas == [A, B, C]
+    assert bench.logs()[C] == bench.logs()[A]
+
+
+def test_the_loss_of_a_late_replica_ends_nothing_but_its_return_needs_a_new_session():
+    bench = Bench()
+    bench.down = {C}
+    bench.open()
+    bench.down = set()
+    bench.wait(3000)
+    bench.run(questions=False)
+    assert stage(bench, C) is Stage.READY
+    bench.questions.clear()
+    bench.store.session.writing = None
+    bench.lose(C)
+    assert bench.store.open_session == 0
+    bench.wait(LIMITS.rejoin_ms_min)
+    bench.reopen()
+    bench.wait(100)
+    bench.run()
+    assert bench.store.open_session == 1
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper()
+    bench.run(questions=False)
+    assert isinstance(bench.questions[0], events.WriteMetadata)
+    bench.lose(B)
+    assert bench.reports("session.abandoned")
+    assert not bench.all_told(SessionOpened)
+    bench.reopen()
+    assert bench.store.open_session == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# J: the live log
+
+
+def test_a_slow_replica_holds_up_nobody_and_costs_bounded_memory():
+    bench = Bench()
+    bench.open()
+    bench.silent = {C}
+    for _ in range(200):
+        bench.submit(2)
+        bench.run()
+    assert bench.store.high_water_mark == 399
+    session = bench.store.session
+    assert session.replicas[C].unanswered_bytes <= LIMITS.lag_bytes_max + 200
+    assert len(bench.requests[C]) < 20
+    assert session.window.first > 380
+    bench.silent = set()
+    bench.run()
+    assert bench.logs()[C] == bench.logs()[A]
+    assert any(message.whole_batches for message in bench.all_sent(wire.RangeRaw))
+    assert not bench.all_told(SessionClosed)
+
+
+def test_a_refused_append_ends_the_session_and_keeps_the_replica_out_for_a_while():
+    bench = Bench()
+    bench.open()
+    bench.storages[C].fails_next_sync = True
+    bench.submit()
+    bench.run()
+    assert bench.all_told(SessionClosed)
+    bench.reopen()
+    bench.wait(100)
+    bench.run()
+    assert bench.store.readable_replicas == [A, B]
+    bench.wait(LIMITS.hold_ms_min)
+    bench.run()
+    assert bench.store.readable_replicas == [A, B, C]
+    assert bench.store.open_session == 1
+
+
+def test_a_replica_that_is_held_back_is_taken_when_there_is_no_other():
+    bench = Bench()
+    bench.open()
+    bench.down = {B}
+    bench.storages[C].fails_next_sync = True
+    bench.submit()
+    bench.deliver(C)
+    bench.reopen()
+    assert bench.store.readable_replicas == [A, C]
+
+
+@pytest.mark.parametrize("synced_max", [-1, 99])
+def test_an_answer_that_cannot_be_is_the_end_of_the_replica(synced_max):
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    message = bench.requests[A].popleft()
+    if isinstance(message, wire.Engage):
+        message = bench.requests[A].popleft()
+    answer = wire.Appended(0, message.sequence, 0, synced_max)
+    bench.step(events.ReplicaAnswered(0, A, answer))
+    assert bench.all_told(SessionClosed)
+    assert not bench.all_told(Committed)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        wire.Appended(0, 999, 0, 0),
+        wire.HeartbeatAnswer(0, 4, 0),
+        Prepared(0, 4, 0, bytes(16), 0, 0, True, 0, bytes(16), False, b""),
+    ],
+)
+def test_answers_to_nothing_are_the_end_of_the_connection(answer):
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.step(events.ReplicaAnswered(0, A, answer))
+    assert "storage0:1" in bench.all_told(SessionClosed)[0].reason
+
+
+def test_answers_of_an_older_session_are_dropped():
+    bench = Bench()
+    bench.open()
+    restart(bench)
+    before = len(bench.told)
+    bench.step(events.ReplicaAnswered(0, A, wire.Appended(0, 1, 0, 5)))
+    bench.step(events.ReplicaLost(0, A, "late"))
+    bench.step(events.ReplicaOpened(0, A))
+    assert len(bench.told) == before
+
+
+def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    message = bench.requests[A].popleft()
+    nack = wire.Nack(0, message.sequence, 0, errors.SessionFenced.code, 7, "bound to 7")
+    bench.step(events.ReplicaAnswered(0, A, nack))
+    assert "bound to 7" in bench.all_told(SessionClosed)[0].reason
+    bench.wait(30)
+    assert isinstance(bench.questions[0], events.ReadMetadata)
