@@ -17,7 +17,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from waltz_core import errors
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.connect_string import parse_connect_string
-from waltz_core.cluster.coordinator import Coordinator, ServersView
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.membership import ServersView
 from waltz_core.record import Generation, PartitionId
 
 T = TypeVar("T")

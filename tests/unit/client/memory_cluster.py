@@ -1,0 +1,362 @@
+"""A cluster in one process: the server's own partition machine over a log in memory, real TCP.
+
+What is not real is what lies below a served partition: replication commits at once (or when told
+to), and reads come from the log in memory. ZooKeeper is the one of `cluster/memory.py`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from uuid import UUID
+
+from waltz_core import net
+from waltz_core.client import AsyncWaltzClient
+from waltz_core.client.directory import ZooKeeperDirectory
+from waltz_core.cluster import model
+from waltz_core.cluster.creation import NewCluster
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.config import ClientConfig
+from waltz_core.driver import Driver
+from waltz_core.raw_records import headers_of, lengths_from_wire, lengths_to_wire
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    LineageEntry,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.replication import events as replication
+from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.server.events import (
+    Answer,
+    Closed,
+    ConnectionId,
+    Fetch,
+    Fetched,
+    Limits,
+    Received,
+    refusal,
+)
+from waltz_core.server.partition import Identity, Partition
+from waltz_core.errors import NotOwned
+from waltz_core.wire.messages import RangeBytes, RangeForm, Surface
+
+KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
+ROOT = "/waltz/test"
+CONNECT = f"memory:2181{ROOT}"
+MIB = 1024 * 1024
+REPLICA = ReplicaId("memory:1")
+QUICK = ClientConfig(
+    request_timeout_ms=8_000,
+    retry_interval_ms_min=5,
+    retry_interval_ms_max=50,
+    zookeeper_connect_timeout_ms=3_000,
+    mount_timeout_ms=3_000,
+    dial_timeout_ms=1_000,
+)
+
+
+class MemoryLog:
+    """One partition's log, shared by whichever server owns it."""
+
+    def __init__(self) -> None:
+        self.cache = TransactionCache(CacheBudget(512 * MIB))
+        self.mark = BEFORE_FIRST
+        self.chain = GENESIS_CHAIN
+        self.session = SessionId(-1)
+
+    def write(self, batch: replication.Batch, session: SessionId) -> None:
+        assert batch.first == self.mark + 1
+        self.chain = next_chain(self.chain, batch.first, batch.last, session, batch.record_crcs)
+        entry = LineageEntry(batch.first, batch.last, session, batch.stamp_ms, self.chain)
+        lengths = lengths_from_wire(batch.lengths, len(batch.records))
+        self.cache.put(entry, lengths, bytes(batch.records))
+        self.mark = batch.last
+
+    def read(self, first: int, last: int, bytes_max: int, form: int) -> RangeBytes:
+        part = self.cache.read(TransactionId(first), TransactionId(last), bytes_max)[0]
+        whole = form == RangeForm.WHOLE
+        return RangeBytes(
+            self.session,
+            0,
+            0,
+            part.first,
+            part.last - part.first + 1,
+            form,
+            lengths_to_wire(part.lengths) if whole else b"",
+            part.records if whole else headers_of(part.records, part.lengths),
+            0,
+            bytes(16),
+            (part.entry,),
+        )
+
+    def rows(self) -> list[tuple[tuple[int, ...], int, bytes]]:
+        """Everything in it: request id, header, data."""
+        found = []
+        first = 0
+        while first <= self.mark:
+            for part in self.cache.read(TransactionId(first), self.mark, 1 << 40):
+                at = 0
+                for length in part.lengths.tolist():
+                    record = bytes(part.records[at : at + length])
+                    at += length
+                    words = tuple(
+                        int.from_bytes(record[i : i + 4], "big", signed=True)
+                        for i in range(8, 28, 4)
+                    )
+                    found.append((words[:4], words[4], record[36:-4]))
+                first = part.last + 1
+        return found
+
+
+class MemoryStore:
+    """Sessions that open at once; commits come at once, or when `hold` ends."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        self._log = log
+        self.wake_at_ms: int | None = None
+        self.readable_replicas: Sequence[ReplicaId] = ()
+        self.generation = 0
+        self.is_holding = False
+        self.held: list[replication.Batch] = []
+
+    def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
+        log = self._log
+        match event:
+            case replication.Own():
+                self.generation = event.generation
+                return self.open()
+            case replication.Submit():
+                if self.is_holding:
+                    self.held.append(event.batch)
+                    return ()
+                log.write(event.batch, log.session)
+                return (replication.Committed(log.session, log.mark, log.chain),)
+            case replication.ProveMark():
+                return (replication.MarkProved(event.token, log.mark),)
+            case _:
+                return ()
+
+    def open(self) -> Sequence[replication.Effect]:
+        log = self._log
+        log.session = SessionId(log.session + 1)
+        self.held.clear()
+        self.readable_replicas = (REPLICA,)
+        return (
+            replication.SessionOpened(
+                log.session, self.generation, log.mark, log.chain, unbroken=False
+            ),
+            replication.Settled(log.session, log.mark),
+        )
+
+
+class Poke:
+    """Makes a partition's store emit effects, as a session's end would."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+
+
+class MemoryServer:
+    """One server: partitions by the assignment, clients over TCP."""
+
+    def __init__(self, cluster: "MemoryCluster", server_id: int) -> None:
+        self._cluster = cluster
+        self.server_id = server_id
+        self.coordinator = cluster.zookeeper.coordinator(ROOT)
+        self.partitions: dict[int, tuple[Partition, Driver, MemoryStore]] = {}
+        self.links: dict[int, net.Link] = {}
+        self.listener: net.Listener | None = None
+        self._connections = 0
+        self.received: list[str] = []
+        self.tasks: list[asyncio.Task] = []
+
+    async def start(self) -> None:
+        self.listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, self._accept)
+        await self.coordinator.register_server(
+            model.ServerDescriptor(self.server_id, "127.0.0.1", self.listener.port)
+        )
+
+    async def follow(self) -> None:
+        await self.coordinator.follow_servers(self._assigned)
+
+    def _assigned(self, view) -> None:
+        mine = view.partitions_of(self.server_id)
+        for number in [each for each in self.partitions if each not in mine]:
+            self.partitions.pop(number)[1].post(replication.Disown())
+        for number, generation in mine.items():
+            if number not in self.partitions:
+                store = MemoryStore(self._cluster.logs[number])
+                partition = Partition(
+                    Identity(PartitionId(number), self._cluster.partition_count, KEY.bytes),
+                    store,
+                    self._cluster.limits,
+                    TransactionCache(CacheBudget(16 * MIB)),
+                    FeedCache(4 * MIB),
+                )
+                driver = Driver(partition, lambda effect, n=number: self._perform(n, effect))
+                self.partitions[number] = (partition, driver, store)
+            partition, driver, _ = self.partitions[number]
+            if partition.generation != generation:
+                driver.post(replication.Own(generation, (REPLICA,)))
+
+    def _accept(self, link: net.Link) -> None:
+        self._connections += 1
+        number = self._connections
+        self.links[number] = link
+
+        def take(messages) -> None:
+            for message in messages:
+                self.received.append(type(message).__name__)
+                hosted = self.partitions.get(message.req_id.partition_id)
+                if hosted is None:
+                    answer = refusal(ConnectionId(number), message.req_id, 0, NotOwned("not here"))
+                    link.send(answer.message)
+                else:
+                    hosted[1].post(Received(ConnectionId(number), message, 100, 1_700_000_000_000))
+
+        def gone(reason: str) -> None:
+            del self.links[number]
+            for _, driver, _ in self.partitions.values():
+                driver.post(Closed(ConnectionId(number)))
+
+        link.start(take, gone)
+
+    def _perform(self, number: int, effect) -> None:
+        match effect:
+            case Answer():
+                link = self.links.get(effect.connection)
+                if link is not None:
+                    link.send(effect.message)
+            case Fetch():
+                asked = effect.message
+                log = self._cluster.logs[number]
+                answer = log.read(asked.first, asked.last, asked.bytes_max, asked.form)
+                driver = self.partitions[number][1]
+                loop = asyncio.get_running_loop()
+                loop.call_soon(driver.post, Fetched(effect.token, answer))
+
+    def cut(self) -> None:
+        """Break every connection."""
+        for link in list(self.links.values()):
+            link.abort("cut")
+
+    def lose_session(self, number: int, *, committed: int) -> None:
+        """End a partition's session; `committed` of the batches in flight are in the log."""
+        partition, driver, store = self.partitions[number]
+        log = self._cluster.logs[number]
+        for batch in store.held[:committed]:
+            log.write(batch, log.session)
+        effects = [replication.SessionClosed(log.session, "lost"), *store.open()]
+        out: list = []
+        real, store.step = store.step, lambda event, now_ms: effects
+        try:
+            # Any event of the store makes the partition look at the store's effects.
+            driver.post(replication.Checkpoint())
+        finally:
+            store.step = real
+        assert not out
+
+    def release(self, number: int) -> None:
+        """Commit what is held, and hold no more."""
+        _, driver, store = self.partitions[number]
+        log = self._cluster.logs[number]
+        store.is_holding = False
+        held, store.held = store.held, []
+        effects: list = []
+        for batch in held:
+            log.write(batch, log.session)
+            effects.append(replication.Committed(log.session, log.mark, log.chain))
+        real, store.step = store.step, lambda event, now_ms: effects
+        try:
+            driver.post(replication.Checkpoint())
+        finally:
+            store.step = real
+
+    async def stop(self) -> None:
+        """Die: no answer to anybody, and ZooKeeper notices."""
+        await self.coordinator.close()
+        for _, driver, _ in self.partitions.values():
+            driver.stop()
+        self.cut()
+        if self.listener is not None:
+            await self.listener.close()
+
+
+class MemoryCluster:
+    """ZooKeeper, logs and servers."""
+
+    def __init__(self, partition_count: int, limits: Limits | None = None) -> None:
+        self.partition_count = partition_count
+        self.limits = limits or Limits(lock_slot_count=1_048_573)
+        self.zookeeper = MemoryZooKeeper(asyncio.Event)
+        self.logs = [MemoryLog() for _ in range(partition_count)]
+        self.servers: list[MemoryServer] = []
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: dict[int, asyncio.Task] = {}
+
+    async def add_server(self) -> MemoryServer:
+        server = MemoryServer(self, len(self.servers))
+        self.servers.append(server)
+        await server.start()
+        self._tasks[server.server_id] = self._group.create_task(server.follow())
+        return server
+
+    async def stop_server(self, server: MemoryServer) -> None:
+        self._tasks.pop(server.server_id).cancel()
+        await server.stop()
+
+    async def settled(self) -> None:
+        """Wait until every partition is owned and open."""
+        async with asyncio.timeout(10):
+            while True:
+                owned = sum(
+                    partition.is_open
+                    for server in self.servers
+                    if server.server_id in self._tasks
+                    for partition, _, _ in server.partitions.values()
+                )
+                if owned == self.partition_count:
+                    return
+                await asyncio.sleep(0.01)
+
+    def owner(self, number: int) -> MemoryServer:
+        return next(
+            server
+            for server in self.servers
+            if server.server_id in self._tasks and number in server.partitions
+        )
+
+    def client(
+        self, config: ClientConfig = QUICK, *, client_id: int | None = None
+    ) -> AsyncWaltzClient:
+        directory = ZooKeeperDirectory(
+            CONNECT,
+            connect_timeout_ms=config.zookeeper_connect_timeout_ms,
+            coordinator=self.zookeeper.coordinator(ROOT),
+        )
+        return AsyncWaltzClient(directory, CONNECT, config, client_id=client_id)
+
+
+@contextlib.asynccontextmanager
+async def memory_cluster(
+    *, partition_count: int = 2, server_count: int = 1, limits: Limits | None = None
+) -> AsyncIterator[MemoryCluster]:
+    cluster = MemoryCluster(partition_count, limits)
+    await cluster.zookeeper.coordinator(ROOT).create_cluster(
+        NewCluster("test", partition_count, KEY)
+    )
+    async with asyncio.TaskGroup() as group:
+        cluster._group = group
+        try:
+            for _ in range(server_count):
+                await cluster.add_server()
+            await cluster.settled()
+            yield cluster
+        finally:
+            for server in cluster.servers:
+                if server.server_id in cluster._tasks:
+                    await cluster.stop_server(server)
