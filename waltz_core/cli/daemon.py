@@ -4,6 +4,7 @@ Why it stands alone: both daemons are started, told their settings and stopped i
 """
 
 import argparse
+import ctypes
 import dataclasses
 import os
 import signal
@@ -16,6 +17,9 @@ from waltz_core.errors import BadConfig
 from waltz_core.settings import Config, load
 
 C = TypeVar("C", bound=Config)
+MIB = 1024 * 1024
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def add_run(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
@@ -48,6 +52,7 @@ def run_daemon(arguments: argparse.Namespace, kind: type[C], run: Callable[[C], 
     config = load(kind, path=arguments.config, environment=os.environ, flags=flags).config
     if arguments.exit_with_parent:
         end_with_parent()
+    keep_freed_memory()
     run(config)
     return 0
 
@@ -62,3 +67,18 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what is freed, up to a limit, instead of giving it back each time.
+
+    A daemon takes and frees a buffer of the size of a batch for every frame. Given back, each one
+    costs the kernel a page fault and a cleared page for every 4 KiB of it (measured: a sixth of a
+    storage's CPU). Where the C library has no `mallopt` nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 32 * MIB)
+    mallopt(_M_TRIM_THRESHOLD, 256 * MIB)
