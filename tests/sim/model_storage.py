@@ -162,7 +162,7 @@ class ModelStorage:
                 str(error),
             )
 
-    def _handle(self, message):
+    def _handle(self, message):  # noqa: C901 - one line for each message
         disk = self.disk
         prefix = message.session_id, message.sequence, message.partition_id
         if isinstance(message, wire.Prepare):
@@ -183,9 +183,9 @@ class ModelStorage:
             case wire.SetLowWaterMark():
                 self._set_mark(message)
             case wire.Engage():
-                if disk.provisional != (message.session_id, message.mark):
-                    if disk.provisional or disk.confirmed != message.mark:
-                        raise errors.BadRequest("engage: another mark")
+                own = disk.provisional == (message.session_id, message.mark)
+                if not own and (disk.provisional or disk.confirmed != message.mark):
+                    raise errors.BadRequest("engage: another mark")
                 self._confirm()
             case wire.Repair():
                 for bad in range(message.first, message.first + len(message.lengths) // 4):
@@ -253,9 +253,9 @@ class ModelStorage:
         if bytes(message.chain_before) != self.chain:
             raise errors.ChecksumMismatch("another chain before")
         assert zlib.crc32(message.records) == message.records_crc
-        if disk.provisional and disk.provisional[0] == message.session_id:
-            if message.first > disk.provisional[1]:
-                self._confirm()
+        session, mark = disk.provisional or (None, None)
+        if session == message.session_id and message.first > mark:
+            self._confirm()
         self.checker.appending(self, message)
         records, at = [], 0
         for place in range(0, len(message.lengths), 4):
@@ -263,7 +263,10 @@ class ModelStorage:
             records.append(bytes(message.records[at : at + length]))
             at += length
         for line in message.lineage:
-            mine, records = records[: line.last - line.first + 1], records[line.last - line.first + 1 :]
+            mine, records = (
+                records[: line.last - line.first + 1],
+                records[line.last - line.first + 1 :],
+            )
             chain = next_chain(self.chain, line.first, line.last, line.session_id, crcs_of(mine))
             assert chain == line.chain, "the owner's chain is wrong"
             disk.entries.append(Entry(line, tuple(mine)))

@@ -9,6 +9,7 @@ and Converged at the end.
 """
 
 import struct
+import sys
 import zlib
 from collections import Counter, deque
 
@@ -97,7 +98,9 @@ class Checker:
         self.decided[session] = mark
         for place, (_, acked_in) in self.acked.items():
             if acked_in < session and place > mark:
-                self.fail("DecisionCovers", f"{place} acked in {acked_in}, {session} decides {mark}")
+                self.fail(
+                    "DecisionCovers", f"{place} acked in {acked_in}, {session} decides {mark}"
+                )
 
     def gate(self, session):
         if session not in self.opened:
@@ -306,9 +309,7 @@ class Server:
 
     def boot(self):
         self.incarnation += 1
-        self.machine = PartitionStore(
-            0, KEY, 1, self.sim.storage_ids, rng=self.rng, limits=LIMITS
-        )
+        self.machine = PartitionStore(0, KEY, 1, self.sim.storage_ids, rng=self.rng, limits=LIMITS)
         self.links = {}
         self.pending = deque()  # (first, last, payloads, session)
         self.session = None
@@ -359,7 +360,7 @@ class Server:
 
     # --- effects out
 
-    def perform(self, effect):
+    def perform(self, effect):  # noqa: C901 - one case for each effect
         checker = self.sim.checker
         match effect:
             case events.ReadMetadata():
@@ -413,7 +414,9 @@ class Server:
     def _opened(self, effect):
         checker = self.sim.checker
         assert self.session is None
-        self.world.note(f"server{self.number} opens {effect.session_id} at {effect.high_water_mark}")
+        self.world.note(
+            f"server{self.number} opens {effect.session_id} at {effect.high_water_mark}"
+        )
         self.session = effect.session_id
         self.opened_at_us = self.world.now_us
         checker.counts["session opened"] += 1
@@ -463,7 +466,7 @@ class Server:
         self.sim.checker.points.add((effect.last, effect.chain))
 
     def _proved(self, effect):
-        asked_us, mark, floor = self.proofs.pop(effect.token)
+        _asked_us, _mark, floor = self.proofs.pop(effect.token)
         if effect.high_water_mark < floor:
             self.sim.checker.fail("StaleMark", f"{effect.high_water_mark} after {floor} was acked")
         self.sim.checker.counts["mark proved"] += 1
@@ -508,9 +511,7 @@ def make_batch(first, payloads, stamp_ms):
     data = b"".join(records)
     lengths = struct.pack(f">{len(records)}i", *map(len, records))
     last = first + len(records) - 1
-    return events.Batch(
-        first, last, lengths, data, crcs_of(records), zlib.crc32(data), stamp_ms
-    )
+    return events.Batch(first, last, lengths, data, crcs_of(records), zlib.crc32(data), stamp_ms)
 
 
 def _describe(event):
@@ -866,11 +867,17 @@ class Sim:
     def _why(self):
         server = self.servers[0]
         session = server.machine.session
-        stages = [] if session is None else [
-            f"{one.replica}:{one.stage.name}:{one.synced_last}" for one in session.replicas.values()
-        ]
+        stages = (
+            []
+            if session is None
+            else [
+                f"{one.replica}:{one.stage.name}:{one.synced_last}"
+                for one in session.replicas.values()
+            ]
+        )
         lasts = {name: one.model.last for name, one in self.storages.items()}
-        return f"{stages} {lasts} owner={self.owner and self.owner.number} pending={len(server.pending)}"
+        owner = self.owner and self.owner.number
+        return f"{stages} {lasts} owner={owner} pending={len(server.pending)}"
 
     def check_end(self):
         checker = self.checker
@@ -919,3 +926,16 @@ assert NO_SESSION == -1
 def run_seed(seed, **options):
     """Run one seed; raises what it finds."""
     return Sim(seed, **options).run()
+
+
+def main(seed):
+    """Run a seed and print how it ended, with the end of its trace."""
+    sim = Sim(seed)
+    try:
+        sim.run()
+    finally:
+        pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -132,7 +132,9 @@ class SimFile:
         data = b"".join(parts)
         fault = self._disk.step("write", self._path)
         room = self._disk.room_for(self._inode, offset + len(data))
-        if fault is not None:
+        if fault is Fault.POWER_LOSS:
+            data = data[: max(0, _sector_floor(offset + len(data) // 2) - offset)]  # rule 3
+        elif fault is not None:
             data = data[: len(data) // 2]
         elif room < 0:
             data = data[: max(0, len(data) + room)]
@@ -356,6 +358,10 @@ class SimDisk:
             return 0
         used = sum(len(one.seen) for one in self._names.values())
         return self.capacity_bytes - used - growth
+
+
+def _sector_floor(offset: int) -> int:
+    return offset // SECTOR_BYTES * SECTOR_BYTES
 
 
 def _lose(inode: _Inode, survival: Survival, rng: "Random") -> None:

@@ -163,7 +163,8 @@ class Bench:
         """Go on until nothing is left to do but to wait."""
         while True:
             ready = [
-                name for name in sorted(self.requests)
+                name
+                for name in sorted(self.requests)
                 if self.requests[name] and name not in self.silent
             ]
             if self.dials:

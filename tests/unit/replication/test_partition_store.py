@@ -1,7 +1,10 @@
 """Unit tests of `waltz_core.replication.partition_store`: session after session."""
 
+import itertools
+
 import pytest
 
+from tests.sim.replication_world import make_batch
 from tests.unit.replication.bench import A, B, Bench, C, D, E, wire
 from waltz_core.cluster.model import (
     UNRESOLVED,
@@ -283,8 +286,10 @@ def test_storages_ahead_of_zookeeper_stop_a_claim():
         bench.run()
         bench.wait(1000)
     assert bench.store.open_session is None
-    assert any("99" not in one["reason"] and "bound to sessions later" in one["reason"]
-               for one in bench.reports("partition.refused"))
+    assert any(
+        "99" not in one["reason"] and "bound to sessions later" in one["reason"]
+        for one in bench.reports("partition.refused")
+    )
     assert bench.metadata.session_id < 99
 
 
@@ -376,8 +381,6 @@ def test_a_submit_to_a_session_that_is_over_is_dropped():
     session = bench.store.open_session
     bench.lose(A)
     sent = len(bench.sent)
-    from tests.sim.replication_world import make_batch
-
     bench.step(events.Submit(session, make_batch(0, [1], 5)))
     assert len(bench.sent) == sent
 
@@ -475,6 +478,6 @@ def test_failures_are_followed_by_growing_pauses():
             bench.wait(10)
         claimed_ms.append(bench.now_ms)
         bench.lose(A)
-    gaps = [b - a for a, b in zip(claimed_ms, claimed_ms[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(claimed_ms)]
     assert max(gaps[:2]) < 150
     assert gaps[-1] >= 1000

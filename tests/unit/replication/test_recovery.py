@@ -47,7 +47,7 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
             for maxes in combinations_with_replacement(range(-1, 3), known_count):
                 cases += 1
                 found = decide(list(maxes), unknown_count=unknown_count, quorum=quorum)
-                # An unknown replica may have had nothing, or anything that the others have, or more.
+                # An unknown replica may have had nothing, what others have, or more.
                 pasts = product((-1, 0, 1, 2, 99), repeat=unknown_count)
                 best = max(sorted((*maxes, *past), reverse=True)[quorum - 1] for past in pasts)
                 if found is None:

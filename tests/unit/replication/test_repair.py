@@ -76,7 +76,9 @@ def take(repair, one, source, step):
     prefix = (9, 1, 0)
     match step:
         case OwnLineage(first, last):
-            repair.heard_own(ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last)
+            repair.heard_own(
+                ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last
+            )
         case SourceLineage(first, last):
             answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
             repair.heard_source(answer, first=first, last=last)

@@ -38,7 +38,7 @@ def test_everybody_is_fenced_first_with_session_nonce_and_identity():
     bench.ask_zookeeper()
     for _ in range(3):
         bench.connect()
-    prepares = {name: message for name, message in bench.sent}
+    prepares = dict(bench.sent)
     assert {type(message) for message in prepares.values()} == {wire.Prepare}
     assert {message.nonce for message in prepares.values()} == {bench.marker.nonce}
     assert prepares[A].storage_id == bench.storages[A].disk.storage_id
