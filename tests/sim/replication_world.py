@@ -529,7 +529,7 @@ def _describe(event):
 class Sim:
     """The world: storages, a coordinator, servers, faults."""
 
-    def __init__(self, seed, *, replicas=3, servers=2, faults=None):
+    def __init__(self, seed, *, replicas=3, servers=2, faults=None, storage_class=None):
         self.world = World(seed)
         self.rng = self.world.rng
         self.checker = Checker(self.world)
@@ -539,6 +539,7 @@ class Sim:
         self.zk = Zk(self.world, self.checker, origin)
         self.storages = {}
         self.storage_ids = {}
+        self.storage_class = storage_class or Storage
         self.assigned = [f"storage{n}:1" for n in range(replicas)]
         for name in self.assigned:
             self._add_storage(name)
@@ -558,7 +559,7 @@ class Sim:
         return self.numbers
 
     def _add_storage(self, name):
-        self.storages[name] = Storage(self, name)
+        self.storages[name] = self.storage_class(self, name)
         if self.rng.random() < 0.9:
             self.storage_ids[name] = self.storages[name].model.disk.storage_id
 

@@ -52,7 +52,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            assert getattr(self, name) > 0 or name in ("quorum_ms_max", "grace_ms"), name
+            least = 0 if name in ("quorum_ms_max", "grace_ms") else 1
+            assert getattr(self, name) >= least, name
         assert self.retry_ms_min <= self.retry_ms_max
         assert self.redial_ms_min <= self.redial_ms_max
         assert self.hold_ms_min <= self.hold_ms_max

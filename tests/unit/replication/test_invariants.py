@@ -1,0 +1,69 @@
+"""Unit tests of `waltz_core.replication.invariants`: each one notices what it is there for."""
+
+import pytest
+
+from tests.unit.replication.bench import A, B, Bench, C
+from waltz_core.cluster.model import ReplicaState
+from waltz_core.replication.invariants import check
+from waltz_core.replication.replica_session import Stage
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    bench.open()
+    bench.submit(2)
+    bench.run()
+    return bench
+
+
+def test_a_sound_machine_passes(bench):
+    check(bench.store)
+    check(Bench().store)
+
+
+def test_counting_a_replica_that_zookeeper_does_not_know(bench):
+    bench.store.session.states[B] = ReplicaState(0, 5)
+    with pytest.raises(AssertionError):
+        check(bench.store)
+
+
+def test_a_mark_that_no_quorum_has_synced(bench):
+    bench.store.session.replicas[A].synced_last = 0
+    check(bench.store)
+    bench.store.session.replicas[B].synced_last = 0
+    with pytest.raises(AssertionError):
+        check(bench.store)
+
+
+def test_less_than_a_quorum_engaged(bench):
+    for name in (A, B):
+        bench.store.session.replicas[name].stage = Stage.ABSENT
+    with pytest.raises(AssertionError):
+        check(bench.store)
+
+
+def test_a_late_replica_with_what_is_not_committed(bench):
+    one = bench.store.session.replicas[C]
+    one.stage = Stage.READY
+    check(bench.store)
+    one.next_id += 1
+    with pytest.raises(AssertionError, match="only what is committed"):
+        check(bench.store)
+
+
+def test_a_tainted_replica_that_is_connected(bench):
+    bench.store.session.replicas[C].is_tainted = True
+    with pytest.raises(AssertionError, match="tainted"):
+        check(bench.store)
+
+
+def test_a_mark_before_anything_is_decided():
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper()
+    bench.store.session.repairs.goal = None
+    bench.store.session.replicas[A].stage = Stage.READY
+    with pytest.raises(AssertionError):
+        check(bench.store)

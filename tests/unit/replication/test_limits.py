@@ -1,0 +1,20 @@
+"""Unit tests of `waltz_core.replication.limits`."""
+
+from dataclasses import fields
+
+import pytest
+
+from waltz_core.replication.limits import Limits
+
+
+def test_every_number_must_be_positive():
+    for field in fields(Limits):
+        with pytest.raises(AssertionError):
+            Limits(**{field.name: -1})
+    assert Limits(quorum_ms_max=0, grace_ms=0).quorum_ms_max == 0
+
+
+def test_the_least_is_not_above_the_most():
+    for name in ("retry", "redial", "hold"):
+        with pytest.raises(AssertionError):
+            Limits(**{f"{name}_ms_min": 10, f"{name}_ms_max": 9})

@@ -1,0 +1,146 @@
+"""Unit tests of `waltz_core.replication.replica_session`: one connection and what it owes."""
+
+from random import Random
+
+import pytest
+
+from tests.sim.replication_world import make_batch
+from waltz_core.errors import RemoteProtocolError
+from waltz_core.record import GENESIS_CHAIN
+from waltz_core.replication.events import CloseReplica, OpenReplica, SendToReplica
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.replica_session import ReplicaSession, Stage
+from waltz_core.replication.window import Window
+from waltz_core.wire import messages as wire
+
+LIMITS = Limits()
+
+
+@pytest.fixture
+def outbox():
+    return []
+
+
+@pytest.fixture
+def one(outbox):
+    return ReplicaSession("storage0:1", 5, 2, outbox=outbox, limits=LIMITS)
+
+
+def connected(one, stage=Stage.PREPARING):
+    one.dial()
+    one.stage = stage
+
+
+def marked(one, mark=-1, chain=GENESIS_CHAIN):
+    connected(one, Stage.REPAIRING)
+    one.marked(mark, chain)
+
+
+def test_requests_carry_session_partition_and_a_sequence_of_their_own(one, outbox):
+    connected(one)
+    one.ask(wire.Heartbeat, now_ms=7)
+    one.ask(wire.LineageRequest, 3, 4, now_ms=8, ticket=9)
+    assert outbox == [
+        OpenReplica(5, "storage0:1"),
+        SendToReplica(5, "storage0:1", wire.Heartbeat(5, 1, 2)),
+        SendToReplica(5, "storage0:1", wire.LineageRequest(5, 2, 2, 3, 4)),
+    ]
+    assert one.oldest_ms == 7
+    assert one.take(wire.LineageResponse(5, 2, 2, bytes(16), ())).ticket == 9
+    assert one.take(wire.Nack(5, 1, 2, 1, 0, "")).message == wire.Heartbeat(5, 1, 2)
+    assert one.oldest_ms is None
+
+
+def test_an_answer_of_the_wrong_kind_or_to_nothing(one):
+    connected(one)
+    one.ask(wire.Heartbeat, now_ms=7)
+    with pytest.raises(RemoteProtocolError, match="which nothing was asked under"):
+        one.take(wire.HeartbeatAnswer(5, 2, 2))
+    with pytest.raises(RemoteProtocolError, match="expected HeartbeatAnswer, found Appended"):
+        one.take(wire.Appended(5, 1, 2, 0))
+
+
+def test_redials_wait_longer_and_longer_and_start_anew_after_success(one):
+    waits = []
+    for _ in range(8):
+        connected(one)
+        one.lost(1000, Random(1))
+        waits.append(one.redial_at_ms - 1000)
+    assert waits[0] <= LIMITS.redial_ms_min
+    assert LIMITS.redial_ms_max // 2 <= waits[-1] <= LIMITS.redial_ms_max
+    marked(one)
+    one.lost(1000, Random(1))
+    assert one.redial_at_ms - 1000 <= LIMITS.redial_ms_min
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "tainted"),
+    [
+        (wire.Prepare, (bytes(16),) * 3 + (1,), False),
+        (wire.LineageRequest, (0, 1), False),
+        (wire.RangeRaw, (0, 1, 9, 0, True, False), False),
+        (wire.Truncate, (0, 0, bytes(16)), True),
+        (wire.SetLowWaterMark, (0, bytes(16)), True),
+        (wire.AppendRaw, (0, b"", b"", 0, bytes(16), ()), True),
+        (wire.Repair, (0, b"", b"", 0), True),
+    ],
+)
+def test_a_connection_with_a_change_in_flight_is_not_replaced(one, kind, fields, tainted):
+    connected(one)
+    one.ask(kind, *fields, now_ms=1)
+    one.lost(2, Random(1))
+    assert one.is_tainted is tainted
+
+
+def test_a_marked_replica_does_not_come_back_into_the_session(one):
+    marked(one)
+    one.lost(2, Random(1))
+    assert one.is_tainted
+
+
+def test_closing_is_said_once_and_not_of_a_connection_that_is_gone(one, outbox):
+    connected(one)
+    one.close()
+    one.close()
+    assert outbox[1:] == [CloseReplica(5, "storage0:1")]
+    one.dial()
+    one.is_broken = True
+    one.close()
+    assert len(outbox) == 3
+
+
+def test_appends_follow_one_another_and_count_until_they_are_answered(one, outbox):
+    marked(one)
+    window = Window(-1, GENESIS_CHAIN)
+    first = window.add(make_batch(0, [1, 2], 7), 5, 1)
+    second = window.add(make_batch(2, [3], 7), 5, 1)
+    one.append_flight(first, 1)
+    one.append_flight(second, 1)
+    size = first.size_bytes + second.size_bytes
+    assert (one.next_id, one.next_chain, one.unanswered_bytes) == (3, window.chain, size)
+    sent = outbox[-2].message
+    assert (sent.first, sent.chain_before, sent.lineage) == (0, GENESIS_CHAIN, (first.entry,))
+    request = one.take(wire.Appended(5, 1, 2, 1))
+    one.appended(request.message, wire.Appended(5, 1, 2, 1))
+    assert (one.synced_last, one.unanswered_bytes) == (1, second.size_bytes)
+
+
+@pytest.mark.parametrize("synced_max", [0, 3, 99])
+def test_what_is_synced_must_have_been_sent(one, synced_max):
+    marked(one)
+    window = Window(-1, GENESIS_CHAIN)
+    one.append_flight(window.add(make_batch(0, [1, 2], 7), 5, 1), 1)
+    request = one.take(wire.Appended(5, 1, 2, synced_max))
+    with pytest.raises(RemoteProtocolError, match="to be synced"):
+        one.appended(request.message, wire.Appended(5, 1, 2, synced_max))
+
+
+def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):
+    marked(one)
+    window = Window(-1, GENESIS_CHAIN)
+    one.append_flight(window.add(make_batch(0, [1], 7), 5, 1), 1)
+    one.append_flight(window.add(make_batch(1, [2], 7), 5, 1), 1)
+    for sequence in (1, 2):
+        answer = wire.Appended(5, sequence, 2, 1)
+        one.appended(one.take(answer).message, answer)
+        assert one.synced_last == 1
