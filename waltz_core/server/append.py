@@ -14,26 +14,23 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
     3. Rows are judged once. What a lost session took with it is told LOST, after `Settled` only.
     4. A lost row ends its client's mount: what the client sent behind it must not overtake it.
     5. All that one turn takes goes to the store as one batch: small requests share a quorum round.
+       A large one goes alone, so that no small one has to wait for its bytes.
     6. Ids in flight are consecutive from the high-water mark on.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain as chained
 from typing import Final, TypeAlias
 
 import numpy as np
 
-from waltz_core.batches import AppendRows, EncodedBatch, LockColumn, decode_append, encode_records
-from waltz_core.checksum import combine, crc32
+from waltz_core.batches import AppendRows, EncodedBatch, decode_append, encode_records
+from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, ChecksumMismatch, TooLarge, WaltzError
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,
-    RECORD_OVERHEAD_BYTES,
-    RECORD_PREFIX,
     TRANSACTION_BYTES_MAX,
     Chain,
     Generation,
@@ -46,10 +43,16 @@ from waltz_core.server.events import Answer, ConnectionId, Limits, refusal
 from waltz_core.server.lanes import Lanes
 from waltz_core.server.locks import Judgement, LockTable, Requests
 from waltz_core.server.mounts import Mounts
+from waltz_core.server.singles import encode_singles, joined, lock_column
 from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket, Ticket
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
+# A request of so many bytes goes to the store alone; joining it would also cost a copy.
+ALONE_BYTES: Final = 64 * 1024
+# For so long after a small request had to pass a large one, large ones go one after the other: with
+# all processors busy on a flood, a small append would wait in every process on its way.
+SHARED_MS: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,9 @@ class AppendPipeline:
         self._epochs: deque[Epoch] = deque((Epoch(),))
         self._flights: deque[_Flight] = deque()
         self._in_flight_bytes = 0
+        self._large_in_flight = 0
+        self._shared_until_ms = 0
+        self._is_shared = False
         self._table: LockTable | None = None
         self._is_open = False
         self._session_id = NO_SESSION
@@ -151,12 +157,16 @@ class AppendPipeline:
     @property
     def wants_turn(self) -> bool:
         """Whether `turn` would do something now."""
-        return (
-            self._is_open
-            and bool(self._lanes)
-            and self._in_flight_bytes < self._limits.in_flight_bytes_max
-            and len(self._flights) < self._limits.in_flight_batches_max
-        )
+        head = self._lanes.peek() if self._is_open else None
+        if head is None or len(self._flights) >= self._limits.in_flight_batches_max:
+            return False
+        bytes_max = self._limits.in_flight_bytes_max
+        if head.cost_bytes < ALONE_BYTES:
+            # What is small does not wait for the large to land, within reason.
+            return self._in_flight_bytes < 2 * bytes_max
+        if self._is_shared and self._large_in_flight:
+            return False
+        return self._in_flight_bytes < bytes_max
 
     @property
     def locks(self) -> LockTable | None:
@@ -187,7 +197,7 @@ class AppendPipeline:
                 self._finish(ticket, out)
             out.extend(Reached(token) for token in flight.waiting)
         self._flights.clear()
-        self._in_flight_bytes = 0
+        self._in_flight_bytes = self._large_in_flight = 0
         self._session_id, self._generation = opened.session_id, opened.generation
         self._chain, self._next_id = opened.chain, TransactionId(opened.high_water_mark + 1)
         if self._table is None:
@@ -208,6 +218,7 @@ class AppendPipeline:
         while self._flights and self._flights[0].entry.last <= last:
             flight = self._flights.popleft()
             self._in_flight_bytes -= len(flight.batch.records)
+            self._large_in_flight -= len(flight.batch.records) >= ALONE_BYTES
             self.proved_ms = flight.submitted_ms
             assert flight.entry.last < last or flight.entry.chain == chain
             self._land(flight, out)
@@ -228,7 +239,7 @@ class AppendPipeline:
             in_flight.extend(flight.tickets)
             out.extend(Reached(token) for token in flight.waiting)
         self._flights.clear()
-        self._in_flight_bytes = 0
+        self._in_flight_bytes = self._large_in_flight = 0
         for epoch in self._epochs:
             out.extend(Reached(token) for token in epoch.waiting)
         self._epochs = deque((Epoch(),))
@@ -286,13 +297,19 @@ class AppendPipeline:
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
         """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
+        self._is_shared = now_ms < self._shared_until_ms
         draft = _Draft()
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while self.wants_turn and bytes_left > 0 and rows_left > 0:
-            ticket = self._lanes.take()
+            ticket = self._lanes.peek()
             assert ticket is not None
+            if ticket.cost_bytes >= ALONE_BYTES and (group or draft.tickets):
+                break
+            self._lanes.take()
             bytes_left -= ticket.cost_bytes
+            if ticket.cost_bytes < ALONE_BYTES and self._large_in_flight:
+                self._shared_until_ms = now_ms + SHARED_MS
             if isinstance(ticket, SingleTicket):
                 rows_left -= 1
                 if self._may_enter(ticket, draft.out):
@@ -302,6 +319,8 @@ class AppendPipeline:
                 group = []
                 self._judge_batch(ticket, draft)
                 rows_left -= ticket.ids.size
+            if ticket.cost_bytes >= ALONE_BYTES:
+                break
         self._judge_singles(group, draft)
         self._submit(draft, now_ms, wall_ms)
         return draft.out
@@ -354,9 +373,9 @@ class AppendPipeline:
         marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
         judgement = self._judge(
             Requests(
-                _lock_column([message.write_locks for message in messages]),
-                _lock_column([message.read_locks for message in messages]),
-                _lock_column([message.append_locks for message in messages]),
+                lock_column([message.write_locks for message in messages]),
+                lock_column([message.read_locks for message in messages]),
+                lock_column([message.append_locks for message in messages]),
                 np.maximum(marks, BEFORE_FIRST),
             )
         )
@@ -382,7 +401,7 @@ class AppendPipeline:
                 else:
                     self._finish(ticket, draft.out)
         if kept:
-            draft.parts.append(_encode_singles(kept))
+            draft.parts.append(encode_singles(kept))
             self._next_id = TransactionId(self._next_id + len(kept))
 
     def _judge(self, requests: Requests) -> Judgement:
@@ -397,7 +416,7 @@ class AppendPipeline:
                 # Refused for an id in flight, so there is a flight; its landing ends all doubt.
                 self._flights[-1].tickets.extend(draft.tickets)
             return
-        part = _joined(draft.parts)
+        part = joined(draft.parts)
         self._stamp_ms = max(self._stamp_ms, wall_ms)
         batch = Batch(*part, stamp_ms=self._stamp_ms)
         self._chain = next_chain(
@@ -407,6 +426,7 @@ class AppendPipeline:
         assert batch.last + 1 == self._next_id
         self._flights.append(_Flight(entry, batch, now_ms, draft.tickets))
         self._in_flight_bytes += len(batch.records)
+        self._large_in_flight += len(batch.records) >= ALONE_BYTES
         self.figures.batches += 1
         self.figures.accepted += batch.last - batch.first + 1
         draft.out.append(SubmitBatch(batch))
@@ -521,61 +541,3 @@ class AppendPipeline:
         assert ticket.epoch.unfinished >= 0
         while len(self._epochs) > 1 and not self._epochs[0].unfinished:
             out.extend(Reached(token) for token in self._epochs.popleft().waiting)
-
-
-# ---------------------------------------------------------------------------------------------
-# one by one: what comes alone is encoded alone
-
-
-def _lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(locks) for locks in rows], out=offsets[1:])
-    values = np.fromiter(chained.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
-    return LockColumn(offsets, values)
-
-
-def _encode_singles(tickets: Sequence[SingleTicket]) -> EncodedBatch:
-    """Return the records of single transactions whose ids follow one another."""
-    pieces: list[bytes | memoryview] = []
-    crcs: list[bytes] = []
-    lengths: list[int] = []
-    for ticket in tickets:
-        message = ticket.message
-        data = message.data
-        prefix = RECORD_PREFIX.pack(
-            ticket.transaction_id,
-            message.req_id.to_bytes(),
-            message.header,
-            len(data),
-            message.data_crc,
-        )
-        crc = crc32(data, crc32(prefix)).to_bytes(4, "big")
-        pieces += (prefix, data, crc)
-        crcs.append(crc)
-        lengths.append(RECORD_OVERHEAD_BYTES + len(data))
-    records = b"".join(pieces)
-    return EncodedBatch(
-        first=TransactionId(tickets[0].transaction_id),
-        last=TransactionId(tickets[-1].transaction_id),
-        lengths=np.array(lengths, dtype=">i4").tobytes(),
-        records=memoryview(records),
-        record_crcs=b"".join(crcs),
-        records_crc=crc32(records),
-    )
-
-
-def _joined(parts: Sequence[EncodedBatch]) -> EncodedBatch:
-    """Return runs of records that follow one another as one."""
-    if len(parts) == 1:
-        return parts[0]
-    records_crc = 0
-    for part in parts:
-        records_crc = combine(records_crc, part.records_crc, len(part.records))
-    return EncodedBatch(
-        first=parts[0].first,
-        last=parts[-1].last,
-        lengths=b"".join(part.lengths for part in parts),
-        records=memoryview(b"".join(part.records for part in parts)),
-        record_crcs=b"".join(part.record_crcs for part in parts),
-        records_crc=records_crc,
-    )

@@ -19,7 +19,15 @@ from waltz_core.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.append import AppendPipeline, BatchCommitted, Outcome, Reached, SubmitBatch
+from waltz_core.server.append import (
+    ALONE_BYTES,
+    SHARED_MS,
+    AppendPipeline,
+    BatchCommitted,
+    Outcome,
+    Reached,
+    SubmitBatch,
+)
 from waltz_core.server.events import Answer, ConnectionId, Limits
 from waltz_core.server.mounts import Mounts
 from waltz_core.wire.messages import (
@@ -71,13 +79,14 @@ class World:
         append: Sequence[int] = (),
         data: bytes = b"data",
         generation: Generation = GENERATION,
+        cost: int = 100,
     ) -> ReqId:
         req_id = ReqId(client, generation, PartitionId(0), self.sequence)
         self.sequence += 1
         message = AppendRequest(
             req_id, mark, tuple(write), tuple(read), tuple(append), 7, data, zlib.crc32(data)
         )
-        self.early = self.pipeline.receive(A if client == ALICE else B, message, 100)
+        self.early = self.pipeline.receive(A if client == ALICE else B, message, cost)
         return req_id
 
     def batch(
@@ -108,6 +117,13 @@ class World:
         out = self.pipeline.turn(now_ms=now_ms, wall_ms=wall_ms)
         self.submitted += [each.batch for each in out if isinstance(each, SubmitBatch)]
         return out
+
+    def turns(self, now_ms: int = 0) -> list[Batch]:
+        """Take turns while there is something to do; return what was submitted."""
+        before = len(self.submitted)
+        while self.pipeline.wants_turn:
+            self.turn(now_ms)
+        return self.submitted[before:]
 
     def commit(self) -> list[Outcome]:
         """Commit everything that was submitted in this session."""
@@ -356,15 +372,51 @@ def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
     assert world.pipeline.queued_bytes == 1100
 
 
+LARGE = bytes(ALONE_BYTES)
+
+
 def test_a_full_window_stops_the_turns_until_something_lands() -> None:
-    world = World(Limits(lock_slot_count=11, in_flight_bytes_max=100, slice_bytes_max=100))
-    world.single(data=bytes(100))
-    world.single(data=bytes(100))
+    world = World(Limits(lock_slot_count=11, in_flight_bytes_max=ALONE_BYTES))
+    world.single(data=LARGE, cost=ALONE_BYTES)
+    world.single(data=LARGE, cost=ALONE_BYTES)
     world.turn()
     assert not world.pipeline.wants_turn
     assert len(world.submitted) == 1
+    # What is small passes, up to twice the window.
+    world.single(BOB)
+    assert world.pipeline.wants_turn
+    world.turn()
+    assert len(world.submitted) == 2
     world.commit()
     assert world.pipeline.wants_turn
+
+
+def test_a_large_request_goes_alone() -> None:
+    world = World()
+    world.single()
+    world.single(BOB, data=LARGE, cost=ALONE_BYTES)
+    world.single()
+    assert [batch.last - batch.first + 1 for batch in world.turns()] == [1, 1, 1]
+
+
+def test_while_small_ones_have_to_pass_large_ones_go_one_by_one() -> None:
+    world = World()
+    for _ in range(4):
+        world.single(data=LARGE, cost=ALONE_BYTES)
+    assert len(world.turns()) == 4
+    world.commit()
+    for _ in range(4):
+        world.single(data=LARGE, cost=ALONE_BYTES)
+    world.turn()
+    world.single(BOB)
+    world.turn()
+    world.turn()
+    assert not world.pipeline.wants_turn
+    world.commit()
+    world.turn()
+    assert not world.pipeline.wants_turn
+    world.commit()
+    assert len(world.turns(now_ms=SHARED_MS)) == 2
 
 
 def test_a_closed_connection_takes_back_what_was_not_submitted() -> None:

@@ -1,3 +1,4 @@
+import random
 from dataclasses import dataclass
 
 from waltz_core.server.events import ConnectionId
@@ -22,7 +23,7 @@ def taken(lanes: Lanes[Item]) -> list[str]:
     return names
 
 
-def test_lanes_take_turns_and_keep_the_order_within_a_lane() -> None:
+def test_lanes_of_equal_requests_take_turns_and_keep_their_order() -> None:
     lanes: Lanes[Item] = Lanes()
     for each in (item(1, "a1"), item(1, "a2"), item(1, "a3"), item(2, "b1"), item(3, "c1")):
         lanes.push(each)
@@ -31,15 +32,40 @@ def test_lanes_take_turns_and_keep_the_order_within_a_lane() -> None:
     assert lanes.bytes == 0
 
 
-def test_a_lane_that_becomes_busy_goes_last() -> None:
+def test_who_asks_for_little_goes_before_those_who_flood() -> None:
     lanes: Lanes[Item] = Lanes()
-    lanes.push(item(1, "a1"))
-    lanes.push(item(1, "a2"))
+    for flood in (1, 2, 3):
+        for number in range(3):
+            lanes.push(item(flood, f"{flood}:{number}", 1_000))
     first = lanes.take()
     assert first is not None
-    assert first.name == "a1"
-    lanes.push(item(2, "b1"))
-    assert taken(lanes) == ["a2", "b1"]
+    for number in range(5):
+        lanes.push(item(9, f"small{number}"))
+    # A lane that becomes busy starts at the clock of the lane served last.
+    assert taken(lanes)[:8] == [
+        "2:0", "3:0", "small0", "small1", "small2", "small3", "small4", "1:1"
+    ]  # fmt: skip
+
+
+def test_nobody_saves_up_turns() -> None:
+    lanes: Lanes[Item] = Lanes()
+    lanes.push(item(1, "a0", 1_000))
+    lanes.push(item(2, "idle"))
+    assert taken(lanes) == ["a0", "idle"]
+    for number in range(4):
+        lanes.push(item(1, f"a{number}", 100))
+        lanes.push(item(2, f"b{number}", 100))
+    assert taken(lanes) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
+
+
+def test_coming_back_does_not_forgive_what_was_taken() -> None:
+    lanes: Lanes[Item] = Lanes()
+    lanes.push(item(1, "big", 1_000))
+    lanes.push(item(2, "x0", 100))
+    lanes.push(item(2, "x1", 100))
+    assert [each.name for each in (lanes.take(), lanes.take()) if each] == ["big", "x0"]
+    lanes.push(item(1, "again", 10))
+    assert taken(lanes) == ["x1", "again"]
 
 
 def test_bytes_are_counted_by_lane_and_in_all() -> None:
@@ -52,3 +78,28 @@ def test_bytes_are_counted_by_lane_and_in_all() -> None:
     assert lanes.drop(ConnectionId(1)) == []
     assert [each.name for each in lanes.drop_all()] == ["b1"]
     assert lanes.bytes == 0
+    assert lanes.take() is None
+
+
+def test_any_order_of_events_loses_nothing_and_keeps_each_lane_s_order() -> None:
+    rng = random.Random(7)
+    lanes: Lanes[Item] = Lanes()
+    waiting: dict[int, list[str]] = {connection: [] for connection in range(4)}
+    for number in range(5_000):
+        choice = rng.random()
+        connection = rng.randrange(4)
+        if choice < 0.5:
+            name = f"{connection}:{number}"
+            lanes.push(item(connection, name, rng.choice((1, 50, 3_000))))
+            waiting[connection].append(name)
+        elif choice < 0.98:
+            found = lanes.take()
+            assert (found is None) == (not any(waiting.values()))
+            if found is not None:
+                assert waiting[found.connection].pop(0) == found.name
+        else:
+            dropped = lanes.drop(ConnectionId(connection))
+            assert [each.name for each in dropped] == waiting[connection]
+            waiting[connection].clear()
+        assert len(lanes) == sum(map(len, waiting.values()))
+        assert bool(lanes) == any(waiting.values())

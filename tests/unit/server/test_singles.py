@@ -1,0 +1,53 @@
+import zlib
+
+from waltz_core.batches import decode_append, encode_append, encode_records
+from waltz_core.record import ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.server.events import ConnectionId
+from waltz_core.server.singles import encode_singles, joined, lock_column
+from waltz_core.server.tickets import Epoch, SingleTicket
+from waltz_core.wire.messages import AppendRequest
+
+DATA = [b"", b"one", bytes(1000), b"four" * 77]
+
+
+def ticket(row: int, first: int, sequence: int) -> SingleTicket:
+    data = DATA[row]
+    req_id = ReqId(ClientId(5), Generation(2), PartitionId(1), sequence + row)
+    message = AppendRequest(req_id, -1, (), (), (), row - 2, data, zlib.crc32(data))
+    made = SingleTicket(ConnectionId(1), 100, message, Epoch())
+    made.transaction_id = first + row
+    return made
+
+
+def test_one_by_one_gives_the_bytes_of_a_batch() -> None:
+    none: list[list[int]] = [[] for _ in DATA]
+    payload = encode_append(
+        [row - 2 for row in range(len(DATA))],
+        DATA,
+        write_locks=none,
+        read_locks=none,
+        append_locks=none,
+    )
+    rows = decode_append(payload, rows_max=100, bytes_max=1 << 20)
+    req_id = ReqId(ClientId(5), Generation(2), PartitionId(1), 40)
+    expected = encode_records(rows, None, TransactionId(70), req_id)
+    found = encode_singles([ticket(row, 70, 40) for row in range(len(DATA))])
+    assert bytes(found.records) == bytes(expected.records)
+    assert found._replace(records=expected.records) == expected
+
+
+def test_joined_runs_are_one_run() -> None:
+    tickets = [ticket(row, 70, 40) for row in range(len(DATA))]
+    parts = [encode_singles(tickets[:1]), encode_singles(tickets[1:3]), encode_singles(tickets[3:])]
+    whole = encode_singles(tickets)
+    found = joined(parts)
+    assert bytes(found.records) == bytes(whole.records)
+    assert found._replace(records=whole.records) == whole
+    assert joined([whole]) is whole
+
+
+def test_a_lock_column() -> None:
+    column = lock_column([(1, -2), (), (3,)])
+    assert column.offsets.tolist() == [0, 2, 2, 3]
+    assert column.values.tolist() == [1, -2, 3]
+    assert lock_column([(), ()]).values.size == 0

@@ -1,0 +1,70 @@
+"""Transactions that come one by one, and runs of records made into one.
+
+Why it stands alone: what is sent alone is encoded alone, in plain Python; `batches.py` would cost
+more for a few rows than it saves. Both ways must give the same bytes, which a test compares.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from waltz_core.batches import EncodedBatch, LockColumn
+from waltz_core.checksum import combine, crc32
+from waltz_core.record import RECORD_OVERHEAD_BYTES, RECORD_PREFIX, TransactionId
+from waltz_core.server.tickets import SingleTicket
+
+
+def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
+    """Return the locks of some rows as a column."""
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(locks) for locks in rows], out=offsets[1:])
+    values = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
+    return LockColumn(offsets, values)
+
+
+def encode_singles(tickets: Sequence[SingleTicket]) -> EncodedBatch:
+    """Return the records of single transactions whose ids follow one another."""
+    pieces: list[bytes | memoryview] = []
+    crcs: list[bytes] = []
+    lengths: list[int] = []
+    for ticket in tickets:
+        message = ticket.message
+        data = message.data
+        prefix = RECORD_PREFIX.pack(
+            ticket.transaction_id,
+            message.req_id.to_bytes(),
+            message.header,
+            len(data),
+            message.data_crc,
+        )
+        crc = crc32(data, crc32(prefix)).to_bytes(4, "big")
+        pieces += (prefix, data, crc)
+        crcs.append(crc)
+        lengths.append(RECORD_OVERHEAD_BYTES + len(data))
+    records = b"".join(pieces)
+    return EncodedBatch(
+        first=TransactionId(tickets[0].transaction_id),
+        last=TransactionId(tickets[-1].transaction_id),
+        lengths=np.array(lengths, dtype=">i4").tobytes(),
+        records=memoryview(records),
+        record_crcs=b"".join(crcs),
+        records_crc=crc32(records),
+    )
+
+
+def joined(parts: Sequence[EncodedBatch]) -> EncodedBatch:
+    """Return runs of records that follow one another as one."""
+    if len(parts) == 1:
+        return parts[0]
+    records_crc = 0
+    for part in parts:
+        records_crc = combine(records_crc, part.records_crc, len(part.records))
+    return EncodedBatch(
+        first=parts[0].first,
+        last=parts[-1].last,
+        lengths=b"".join(part.lengths for part in parts),
+        records=memoryview(b"".join(part.records for part in parts)),
+        record_crcs=b"".join(part.record_crcs for part in parts),
+        records_crc=records_crc,
+    )
