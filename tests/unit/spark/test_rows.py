@@ -21,6 +21,9 @@ EVERY_TYPE = pa.table(
         "double": pa.array([0.1, None], pa.float64()),
         "bool": pa.array([True, None], pa.bool_()),
         "string": pa.array(["grüße 🛩", None]),
+        "void": pa.nulls(2),
+        "tiny": pa.array([-128, None], pa.int8()),
+        "no_null": pa.array([3, 4], pa.int16()),
         "binary": pa.array([b"\x00\xff", None], pa.binary()),
         "date": pa.array([dt.date(2013, 1, 31), None]),
         "timestamp": pa.array(
