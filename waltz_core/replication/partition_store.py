@@ -131,6 +131,7 @@ class PartitionStore:
         self._held_until_ms: dict[ReplicaId, int] = {}
         self._hold_ms: dict[ReplicaId, int] = {}
         self._promised: dict[ReplicaId, SessionId] = {}
+        self._final_refusal: str | None = None
 
     # -----------------------------------------------------------------------------------------
     # what the owner may look at between steps
@@ -265,6 +266,7 @@ class PartitionStore:
             return
         self._end_session("ownership or assignment changed")
         self._generation, self._replicas = generation, replicas
+        self._final_refusal = None
         self._lost_race_count = self._failure_count = 0
         self._no_quorum_since_ms = self._now_ms
         self._claim_after(0)
@@ -330,6 +332,7 @@ class PartitionStore:
             case Cause.STALLED:
                 self._release(ending.reason)
             case Cause.REFUSED:
+                self._final_refusal = ending.reason if ending.is_final else None
                 self._refused(ending.reason)
             case Cause.FENCED:
                 self._view = None
@@ -507,7 +510,7 @@ class PartitionStore:
             return
         if self._is_race_lost(view):
             return
-        reason = refusal(view, self._replicas, self._promised)
+        reason = self._final_refusal or refusal(view, self._replicas, self._promised)
         if reason is not None:
             self._refused(reason)
             return

@@ -79,13 +79,17 @@ class Cause(Enum):
 
 
 class Ending(NamedTuple):
-    """Why a session ended; the replica at fault and the session it is bound to, if any."""
+    """Why a session ended; the replica at fault and the session it is bound to, if any.
+
+    `is_final`: trying again would not find the same obstacle, and yet it must not be tried.
+    """
 
     cause: Cause
     reason: str
     replica: ReplicaId | None = None
     refused_append: bool = False
     promised: SessionId | None = None
+    is_final: bool = False
 
 
 @dataclass(slots=True)
@@ -137,6 +141,7 @@ class StoreSession:
         self._is_waiting_reported = False
         self._proofs: dict[int, _Proof] = {}
         self._doubtful: list[LineageEntry] = []
+        self._rivals: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------
     # what the owner asks
@@ -413,10 +418,24 @@ class StoreSession:
         is_fenced = isinstance(error, SessionFenced) and promised > self.claim.session_id
         if is_fenced and self.claim.behind.get(each.replica) != promised:
             self.end(Ending(Cause.FENCED, reason, each.replica, promised=promised))
+        elif isinstance(request.message, messages.Prepare) and promised == self.claim.session_id:
+            self._met_rival(each, reason, now_ms)
         elif self.repairs.mend_refused(request.ticket, each):
             self._report("replica.not_mended", replica=each.replica, reason=reason)
         elif not self.repairs.source_refused(request.ticket, each, reason, now_ms):
             self._refuse(each, reason, now_ms)
+
+    def _met_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+        """Somebody else had this very session: ZooKeeper gave its id away twice (row 15)."""
+        self._rivals.append(each.replica)
+        self._refuse(each, reason, now_ms)
+        rivals = [name for name in self.claim.assigned if name in self._rivals]
+        if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
+            reason = (
+                f"replicas {', '.join(rivals)} promised session {self.claim.session_id} to another "
+                f"owner, but ZooKeeper had not given it to any: its data was rolled back"
+            )
+            self.end(Ending(Cause.REFUSED, reason, is_final=True))
 
     def _prepared(self, each: ReplicaSession, answer: messages.Prepared, now_ms: int) -> None:
         registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)

@@ -481,3 +481,32 @@ def test_failures_are_followed_by_growing_pauses():
     gaps = [b - a for a, b in itertools.pairwise(claimed_ms)]
     assert max(gaps[:2]) < 150
     assert gaps[-1] >= 1000
+
+
+def test_a_session_that_was_given_away_twice_is_the_end_of_trying():
+    """ZooKeeper is put back by one session: the next claim has an id that was in use."""
+    bench = Bench()
+    bench.open()
+    old = (bench.metadata, bench.marker)
+    bench.step(events.Checkpoint())
+    bench.reopen()
+    for _ in range(3):
+        bench.submit()
+    bench.run()
+    assert bench.store.open_session == 1
+    bench.metadata, bench.marker = old
+    bench.store = bench._new_store(bench.limits)
+    bench.requests.clear()
+    bench.own(generation=2)
+    bench.run()
+    bench.wait(100)
+    bench.run()
+    assert bench.store.open_session is None
+    assert "rolled back" in bench.reports("partition.refused")[0]["reason"]
+    claimed = bench.metadata.session_id
+    for _ in range(5):
+        bench.wait(11_000)
+        bench.run()
+    assert bench.metadata.session_id == claimed
+    assert len({tuple(log) for log in bench.logs().values()}) == 1
+    assert not bench.all_told(Released)
