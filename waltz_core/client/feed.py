@@ -16,6 +16,7 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
 from typing import NamedTuple, Protocol
 
 from waltz_core import errors, raw_records
@@ -36,6 +37,8 @@ RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 CHUNKS_KEPT_MAX = 4
 # The first fetch after a jump is small, and each one that goes on doubles.
 PREFETCH_BYTES_MIN = 64 * 1024
+# How often a thread that waits for data looks whether there still is an event loop.
+LOOK_S = 1.0
 
 Words = tuple[int, int, int, int, int]
 
@@ -178,7 +181,7 @@ class Applier:
         """The feed cannot go on: tell the application, and whoever waits for it."""
         if self.stopped is not None:
             return
-        self._stop(error)
+        self.end(error)
         _log.error("feed.stopped partition=%d error=%s", self._partition_id, error)
         next_id = TransactionId(0 if self._applied is None else self._applied + 1)
         try:
@@ -202,7 +205,7 @@ class Applier:
                 continue
             policy = await self._judge(first, verdict.error)
             if policy is PoisonPolicy.STOP:
-                self._stop(verdict.error)
+                self.end(verdict.error)
                 return False
             if policy is PoisonPolicy.SKIP:
                 self._advance(first)
@@ -240,7 +243,8 @@ class Applier:
                 elif not future.done():
                     future.set_result(None)
 
-    def _stop(self, error: Exception) -> None:
+    def end(self, error: Exception) -> None:
+        """Hand nothing over any more, without a word to the application."""
         self.stopped = error
         self._arrived.set()
         waiting, self._waiting = self._waiting, []
@@ -303,7 +307,20 @@ class DataCache:
         found = self._find(transaction_id)
         if found is not None:
             return found
-        return asyncio.run_coroutine_threadsafe(self.data_of(transaction_id), self._loop).result()
+        if self._loop.is_closed():
+            raise errors.Unavailable("the client is closed")
+        asked = asyncio.run_coroutine_threadsafe(self.data_of(transaction_id), self._loop)
+        while True:
+            try:
+                return asked.result(LOOK_S)
+            except TimeoutError:
+                # A loop that was closed in the meantime tells nobody.
+                if not asked.done() and self._loop.is_closed():
+                    raise errors.Unavailable("the client is closed") from None
+                if asked.done():
+                    raise
+            except CancelledError:
+                raise errors.Unavailable("the client is closed") from None
 
     def _find(self, transaction_id: TransactionId) -> bytes | None:
         for kept in list(self._kept.values()):

@@ -145,6 +145,8 @@ class ClientPartition:
 
     def close(self) -> None:
         """Give up what is not final."""
+        if self.applier is not None:
+            self.applier.end(errors.Unreachable("the client was closed"))
         self._driver.post(events.Close())
         self._driver.stop()
         if self._link is not None:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # Threads for the application's code; a partition's feed takes one while it is applied.
 WORKERS_MAX = 16
+# How long the last of what runs on the loop may take to end.
+END_S_MAX = 5.0
 
 ResultT = TypeVar("ResultT")
 
@@ -314,6 +316,12 @@ class WaltzClient:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        # Threads that still wait for something (data for a callback, say) are told that it is over.
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left, timeout=END_S_MAX))
         self._loop.close()
 
 
