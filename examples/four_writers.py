@@ -28,17 +28,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from waltz_core.batches import encode_append
 from waltz_core.client import (
     BYTES,
     BatchOutcome,
     Callbacks,
+    PoisonPolicy,
     Reason,
     Transaction,
     TransactionBuilder,
@@ -49,6 +48,10 @@ from waltz_core.client import (
 )
 from waltz_core.errors import LockFailed, OutcomeUnknown, WaltzError
 from waltz_core.local import LocalCluster, running
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from multiprocessing.sharedctypes import Synchronized
 
 WRITER_COUNT = 4
 VICTIM = "storage-2"
@@ -128,6 +131,12 @@ class Counters(Callbacks):
         with self._lock:
             self._values[content.counter] = content.value
 
+    def uncaught_exception(
+        self, partition: int, transaction_id: int, error: Exception
+    ) -> PoisonPolicy:
+        """Data that cannot be had while a partition moves is asked for again."""
+        return PoisonPolicy.RETRY
+
     def value(self, counter: int) -> int:
         """Return the last value applied, 0 for none."""
         with self._lock:
@@ -183,7 +192,9 @@ class Pending(NamedTuple):
 class Writer:
     """One of the four processes."""
 
-    def __init__(self, connect: str, number: int, share: int, progress: "Synchronized[int]"):
+    def __init__(
+        self, connect: str, number: int, share: int, progress: "Synchronized[int]"
+    ) -> None:
         self.ledger: list[Told] = []
         self._client = WaltzClient(connect)
         self._number = number
@@ -251,9 +262,7 @@ class Writer:
             Told(row.key, partition, digest_of(each), now_s)
             for row, each in zip(rows, data, strict=True)
         ]
-        future = self._client.append_batch(
-            partition, payload, count, client_high_water_mark=mark
-        )
+        future = self._client.append_batch(partition, payload, count, client_high_water_mark=mark)
         self._add("batch", Pending(future, told))
 
     def _single(self) -> None:
@@ -307,29 +316,32 @@ def _stamp(told: list[Told]) -> None:
 
 def _decide(pending: Pending) -> None:
     """Turn what the future says into outcomes."""
-    told = pending.told
-    *earlier, last = told if pending.context else (*(), told[0])
     try:
         result = pending.future.result()
     except WaltzError as error:
-        outcome, why = _outcome_of(error), f"{type(error).__name__}: {error}"
-        for each in told:
-            each.outcome, each.why = outcome, why
-        if pending.context:
-            for each in earlier:
-                each.outcome = REFUSED
+        for each in _last_try(pending):
+            each.outcome, each.why = _outcome_of(error), f"{type(error).__name__}: {error}"
         return
+    last_try = _last_try(pending)
     if isinstance(result, BatchOutcome):
         for each, reason, transaction_id in zip(
-            told, result.reasons.tolist(), result.transaction_ids.tolist(), strict=True
+            last_try, result.reasons.tolist(), result.transaction_ids.tolist(), strict=True
         ):
             each.why = Reason(reason).name
             each.outcome = {Reason.COMMITTED: OK, Reason.LOCK: REFUSED}.get(reason, LOST)
             each.transaction_id = transaction_id
         return
+    last_try[0].outcome, last_try[0].transaction_id = OK, int(result)
+
+
+def _last_try(pending: Pending) -> list[Told]:
+    """Return what the future has decided; each try of a context before its last was refused."""
+    if pending.context is None:
+        return pending.told
+    *earlier, last = pending.told  # only now: it has grown with every try
     for each in earlier:
         each.outcome = REFUSED
-    last.outcome, last.transaction_id = OK, int(result)
+    return [last]
 
 
 def _outcome_of(error: WaltzError) -> str:
@@ -388,7 +400,7 @@ class Verdict:
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def check(self, ok: bool, what: str) -> None:
+    def check(self, ok: object, what: str) -> None:
         """Note what is wrong."""
         if not ok:
             self.wrong.append(what)
@@ -407,7 +419,7 @@ def compare(ledger: list[Told], log: list[Entry]) -> Verdict:
         seen[content.key] += 1
         told = told_of.get(content.key)
         if told is None:
-            verdict.check(False, f"{where} was written by nobody")
+            verdict.wrong.append(f"{where} was written by nobody")
             continue
         right = told.partition == entry.partition and told.digest == digest_of(entry.data)
         verdict.check(right, f"{where} has other bytes than were sent")
