@@ -127,6 +127,7 @@ class AppendPipeline:
         self._is_shared = False
         self._table: LockTable | None = None
         self._is_open = False
+        self._is_held = False
         self._session_id = NO_SESSION
         self._generation = Generation(-1)
         self._high_water_mark = BEFORE_FIRST
@@ -157,7 +158,7 @@ class AppendPipeline:
     @property
     def wants_turn(self) -> bool:
         """Whether `turn` would do something now."""
-        head = self._lanes.peek() if self._is_open else None
+        head = self._lanes.peek() if self._is_open and not self._is_held else None
         if head is None or len(self._flights) >= self._limits.in_flight_batches_max:
             return False
         bytes_max = self._limits.in_flight_bytes_max
@@ -207,6 +208,7 @@ class AppendPipeline:
         else:
             self._table.reset(opened.high_water_mark)
         self._is_open = True
+        self._is_held = False
         return out
 
     def committed(self, last: TransactionId, chain: Chain) -> list[Outcome]:
@@ -224,6 +226,10 @@ class AppendPipeline:
             self._land(flight, out)
         assert self._in_flight_bytes >= 0
         return out
+
+    def hold(self) -> None:
+        """Submit nothing more in this session, so that it can end with nothing in flight."""
+        self._is_held = True
 
     def closed(self) -> None:
         """The session takes no more; what is in flight waits for the next one's `settled`."""

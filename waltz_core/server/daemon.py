@@ -352,6 +352,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> Limits:
         fences_max=config.fences_count_max,
         session_timer_ms=config.session_timer_ms,
         open_wait_ms=config.open_wait_ms,
+        checkpoint_interval_count=config.checkpoint_interval_count,
     )
 
 

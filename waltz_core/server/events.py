@@ -52,7 +52,9 @@ class Limits:
     `session_timer_ms`: for so long after a quorum last answered in the session, marks are told
     without asking it again. `open_wait_ms`: for so long a request other than an append waits for a
     store session before it is refused. `fences_max`: of so many clients the highest connection
-    sequence is remembered after they left.
+    sequence is remembered after they left. `checkpoint_interval_count`: after so many transactions
+    in a session, but not more often than every `checkpoint_interval_ms`, a new one is started, so
+    that low-water marks move up.
     """
 
     lock_slot_count: int
@@ -71,6 +73,8 @@ class Limits:
     fences_max: int = 262_144
     session_timer_ms: int = 2_000
     open_wait_ms: int = 5_000
+    checkpoint_interval_count: int = 250_000
+    checkpoint_interval_ms: int = 10_000
 
     def __post_init__(self) -> None:
         assert all(getattr(self, name) > 0 for name in self.__slots__)

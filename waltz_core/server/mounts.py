@@ -16,10 +16,30 @@ Rules (correctness.md row 22 and "Room for our rules"; spark.md, "Exactly once")
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from waltz_core.errors import ConnectionSuperseded
-from waltz_core.record import ClientId
+from waltz_core.errors import (
+    BadRequest,
+    ClientAhead,
+    ConnectionSuperseded,
+    GenerationMismatch,
+    NotOwned,
+    WaltzError,
+)
+from waltz_core.record import ClientId, Generation, PartitionId, TransactionId
 from waltz_core.server.events import ConnectionId
+from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
+
+
+class Place(NamedTuple):
+    """The partition, and where it stands."""
+
+    partition_id: PartitionId
+    generation: Generation
+    high_water_mark: TransactionId
+
+    def __str__(self) -> str:
+        return f"partition {self.partition_id}"
 
 
 @dataclass(slots=True)
@@ -47,9 +67,33 @@ class Mounts:
         return self._left.get(client_id) if mount is None else mount.sequence
 
     def fault(
+        self, message: MountRequest | MountWriter, connection: ConnectionId, place: Place
+    ) -> WaltzError | None:
+        """Say why this connection may not mount, None when it may."""
+        generation, mark = message.req_id.generation, mark_of(message)
+        if generation > place.generation:
+            return NotOwned(
+                f"{place}: asked for in generation {generation}, "
+                f"this server has it in generation {place.generation}"
+            )
+        if generation < place.generation:
+            return GenerationMismatch(
+                f"{place}: asked for in generation {generation}, "
+                f"it has moved on to generation {place.generation}"
+            )
+        if mark < LATEST_MARK:
+            return BadRequest(f"{place}: expected a mark of -1 or more, found {mark}")
+        if mark > place.high_water_mark:
+            return ClientAhead(
+                f"{place}: the client's high-water mark {mark} is above the log's "
+                f"{place.high_water_mark}: another cluster, or the log was lost"
+            )
+        return self._fenced(message.req_id.client_id, connection, message.connection_sequence)
+
+    def _fenced(
         self, client_id: ClientId, connection: ConnectionId, sequence: int
     ) -> ConnectionSuperseded | None:
-        """Say why this connection may not mount (rule 1), None when it may."""
+        """Rule 1."""
         highest = self.highest(client_id)
         if highest is None or sequence > highest:
             return None
@@ -62,7 +106,7 @@ class Mounts:
 
     def begin(self, client_id: ClientId, connection: ConnectionId, sequence: int) -> None:
         """Fence off older connections of the client."""
-        assert self.fault(client_id, connection, sequence) is None
+        assert self._fenced(client_id, connection, sequence) is None
         mount = self._mounts.get(client_id)
         if mount is not None:
             self._clients_of[mount.connection].remove(client_id)
@@ -108,3 +152,10 @@ class Mounts:
     def count(self) -> int:
         """How many clients are mounted now."""
         return len(self._mounts)
+
+
+def mark_of(message: MountRequest | MountWriter) -> int:
+    """Return the client's high-water mark, or `LATEST_MARK`."""
+    if isinstance(message, MountWriter):
+        return message.high_water_mark
+    return message.client_high_water_mark

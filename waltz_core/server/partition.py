@@ -27,12 +27,11 @@ from waltz_core.record import (
     BEFORE_FIRST,
     NO_SESSION,
     Generation,
-    ReqId,
     SessionId,
     TransactionId,
 )
 from waltz_core.replication import events as replication
-from waltz_core.server import append, feed
+from waltz_core.server import answers, append, feed
 from waltz_core.server.append import AppendPipeline
 from waltz_core.server.cache import FeedCache, TransactionCache
 from waltz_core.server.events import (
@@ -51,13 +50,11 @@ from waltz_core.server.events import (
     Received,
     Store,
     Stretch,
-    refusal,
 )
 from waltz_core.server.feed import Feed
-from waltz_core.server.mounts import Mounts
+from waltz_core.server.mounts import Mounts, Place, mark_of
 from waltz_core.server.proofs import Proofs
 from waltz_core.server.reads import Reads
-from waltz_core.server.tickets import Ticket
 from waltz_core.wire.messages import (
     LATEST_MARK,
     AppendBatch,
@@ -65,16 +62,13 @@ from waltz_core.wire.messages import (
     ClientMessage,
     FeedRequest,
     FlushRequest,
-    FlushResponse,
     HighWaterMarkRequest,
-    HighWaterMarkResponse,
     Mounted,
     MountRequest,
     MountResponse,
     MountWriter,
     RangeRequest,
     ReplicasRequest,
-    ReplicasResponse,
     TransactionDataRequest,
 )
 
@@ -115,6 +109,9 @@ class Partition:
         self._session_id: SessionId = NO_SESSION
         self._is_open = False
         self._high_water_mark = BEFORE_FIRST
+        self._opened_ms = 0
+        self._opened_mark = BEFORE_FIRST
+        self._is_checkpoint_due = False
         self._until_open: deque[tuple[int, Received]] = deque()
         self._mounting: dict[int, _Mounting] = {}
         self._flushing: dict[int, Received] = {}
@@ -150,6 +147,10 @@ class Partition:
     def generation(self) -> Generation:
         """The ownership's generation."""
         return self._generation
+
+    @property
+    def _place(self) -> Place:
+        return Place(self._identity.partition_id, self._generation, self._high_water_mark)
 
     @property
     def mount_count(self) -> int:
@@ -206,10 +207,9 @@ class Partition:
         while self._until_open and self._until_open[0][0] <= self._now_ms:
             _, question = self._until_open.popleft()
             error = errors.Unavailable(
-                f"partition {self._identity.partition_id} has no store session for "
-                f"{self._limits.open_wait_ms} ms"
+                f"{self._place} has no store session for {self._limits.open_wait_ms} ms"
             )
-            out.append(_refuse(question, error))
+            out.append(answers.refuse(question, error))
         self._route_reads(self.reads.wake(self._now_ms), out)
         if self.pipeline.wants_turn:
             self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms), out)
@@ -221,7 +221,7 @@ class Partition:
     def _receive(self, event: Received, out: list[Effect]) -> None:
         message = event.message
         if not self._is_owned:
-            out.append(self._not_owned(event))
+            out.append(answers.not_owned(event, self._place))
         elif isinstance(message, AppendRequest | AppendBatch):
             self._route(self.pipeline.receive(event.connection, message, event.cost_bytes), out)
         elif isinstance(message, FlushRequest):
@@ -251,7 +251,7 @@ class Partition:
                 self._route_reads(self.reads.data(event, message), out)
             case _:
                 fault = f"{type(message).__name__} is no request to a partition"
-                out.append(_refuse(event, errors.BadRequest(fault)))
+                out.append(answers.refuse(event, errors.BadRequest(fault)))
 
     def _close(self, connection: ConnectionId, out: list[Effect]) -> None:
         self._mounts.close(connection)
@@ -270,52 +270,21 @@ class Partition:
         self, event: Received, message: MountRequest | MountWriter, out: list[Effect]
     ) -> None:
         req_id, connection = message.req_id, event.connection
-        mark = _mark_of(message)
-        if error := self._mount_error(req_id, mark, message.connection_sequence, connection):
-            out.append(self._mount_refusal(event, error))
+        fault = self._mounts.fault(message, connection, self._place)
+        if fault is not None:
+            out.append(answers.refuse_mount(event, fault))
             return
         # Of this client nothing older goes on, not even a mount on the same connection.
         older = self.feed.drop_client(req_id.client_id)
         for token, mounting in list(self._mounting.items()):
             if mounting.question.message.req_id.client_id == req_id.client_id:
                 older.append(self._mounting.pop(token).question)
-        out.extend(_superseded(question) for question in older)
+        out.extend(answers.superseded(question) for question in older)
         self._mounts.begin(req_id.client_id, connection, message.connection_sequence)
         token = next(self._tokens)
         wants_feed = not isinstance(message, MountWriter) or message.wants_feed
         self._mounting[token] = _Mounting(event, wants_feed)
         self._route(self.pipeline.barrier(token), out)
-
-    def _mount_error(
-        self, req_id: ReqId, mark: int, sequence: int, connection: ConnectionId
-    ) -> errors.WaltzError | None:
-        where = f"partition {self._identity.partition_id}"
-        if req_id.generation > self._generation:
-            return errors.NotOwned(
-                f"{where}: asked for in generation {req_id.generation}, "
-                f"this server has it in generation {self._generation}"
-            )
-        if req_id.generation < self._generation:
-            return errors.GenerationMismatch(
-                f"{where}: asked for in generation {req_id.generation}, "
-                f"it has moved on to generation {self._generation}"
-            )
-        if mark < LATEST_MARK:
-            return errors.BadRequest(f"{where}: expected a mark of -1 or more, found {mark}")
-        if mark > self._high_water_mark:
-            return errors.ClientAhead(
-                f"{where}: the client's high-water mark {mark} is above the log's "
-                f"{self._high_water_mark}: another cluster, or the log was lost"
-            )
-        return self._mounts.fault(req_id.client_id, connection, sequence)
-
-    def _mount_refusal(self, event: Received, error: errors.WaltzError) -> Answer:
-        message = event.message
-        if isinstance(message, MountRequest) and isinstance(error, errors.ClientAhead):
-            return Answer(
-                event.connection, MountResponse(message.req_id, CLIENT_AHEAD), event.cost_bytes
-            )
-        return _refuse(event, error)
 
     def _drained(self, token: int, out: list[Effect]) -> None:
         """Everything older is final (rule 3 b)."""
@@ -325,7 +294,7 @@ class Partition:
         assert isinstance(message, MountRequest | MountWriter)
         if not self._mounts.is_current(message.req_id.client_id, event.connection):
             return  # The connection has closed.
-        mark = _mark_of(message)
+        mark = mark_of(message)
         if not mounting.wants_feed:
             self._mounted(event, out)
             return
@@ -358,13 +327,13 @@ class Partition:
                 f"feed after {mark} of partition {self._identity.partition_id}: its high-water "
                 f"mark is {self._high_water_mark}"
             )
-            out.append(_refuse(event, errors.ClientAhead(fault)))
+            out.append(answers.refuse(event, errors.ClientAhead(fault)))
         elif mark < BEFORE_FIRST or not self.feed.grant(event, mark=TransactionId(mark)):
             fault = (
                 f"feed after {mark} of partition {self._identity.partition_id}: expected a mark "
                 "of -1 or more and the request id of a mount whose last grant is used up"
             )
-            out.append(_refuse(event, errors.BadRequest(fault)))
+            out.append(answers.refuse(event, errors.BadRequest(fault)))
 
     def _feed_turn(self, out: list[Effect]) -> None:
         if self.feed.wants_turn:
@@ -382,22 +351,9 @@ class Partition:
             self._drive(effect, out)
 
     def _with_mark(self, event: Received, mark: TransactionId) -> Answer:
-        req_id = event.message.req_id
-        answer: ClientMessage
-        if isinstance(event.message, FlushRequest):
-            answer = FlushResponse(req_id, mark)
-        elif isinstance(event.message, ReplicasRequest):
-            answer = ReplicasResponse(
-                req_id,
-                self._session_id,
-                mark,
-                tuple(self._store.readable_replicas),
-                self._identity.cluster_key,
-                self._identity.partition_count,
-            )
-        else:
-            answer = HighWaterMarkResponse(req_id, mark)
-        return Answer(event.connection, answer, event.cost_bytes)
+        return answers.with_mark(
+            event, mark, self._session_id, self._store.readable_replicas, self._identity
+        )
 
     # -----------------------------------------------------------------------------------------
     # the store
@@ -442,6 +398,8 @@ class Partition:
         self._settled_generation = opened.generation
         self._session_id, self._is_open = opened.session_id, True
         self._high_water_mark = mark
+        self._opened_ms, self._opened_mark = self._now_ms, mark
+        self._is_checkpoint_due = False
         self.session_changes += 1
         self._proofs.confirm(self._now_ms)
         if not unbroken:
@@ -470,6 +428,21 @@ class Partition:
         if self.pipeline.proved_ms is not None:
             self._proofs.confirm(self.pipeline.proved_ms)
         self._feed_turn(out)
+        self._consider_checkpoint(out)
+
+    def _consider_checkpoint(self, out: list[Effect]) -> None:
+        """Start a session now and then, so that low-water marks move up; with nothing in flight."""
+        if not self._is_checkpoint_due:
+            count = self._high_water_mark - self._opened_mark
+            age_ms = self._now_ms - self._opened_ms
+            self._is_checkpoint_due = (
+                count >= self._limits.checkpoint_interval_count
+                and age_ms >= self._limits.checkpoint_interval_ms
+            )
+            if self._is_checkpoint_due:
+                self.pipeline.hold()
+        if self._is_checkpoint_due and not self.pipeline.in_flight_bytes:
+            self._drive(replication.Checkpoint(), out)
 
     def _session_closed(self, event: replication.SessionClosed, out: list[Effect]) -> None:
         self._is_open = False
@@ -491,24 +464,15 @@ class Partition:
             out.extend(self._with_mark(each, event.high_water_mark) for each in questions)
         else:
             questions, proofs = self._proofs.failed(event.token, self._now_ms)
-            out.extend(_refuse(each, self._unproved()) for each in questions)
+            unproved = errors.SessionLost(
+                f"{self._place}: no quorum of storages confirmed the session"
+            )
+            out.extend(answers.refuse(each, unproved) for each in questions)
         for proof in proofs:
             self._drive(proof, out)
 
-    def _unproved(self) -> errors.WaltzError:
-        return errors.SessionLost(
-            f"partition {self._identity.partition_id}: no quorum of storages confirmed the session"
-        )
-
     # -----------------------------------------------------------------------------------------
     # giving up
-
-    def _not_owned(self, event: Received) -> Answer:
-        if isinstance(event.message, MountRequest):
-            answer = MountResponse(event.message.req_id, NOT_READY)
-            return Answer(event.connection, answer, event.cost_bytes)
-        error = errors.NotOwned(f"this server does not own partition {self._identity.partition_id}")
-        return _refuse(event, error)
 
     def _lose(self, reason: str, out: list[Effect]) -> None:
         """Rule 5: serve nothing rather than a log that has changed below what was told."""
@@ -522,11 +486,11 @@ class Partition:
         self._is_owned = self._is_open = False
         self._opening = None
         queued, in_flight, outcomes = self.pipeline.abandon()
-        where = f"partition {self._identity.partition_id}: {reason}"
+        where = f"{self._place}: {reason}"
         gone = errors.NotOwned(where)
         unknown = errors.OutcomeUnknown(f"{where}; the append may or may not be in the log")
-        out.extend(_refuse_ticket(ticket, gone) for ticket in queued)
-        out.extend(_refuse_ticket(ticket, unknown) for ticket in in_flight)
+        out.extend(answers.refuse_ticket(ticket, gone) for ticket in queued)
+        out.extend(answers.refuse_ticket(ticket, unknown) for ticket in in_flight)
         waiting = [question for _, question in self._until_open]
         waiting += self._flushing.values()
         waiting += (mounting.question for mounting in self._mounting.values())
@@ -537,7 +501,7 @@ class Partition:
         self._flushing.clear()
         self._mounting.clear()
         self._mounts.clear()
-        out.extend(_refuse(question, gone) for question in waiting)
+        out.extend(answers.refuse(question, gone) for question in waiting)
         assert all(isinstance(outcome, append.Reached) for outcome in outcomes)
 
     # -----------------------------------------------------------------------------------------
@@ -594,23 +558,3 @@ class Partition:
             self._tell_mark(event, out)
         else:
             self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
-
-
-def _mark_of(message: MountRequest | MountWriter) -> int:
-    if isinstance(message, MountWriter):
-        return message.high_water_mark
-    return message.client_high_water_mark
-
-
-def _refuse(question: Received, error: errors.WaltzError) -> Answer:
-    return refusal(question.connection, question.message.req_id, question.cost_bytes, error)
-
-
-def _refuse_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
-    return refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error)
-
-
-def _superseded(question: Received) -> Answer:
-    return _refuse(
-        question, errors.ConnectionSuperseded("a later connection of the client has mounted")
-    )

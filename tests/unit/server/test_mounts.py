@@ -1,9 +1,21 @@
-from waltz_core.record import ClientId
+from waltz_core.errors import WaltzError
+from waltz_core.record import ClientId, Generation, PartitionId, ReqId, TransactionId
 from waltz_core.server.events import ConnectionId
-from waltz_core.server.mounts import Mounts
+from waltz_core.server.mounts import Mounts, Place
+from waltz_core.wire.messages import LATEST_MARK, MountWriter
 
 ALICE, BOB = ClientId(1), ClientId(2)
 OLD, NEW = ConnectionId(10), ConnectionId(11)
+
+PLACE = Place(PartitionId(0), Generation(1), TransactionId(9))
+
+
+def fault(
+    mounts: Mounts, client: ClientId, connection: ConnectionId, sequence: int
+) -> WaltzError | None:
+    req_id = ReqId(client, Generation(1), PartitionId(0), 1)
+    message = MountWriter(req_id, sequence, LATEST_MARK, wants_feed=False)
+    return mounts.fault(message, connection, PLACE)
 
 
 def test_appends_are_taken_from_the_answer_on_not_from_the_request() -> None:
@@ -19,12 +31,12 @@ def test_appends_are_taken_from_the_answer_on_not_from_the_request() -> None:
 def test_the_highest_sequence_wins_and_an_equal_one_only_on_its_own_connection() -> None:
     mounts = Mounts(10)
     mounts.begin(ALICE, OLD, 5)
-    assert mounts.fault(ALICE, OLD, 5) is None
-    assert mounts.fault(ALICE, NEW, 5) is not None
-    assert mounts.fault(ALICE, NEW, 4) is not None
-    assert mounts.fault(ALICE, OLD, 4) is not None
-    assert mounts.fault(ALICE, NEW, 6) is None
-    assert mounts.fault(BOB, NEW, 0) is None
+    assert fault(mounts, ALICE, OLD, 5) is None
+    assert fault(mounts, ALICE, NEW, 5) is not None
+    assert fault(mounts, ALICE, NEW, 4) is not None
+    assert fault(mounts, ALICE, OLD, 4) is not None
+    assert fault(mounts, ALICE, NEW, 6) is None
+    assert fault(mounts, BOB, NEW, 0) is None
 
 
 def test_a_newer_connection_fences_the_older_one_at_once() -> None:
@@ -43,11 +55,9 @@ def test_the_fence_outlives_its_connection_and_ends_with_the_generation() -> Non
     mounts.begin(ALICE, OLD, 5)
     mounts.close(OLD)
     assert mounts.count == 0
-    fault = mounts.fault(ALICE, NEW, 5)
-    assert fault is not None
-    assert "connection sequence 5" in str(fault)
+    assert "connection sequence 5" in str(fault(mounts, ALICE, NEW, 5))
     mounts.clear()
-    assert mounts.fault(ALICE, NEW, 0) is None
+    assert fault(mounts, ALICE, NEW, 0) is None
 
 
 def test_only_so_many_clients_that_left_are_remembered() -> None:

@@ -314,6 +314,29 @@ def test_the_store_is_woken_when_it_asked_to_be() -> None:
     assert isinstance(world.store.events[-1], Wakeup)
 
 
+def test_a_checkpoint_waits_until_nothing_is_in_flight_and_takes_nothing_with_it() -> None:
+    world = World(checkpoint_interval_count=3, checkpoint_interval_ms=50)
+    world.open(9)
+    world.mount()
+    world.fill(4)
+    world.now_ms = 50
+    checkpoints = len(world.store.of(replication.Checkpoint))
+    world.append()
+    world.run()
+    world.store.says = []
+    world.commit()
+    # One is how the test makes the store speak, the other is meant.
+    assert len(world.store.of(replication.Checkpoint)) == checkpoints + 2
+    held = world.append()
+    world.run()
+    assert len(world.store.of(replication.Submit)) == 2
+    world.close()
+    world.open(14)
+    world.run()
+    world.commit()
+    assert world.reason(held) is Reason.COMMITTED
+
+
 # --- mounts
 
 

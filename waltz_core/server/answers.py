@@ -1,0 +1,85 @@
+"""What clients are told, in so many words, beside the outcome of their appends.
+
+Why it stands alone: `partition.py` decides who is told what and when; how it is said is here.
+"""
+
+from collections.abc import Sequence
+
+from waltz_core import errors
+from waltz_core.record import ReplicaId, SessionId, TransactionId
+from waltz_core.server.events import Answer, Identity, Received, refusal
+from waltz_core.server.mounts import Place
+from waltz_core.server.tickets import Ticket
+from waltz_core.wire.messages import (
+    ClientMessage,
+    FlushRequest,
+    FlushResponse,
+    HighWaterMarkResponse,
+    MountRequest,
+    MountResponse,
+    ReplicasRequest,
+    ReplicasResponse,
+)
+
+READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
+
+
+def refuse(question: Received, error: errors.WaltzError) -> Answer:
+    """Tell an error."""
+    return refusal(question.connection, question.message.req_id, question.cost_bytes, error)
+
+
+def refuse_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
+    """Tell an error that concerns a whole append."""
+    return refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error)
+
+
+def superseded(question: Received) -> Answer:
+    """Tell that the client itself has asked for something else since."""
+    error = errors.ConnectionSuperseded("a later mount of the client has taken its place")
+    return refuse(question, error)
+
+
+def not_owned(question: Received, place: Place) -> Answer:
+    """Tell that the partition is elsewhere."""
+    if isinstance(question.message, MountRequest):
+        return _state(question, NOT_READY)
+    return refuse(question, errors.NotOwned(f"this server does not own {place}"))
+
+
+def refuse_mount(question: Received, error: errors.WaltzError) -> Answer:
+    """Tell why a connection may not mount."""
+    if isinstance(question.message, MountRequest) and isinstance(error, errors.ClientAhead):
+        return _state(question, CLIENT_AHEAD)
+    return refuse(question, error)
+
+
+def with_mark(
+    question: Received,
+    mark: TransactionId,
+    session_id: SessionId,
+    replicas: Sequence[ReplicaId],
+    identity: Identity,
+) -> Answer:
+    """Answer a flush, or a question for the mark or for the replicas."""
+    req_id = question.message.req_id
+    answer: ClientMessage
+    if isinstance(question.message, FlushRequest):
+        answer = FlushResponse(req_id, mark)
+    elif isinstance(question.message, ReplicasRequest):
+        answer = ReplicasResponse(
+            req_id,
+            session_id,
+            mark,
+            tuple(replicas),
+            identity.cluster_key,
+            identity.partition_count,
+        )
+    else:
+        answer = HighWaterMarkResponse(req_id, mark)
+    return Answer(question.connection, answer, question.cost_bytes)
+
+
+def _state(question: Received, state: int) -> Answer:
+    message = MountResponse(question.message.req_id, state)
+    return Answer(question.connection, message, question.cost_bytes)
