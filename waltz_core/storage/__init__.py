@@ -9,8 +9,9 @@
     <directory>/<p>/<first>.chn       one entry for each batch that ends in the segment
 
 From the top: `engine` holds a directory, `partition_log` a partition, `recovery` opens one,
-`segments` makes many files look like one, `segment` is one of them, `index` its two lookups,
-`control_file` what lies beside the log, `format` every byte, `disk` the door to the file system.
+`reading` reads it, `segments` makes many files look like one, `segment` is one of them, `index`
+its two lookups, `control_file` what lies beside the log, `format` every byte, `disk` the door to
+the file system.
 
 What is durable when:
     - `prepare`: the promise, then everything that was appended before.

@@ -22,7 +22,9 @@ from waltz_core.storage.format import (
     CONTROL_HEADER_BYTES,
     NEW_PARTITION_INFOS,
     PARTITION_INFO_BYTES,
+    SLOT_BLOCK_BYTES,
     SLOT_BYTES,
+    SLOT_COUNT,
     ControlHeader,
     PartitionInfo,
     Slot,
@@ -178,7 +180,8 @@ class SlotFile:
     def create(cls, disk: Disk, directory: Path, slot: Slot) -> "SlotFile":
         """Create the file with two valid slots, durably."""
         older = replace(slot, sequence=slot.sequence - 1)
-        create_durably(disk, directory, [(SLOTS_NAME, older.encode() + slot.encode())])
+        blocks = [one.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for one in (older, slot)]
+        create_durably(disk, directory, [(SLOTS_NAME, b"".join(blocks))])
         return cls(disk.open(directory / SLOTS_NAME), slot, 1, fell_back=False)
 
     @classmethod
@@ -191,9 +194,9 @@ class SlotFile:
         path = directory / SLOTS_NAME
         file = disk.open(path)
         valid: list[tuple[int, int, Slot]] = []
-        for place in (0, 1):
+        for place in range(SLOT_COUNT):
             try:
-                slot = Slot.decode(file.pread(SLOT_BYTES, SLOT_BYTES * place))
+                slot = Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * place))
             except (BadFormat, ChecksumMismatch):
                 continue
             valid.append((slot.sequence, place, slot))
@@ -210,7 +213,7 @@ class SlotFile:
         """Make a slot durable, and the one that counts (rule 1)."""
         slot = replace(slot, sequence=self.slot.sequence + 1)
         place = 1 - self._place
-        self._file.pwrite([slot.encode()], SLOT_BYTES * place)
+        self._file.pwrite([slot.encode()], SLOT_BLOCK_BYTES * place)
         self._file.sync()
         self.slot, self._place = slot, place
 

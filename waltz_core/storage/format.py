@@ -6,7 +6,7 @@ golden bytes in `tests/golden/disk/`.
 
     waltz-storage.ctl   the original's: cluster, partitions, session and water marks  (5.1)
     waltz-x.id          ours: which storage this is
-    <p>/waltz-x.ctl     ours: promise, marks, marker, damage of partition p, two slots of 4 KiB
+    <p>/waltz-x.ctl     ours: promise, marks, marker, damage of partition p, in two slots
     <p>/<first>.seg     the original's: records  (5.2)
     <p>/<first>.idx     the original's: where each record starts  (5.3)
     <p>/<first>.chn     ours: one entry for each batch that ends in the segment
@@ -19,9 +19,10 @@ Rules:
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, ChecksumMismatch
@@ -231,19 +232,21 @@ def first_of_name(name: str) -> TransactionId | None:
 # ---------------------------------------------------------------------------------------------
 # .chn, the header, and one entry for each batch whose last record is in the segment.
 #
-#   0         4               12            28          32              40             56    60
-#   | version | created in ms | cluster key | partition | first id here | chain before | CRC |
+#   0         4            12            28          32              40             56     60    64
+#   | version | created ms | cluster key | partition | first id here | chain before | zero | CRC |
 #
-#   0       8      16        24         32      48    52
-#   | first | last | session | stamp ms | chain | CRC |
+#   0       8      16        24         32      48          56     60    64
+#   | first | last | session | stamp ms | chain | synced id | zero | CRC |
 #
-# "chain before" is the chain before the first entry of the file. A wrong entry above the acked
-# marker ends the log there; one below it makes the replica suspect.
+# "chain before" is the chain before the first entry of the file. "synced id" is the last id that
+# was durable when the entry was written: of an id up to there it is certain that it was, so that
+# it cannot have been torn by a crash. A wrong entry above all those ids and the acked marker ends
+# the log there; one below makes the replica suspect. No entry lies across two sectors.
 
-_LINEAGE_HEADER = struct.Struct(">iq16siq16s")
-_LINEAGE_ENTRY = struct.Struct(">qqqq16s")
-LINEAGE_HEADER_BYTES: Final = 60
-LINEAGE_ENTRY_BYTES: Final = 52
+_LINEAGE_HEADER = struct.Struct(">iq16siq16s4x")
+_LINEAGE_ENTRY = struct.Struct(">qqqq16sq4x")
+LINEAGE_HEADER_BYTES: Final = 64
+LINEAGE_ENTRY_BYTES: Final = 64
 assert _LINEAGE_HEADER.size + _CRC.size == LINEAGE_HEADER_BYTES
 assert _LINEAGE_ENTRY.size + _CRC.size == LINEAGE_ENTRY_BYTES
 
@@ -255,33 +258,40 @@ class LineageHeader(NamedTuple):
     chain_before: Chain
 
     def encode(self) -> bytes:
-        """Return the 60 bytes."""
+        """Return the 64 bytes."""
         return with_crc(_LINEAGE_HEADER.pack(VERSION, *self.segment, self.chain_before))
 
     @staticmethod
     def decode(data: Bytes) -> "LineageHeader":
-        """Read 60 bytes (rule 2)."""
+        """Read 64 bytes (rule 2)."""
         body = checked_body(data, LINEAGE_HEADER_BYTES, "lineage header")
         version, created_ms, key, partition, first, chain = _LINEAGE_HEADER.unpack(body)
         _version(version, "lineage header")
+        _zero(body[-4:], "lineage header")
         if first < 0:
             raise BadFormat(f"lineage header: expected a first id of at least 0, found {first}")
         segment = SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
         return LineageHeader(segment, Chain(chain))
 
 
-def encode_entry(entry: LineageEntry) -> bytes:
-    """Return the 52 bytes of a lineage entry."""
-    return with_crc(_LINEAGE_ENTRY.pack(*entry))
+def encode_entry(entry: LineageEntry, synced: TransactionId) -> bytes:
+    """Return the 64 bytes of a lineage entry; `synced` is what is durable already."""
+    assert BEFORE_FIRST <= synced < entry.first
+    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced))
 
 
-def decode_entry(data: Bytes) -> LineageEntry:
-    """Read 52 bytes (rule 2)."""
+def decode_entry(data: Bytes) -> tuple[LineageEntry, TransactionId]:
+    """Read 64 bytes (rule 2): the entry, and what was durable before it."""
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry")
-    return _entry(_LINEAGE_ENTRY.unpack(body))
+    _zero(body[-4:], "lineage entry")
+    *fields, synced = _LINEAGE_ENTRY.unpack(body)
+    entry = _entry(fields)
+    if not BEFORE_FIRST <= synced < entry.first:
+        raise BadFormat(f"lineage entry: expected a synced id below {entry.first}, found {synced}")
+    return entry, TransactionId(synced)
 
 
-def _entry(fields: tuple[int, int, int, int, bytes]) -> LineageEntry:
+def _entry(fields: Sequence[Any]) -> LineageEntry:
     first, last, session, stamp_ms, chain = fields
     if not 0 <= first <= last:
         raise BadFormat(f"lineage entry: expected 0 <= first <= last, found {first}..{last}")
@@ -316,7 +326,7 @@ def decode_storage_id(data: Bytes) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------
-# <p>/waltz-x.ctl: two slots, each in a 4 KiB block of its own; the greater sequence counts.
+# <p>/waltz-x.ctl: two slots, at 0 and at 4096; the greater sequence counts.
 #
 #     0  version, flags, partition, damaged count   4 x int32
 #    16  sequence, the original's sequence          2 x int64
@@ -325,21 +335,23 @@ def decode_storage_id(data: Bytes) -> bytes:
 #    72  provisional session, provisional mark      2 x int64
 #    88  acked id, chain there                      int64, 16 bytes
 #   112  truncate to, entry of the batch that is cut   int64, 48 bytes
-#   168  damaged ranges, first and last id          128 x 2 x int64
-#  2216  zero
-#  4092  CRC
+#   168  damaged ranges, first and last id          21 x 2 x int64
+#   504  zero
+#   508  CRC
 #
-# When the newer slot is wrong the older one counts and the replica is suspect; when both are, the
-# partition refuses to open.
+# A slot is one sector, which a disk writes as a whole or not at all: a slot that is wrong has not
+# been torn by a crash, it has rotted, and the promise in it may be lost. So then the other slot
+# counts and the replica is suspect; when both are wrong, the partition refuses to open. What
+# follows a sector in its block is zero and is not read.
 
 _SLOT = struct.Struct(">iiiiqqq16sqqqqq16sqqqqq16s")
-SLOT_BYTES: Final = 4096
+SLOT_BYTES: Final = 512
+SLOT_BLOCK_BYTES: Final = 4096
 SLOT_COUNT: Final = 2
-DAMAGED_MAX: Final = 128
+DAMAGED_MAX: Final = 21
 _RANGE = struct.Struct(">qq")
-_SLOT_ZERO_AT = _SLOT.size + DAMAGED_MAX * _RANGE.size
 assert _SLOT.size == 168
-assert _SLOT_ZERO_AT + 4 <= 4096
+assert _SLOT.size + DAMAGED_MAX * _RANGE.size + _CRC.size <= SLOT_BYTES
 _DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)
 
@@ -398,7 +410,7 @@ class Slot:
     suspect: bool = False
 
     def encode(self) -> bytes:
-        """Return the 4096 bytes."""
+        """Return the 512 bytes."""
         assert len(self.nonce) == 16
         assert len(self.damaged) <= DAMAGED_MAX
         provisional = self.provisional or Mark(NO_SESSION, BEFORE_FIRST)
@@ -433,7 +445,7 @@ class Slot:
 
     @staticmethod
     def decode(data: Bytes) -> "Slot":
-        """Read 4096 bytes (rule 2)."""
+        """Read 512 bytes (rule 2)."""
         body = checked_body(data, SLOT_BYTES, "control slot")
         fields = _SLOT.unpack_from(body)
         version, flags, partition, damaged_count, sequence, original = fields[:6]
@@ -472,9 +484,7 @@ def _provisional(flags: int, session: int, mark: int) -> Mark | None:
     return Mark(SessionId(session), TransactionId(mark))
 
 
-def _truncate(
-    flags: int, last_to_keep: int, cut: tuple[int, int, int, int, bytes]
-) -> TruncateIntent | None:
+def _truncate(flags: int, last_to_keep: int, cut: Sequence[Any]) -> TruncateIntent | None:
     if not flags & _TRUNCATE:
         return None
     if last_to_keep < BEFORE_FIRST:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.record import Chain, LineageEntry, TransactionId
+from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, TransactionId
 from waltz_core.storage.disk import File
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
@@ -88,7 +88,7 @@ class LineageFile:
             BadFormat, ChecksumMismatch: its bytes are wrong.
         """
         assert 0 <= place < self.count
-        return decode_entry(self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(place)))
+        return decode_entry(self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(place)))[0]
 
     def entries(self, place: int) -> Iterator[LineageEntry]:
         """Return the entries from a place on, read block by block.
@@ -100,7 +100,7 @@ class LineageFile:
             wanted = min(_BLOCK_ENTRIES, self.count - place)
             data = memoryview(self._file.pread(LINEAGE_ENTRY_BYTES * wanted, _entry_place(place)))
             for start in range(0, len(data), LINEAGE_ENTRY_BYTES):
-                yield decode_entry(data[start : start + LINEAGE_ENTRY_BYTES])
+                yield decode_entry(data[start : start + LINEAGE_ENTRY_BYTES])[0]
             place += wanted
 
     def place_of(self, transaction_id: TransactionId) -> int:
@@ -147,10 +147,25 @@ class LineageFile:
         """Return the chain before the entry at a place."""
         return self.entry(place - 1).chain if place else self.chain_before
 
-    def append(self, entries: Sequence[LineageEntry]) -> None:
-        """Write entries at the end; not durable."""
+    def vouched(self, place: int) -> TransactionId:
+        """Return the last id that an entry from a place on says was durable before it.
+
+        An entry that cannot be read says nothing.
+        """
+        vouched = BEFORE_FIRST
+        for at in range(place, self.count):
+            data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(at))
+            try:
+                vouched = max(vouched, decode_entry(data)[1])
+            except (BadFormat, ChecksumMismatch):
+                continue
+        return vouched
+
+    def append(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
+        """Write entries at the end; `synced` is what is durable already. Not durable."""
         if entries:
-            self._file.pwrite([encode_entry(one) for one in entries], _entry_place(self.count))
+            parts = [encode_entry(one, synced) for one in entries]
+            self._file.pwrite(parts, _entry_place(self.count))
             self.count += len(entries)
 
     def cut(self, count: int) -> None:

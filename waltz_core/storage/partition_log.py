@@ -13,7 +13,8 @@ Rules (numbers in brackets: correctness.md 2.4):
        moves at each roll and at most every second, and a log that ends below it is suspect [2].
     5. Each batch above the marker has a lineage entry; records without one are no part of the log.
     6. A failed write or sync is final for its file: what was not synced is cut away, and the log
-       goes on in a new segment once a session prepares it again [7].
+       goes on in a new segment once a session prepares it again. When the cut or a slot fails too,
+       nothing is answered until the log is opened again [7].
     7. A truncation writes its intent first and is carried to its end by the next open [12].
     8. Damaged ids stay in the log and are known in the slot; reading them is an error [5].
 """
@@ -26,7 +27,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import raw_records
 from waltz_core.errors import (
     BadRequest,
     ChecksumMismatch,
@@ -54,16 +54,14 @@ from waltz_core.storage.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
-    with_damage,
     without_damage,
 )
+from waltz_core.storage.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
 from waltz_core.storage.segments import Segments, first_wrong
 
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
 MARKER_INTERVAL_MS: Final = 1000
-LINEAGE_ENTRIES_MAX: Final = 1 << 16
-_READ_BYTES: Final = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +91,6 @@ class Prepared(NamedTuple):
     damaged: tuple[IdRange, ...]
 
 
-class RangeRead(NamedTuple):
-    """Records `first` and following, the batches that they belong to, the chain before those."""
-
-    first: TransactionId
-    lengths: I64
-    records: bytes
-    entries: tuple[LineageEntry, ...]
-    chain_before: Chain
-
-
-class HeadersRead(NamedTuple):
-    """Headers (28 bytes each) of `count` records from `first` on, with their batches."""
-
-    first: TransactionId
-    count: int
-    headers: bytes
-    entries: tuple[LineageEntry, ...]
-    chain_before: Chain
-
-
 class PartitionLog:
     """One partition on disk; all calls block, one at a time."""
 
@@ -128,10 +106,12 @@ class PartitionLog:
         self.failure_count = 0
         self._segments = segments
         self._slots = slots
+        self._reader = LogReader(self.partition_id, segments, slots, self._write_slot)
         self._control = control
         self._settings = settings
         self._engaged = NO_SESSION
         self._failed = False
+        self._broken = False
         self._synced_chain = segments.chain
         self._marked_ms = settings.now_ms()
 
@@ -227,6 +207,8 @@ class PartitionLog:
             SessionFenced: a later session was promised, or this one to somebody else.
             DiskFailed: promise or log could not be made durable.
         """
+        if self._broken:
+            raise DiskFailed(f"partition {self.partition_id}: failed until it is opened again")
         slot = self.slot
         same = session == slot.promised and nonce == slot.nonce
         if not same and session <= slot.promised:
@@ -317,7 +299,7 @@ class PartitionLog:
         first = TransactionId(self.slot.low_water_mark + 1)
         while first <= self.max_id:
             try:
-                read = self.read_range(first, self.max_id, _READ_BYTES, whole_batches=False)
+                read = self.read_range(first, self.max_id, READ_BYTES, whole_batches=False)
             except ChecksumMismatch as error:
                 raise ReplicaSuspect(f"partition {self.partition_id}: {error}") from error
             first = TransactionId(first + int(read.lengths.size))
@@ -343,7 +325,12 @@ class PartitionLog:
             DiskFailed: a write failed (rule 6).
         """
         self._check_session(session)
-        self._check_batches(first, lengths, records, chain_before, entries)
+        if first != self.max_id + 1 or chain_before != self.chain:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected an append at {self.max_id + 1} after "
+                f"chain {self.chain.hex()}, found one at {first} after {chain_before.hex()}"
+            )
+        recovery.check_batches(first, lengths, records, chain_before, entries)
         self._confirm(session)
         before = (self.max_id, self.chain)
         try:
@@ -385,32 +372,6 @@ class PartitionLog:
             marker = Marker(self.synced_max, self._synced_chain)
             self._write_slot(replace(self.slot, acked=marker))
 
-    def _check_batches(
-        self,
-        first: TransactionId,
-        lengths: I64,
-        records: Buffer,
-        chain_before: Chain,
-        entries: Sequence[LineageEntry],
-    ) -> None:
-        where = f"partition {self.partition_id}, append at {first}"
-        if first != self.max_id + 1 or chain_before != self.chain:
-            raise BadRequest(
-                f"{where}: expected {self.max_id + 1} after chain {self.chain.hex()}, "
-                f"found chain {chain_before.hex()}"
-            )
-        if not entries or not lengths.size or int(lengths.sum()) != len(records):
-            raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
-        bad = raw_records.first_bad_record(records, lengths)
-        if bad is not None:
-            raise ChecksumMismatch(f"{where}: record {first + bad} is not what was sent")
-        if (gap := raw_records.first_gap(records, lengths, first)) is not None:
-            raise BadRequest(f"{where}: expected id {first + gap} in its place, found another")
-        crcs = raw_records.record_crcs(records, lengths)
-        end = recovery.check_chain(entries, first, chain_before, crcs)
-        if end is not None or entries[-1].last != first + lengths.size - 1:
-            raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")
-
     def _write_batches(
         self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]
     ) -> None:
@@ -431,13 +392,13 @@ class PartitionLog:
             current.append(part[:count], records[:size])
             records = records[size:]
             done += count
-        self._segments.current.append_entries(entries)
+        self._segments.current.append_entries(entries, self.synced_max)
 
     def _roll(self, entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
         """Begin a new segment; return the batches that do not end in the old one."""
         last = self._segments.last
         here = [entry for entry in entries if entry.last <= last]
-        self._segments.current.append_entries(here)
+        self._segments.current.append_entries(here, self.synced_max)
         chain = here[-1].chain if here else self._segments.chain
         self.sync_count += self._segments.sync()
         self._segments.sync_index()
@@ -464,7 +425,7 @@ class PartitionLog:
                 self._write_slot(replace(self.slot, acked=Marker(last, chain)))
             self._segments.cut(last, None)
         except (DiskFailed, NoSpace) as error:
-            self._failed = True
+            self._failed = self._broken = True
             self._become_suspect()
             raise DiskFailed(
                 f"partition {self.partition_id}: what was written after {last} cannot be cut away"
@@ -475,8 +436,7 @@ class PartitionLog:
         try:
             self._write_slot(replace(self.slot, suspect=True))
         except (DiskFailed, NoSpace) as error:
-            # The dirty bit and the marker are on disk; with the slots gone too, nothing is left
-            # to say, and the process must end.
+            # Nothing is left to say it with; the process must end.
             raise DiskFailed(f"partition {self.partition_id}: slots failed too") from error
 
     def _go_on_in_new_segment(self) -> None:
@@ -524,7 +484,10 @@ class PartitionLog:
         cut, end = recovery.cut_of(self._segments, last_to_keep)
         marker = self.slot.acked if self.slot.acked.transaction_id <= end.transaction_id else end
         intent = TruncateIntent(last_to_keep, cut)
-        self._write_slot(replace(self.slot, truncate=intent, acked=marker))
+        provisional = self.slot.provisional
+        if provisional is not None and provisional.low_water_mark > last_to_keep:
+            provisional = None  # the log will not reach it any more, so nothing may confirm it
+        self._write_slot(replace(self.slot, truncate=intent, acked=marker, provisional=provisional))
         recovery.finish_truncation(self._segments, intent)
         self.synced_max = self.max_id
         self.chain = self._synced_chain = self._segments.chain
@@ -552,73 +515,8 @@ class PartitionLog:
             BadRequest: there is no such record, or no batch begins there.
             ChecksumMismatch: the record at `first` (or its batch) is damaged.
         """
-        if not 0 <= first <= last <= self.max_id:
-            raise BadRequest(
-                f"partition {self.partition_id}: expected ids up to {self.max_id}, "
-                f"found {first}..{last}"
-            )
         self.read_count += 1
-        mend = True
-        while True:
-            self._refuse_damaged(first, whole_batches=whole_batches)
-            read = self._attempt(first, last, bytes_max, whole_batches=whole_batches)
-            if isinstance(read, RangeRead):
-                return read
-            # Either the index leads to the wrong place, and is mended once, or the record is gone.
-            # Each round notes damage that the next one reads around.
-            self._note_damage(self._segments.diagnose(read) if mend else (IdRange(read, read),))
-            mend = False
-
-    def _attempt(
-        self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
-    ) -> RangeRead | TransactionId:
-        """Read once; return the id of the first wrong record instead when there is one."""
-        try:
-            end = self._segments.fitting(first, last, bytes_max)
-            end = self._before_damage(first, end, whole_batches=whole_batches)
-            records, lengths = self._segments.read(first, end)
-        except ChecksumMismatch:
-            return first
-        bad = first_wrong(records, lengths, first)
-        if bad is not None:
-            return TransactionId(first + bad)
-        chain_before, entries = self.lineage(first, end)
-        return RangeRead(first, lengths, records, entries, chain_before)
-
-    def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
-        last = first
-        if whole_batches:
-            entry = self._segments.entry_of(first)
-            if entry is None or entry.first != first:
-                raise BadRequest(
-                    f"partition {self.partition_id}: expected a batch that begins at {first}, "
-                    f"found {entry and (entry.first, entry.last)}"
-                )
-            last = entry.last
-        for damaged in self.slot.damaged:
-            if damaged.first <= last and first <= damaged.last:
-                raise ChecksumMismatch(
-                    f"partition {self.partition_id}: records {damaged.first}..{damaged.last} "
-                    "are damaged"
-                )
-
-    def _before_damage(
-        self, first: TransactionId, last: TransactionId, *, whole_batches: bool
-    ) -> TransactionId:
-        """Return the last id to read: before any damage, and at a batch's end if so wanted."""
-        beyond = last + 1
-        for damaged in self.slot.damaged:
-            if first < damaged.first < beyond:
-                beyond = damaged.first
-        if whole_batches and beyond <= self.max_id:
-            entry, after = (
-                self._segments.entry_of(first),
-                self._segments.entry_of(TransactionId(beyond)),
-            )
-            assert entry is not None
-            assert after is not None
-            beyond = max(entry.last + 1, after.first)
-        return TransactionId(beyond - 1)
+        return self._reader.read_range(first, last, bytes_max, whole_batches=whole_batches)
 
     def read_headers(
         self, first: TransactionId, last: TransactionId, bytes_max: int
@@ -628,20 +526,8 @@ class PartitionLog:
         Raises:
             BadRequest, ChecksumMismatch: as `read_range`.
         """
-        last = min(last, TransactionId(first + max(1, bytes_max // 28) - 1))
-        parts: list[bytes] = []
-        next_id = first
-        while next_id <= last:
-            try:
-                read = self.read_range(next_id, last, _READ_BYTES, whole_batches=False)
-            except ChecksumMismatch:
-                if not parts:
-                    raise
-                break
-            parts.append(raw_records.headers_of(read.records, read.lengths))
-            next_id = TransactionId(next_id + int(read.lengths.size))
-        chain_before, entries = self.lineage(first, TransactionId(next_id - 1))
-        return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
+        self.read_count += 1
+        return self._reader.read_headers(first, last, bytes_max)
 
     def lineage(
         self, first: TransactionId, last: TransactionId
@@ -651,7 +537,7 @@ class PartitionLog:
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong.
         """
-        return self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
+        return self._reader.lineage(first, last)
 
     # ---- damage
 
@@ -677,23 +563,8 @@ class PartitionLog:
             )
         self._segments.fill(first, lengths, memoryview(records).cast("B"), hole)
         left = without_damage(self.slot.damaged, IdRange(first, last))
-        self._check_repaired(first, last, left)
+        recovery.check_repaired(self._segments, IdRange(first, last), left)
         self._write_slot(replace(self.slot, damaged=left))
-
-    def _check_repaired(
-        self, first: TransactionId, last: TransactionId, damaged: Sequence[IdRange]
-    ) -> None:
-        """Check the chain of each batch that is whole again; a wrong one stays damaged."""
-        for entry in self.lineage(first, last)[1]:
-            if any(one.first <= entry.last and entry.first <= one.last for one in damaged):
-                continue
-            chain, _ = self.lineage(entry.last, entry.last)
-            crcs = self._segments.record_crcs(entry.first, entry.last)
-            if crcs is None or recovery.check_chain([entry], entry.first, chain, crcs) is not None:
-                raise ChecksumMismatch(
-                    f"partition {self.partition_id}: records {first}..{last} are not those that "
-                    f"batch {entry.first}..{entry.last} was made of"
-                )
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
         """Read records from an id on and note what is damaged; return the next id to look at."""
@@ -705,17 +576,10 @@ class PartitionLog:
             )
         return TransactionId(first + int(read.lengths.size))
 
-    def _note_damage(self, found: Sequence[IdRange]) -> None:
-        damaged = self.slot.damaged
-        for one in found:
-            damaged = with_damage(damaged, one)
-        if damaged != self.slot.damaged:
-            self._write_slot(replace(self.slot, damaged=damaged))
-
     # ---- the end
 
     def close(self) -> None:
-        """Sync, move the marker to the end and clear the dirty bit, durably; then close the files."""
+        """Sync, move the marker to the end, clear the dirty bit, all durably; close the files."""
         try:
             if not self._failed:
                 self.sync()
@@ -735,5 +599,5 @@ class PartitionLog:
             self._slots.write(slot)
             self.sync_count += 1
         except (DiskFailed, NoSpace) as error:
-            self._failed = True
+            self._failed = self._broken = True
             raise DiskFailed(f"partition {self.partition_id}: control slots: {error}") from error

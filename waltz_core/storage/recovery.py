@@ -5,9 +5,11 @@ place where the bytes of a replica are judged without a session.
 
 Rules:
     1. The intent of a truncation is carried out before anything is judged.
-    2. Below the acked marker nothing is ever cut. What is wrong there is damage, and what is
-       missing makes the replica suspect.
-    3. Above it, a record counts when its batch is whole, its entry is there and the chain holds.
+    2. Nothing is ever cut that is known to have been synced: up to the acked marker, and up to what
+       a later batch's entry says. What is wrong there is damage, and what is missing makes the
+       replica suspect.
+    3. Above that, a record counts when its batch is whole, its entry is there and the chain holds;
+       a crash may leave any sectors of the rest, and nobody was told that it is there.
     4. A directory that an original has written to since we did is adopted, and not suspect: its
        records get batches of up to 1024 ids, bounded alike on all replicas.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
@@ -19,8 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import raw_records
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, MissingSegment
 from waltz_core.record import (
+    BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,
     Chain,
@@ -48,6 +55,7 @@ from waltz_core.storage.format import (
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
 
+I64 = npt.NDArray[np.int64]
 ADOPTED_BATCH_IDS: Final = 1024
 _NOBODYS_NONCE: Final = b"\xff" * 16
 
@@ -96,6 +104,51 @@ def check_chain(
             return index
         next_id = TransactionId(entry.last + 1)
     return None
+
+
+def check_batches(
+    first: TransactionId,
+    lengths: I64,
+    records: bytes | memoryview,
+    chain_before: Chain,
+    entries: Sequence[LineageEntry],
+) -> None:
+    """Check that a run of records is what it says, and that its batches cover it.
+
+    Raises:
+        BadRequest: the ids, the batches or their chain do not fit the records.
+        ChecksumMismatch: a record's CRC does not fit.
+    """
+    where = f"append at {first}"
+    if not entries or not lengths.size or int(lengths.sum()) != len(records):
+        raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
+    bad = raw_records.first_bad_record(records, lengths)
+    if bad is not None:
+        raise ChecksumMismatch(f"{where}: record {first + bad} is not what was sent")
+    if (gap := raw_records.first_gap(records, lengths, first)) is not None:
+        raise BadRequest(f"{where}: expected id {first + gap} in its place, found another")
+    crcs = raw_records.record_crcs(records, lengths)
+    wrong = check_chain(entries, first, chain_before, crcs)
+    if wrong is not None or entries[-1].last != first + lengths.size - 1:
+        raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")
+
+
+def check_repaired(segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]) -> None:
+    """Check the chain of each repaired batch that has no damage left.
+
+    Raises:
+        ChecksumMismatch: the records are not those that a batch was made of.
+    """
+    for entry in segments.entries(*repaired, repaired.last - repaired.first + 1)[1]:
+        if any(one.first <= entry.last and entry.first <= one.last for one in damaged):
+            continue
+        chain, _ = segments.entries(entry.last, entry.last, 1)
+        crcs = segments.record_crcs(entry.first, entry.last)
+        if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
+            raise ChecksumMismatch(
+                f"records {repaired.first}..{repaired.last} are not those that batch "
+                f"{entry.first}..{entry.last} was made of"
+            )
 
 
 def cut_of(segments: Segments, last_to_keep: TransactionId) -> tuple[LineageEntry | None, Marker]:
@@ -189,8 +242,10 @@ class _Opening:
         self._info = info
         self._adopting = info.sequence > slot.original_sequence
         self._rebuilt: list[Segment] = []
-        # Up to here the records were vouched for, by us or by the original.
+        # Up to the marker the records were vouched for by a slot, ours or the original's. What a
+        # batch's entry vouches for is known when the segments are open.
         self._marker = info.local_low_water_mark if self._adopting else slot.acked.transaction_id
+        self._vouched = self._marker
 
     def open_segments(self, firsts: list[TransactionId]) -> Segments:
         """Open all segments, without those that a truncation had begun to remove (rule 1)."""
@@ -254,11 +309,17 @@ class _Opening:
 
     def recover_records(self, segments: Segments) -> None:
         """Read what the marker does not vouch for, cut a torn tail, note damage (rule 2)."""
+        lineage = segments.current.lineage
+        after = lineage.place_of(TransactionId(self._marker + 1))
+        self._vouched = max(self._marker, lineage.vouched(after))
+        if self.slot.truncate is not None:
+            # What an entry above the cut says is true, and does not count any more (rule 1).
+            self._vouched = min(self._vouched, self.slot.truncate.last_to_keep)
         nexts = [*(segment.first for segment in segments.all[1:]), None]
         for segment, next_first in zip(segments.all, nexts, strict=True):
             if next_first is None:
                 start = max(segment.first, TransactionId(self._marker))
-                self._recover(segment, start, self._marker, is_last=True)
+                self._recover(segment, start, self._vouched, is_last=True)
                 continue
             reach = TransactionId(next_first - 1)
             plausible = segment.last == reach and segment.is_plausible()
@@ -266,7 +327,7 @@ class _Opening:
                 start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
                 self._recover(segment, start, reach, is_last=False)
             segment.lineage.cut(segment.lineage.place_of(next_first))
-        if segments.last < self._marker:
+        if segments.last < self._vouched:
             self._suspect()
         if self.slot.truncate is not None:
             finish_truncation(segments, self.slot.truncate)
@@ -292,10 +353,12 @@ class _Opening:
         if not self._adopting and segments.chain_at(anchor) != self.slot.acked.chain:
             self._suspect()
         end = self._valid_end(segments, TransactionId(anchor))
-        if self._adopting or end < self._marker:
+        if not self._adopting and end < self._vouched:
+            self._suspect()
+        if self._adopting or end < self._vouched:
             self._drop_batches(segments, end)
             self._append_batches(segments, TransactionId(end + 1), segments.last)
-        elif end < segments.last:
+        elif end < segments.last or end < self._end_of(segments):
             segments.cut(end, None)
 
     def _valid_end(self, segments: Segments, anchor: TransactionId) -> TransactionId:
@@ -310,8 +373,7 @@ class _Opening:
                     return end
                 end, chain = entry.last, entry.chain
         except (BadFormat, ChecksumMismatch):
-            if self._has_entries_after(segments, end):
-                self._suspect()
+            return end
         return end
 
     def _end_of(self, segments: Segments) -> TransactionId:
@@ -327,19 +389,6 @@ class _Opening:
             return True  # what cannot be read cannot be checked; the damage is known
         crcs = segments.record_crcs(entry.first, entry.last)
         return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
-
-    def _has_entries_after(self, segments: Segments, end: TransactionId) -> bool:
-        """Is there a good entry behind a bad one? Then the bad one was not torn, but rotted."""
-        for segment in segments.all:
-            if segment.next_id <= end + 1 and segment is not segments.current:
-                continue
-            for place in range(segment.lineage.count):
-                try:
-                    if segment.lineage.entry(place).first > end + 1:
-                        return True
-                except (BadFormat, ChecksumMismatch):
-                    continue
-        return False
 
     def _drop_batches(self, segments: Segments, end: TransactionId) -> None:
         for segment in segments.all:
@@ -377,13 +426,13 @@ class _Opening:
             chain = next_chain(before, first, end, NO_SESSION, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
-            segment.append_entries([LineageEntry(first, end, NO_SESSION, 0, chain)])
+            segment.append_entries([LineageEntry(first, end, NO_SESSION, 0, chain)], BEFORE_FIRST)
             segment.sync()
             first = TransactionId(end + 1)
         self._relink(segments)
 
     def _adopted_end(self, first: TransactionId, last: TransactionId) -> TransactionId:
-        """Return where a batch from `first` on ends: at a multiple of 1024, the mark, or the end."""
+        """Return where a batch from `first` on ends: before a 1024th id, at the mark or the end."""
         end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
         mark = self._info.low_water_mark
         return TransactionId(min(end, last, mark if first <= mark else last))

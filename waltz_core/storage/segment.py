@@ -6,8 +6,10 @@ from damage; of sessions, marks and the other segments it knows nothing.
 Rules:
     1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.
     2. Records of a segment have the ids first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are no record are a torn tail only if nothing valid follows and nothing at or
-       above them was ever vouched for; otherwise they are damage, and stay (correctness.md 2.5).
+    3. Bytes that are no record are a torn tail only if nothing at or above them was ever vouched
+       for, by the acked marker, a later segment or a later batch's entry; otherwise they are
+       damage, and stay (correctness.md 2.5). A crash may leave any sectors of what was not synced,
+       so that a valid record behind torn ones proves nothing.
     4. Damaged ids keep their place in the index, so that the bytes can be filled in again.
 """
 
@@ -193,11 +195,11 @@ class Segment:
         self.size_bytes += len(records)
         self.next_id = TransactionId(self.next_id + int(lengths.size))
 
-    def append_entries(self, entries: Sequence[LineageEntry]) -> None:
-        """Write batches that end here; not durable."""
+    def append_entries(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
+        """Write batches that end here; `synced` is what is durable already. Not durable."""
         if entries:
             self._lineage_dirty = True
-            self.lineage.append(entries)
+            self.lineage.append(entries, synced)
 
     def sync(self) -> int:
         """Make records and batches durable; return how many syncs it took."""
@@ -309,8 +311,8 @@ class Segment:
     ) -> Recovered:
         """Read records from `start_id` on, mend the index, and cut a torn tail (rule 3).
 
-        `must_reach` is the last id that is known to have been here: the acked marker in the last
-        segment, in the others the id before the next segment.
+        `must_reach` is the last id that is known to have been synced: in the last segment by the
+        acked marker or an entry, in the others it is the id before the next segment.
         """
         file, index, _ = self._opened()
         file_size = file.size()
@@ -327,23 +329,19 @@ class Segment:
             starts, offset = scan(file, offset, next_id, size=file_size, stop_id=stop_id)
             self._mend(next_id, starts)
             next_id = TransactionId(next_id + int(starts.size))
-            if offset == file_size or next_id == stop_id:
-                if next_id <= must_reach and not is_last:
-                    damaged.append(self._hole(known, IdRange(next_id, must_reach), offset))
-                    next_id = TransactionId(must_reach + 1)
-                lost = is_last and next_id <= must_reach
-                break
+            if next_id > must_reach:
+                break  # what follows is torn, whatever it looks like: none of it was synced
             found = find_record(file, offset + 1, next_id, size=file_size)
-            if found is not None and (stop_id is None or found[0] < stop_id):
+            if found is not None and found[0] <= must_reach + 1:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
                 damaged.append(self._hole(known, hole, offset))
                 next_id, offset = found
                 continue
-            if next_id <= must_reach and (not is_last or self._knows(known, must_reach, file_size)):
-                damaged.append(self._hole(known, IdRange(next_id, must_reach), offset))
-                next_id, offset = TransactionId(must_reach + 1), file_size
+            if is_last and (offset == file_size or not self._knows(known, must_reach, file_size)):
+                lost = True
                 break
-            lost = next_id <= must_reach
+            damaged.append(self._hole(known, IdRange(next_id, must_reach), offset))
+            next_id, offset = TransactionId(must_reach + 1), file_size
             break
         self.next_id, self.size_bytes = next_id, offset
         index.cut(next_id - self.first)

@@ -150,7 +150,7 @@ class Segments:
         self.current.cut(last_to_keep)
         end = self.lineage_end()
         if cut is not None and (end is None or end.last < cut.first):
-            self.current.append_entries([cut])
+            self.current.append_entries([cut], BEFORE_FIRST)
 
     def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
         """Write records into a hole that begins at `first`, durably.

@@ -1,0 +1,132 @@
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, NoSpace, UnknownPartition
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
+
+KEY = bytes(range(16))
+SETTINGS = LogSettings(KEY, 10_000, lambda: 5)
+
+
+def open_engine(directory, *, settings=SETTINGS, partition_count=3, reserve_bytes=0):
+    return Engine.open(
+        RealDisk(),
+        directory,
+        settings,
+        partition_count=partition_count,
+        new_storage_id=os.urandom(16),
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
+    engine = open_engine(tmp_path / "a" / "b", reserve_bytes=4096)
+    engine.assign(2)
+    engine.assign(0).prepare(3, KEY)
+    assert engine.assigned() == [0, 2]
+    with pytest.raises(UnknownPartition):
+        engine.log(1)
+    with pytest.raises(UnknownPartition):
+        engine.assign(3)
+    identity = engine.storage_id
+    engine.close()
+    engine = open_engine(tmp_path / "a" / "b")
+    assert engine.storage_id == identity
+    assert engine.assigned() == [0, 2]
+    assert engine.log(0).promised == 3
+    assert (tmp_path / "a" / "b" / "waltz-x.reserve").stat().st_size == 4096
+    engine.release_reserve()
+    assert not (tmp_path / "a" / "b" / "waltz-x.reserve").exists()
+    engine.close()
+
+
+def test_a_second_opener_is_refused_in_this_process_and_in_another(tmp_path):
+    engine = open_engine(tmp_path)
+    with pytest.raises(DiskFailed, match="another process"):
+        open_engine(tmp_path)
+    script = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1], 'r+b')\n"
+        "try:\n    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 128, 0)\n"
+        "except OSError:\n    sys.exit(7)\n"
+    )
+    control = str(tmp_path / "waltz-storage.ctl")
+    run = [sys.executable, "-c", script, control]
+    assert subprocess.run(run, check=False, timeout=60).returncode == 7
+    engine.close()
+    assert subprocess.run(run, check=False, timeout=60).returncode == 0
+    open_engine(tmp_path).close()
+
+
+def test_another_cluster_or_another_number_of_partitions_is_refused(tmp_path):
+    open_engine(tmp_path).close()
+    with pytest.raises(ClusterKeyMismatch):
+        open_engine(tmp_path, settings=LogSettings(bytes(16), 10_000, lambda: 5))
+    with pytest.raises(BadFormat, match="expected 4 partitions, found 3"):
+        open_engine(tmp_path, partition_count=4)
+    open_engine(tmp_path).close()
+
+
+def test_a_partition_that_cannot_be_opened_leaves_the_others_alone(tmp_path):
+    engine = open_engine(tmp_path)
+    engine.assign(0)
+    engine.assign(1)
+    engine.close()
+    (tmp_path / "0" / "waltz-x.ctl").write_bytes(bytes(8192))
+    engine = open_engine(tmp_path)
+    with pytest.raises(BadFormat):
+        engine.log(0)
+    assert engine.log(1).max_id == -1
+    engine.close()
+
+
+NAMES = ["waltz-x.ctl", f"{0:019d}.idx", f"{0:019d}.chn", f"{0:019d}.seg"]
+
+
+@pytest.mark.parametrize("made", range(len(NAMES)))
+def test_a_crash_between_the_files_of_a_first_segment_does_no_harm(tmp_path, made):
+    engine = open_engine(tmp_path)
+    engine.assign(0)
+    engine.abandon()
+    for name in NAMES[made:]:
+        (tmp_path / "0" / name).rename(tmp_path / "0" / f"{name}.tmp")
+    for _ in range(2):
+        engine = open_engine(tmp_path)
+        log = engine.log(0)
+        assert (log.max_id, log.suspect, log.damaged) == (-1, False, ())
+        engine.abandon()
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == sorted(NAMES)
+
+
+def test_errors_of_the_system_are_typed(tmp_path, monkeypatch):
+    disk = RealDisk()
+    file = disk.open(tmp_path / "file", create=True)
+    for number, kind in ((errno.ENOSPC, NoSpace), (errno.EIO, DiskFailed)):
+
+        def fail(*_args, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "pwritev", fail)
+        with pytest.raises(kind):
+            file.pwrite([b"x"], 0)
+    monkeypatch.undo()
+    with pytest.raises(DiskFailed):
+        disk.open(tmp_path / "none")
+    file.close()
+
+
+def test_a_short_write_is_carried_on(tmp_path, monkeypatch):
+    whole = os.pwritev
+    monkeypatch.setattr(
+        os, "pwritev", lambda fd, parts, offset: whole(fd, [memoryview(parts[0])[:3]], offset)
+    )
+    file = RealDisk().open(tmp_path / "file", create=True)
+    file.pwrite([b"0123456789", b"", b"abcdefg"], 2)
+    assert file.pread(100, 2) == b"0123456789abcdefg"
+    file.close()

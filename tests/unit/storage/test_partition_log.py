@@ -1,0 +1,832 @@
+import random
+from contextlib import suppress
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from waltz_core.checksum import crc32
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    ChecksumMismatch,
+    DataLoss,
+    DiskFailed,
+    NoSpace,
+    SessionFenced,
+)
+from waltz_core.raw_records import headers_of, record_crcs
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECORD_HEADER,
+    RECORD_PREFIX,
+    LineageEntry,
+    next_chain,
+)
+from waltz_core.storage.control_file import ControlFile
+from waltz_core.storage.disk import RealDisk, RealFile
+from waltz_core.storage.format import IdRange
+from waltz_core.storage.partition_log import LogSettings, PartitionLog
+
+KEY = bytes(range(16))
+NONCE = b"n" * 16
+
+
+class PowerLost(Exception):
+    pass
+
+
+class CrashDisk(RealDisk):
+    """A real disk that knows what is synced, can lose the rest, and fails on demand."""
+
+    def __init__(self):
+        self.synced = {}
+        self.fail = {}
+        self.left = None  # changes that are still made before the power goes
+
+    def step(self):
+        if self.left is not None:
+            if self.left == 0:
+                raise PowerLost
+            self.left -= 1
+
+    def sync_directory(self, directory):
+        self.step()
+        super().sync_directory(directory)
+
+    def open(self, path, *, create=False):
+        new = not path.exists()
+        file = CrashFile(path, create=create)
+        file.disk = self
+        if new:
+            self.synced[path] = 0
+        self.synced.setdefault(path, path.stat().st_size)
+        return file
+
+    def rename(self, source, target):
+        self.step()
+        super().rename(source, target)
+        self.synced[target] = self.synced.pop(source)
+
+    def unlink(self, path):
+        self.step()
+        super().unlink(path)
+        self.synced.pop(path, None)
+
+    def lose_unsynced(self, rng):
+        """Cut each file somewhere between what is synced and what was written; rot some of it."""
+        for path, size in sorted(self.synced.items()):
+            written = path.stat().st_size
+            if written <= size:
+                continue
+            keep = rng.choice([size, written, rng.randint(size, written)])
+            with path.open("r+b") as file:
+                file.truncate(keep)
+                if keep > size and rng.random() < 0.3:
+                    file.seek(rng.randint(size, keep - 1))
+                    file.write(bytes(keep - file.tell()))
+            self.synced[path] = keep
+
+    def trip(self, what, path):
+        error = self.fail.get((what, path.suffix))
+        if error is not None:
+            raise error(f"{what} {path}")
+
+
+class CrashFile(RealFile):
+    def pwrite(self, parts, offset):
+        self.disk.trip("write", self._path)
+        self.disk.step()
+        super().pwrite(parts, offset)
+
+    def sync(self):
+        self.disk.trip("sync", self._path)
+        self.disk.step()
+        super().sync()
+        self.disk.synced[self._path] = self.size()
+
+    def truncate(self, size):
+        self.disk.step()
+        super().truncate(size)
+        self.disk.synced[self._path] = min(size, self.disk.synced.get(self._path, 0))
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1_000
+
+    def __call__(self):
+        return self.now
+
+
+def make_records(first, sizes, seed=0):
+    parts = []
+    for index, size in enumerate(sizes):
+        data = random.Random(f"{seed} {first + index}").randbytes(size)
+        head = RECORD_PREFIX.pack(first + index, bytes(16), 7, size, crc32(data))
+        parts.append(head + data + crc32(head + data).to_bytes(4, "big"))
+    return b"".join(parts), np.array([len(one) for one in parts], dtype=np.int64)
+
+
+def make_entries(records, lengths, first, chain, session, counts, stamp=5):
+    crcs = record_crcs(records, lengths)
+    entries = []
+    at = first
+    for count in counts:
+        part = crcs[4 * (at - first) : 4 * (at - first + count)]
+        chain = next_chain(chain, at, at + count - 1, session, part)
+        entries.append(LineageEntry(at, at + count - 1, session, stamp, chain))
+        at += count
+    return entries
+
+
+class World:
+    def __init__(self, directory, segment_bytes_max=2000, *, trust_fsync=True):
+        self.directory = directory
+        self.disk = CrashDisk()
+        self.clock = Clock()
+        self.settings = LogSettings(KEY, segment_bytes_max, self.clock, trust_fsync)
+        self.log = None
+        self.control = None
+        self.open()
+
+    def open(self):
+        self.directory.mkdir(exist_ok=True)
+        self.control = ControlFile.open(self.disk, self.directory, KEY, 1, 0)
+        try:
+            self.log = PartitionLog.open(
+                self.disk, self.directory / "0", 0, self.control, self.settings
+            )
+        except BaseException:
+            self.control.close()
+            raise
+        return self.log
+
+    def crash(self, rng=None):
+        self.disk.left = None
+        self.log.abandon()
+        self.control.close()
+        self.disk.fail.clear()
+        if rng is not None:
+            self.disk.lose_unsynced(rng)
+        return self.open()
+
+    def close(self):
+        self.log.close()
+        self.control.close()
+
+    def append(self, counts, session=1, size=20, *, sync=True, seed=0):
+        first = self.log.max_id + 1
+        records, lengths = make_records(first, [size] * sum(counts), seed)
+        entries = make_entries(records, lengths, first, self.log.chain, session, counts)
+        self.log.append(session, first, lengths, records, self.log.chain, entries)
+        if sync:
+            self.log.sync()
+        return records
+
+    def everything(self):
+        if self.log.max_id < 0:
+            return b""
+        parts = []
+        at = 0
+        while at <= self.log.max_id:
+            read = self.log.read_range(at, self.log.max_id, 1000, whole_batches=False)
+            parts.append(read.records)
+            at += len(read.lengths)
+        return b"".join(parts)
+
+
+@pytest.fixture
+def world(tmp_path):
+    made = World(tmp_path)
+    made.log.prepare(1, NONCE)
+    yield made
+    made.log.abandon()
+    made.control.close()
+
+
+# ---- sessions
+
+
+def test_a_promise_fences_older_sessions_and_other_nonces_also_after_a_restart(world):
+    world.log.prepare(5, NONCE)
+    for _ in range(2):
+        with pytest.raises(SessionFenced) as caught:
+            world.log.prepare(4, NONCE)
+        assert caught.value.promised == 5
+        with pytest.raises(SessionFenced):
+            world.log.prepare(5, b"m" * 16)
+        with pytest.raises(SessionFenced):
+            world.append([1], session=4)
+        assert world.log.prepare(5, NONCE).synced_max == BEFORE_FIRST
+        world.crash()
+
+
+def test_a_mark_is_refused_where_the_log_does_not_end(world):
+    world.append([3])
+    chain = world.log.chain
+    for mark, wrong in ((1, chain), (3, chain), (2, GENESIS_CHAIN)):
+        with pytest.raises(BadRequest):
+            world.log.set_low_water_mark(1, mark, wrong)
+    world.append([1], sync=False)
+    with pytest.raises(BadRequest):
+        world.log.set_low_water_mark(1, 3, world.log.chain)
+    world.log.sync()
+    world.log.set_low_water_mark(1, 3, world.log.chain)
+    state = world.log.state()
+    assert (state.last_session, state.low_water_mark, state.mark_confirmed) == (1, 3, False)
+    assert world.control.info(0)[:3] == (1, 3, 3)
+
+
+def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
+    world.append([3, 3])
+    world.log.set_low_water_mark(1, 5, world.log.chain)
+    world.log.prepare(2, NONCE)
+    assert world.log.truncate(2, 2, 2, world.log.chain_at(2)) == (2, world.log.chain)
+    world.log.set_low_water_mark(2, 2, world.log.chain)
+    world.log.engage(2, 2)
+    assert world.log.is_engaged(2)
+    assert not world.log.is_engaged(1)
+    world.log.prepare(3, NONCE)
+    assert not world.log.is_engaged(2)
+    with pytest.raises(DataLoss):
+        world.log.truncate(3, 1, BEFORE_FIRST, GENESIS_CHAIN)
+    assert world.log.max_id == 2
+
+
+def test_the_first_append_of_a_session_confirms_its_mark_and_of_a_later_one_does_not(world):
+    world.append([2])
+    world.log.set_low_water_mark(1, 1, world.log.chain)
+    world.log.prepare(2, NONCE)
+    world.append([1], session=2)
+    assert not world.log.state().mark_confirmed
+    world.log.set_low_water_mark(2, 2, world.log.chain)
+    world.append([1], session=2)
+    world.crash()
+    state = world.log.state()
+    assert (state.mark_confirmed, state.low_water_mark, state.last_session) == (True, 2, 2)
+
+
+# ---- appending
+
+
+def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
+    world.append([200], size=53)  # 93 bytes each
+    sizes = [segment.size_bytes for segment in world.log._segments.all]
+    assert sizes == [128 + 93 * 21] * 9 + [128 + 93 * 11]
+    assert [segment.first for segment in world.log._segments.all] == list(range(0, 200, 21))
+    assert world.log.slot.acked.transaction_id == BEFORE_FIRST  # the batch had not ended
+    world.append([1])
+    world.crash()
+    assert world.log.max_id == 200
+    assert not world.log.suspect
+
+
+def test_an_append_that_does_not_go_on_or_does_not_hold_is_refused_and_leaves_nothing(world):
+    world.append([2])
+    records, lengths = make_records(2, [5, 5])
+    chain = world.log.chain
+    good = make_entries(records, lengths, 2, chain, 1, [2])
+    torn = bytearray(records)
+    torn[40] ^= 1
+    with pytest.raises(ChecksumMismatch):
+        world.log.append(1, 2, lengths, bytes(torn), chain, good)
+    with pytest.raises(BadRequest):
+        world.log.append(1, 3, lengths, records, chain, good)
+    with pytest.raises(BadRequest):
+        world.log.append(1, 2, lengths, records, GENESIS_CHAIN, good)
+    with pytest.raises(BadRequest):
+        world.log.append(1, 2, lengths, records, chain, [good[0]._replace(chain=chain)])
+    with pytest.raises(BadRequest):
+        world.log.append(1, 2, lengths, records, chain, [good[0]._replace(last=2)])
+    world.log.append(1, 2, lengths, records, chain, good)
+    assert world.log.sync() == 3
+
+
+# ---- reading
+
+
+def test_ranges_go_over_segment_borders_and_keep_to_batches(world):
+    written = b"".join(world.append([3, 4, 5]) for _ in range(20))
+    assert len(world.log._segments.all) > 3
+    assert world.everything() == written
+    read = world.log.read_range(3, 239, 60 * 9, whole_batches=True)
+    assert [(one.first, one.last) for one in read.entries] == [(3, 6), (7, 11)]
+    assert read.chain_before == world.log.chain_at(2)
+    assert read.records == written[180 : 180 + 540]
+    one = world.log.read_range(7, 239, 1, whole_batches=True)
+    assert [(entry.first, entry.last) for entry in one.entries] == [(7, 11)]
+    with pytest.raises(BadRequest):
+        world.log.read_range(4, 9, 100, whole_batches=True)
+    headers = world.log.read_headers(5, 100, 28 * 50)
+    assert headers.record_count == 50
+    assert headers.headers == headers_of(written[300 : 300 + 3000], np.full(50, 60))
+    assert RECORD_HEADER.unpack(headers.headers[:28])[0] == 5
+    chain, entries = world.log.lineage(0, 239)
+    assert chain == GENESIS_CHAIN
+    assert len(entries) == 60
+    assert entries[-1].chain == world.log.chain
+
+
+def flip(world, transaction_id, at=38):
+    log = world.log
+    place = log._segments._index_of(transaction_id)
+    segment = log._segments.all[place]
+    offset = int(segment.bounds(transaction_id, transaction_id)[0])
+    path = world.directory / "0" / f"{segment.first:019d}.seg"
+    with path.open("r+b") as file:
+        file.seek(offset + at)
+        byte = file.read(1)
+        file.seek(offset + at)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+@pytest.mark.parametrize("at", [0, 5, 30, 45, 59])
+def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world, at):
+    written = b"".join(world.append([3, 4]) for _ in range(20))
+    flip(world, 50, at)
+    assert len(world.log.read_range(40, 60, 1 << 20, whole_batches=False).lengths) == 10
+    assert world.log.damaged == (IdRange(50, 50),)
+    with pytest.raises(ChecksumMismatch):
+        world.log.read_range(50, 60, 1 << 20, whole_batches=False)
+    with pytest.raises(ChecksumMismatch):
+        world.log.read_range(49, 60, 1 << 20, whole_batches=True)
+    assert world.log.read_range(42, 60, 1 << 20, whole_batches=True).entries[-1].last == 48
+    assert world.log.read_range(51, 60, 1 << 20, whole_batches=False).first == 51
+    world.crash()
+    assert world.log.damaged == (IdRange(50, 50),)
+    assert not world.log.suspect
+    wrong, lengths = make_records(50, [20], seed=9)
+    with pytest.raises(ChecksumMismatch):
+        world.log.repair(50, lengths, wrong)
+    world.log.repair(50, lengths, written[50 * 60 : 51 * 60])
+    assert world.log.damaged == ()
+    assert world.everything() == written
+
+
+# ---- after a crash
+
+
+def test_a_clean_close_clears_the_dirty_bit_and_marks_the_end(world):
+    world.append([5])
+    world.close()
+    world.open()
+    assert not world.log.suspect
+    assert world.log.slot.acked.transaction_id == 4
+    world.log.abandon()
+    world.control.close()
+    world.settings = LogSettings(KEY, 2000, world.clock, trust_fsync=False)
+    assert world.open().suspect
+
+
+def test_a_torn_tail_is_cut_and_an_unsynced_batch_counts_as_a_whole_or_not_at_all(world):
+    world.append([4])
+    world.append([4, 4], sync=False)
+    path = world.directory / "0" / f"{0:019d}.seg"
+    world.log.abandon()
+    world.control.close()
+    with path.open("r+b") as file:
+        file.truncate(128 + 60 * 10 + 7)
+    world.open()
+    assert (world.log.max_id, world.log.suspect) == (7, False)
+    assert path.stat().st_size == 128 + 60 * 8
+
+
+def exchange(world, transaction_id):
+    """Write another valid record in place of one, as a misdirected write would."""
+    other, _ = make_records(transaction_id, [20], seed=3)
+    with (world.directory / "0" / f"{0:019d}.seg").open("r+b") as file:
+        file.seek(128 + 60 * transaction_id)
+        file.write(other)
+
+
+def test_a_batch_that_was_never_synced_and_whose_chain_does_not_hold_is_no_part_of_the_log(world):
+    world.append([4])
+    world.append([4], sync=False)
+    world.append([4], sync=False)
+    exchange(world, 5)
+    assert world.log.slot.acked.transaction_id == BEFORE_FIRST
+    world.log.abandon()
+    world.control.close()
+    world.open()
+    assert (world.log.max_id, world.log.damaged, world.log.suspect) == (3, (), False)
+
+
+def test_a_batch_above_the_marker_that_a_later_entry_calls_synced_is_not_cut_but_suspect(world):
+    world.append([4])
+    world.append([4])
+    world.append([4])
+    exchange(world, 5)
+    assert world.log.slot.acked.transaction_id == BEFORE_FIRST
+    world.crash()
+    assert (world.log.max_id, world.log.damaged, world.log.suspect) == (11, (), True)
+
+
+def test_rot_above_the_marker_is_damage_where_a_later_entry_calls_the_record_synced(world):
+    world.append([4])
+    world.append([4])
+    world.append([4])
+    flip(world, 5)
+    world.crash()
+    assert (world.log.max_id, world.log.damaged, world.log.suspect) == (11, ((5, 5),), False)
+
+
+def test_torn_records_are_cut_with_the_whole_ones_behind_them_where_nothing_was_synced(world):
+    world.append([4])
+    world.append([4], sync=False)
+    world.append([4], sync=False)
+    flip(world, 5)
+    world.log.abandon()
+    world.control.close()
+    world.open()
+    assert (world.log.max_id, world.log.damaged, world.log.suspect) == (3, (), False)
+
+
+def test_a_log_that_ends_below_its_marker_is_suspect_until_a_mark_is_set(world):
+    world.append([4])
+    world.clock.now += 1000
+    world.append([4])
+    assert world.log.slot.acked.transaction_id == 7
+    world.log.abandon()
+    world.control.close()
+    with (world.directory / "0" / f"{0:019d}.seg").open("r+b") as file:
+        file.truncate(128 + 60 * 6)
+    world.open()
+    assert world.log.suspect
+    assert world.log.max_id == 5
+    world.crash()
+    assert world.log.suspect
+    world.log.prepare(2, NONCE)
+    world.log.truncate(2, 3, 3, world.log.chain_at(3))
+    world.append([2], session=2)
+    world.log.set_low_water_mark(2, 5, world.log.chain)
+    assert not world.log.suspect
+    world.crash()
+    assert not world.log.suspect
+
+
+def test_rot_below_the_marker_is_damage_and_never_cut(world):
+    written = world.append([20]) + world.append([20])
+    world.clock.now += 1000
+    world.append([1])
+    flip(world, 40)
+    world.crash()
+    assert world.log.max_id == 40
+    assert world.log.damaged == (IdRange(40, 40),)
+    flip(world, 3, at=30)
+    at = 0
+    while at <= world.log.max_id:
+        at = world.log.verify(at, 1 << 20)
+    assert world.log.damaged == (IdRange(3, 3), IdRange(40, 40))
+    assert world.log.read_range(4, 39, 1 << 20, whole_batches=False).records == written[240:2400]
+
+
+@pytest.mark.parametrize("suffix", ["idx", "chn"])
+def test_files_beside_the_records_are_made_again(world, suffix):
+    written = b"".join(world.append([7, 8]) for _ in range(10))
+    for path in (world.directory / "0").glob(f"*.{suffix}"):
+        path.unlink()
+    world.crash()
+    assert world.log.suspect == (suffix == "chn")  # bounds and sessions of batches are gone
+    assert world.everything() == written
+    read = world.log.read_range(0, 149, 1 << 20, whole_batches=True)
+    assert read.records == written
+    world.log.prepare(2, NONCE)
+    world.append([3], session=2)
+    world.log.set_low_water_mark(2, 152, world.log.chain)
+    world.crash()
+    assert (world.log.max_id, world.log.suspect) == (152, False)
+
+
+def test_one_lost_lineage_file_in_the_middle_makes_the_replica_suspect(world):
+    written = b"".join(world.append([7, 8]) for _ in range(10))
+    chain = world.log.chain
+    names = sorted((world.directory / "0").glob("*.chn"))
+    names[1].unlink()
+    world.crash()
+    assert world.log.suspect
+    assert world.log.chain == chain
+    assert world.everything() == written
+    entries = world.log.lineage(0, 149)[1]
+    assert [one.first for one in entries] == [0, *(one.last + 1 for one in entries[:-1])]
+
+
+def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
+    written = b"".join(world.append([5]) for _ in range(40))
+    firsts = [segment.first for segment in world.log._segments.all]
+    for suffix in ("seg", "idx", "chn"):
+        (world.directory / "0" / f"{firsts[2]:019d}.{suffix}").unlink()
+    world.crash()
+    hole = IdRange(firsts[2], firsts[3] - 1)
+    assert world.log.damaged == (hole,)
+    assert world.log.max_id == 199
+    at = hole.first
+    while at <= hole.last:
+        count = min(7, hole.last - at + 1)
+        part = written[60 * at : 60 * (at + count)]
+        world.log.repair(at, np.full(count, 60), part)
+        at += count
+    assert world.log.damaged == ()
+    assert world.everything() == written
+
+
+def test_a_torn_slot_falls_back_and_refuses_what_may_have_been_promised(world):
+    world.append([2])
+    world.log.prepare(7, NONCE)
+    place = world.log._slots._place
+    world.log.abandon()
+    world.control.close()
+    with (world.directory / "0" / "waltz-x.ctl").open("r+b") as file:
+        file.seek(4096 * place + 100)
+        file.write(b"torn")
+    world.open()
+    assert world.log.suspect
+    with pytest.raises(SessionFenced):
+        world.log.prepare(world.log.promised, NONCE)
+    with (world.directory / "0" / "waltz-x.ctl").open("r+b") as file:
+        file.write(bytes(8192))
+    world.log.abandon()
+    world.control.close()
+    with pytest.raises(BadFormat):
+        world.open()
+    (world.directory / "0" / "waltz-x.ctl").unlink()
+    with pytest.raises(BadFormat):
+        world.open()
+    for path in (world.directory / "0").iterdir():
+        path.unlink()
+    world.open()
+
+
+def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
+    written = world.append([5])
+    world.log.set_low_water_mark(1, 4, world.log.chain)
+    world.log.engage(1, 4)
+    world.close()
+    more, _ = make_records(5, [20, 20])
+    control = ControlFile.open(world.disk, world.directory, KEY, 1, 0)
+    control.set_marks(0, 3, 4)
+    control.close()
+    directory = world.directory / "0"
+    with (directory / f"{0:019d}.seg").open("ab") as file:
+        file.write(more)
+    with (directory / f"{0:019d}.idx").open("ab") as file:
+        file.write(np.array([428, 488], dtype=">i8").tobytes())
+    world.open()
+    assert (world.log.max_id, world.log.suspect) == (6, False)
+    assert (world.log.promised, world.log.last_session) == (3, 3)
+    assert world.everything() == written + more
+    world.crash()
+    assert (world.log.max_id, world.log.suspect) == (6, False)
+
+
+# ---- a disk that fails
+
+
+def test_a_full_disk_refuses_the_append_and_leaves_the_log_as_it_was(world):
+    written = world.append([5])
+    for suffix in (".seg", ".idx", ".chn"):
+        world.disk.fail[("write", suffix)] = NoSpace
+        with pytest.raises(NoSpace):
+            world.append([60], size=53)
+        del world.disk.fail[("write", suffix)]
+        assert world.log.max_id == 4
+    assert world.everything() == written
+    written += world.append([5])
+    world.crash()
+    assert world.everything() == written
+    assert not world.log.suspect
+
+
+@pytest.mark.parametrize(
+    "what", [("write", ".seg"), ("write", ".chn"), ("sync", ".seg"), ("sync", ".chn")]
+)
+def test_a_failed_write_or_sync_cuts_what_was_not_acknowledged_and_goes_on_in_a_new_file(
+    world, what
+):
+    written = world.append([5])
+    world.disk.fail[what] = DiskFailed
+    with pytest.raises(DiskFailed):
+        world.append([3])
+    world.disk.fail.clear()
+    with pytest.raises(DiskFailed):
+        world.append([1])
+    with pytest.raises(DiskFailed):
+        world.log.sync()
+    assert world.log.failure_count == 1
+    state = world.log.prepare(2, NONCE)
+    assert (state.synced_max, state.suspect) == (4, False)
+    written += world.append([4], session=2)
+    assert [one.first for one in world.log._segments.all] == [0, 5]
+    world.crash()
+    assert world.everything() == written
+    assert not world.log.suspect
+
+
+def test_a_log_whose_slots_fail_answers_nothing_until_it_is_opened_again(world):
+    written = world.append([5])
+    world.disk.fail[("sync", ".ctl")] = DiskFailed
+    with pytest.raises(DiskFailed):
+        world.log.prepare(2, NONCE)
+    world.disk.fail.clear()
+    with pytest.raises(DiskFailed):
+        world.log.prepare(3, NONCE)
+    with pytest.raises(DiskFailed):
+        world.append([1])
+    world.crash()
+    assert world.everything() == written
+    assert world.log.prepare(3, NONCE).synced_max == 4
+
+
+# ---- the model
+
+
+class Model:
+    """A log as a list, beside the real one."""
+
+    def __init__(self, directory, rng):
+        self.rng = rng
+        self.world = World(directory, rng.choice([300, 2000, 10_000]))
+        self.session = 0
+        self.records = []  # one bytes object for each id
+        self.ends = {-1: GENESIS_CHAIN}
+        self.synced = -1
+        self.prepare()
+
+    @property
+    def log(self):
+        return self.world.log
+
+    def prepare(self):
+        self.session += 1
+        self.log.prepare(self.session, NONCE)
+
+    def append(self):
+        counts = [self.rng.randint(1, 12) for _ in range(self.rng.randint(1, 3))]
+        sizes = [self.rng.choice([0, 10, 100, 700]) for _ in range(sum(counts))]
+        first, chain = self.log.max_id + 1, self.log.chain
+        run, lengths = make_records(first, sizes, self.rng.random())
+        entries = make_entries(run, lengths, first, chain, self.session, counts)
+        self.log.append(self.session, first, lengths, run, chain, entries)
+        bounds = [0, *np.cumsum(lengths).tolist()]
+        self.records += [run[a:b] for a, b in pairwise(bounds)]
+        self.ends.update((one.last, one.chain) for one in entries)
+
+    def sync(self):
+        self.synced = self.log.sync()
+        assert self.synced == len(self.records) - 1
+
+    def crash(self):
+        self.world.crash(self.rng)
+        self.check()
+        self.prepare()
+
+    def close(self):
+        self.synced = len(self.records) - 1
+        self.world.close()
+        self.world.disk.lose_unsynced(self.rng)
+        self.world.open()
+        self.check()
+        self.prepare()
+
+    def truncate(self):
+        self.prepare()
+        keep = self.rng.randint(self.log.confirmed_low_water_mark, len(self.records) - 1)
+        base = max(end for end in self.ends if end <= keep)
+        top, self.ends[keep] = self.log.truncate(self.session, keep, base, self.ends[base])
+        assert top == self.log.synced_max == keep
+        self.synced = keep
+        self.check()
+
+    def mark(self):
+        self.sync()
+        self.log.set_low_water_mark(self.session, self.log.max_id, self.log.chain)
+        choice = self.rng.random()
+        if choice < 0.5:
+            self.log.engage(self.session, self.log.max_id)
+            assert self.log.confirmed_low_water_mark == self.log.max_id
+        elif choice < 0.75:
+            self.prepare()
+
+    def check(self):
+        top = self.log.max_id
+        assert (self.log.suspect, self.log.damaged) == (False, ())
+        assert self.synced <= top < len(self.records)
+        del self.records[top + 1 :]
+        self.ends = {end: chain for end, chain in self.ends.items() if end <= top}
+        assert self.log.chain == self.ends[top]
+        assert self.world.everything() == b"".join(self.records)
+        if top >= 0:
+            chain, entries = self.log.lineage(0, top)
+            assert chain == GENESIS_CHAIN
+            found = {-1: GENESIS_CHAIN} | {one.last: one.chain for one in entries}
+            assert found == self.ends
+        self.synced = top
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_appends_syncs_crashes_and_truncations_agree_with_a_list(tmp_path, seed):
+    rng = random.Random(seed)
+    model = Model(tmp_path, rng)
+    weights = {"append": 5, "sync": 3, "crash": 1, "close": 1, "truncate": 1, "mark": 1}
+    for action in rng.choices(list(weights), list(weights.values()), k=60):
+        model.world.clock.now += rng.choice([0, 10, 400, 1500])
+        getattr(model, action)()
+    model.world.log.abandon()
+    model.world.control.close()
+
+
+# ---- the power goes in the middle of a call
+
+
+def prepared_world(directory):
+    world = World(directory, 700)
+    world.log.prepare(1, NONCE)
+    parts = [world.append([3, 4]), world.append([9])]
+    world.log.set_low_water_mark(1, 15, world.log.chain)
+    world.log.engage(1, 15)
+    world.clock.now += 2000
+    parts += [world.append([20]), world.append([5, 5])]
+    return world, b"".join(parts)
+
+
+def cut_in_the_middle(world):
+    world.log.truncate(1, 30, 15, world.log.chain_at(15))
+
+
+def cut_at_an_end(world):
+    world.log.truncate(1, 15, 15, world.log.chain_at(15))
+
+
+def append_over_segments(world):
+    world.append([30, 4])
+
+
+def set_a_mark(world):
+    world.log.set_low_water_mark(1, 45, world.log.chain)
+    world.log.engage(1, 45)
+
+
+def prepare_the_next(world):
+    world.log.prepare(2, NONCE)
+
+
+def close_cleanly(world):
+    world.log.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "kept"),
+    [
+        (cut_in_the_middle, 30),
+        (cut_at_an_end, 15),
+        (append_over_segments, 45),
+        (set_a_mark, 45),
+        (prepare_the_next, 45),
+        (close_cleanly, 45),
+    ],
+)
+def test_wherever_the_power_goes_the_log_opens_and_keeps_what_was_acknowledged(
+    tmp_path, call, kept
+):
+    for steps in range(200):
+        world, written = prepared_world(tmp_path / str(steps))
+        written += make_records(46, [20] * 34)[0]
+        world.disk.left = steps
+        lost = False
+        try:
+            call(world)
+        except PowerLost:
+            lost = True
+        # The second loss of power hits the first opening, wherever that has come to.
+        for again in (steps % 17, None):
+            world.disk.left = None
+            world.log.abandon()
+            world.control.close()
+            world.disk.lose_unsynced(random.Random(steps))
+            world.disk.left = again
+            with suppress(PowerLost):
+                world.open()
+                break
+        world.disk.left = None
+        log = world.log
+        assert (log.suspect, log.damaged) == (False, ())
+        assert log.max_id >= kept
+        assert world.everything() == written[: 60 * (log.max_id + 1)]
+        entries = log.lineage(0, log.max_id)[1]
+        assert [0, *(one.last + 1 for one in entries)] == [
+            *(one.first for one in entries),
+            log.max_id + 1,
+        ]
+        assert entries[-1].chain == log.chain
+        assert log.confirmed_low_water_mark in {15, 45}
+        log.prepare(3, NONCE)
+        world.append([2], session=3, seed=5)
+        world.crash()
+        assert not world.log.suspect
+        world.log.abandon()
+        world.control.close()
+        if not lost:
+            assert steps > 0
+            return
+    pytest.fail("the call never came to its end")

@@ -1,0 +1,184 @@
+"""Reading a partition's log: records that are checked, around those that are damaged.
+
+Why it stands alone: reading changes nothing but what is known of damage, and it is the only way by
+which bytes leave a log.
+
+Rules:
+    1. No record leaves that its own CRC, its length or its id contradicts.
+    2. What is found wrong is noted in the slot, durably, before the read goes on without it.
+    3. A wrong index is mended from the records, once for a read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import raw_records
+from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.record import Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.storage.control_file import SlotFile
+from waltz_core.storage.format import IdRange, Slot, with_damage
+from waltz_core.storage.segments import Segments, first_wrong
+
+I64 = npt.NDArray[np.int64]
+READ_BYTES: Final = 8 * 1024 * 1024
+LINEAGE_ENTRIES_MAX: Final = 1 << 16
+
+
+class RangeRead(NamedTuple):
+    """Records `first` and following, the batches that they belong to, the chain before those."""
+
+    first: TransactionId
+    lengths: I64
+    records: bytes
+    entries: tuple[LineageEntry, ...]
+    chain_before: Chain
+
+
+class HeadersRead(NamedTuple):
+    """Headers (28 bytes each) of `record_count` records from `first` on, with their batches."""
+
+    first: TransactionId
+    record_count: int
+    headers: bytes
+    entries: tuple[LineageEntry, ...]
+    chain_before: Chain
+
+
+class LogReader:
+    """Reads of one partition."""
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        segments: Segments,
+        slots: SlotFile,
+        write_slot: Callable[[Slot], None],
+    ) -> None:
+        self.partition_id = partition_id
+        self._segments = segments
+        self._slots = slots
+        self._write_slot = write_slot
+
+    def read_range(
+        self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
+    ) -> RangeRead:
+        """Return records of first..last that fit into `bytes_max`, one (batch) at least.
+
+        With `whole_batches`, `first` begins a batch and the answer ends with one. The answer stops
+        before a damaged record.
+
+        Raises:
+            BadRequest: there is no such record, or no batch begins there.
+            ChecksumMismatch: the record at `first` (or its batch) is damaged.
+        """
+        if not 0 <= first <= last <= self._segments.last:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
+                f"found {first}..{last}"
+            )
+        mend = True
+        while True:
+            self._refuse_damaged(first, whole_batches=whole_batches)
+            read = self._attempt(first, last, bytes_max, whole_batches=whole_batches)
+            if isinstance(read, RangeRead):
+                return read
+            # Either the index leads to the wrong place, and is mended once, or the record is gone.
+            # Each round notes damage that the next one reads around.
+            self._note_damage(self._segments.diagnose(read) if mend else (IdRange(read, read),))
+            mend = False
+
+    def _attempt(
+        self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
+    ) -> RangeRead | TransactionId:
+        """Read once; return the id of the first wrong record instead when there is one."""
+        try:
+            end = self._segments.fitting(first, last, bytes_max)
+            end = self._before_damage(first, end, whole_batches=whole_batches)
+            records, lengths = self._segments.read(first, end)
+        except ChecksumMismatch:
+            return first
+        bad = first_wrong(records, lengths, first)
+        if bad is not None:
+            return TransactionId(first + bad)
+        chain_before, entries = self.lineage(first, end)
+        return RangeRead(first, lengths, records, entries, chain_before)
+
+    def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
+        last = first
+        if whole_batches:
+            entry = self._segments.entry_of(first)
+            if entry is None or entry.first != first:
+                raise BadRequest(
+                    f"partition {self.partition_id}: expected a batch that begins at {first}, "
+                    f"found {entry and (entry.first, entry.last)}"
+                )
+            last = entry.last
+        for damaged in self._slots.slot.damaged:
+            if damaged.first <= last and first <= damaged.last:
+                raise ChecksumMismatch(
+                    f"partition {self.partition_id}: records {damaged.first}..{damaged.last} "
+                    "are damaged"
+                )
+
+    def _before_damage(
+        self, first: TransactionId, last: TransactionId, *, whole_batches: bool
+    ) -> TransactionId:
+        """Return the last id to read: before any damage, and at a batch's end if so wanted."""
+        beyond = last + 1
+        for damaged in self._slots.slot.damaged:
+            if first < damaged.first < beyond:
+                beyond = damaged.first
+        if whole_batches and beyond <= self._segments.last:
+            entry, after = (
+                self._segments.entry_of(first),
+                self._segments.entry_of(TransactionId(beyond)),
+            )
+            assert entry is not None
+            assert after is not None
+            beyond = max(entry.last + 1, after.first)
+        return TransactionId(beyond - 1)
+
+    def read_headers(
+        self, first: TransactionId, last: TransactionId, bytes_max: int
+    ) -> HeadersRead:
+        """Return the 28-byte headers of first..last that fit into `bytes_max`, one at least.
+
+        Raises:
+            BadRequest, ChecksumMismatch: as `read_range`.
+        """
+        last = min(last, TransactionId(first + max(1, bytes_max // 28) - 1))
+        parts: list[bytes] = []
+        next_id = first
+        while next_id <= last:
+            try:
+                read = self.read_range(next_id, last, READ_BYTES, whole_batches=False)
+            except ChecksumMismatch:
+                if not parts:
+                    raise
+                break
+            parts.append(raw_records.headers_of(read.records, read.lengths))
+            next_id = TransactionId(next_id + int(read.lengths.size))
+        chain_before, entries = self.lineage(first, TransactionId(next_id - 1))
+        return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
+
+    def lineage(
+        self, first: TransactionId, last: TransactionId
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them, newest if many.
+
+        Raises:
+            BadFormat, ChecksumMismatch: an entry is wrong.
+        """
+        return self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
+
+    def _note_damage(self, found: Sequence[IdRange]) -> None:
+        slot = self._slots.slot
+        damaged = slot.damaged
+        for one in found:
+            damaged = with_damage(damaged, one)
+        if damaged != slot.damaged:
+            self._write_slot(replace(slot, damaged=damaged))
