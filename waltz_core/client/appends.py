@@ -32,7 +32,10 @@ from waltz_core.record import (
 from waltz_core.wire.messages import Reason
 
 # Up to so many rows go as single appends; more of them are cheaper as one Arrow batch.
-SINGLES_MAX = 4
+SINGLES_MAX = 8
+# While so many parcels are under way, rows are gathered until one of them has landed or a parcel
+# is full: under load many small writers then share a frame, and nobody waits while there is none.
+PARCELS_BEFORE_GATHERING = 1
 # What a full disk or a full queue refused is not sent again at once.
 RESEND_DELAY_S = 0.005
 RESEND_FULL_DELAY_S = 0.1
@@ -68,11 +71,13 @@ class Row:
         "is_attempt",
         "mark",
         "read_locks",
+        "size_bytes",
         "write_locks",
     )
 
     def __init__(self, data: bytes, header: int, mark: TransactionId) -> None:
         self.data = data
+        self.size_bytes = len(data) + RECORD_OVERHEAD_BYTES  # what it costs in the window
         self.header = header
         self.mark = mark
         self.write_locks: tuple[int, ...] = ()
@@ -83,11 +88,6 @@ class Row:
         # future gets the transaction id, or an error.
         self.is_attempt = False
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-
-    @property
-    def size_bytes(self) -> int:
-        """What it costs in the window."""
-        return len(self.data) + RECORD_OVERHEAD_BYTES
 
 
 class Window:
@@ -225,7 +225,7 @@ class Appends:
             self._send_gathered()
         elif not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._send_gathered)
+            self._loop.call_soon(self._turn)
 
     def add_batch(
         self, payload: bytes, row_count: int, mark: TransactionId, order: BatchOrder | None
@@ -253,8 +253,12 @@ class Appends:
 
     # --- out
 
-    def _send_gathered(self) -> None:
+    def _turn(self) -> None:
         self._is_scheduled = False
+        if len(self._parcels) < PARCELS_BEFORE_GATHERING:
+            self._send_gathered()
+
+    def _send_gathered(self) -> None:
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
         if not rows:
             return
@@ -300,7 +304,7 @@ class Appends:
             parcel.tell(outcome)
         else:
             self._tell_rows(parcel, outcome)
-        self._check_idle()
+        self._landed()
 
     def refused(self, token: int, error: errors.WaltzError) -> None:
         """A parcel has no outcome for its rows."""
@@ -319,7 +323,7 @@ class Appends:
                 self._end(row)
                 if not row.future.done():
                     row.future.set_exception(error)
-        self._check_idle()
+        self._landed()
 
     def abandon(self, error: errors.WaltzError) -> None:
         """Nothing more will be heard: refuse everything with this error."""
@@ -330,7 +334,7 @@ class Appends:
             self._end(row)
             if not row.future.done():
                 row.future.set_exception(error)
-        self._check_idle()
+        self._landed()
 
     def _tell_rows(self, rows: list[Row], outcome: BatchOutcome) -> None:
         again: list[Row] = []
@@ -372,7 +376,11 @@ class Appends:
     def _error(self, reason: int, conflicting: int, outcome: BatchOutcome) -> errors.WaltzError:
         return error_of(self._partition_id, reason, conflicting, outcome.high_water_mark)
 
-    def _check_idle(self) -> None:
+    def _landed(self) -> None:
+        """A parcel has its outcome: what was gathered meanwhile may go."""
+        if self._gathered and not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._turn)
         if self._idle and not self.has_pending:
             idle, self._idle = self._idle, []
             for future in idle:

@@ -76,7 +76,10 @@ class AsyncWaltzClient:
         self.config = config
         self.directory = directory
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
-        self.links = ServerLinks(config.dial_timeout_ms / 1000)
+        self.links = ServerLinks(
+            dial_timeout_s=config.dial_timeout_ms / 1000,
+            late_answers_s=config.request_timeout_ms / 1000,
+        )
         self.requests = Requests(directory, self.links, config, self.random)
         self._connect = connect
         self._client_id = client_id

@@ -10,7 +10,7 @@ Rules:
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TypeVar, cast
 
 from waltz_core import errors, net
@@ -35,6 +35,8 @@ class ServerLink:
         self._lost = lost
         self._sequence = _SEQUENCE_FIRST
         self._waiting: dict[ReqId, asyncio.Future[ClientMessage]] = {}
+        self._used_by: dict[int, None] = {}
+        self._close_after_s: float | None = None
         self._streams: dict[int, tuple[MessageCallback, LostCallback]] = {}
         link.start(self._take, self._closed)
 
@@ -51,10 +53,22 @@ class ServerLink:
     def attach(self, partition_id: int, on_message: MessageCallback, on_lost: LostCallback) -> None:
         """Hand what is not the answer to a `request` to the partition's stream from now on."""
         self._streams[partition_id] = (on_message, on_lost)
+        self._used_by[partition_id] = None
+
+    def leave(self, partition_id: int) -> None:
+        """The partition's stream sends elsewhere now; late answers still reach it."""
+        self._used_by.pop(partition_id, None)
+        self._close_if_unused()
 
     def detach(self, partition_id: int) -> None:
-        """The partition's stream has gone elsewhere, or ended."""
+        """The partition's stream has ended."""
         self._streams.pop(partition_id, None)
+        self.leave(partition_id)
+
+    def retire(self, close_after_s: float) -> None:
+        """Nobody new will use it: close it when all have left and had time for late answers."""
+        self._close_after_s = close_after_s
+        self._close_if_unused()
 
     def send(self, message: ClientMessage) -> None:
         """Send a message of a stream; a closed connection tells by its callback."""
@@ -108,6 +122,11 @@ class ServerLink:
         """Wait until the connection is gone."""
         await self._link.wait_closed()
 
+    def _close_if_unused(self) -> None:
+        if self._close_after_s is not None and not self._used_by and not self.is_closed:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._close_after_s, self._link.close, "replaced by a newer connection")
+
     def _next_id(self, client_id: int, partition_id: int) -> ReqId:
         sequence = self._sequence
         self._sequence = sequence - 1 if sequence > _SEQUENCE_MIN else _SEQUENCE_FIRST
@@ -139,40 +158,45 @@ class ServerLink:
 class ServerLinks:
     """The connections of one client, by the server's address."""
 
-    def __init__(self, dial_timeout_s: float) -> None:
+    def __init__(self, *, dial_timeout_s: float, late_answers_s: float) -> None:
         self._dial_timeout_s = dial_timeout_s
+        self._late_answers_s = late_answers_s
         self._links: dict[str, ServerLink] = {}
+        self._open: dict[int, ServerLink] = {}
         self._dialling: dict[str, asyncio.Lock] = {}
         self._count = 0
         self._is_closed = False
 
-    async def get(self, address: str) -> ServerLink:
-        """Return the open connection to a server, dialling when there is none.
+    async def get(self, address: str, *, but: Container[int] = ()) -> ServerLink:
+        """Return the open connection to a server, dialling when there is none `but` those.
 
         Raises Unreachable, or RemoteProtocolError when somebody else answers at the address.
         """
         async with self._dialling.setdefault(address, asyncio.Lock()):
             found = self._links.get(address)
             if found is not None and not found.is_closed:
-                return found
+                if found.number not in but:
+                    return found
+                found.retire(self._late_answers_s)
             link = await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)
             if self._is_closed:
                 link.abort("the client was closed")
                 raise errors.Unreachable(f"{address}: the client was closed")
             self._count += 1
             made = ServerLink(self._count, link, lambda gone: self._forget(address, gone))
-            self._links[address] = made
+            self._links[address] = self._open[made.number] = made
             return made
 
     async def close(self, reason: str) -> None:
         """Close all of them."""
         self._is_closed = True
-        links = list(self._links.values())
+        links = list(self._open.values())
         for link in links:
             link.close(reason)
         for link in links:
             await link.wait_closed()
 
     def _forget(self, address: str, link: ServerLink) -> None:
+        self._open.pop(link.number, None)
         if self._links.get(address) is link:
             del self._links[address]

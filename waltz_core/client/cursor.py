@@ -5,14 +5,14 @@ them is easy to see only where nothing else is.
 
 Invariants:
     1. What is handed on is dense: each stretch starts after the last one, overlaps are cut off.
-    2. `applied <= fed`; no more is asked for while they are too far apart.
+    2. No more is asked for while the application is too far behind what was fed.
 """
 
 from dataclasses import dataclass
 
 from waltz_core.raw_records import FEED_HEADER_BYTES
-from waltz_core.record import BEFORE_FIRST, TransactionId
-from waltz_core.wire.messages import LATEST_MARK, FeedBatch
+from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
+from waltz_core.wire.messages import FeedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,54 +37,69 @@ class FeedCursor:
         self.is_wanted = False
         # A grant was used up, or none was asked for yet: the server waits for the next request.
         self.is_suspended = False
-        self.fed: TransactionId | None = None
+        # The driver fetches what lies between here and the end of the log.
+        self.is_lagging = False
+        # The last batch end that was fed with a chain, and the chain there.
+        self.chain: tuple[TransactionId, Chain] | None = None
+        self._fed: TransactionId | None = None
         self._applied = BEFORE_FIRST
-
-    @property
-    def mount_mark(self) -> int:
-        """What a mount tells the server of where to start."""
-        return LATEST_MARK if self.fed is None else self.fed
 
     def want(self, mark: TransactionId | None) -> None:
         """Start after `mark`; None for the end of the log as the first mount finds it."""
         assert not self.is_wanted
         self.is_wanted = True
-        self.fed = mark
+        self._fed = mark
         self._applied = BEFORE_FIRST if mark is None else mark
 
-    def mounted(self, mark: TransactionId) -> None:
-        """A mount has succeeded with the log at `mark`; the server waits to be asked."""
+    def resume(self, mark: TransactionId) -> None:
+        """Everything up to `mark` was fetched elsewhere."""
+        assert self.is_lagging
+        assert self._fed is not None
+        assert mark >= self._fed
+        self.is_lagging = False
+        self._fed = mark
+
+    def know(self, mark: TransactionId) -> TransactionId:
+        """The log ends at `mark`; return where the feed stands."""
         assert self.is_wanted
-        if self.fed is None:
-            self.fed = self._applied = mark
+        if self._fed is None:
+            self._fed = self._applied = mark
+        return self._fed
+
+    def mounted(self) -> None:
+        """A mount with the feed has succeeded: the server waits to be asked."""
+        assert self._fed is not None
         self.is_suspended = True
 
     def applied(self, mark: TransactionId) -> None:
         """The application has taken everything up to here."""
-        assert self.fed is not None
-        assert mark <= self.fed  # invariant 2
-        # What is told late, of the time before `want`, changes nothing.
+        # NB: while the driver fetches (`is_lagging`) it is ahead of what was fed here.
         self._applied = max(self._applied, mark)
 
     def ask(self) -> TransactionId | None:
         """Return the mark for the next request, None while there is nothing to ask for."""
-        if not self.is_suspended or self.fed is None or self.fed - self._applied >= self._ahead_max:
+        if not self.is_suspended or self._fed is None or self.is_lagging:
+            return None
+        if self._fed - self._applied >= self._ahead_max:  # invariant 2
             return None
         self.is_suspended = False
-        return self.fed
+        return self._fed
 
     def take(self, message: FeedBatch) -> Stretch | str | None:
         """Return what is new in a batch, None for nothing, or in words what is wrong with it."""
-        if not self.is_wanted or self.fed is None:
+        fed = self._fed
+        if fed is None or self.is_lagging:
             return None
         if message.count <= 0 or len(message.headers) != message.count * FEED_HEADER_BYTES:
             return f"a feed batch of {message.count} has {len(message.headers)} bytes of headers"
-        if message.first > self.fed + 1:
-            return f"the feed has a gap: transaction {message.first} after {self.fed}"
-        known = self.fed + 1 - message.first
+        if message.first > fed + 1:
+            return f"the feed has a gap: transaction {message.first} after {fed}"
+        known = fed + 1 - message.first
         if known >= message.count:
             return None
         headers = memoryview(message.headers)[known * FEED_HEADER_BYTES :]
-        stretch = Stretch(TransactionId(self.fed + 1), message.count - known, headers)
-        self.fed = stretch.last  # invariant 1
+        stretch = Stretch(TransactionId(fed + 1), message.count - known, headers)
+        self._fed = stretch.last  # invariant 1
+        if message.chain_at != BEFORE_FIRST:
+            self.chain = (TransactionId(message.chain_at), Chain(message.chain))
         return stretch

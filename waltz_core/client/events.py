@@ -12,6 +12,7 @@ Rules:
 """
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TypeAlias
 
 from waltz_core.client.monitor import BatchOutcome, Parcel
@@ -19,6 +20,33 @@ from waltz_core.errors import WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import Generation, TransactionId
 from waltz_core.wire.messages import Buffer, ClientMessage
+
+
+class Phase(Enum):
+    """Where the stream stands (the picture is in `stream.py`)."""
+
+    IDLE = auto()
+    LINKING = auto()
+    MOUNTING = auto()
+    SETTLING = auto()
+    READY = auto()
+    WAITING = auto()
+    STOPPED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """The numbers a stream needs; times in ms."""
+
+    request_timeout_ms: int  # from `Append` to `OutcomeUnknown`, or to a definite no
+    mount_timeout_ms: int
+    retry_interval_ms_min: int
+    retry_interval_ms_max: int
+    range_bytes_max: int
+    in_flight_bytes_max: int
+    feed_ahead_max: int  # transactions fed but not applied, beyond which no more is asked for
+    feed_lag_max: int = 20_000  # nearer to the end of the log than this, the server feeds
+
 
 # ---------------------------------------------------------------------------------------------
 # Events
@@ -41,6 +69,13 @@ class Subscribe:
     """Bring the feed after this mark; None starts at the end of the log."""
 
     mark: TransactionId | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What `FeedLags` has asked for was fetched up to this mark: let the server feed the rest."""
+
+    mark: TransactionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +145,7 @@ Event: TypeAlias = (
     Append
     | Mount
     | Subscribe
+    | Resume
     | Applied
     | Linked
     | LinkFailed
@@ -127,9 +163,10 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
-    """Find the partition's owner and connect to it."""
+    """Find the partition's owner and connect to it, on another link than the `spoiled` ones."""
 
     attempt: int
+    spoiled: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +215,17 @@ class Fed:
 
 
 @dataclass(frozen=True, slots=True)
+class FeedLags:
+    """The feed after `fed` is too long to be sent; fetch it in ranges, then `Resume`.
+
+    Comes once, until `Resume`. What is fetched is not told to the stream.
+    """
+
+    fed: TransactionId
+    high_water_mark: TransactionId
+
+
+@dataclass(frozen=True, slots=True)
 class MarkMoved:
     """The log is known to reach further than before."""
 
@@ -192,5 +240,15 @@ class Stopped:
 
 
 Effect: TypeAlias = (
-    OpenLink | Send | NeedClientId | Ready | Settled | Refused | Fed | MarkMoved | Stopped | Report
+    OpenLink
+    | Send
+    | NeedClientId
+    | Ready
+    | Settled
+    | Refused
+    | Fed
+    | FeedLags
+    | MarkMoved
+    | Stopped
+    | Report
 )

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from waltz_core import errors
 from waltz_core.raw_records import FEED_HEADER_DTYPE, HEADER_DTYPE, REQ_ID_DTYPE
 from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
-from waltz_core.wire.messages import AppendResult, Buffer, Reason
+from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Buffer, Reason
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
@@ -45,6 +45,12 @@ class BatchOutcome:
     transaction_ids: I64
     reasons: U8
     conflicting: I64
+
+    @property
+    def has_refusals(self) -> bool:
+        """Whether any row is not in the log."""
+        # Quicker than asking NumPy, which matters for the many outcomes of a single row.
+        return any(self.reasons.tobytes())
 
     @property
     def committed_count(self) -> int:
@@ -90,6 +96,16 @@ class Parcel:
         """The bytes of payload or data."""
         return len(self.content.data if isinstance(self.content, Single) else self.content)
 
+    def message(self, req_id: ReqId) -> AppendRequest | AppendBatch:
+        """Return the request that carries it."""
+        mark, content = self.client_high_water_mark, self.content
+        if isinstance(content, Single):
+            locks = (content.write_locks, content.read_locks, content.append_locks)
+            return AppendRequest(
+                req_id, mark, *locks, content.header, content.data, self.content_crc
+            )
+        return AppendBatch(req_id, mark, content, self.content_crc)
+
 
 @dataclass(slots=True, eq=False)
 class Pending:
@@ -97,6 +113,7 @@ class Pending:
 
     parcel: Parcel
     req_id: ReqId  # of its first row
+    link: int  # which connection it was sent on
     mount: int  # which mount it was sent under
     mark_before: TransactionId  # known when it was sent (rule 5)
     deadline_ms: int
@@ -107,6 +124,15 @@ class Pending:
     def last_sequence(self) -> int:
         """The sequence number of its last row."""
         return self.req_id.sequence + self.parcel.row_count - 1
+
+    def known_outcome(self, high_water_mark: TransactionId) -> BatchOutcome | None:
+        """Return the outcome if every row was seen in the log, else None."""
+        if self.found is None or not (self.found != BEFORE_FIRST).all():
+            return None
+        lost = BatchOutcome.uniform(
+            self.parcel.row_count, Reason.LOST, high_water_mark=high_water_mark
+        )
+        return _corrected(lost, self.found)
 
 
 class Monitor:
@@ -205,7 +231,7 @@ class Monitor:
         doubtful = [
             (pending.mark_before, pending.mark_proven)
             for pending in self._pending.values()
-            if pending.mark_proven is not None and not _is_found(pending)
+            if pending.mark_proven is not None and pending.known_outcome(BEFORE_FIRST) is None
         ]
         if not doubtful:
             return None
@@ -263,10 +289,6 @@ def _note(pending: Pending, rows: I64, ids: I64) -> None:
             f"as transaction {known[place]} and as {ids[place]}"
         )
     pending.found[rows] = ids
-
-
-def _is_found(pending: Pending) -> bool:
-    return pending.found is not None and bool((pending.found != BEFORE_FIRST).all())
 
 
 def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:

@@ -11,7 +11,7 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
@@ -20,7 +20,8 @@ from waltz_core.client import events
 from waltz_core.client.appends import Appends, Window
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory
-from waltz_core.client.stream import PartitionStream, Phase, StreamSettings
+from waltz_core.client.events import Phase, StreamSettings
+from waltz_core.client.stream import PartitionStream
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.machine import Report
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from waltz_core.client.feed import Applier
 
 _log = logging.getLogger(__name__)
+
+Fetch = Callable[[TransactionId, TransactionId], Coroutine[Any, Any, None]]
 
 # A parcel of single appends is sent when it is this large, or when the event loop turns.
 PARCEL_ROWS = 1_000
@@ -61,9 +64,8 @@ class ClientPartition:
         config = surroundings.config
         self.partition_id = partition_id
         self._surroundings = surroundings
-        self.stream = PartitionStream(
-            client_id, partition_id, stream_settings(config), surroundings.random
-        )
+        self.settings = stream_settings(config)
+        self.stream = PartitionStream(client_id, partition_id, self.settings, surroundings.random)
         self._driver: Driver[events.Event, events.Effect] = Driver(
             self.stream,
             self._perform,
@@ -81,10 +83,13 @@ class ClientPartition:
             batch_bytes=min(PARCEL_BYTES, config.batch_bytes_max),
         )
         self.applier: Applier | None = None
+        # Fetches the feed after one mark up to about another, and says `caught_up`.
+        self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
         self._mount_waiters: list[asyncio.Future[None]] = []
         self._mark_waiters: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._stopped: errors.WaltzError | None = None
+        self._is_closing = False
 
     # --- what it is asked
 
@@ -134,6 +139,10 @@ class ClientPartition:
         assert self.applier is not None
         self._driver.post(events.Subscribe(mark))
 
+    def caught_up(self, mark: TransactionId) -> None:
+        """What the feed was behind with was fetched up to `mark`."""
+        self._driver.post(events.Resume(mark))
+
     def applied(self, mark: TransactionId) -> None:
         """The application has applied everything up to `mark`."""
         if self.stream.is_fed:
@@ -147,6 +156,7 @@ class ClientPartition:
         """Give up what is not final."""
         if self.applier is not None:
             self.applier.end(errors.Unreachable("the client was closed"))
+        self._is_closing = True
         self._driver.post(events.Close())
         self._driver.stop()
         if self._link is not None:
@@ -168,8 +178,11 @@ class ClientPartition:
             case events.Fed():
                 if self.applier is not None:
                     self.applier.feed(effect.first, effect.headers)
+            case events.FeedLags():
+                if self.fetch is not None:
+                    self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")
             case events.OpenLink():
-                self._spawn(self._open_link(effect.attempt), "link")
+                self._spawn(self._open_link(effect), "link")
             case events.Ready():
                 _release(self._mount_waiters)
             case events.NeedClientId():
@@ -184,14 +197,16 @@ class ClientPartition:
     def _spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
         self._surroundings.spawn(task, f"{name}-{self.partition_id}")
 
-    async def _open_link(self, attempt: int) -> None:
-        around = self._surroundings
+    async def _open_link(self, effect: events.OpenLink) -> None:
+        around, attempt = self._surroundings, effect.attempt
         try:
             owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
-            link = await around.links.get(owner.address)
-        except errors.WaltzError as error:
+            link = await around.links.get(owner.address, but=effect.spoiled)
+        except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
             self._driver.post(events.LinkFailed(attempt, _as_retriable(error)))
             return
+        if self._link is not None and self._link is not link:
+            self._link.leave(self.partition_id)
         link.attach(self.partition_id, self._received, self._lost)
         self._link = link
         sequence = around.next_connection_sequence()
@@ -234,7 +249,7 @@ class ClientPartition:
         for _, mark_future in waiting_marks:
             if not mark_future.done():
                 mark_future.set_result(None)
-        if self.applier is not None:
+        if self.applier is not None and not self._is_closing:
             self._spawn(self.applier.stop(error), "feed-stop")
 
     def _died(self, error: Exception) -> None:
@@ -259,11 +274,11 @@ def stream_settings(config: ClientConfig) -> StreamSettings:
     )
 
 
-def _as_retriable(error: errors.WaltzError) -> errors.WaltzError:
+def _as_retriable(error: Exception) -> errors.WaltzError:
     """Whoever answers at a server's address in another language is a server that is not there."""
-    if isinstance(error, errors.ProtocolError):
-        return errors.Unreachable(str(error))
-    return error
+    if isinstance(error, errors.WaltzError) and not isinstance(error, errors.ProtocolError):
+        return error
+    return errors.Unreachable(f"no connection to the partition's server: {error!r}")
 
 
 def _release(waiting: list[asyncio.Future[None]]) -> None:

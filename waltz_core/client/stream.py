@@ -14,16 +14,20 @@ Invariants:
     2. Generations of mounts never decrease: a server that has lost the partition, and may not know
        it, cannot vouch for what a later owner does.
     3. A mount whose mark lies below one that is known is not believed.
-    4. Connection sequences of mounts increase, so that the newest mount fences all others.
+    4. Connection sequences of links increase, so that the newest one fences all others. A link on
+       which an append was never answered is not mounted again: the server's fence lies between
+       connections, and what still queues from before would pass it.
     5. Sequence numbers of appended rows are never used twice, whatever became of the rows.
     6. The feed is dense: the next transaction taken in is the one after the last.
+    7. A feed that is far behind is not asked of the server, which would send all of it at once:
+       `FeedLags` has the driver fetch it, at the application's pace.
 """
 
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING, assert_never
 
 from waltz_core import errors
+from waltz_core.client import verdicts
+from waltz_core.client.backoff import Backoff
 from waltz_core.client.cursor import FeedCursor
 from waltz_core.client.events import (
     Append,
@@ -32,6 +36,7 @@ from waltz_core.client.events import (
     Effect,
     Event,
     Fed,
+    FeedLags,
     Linked,
     LinkFailed,
     LinkLost,
@@ -40,21 +45,25 @@ from waltz_core.client.events import (
     Moved,
     NeedClientId,
     OpenLink,
+    Phase,
     Ready,
     Received,
     Refused,
     Renewed,
+    Resume,
     Send,
     Settled,
     Stopped,
+    StreamSettings,
     Subscribe,
 )
-from waltz_core.client.monitor import BatchOutcome, Monitor, Parcel, Pending, Single
+from waltz_core.client.monitor import BatchOutcome, Monitor, Parcel, Pending
 from waltz_core.client.outbox import Limits, Outbox
+from waltz_core.client.readback import ReadBack
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason
+from waltz_core.wire.messages import LATEST_MARK
 
 if TYPE_CHECKING:
     from random import Random
@@ -64,88 +73,53 @@ SEQUENCE_MAX = (1 << 31) - 1
 # The client's other requests (`connections.py`) use those below.
 CONTROL_SEQUENCE_MIN = -(1 << 30)
 
-# What a refusal of a whole append says about its rows; any other error leaves them in doubt.
-_REASONS: dict[int, Reason] = {
-    errors.LockFailed.code: Reason.LOCK,
-    errors.SessionLost.code: Reason.LOST,
-    errors.ClientAhead.code: Reason.AHEAD,
-    errors.NotMounted.code: Reason.NOT_MOUNTED,
-    errors.NotOwned.code: Reason.NOT_MOUNTED,
-    errors.GenerationMismatch.code: Reason.GENERATION,
-    errors.NoSpace.code: Reason.NO_SPACE,
-    errors.TooLarge.code: Reason.TOO_LARGE,
-    errors.Overloaded.code: Reason.OVERLOADED,
-}
-# After these the partition has to be mounted again before anything else is sent.
-_REMOUNT = (Reason.NOT_MOUNTED, Reason.GENERATION)
-
-
-class Phase(Enum):
-    """Where the stream stands (see the picture above)."""
-
-    IDLE = auto()
-    LINKING = auto()
-    MOUNTING = auto()
-    SETTLING = auto()
-    READY = auto()
-    WAITING = auto()
-    STOPPED = auto()
-
 
 _LINKED = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamSettings:
-    """The numbers a stream needs; times in ms."""
-
-    request_timeout_ms: int  # from `Append` to `OutcomeUnknown`, or to a definite no
-    mount_timeout_ms: int
-    retry_interval_ms_min: int
-    retry_interval_ms_max: int
-    range_bytes_max: int
-    in_flight_bytes_max: int
-    feed_ahead_max: int  # transactions fed but not applied, beyond which no more is asked for
 
 
 class PartitionStream:
     """The machine; see the module's docstring."""
 
     def __init__(
-        self,
-        client_id: int,
-        partition_id: PartitionId,
-        settings: StreamSettings,
-        random: "Random",
+        self, client_id: int, partition_id: PartitionId, settings: StreamSettings, random: "Random"
     ) -> None:
         self._client_id = client_id
         self._partition_id = partition_id
         self._settings = settings
-        self._random = random
         self._monitor = Monitor(client_id, partition_id)
         self._outbox = Outbox(partition_id)
+        self._cursor = FeedCursor(settings.feed_ahead_max)
+        self._readback = ReadBack(settings.range_bytes_max)
+        self._backoff = Backoff(
+            interval_ms_min=settings.retry_interval_ms_min,
+            interval_ms_max=settings.retry_interval_ms_max,
+            random=random,
+        )
         self._next_sequence = 1
         self._next_control = -1
         self.phase = Phase.IDLE
-        self._attempt = 0
-        self._failures = 0
-        self._trouble = "not connected yet"
-        self._wants_mount = False
-        self._retry_at_ms = 0
-        self._phase_deadline_ms = 0
+        # When the phase is over at the latest; in READY only while it waits to be mounted anew.
+        self._phase_deadline_ms: int | None = None
         self._ready_since_ms = 0
+        self._attempt = 0
+        self._wants_mount = False
+        # Why READY waits for its last answers and then mounts anew; None while it does not.
+        self._remount_reason: str | None = None
         self._link = -1
+        # Links on which appends went out that were never answered (invariant 4).
+        self._spoiled: dict[int, None] = {}
         self._mount = 0
         self._mount_id: ReqId | None = None
+        self._mount_has_feed = False
         self._generation = Generation(-1)
         self._connection_sequence = -1
         self._limits = Limits(1, 1, 1)
-        self._reading: messages.RangeRequest | None = None
         self._renewing = False
         self._stopped: errors.WaltzError | None = None
+        # Why it was not mounted when it last was not.
+        self.trouble = "not connected yet"
         # The greatest mark of the log that this client has heard of.
         self.high_water_mark = BEFORE_FIRST
-        self._cursor = FeedCursor(settings.feed_ahead_max)
 
     # --- what the driver may look at
 
@@ -155,24 +129,9 @@ class PartitionStream:
         return self._client_id
 
     @property
-    def generation(self) -> Generation:
-        """The generation of the last mount, -1 before the first."""
-        return self._generation
-
-    @property
-    def trouble(self) -> str:
-        """Why it was not mounted when it last was not."""
-        return self._trouble
-
-    @property
     def is_fed(self) -> bool:
         """Whether a feed was asked for."""
         return self._cursor.is_wanted
-
-    @property
-    def limits(self) -> Limits:
-        """What the server takes in one frame and in flight; next to nothing before a mount."""
-        return self._limits
 
     @property
     def has_pending(self) -> bool:
@@ -189,10 +148,8 @@ class PartitionStream:
         oldest = self._monitor.oldest
         if oldest is not None:
             times.append(oldest.deadline_ms)
-        if self.phase in (Phase.MOUNTING, Phase.SETTLING):
+        if self._phase_deadline_ms is not None:
             times.append(self._phase_deadline_ms)
-        if self.phase is Phase.WAITING:
-            times.append(self._retry_at_ms)
         return min(times, default=None)
 
     # --- what comes in
@@ -206,17 +163,23 @@ class PartitionStream:
             case Received():
                 self._received(event, now_ms, out)
             case Applied():
-                self._take_applied(event.mark, out)
+                self._cursor.applied(event.mark)
+                self._ask_feed(out)
             case Mount():
                 self._wants_mount = True
                 self._start(out)
             case Subscribe():
-                self._subscribe(event.mark, now_ms, out)
+                self._cursor.want(event.mark)
+                self._mount_anew("a feed was asked for", now_ms, out)
+            case Resume():
+                self._cursor.resume(event.mark)
+                self._mount_anew("the feed has caught up", now_ms, out)
             case Linked():
                 self._linked(event, now_ms, out)
             case LinkFailed():
                 self._link_failed(event, now_ms, out)
             case LinkLost():
+                self._spoiled.pop(event.link, None)
                 if event.link == self._link and self.phase in _LINKED:
                     self._leave(event.reason, now_ms, out)
             case Moved():
@@ -237,26 +200,19 @@ class PartitionStream:
             return
         self._outbox.put(parcel, now_ms + self._settings.request_timeout_ms)
         if self.phase is Phase.READY:
-            self._send_waiting(now_ms, out)
+            self._send_waiting(out)
         else:
             self._start(out)
-
-    def _subscribe(self, mark: TransactionId | None, now_ms: int, out: list[Effect]) -> None:
-        self._cursor.want(mark)
-        if self.phase in _LINKED:
-            self._leave("a feed was asked for", now_ms, out)
-        else:
-            self._start(out)
-
-    def _take_applied(self, mark: TransactionId, out: list[Effect]) -> None:
-        self._cursor.applied(mark)
-        self._ask_feed(out)
 
     def _wake(self, now_ms: int, out: list[Effect]) -> None:
         self._expire(now_ms, out)
-        if self.phase is Phase.WAITING and now_ms >= self._retry_at_ms:
+        if self._phase_deadline_ms is None or now_ms < self._phase_deadline_ms:
+            return
+        if self.phase is Phase.WAITING:
             self._open_link(out)
-        elif self.phase in (Phase.MOUNTING, Phase.SETTLING) and now_ms >= self._phase_deadline_ms:
+        elif self.phase is Phase.READY:
+            self._leave(self._remount_reason or "", now_ms, out)
+        else:
             self._leave("the server did not answer the mount in time", now_ms, out)
 
     # --- links
@@ -268,8 +224,10 @@ class PartitionStream:
     def _open_link(self, out: list[Effect]) -> None:
         assert self.phase in (Phase.IDLE, Phase.WAITING)
         self.phase = Phase.LINKING
+        self._phase_deadline_ms = None
         self._attempt += 1
-        out.append(OpenLink(self._attempt))
+        self._spoiled.update((pending.link, None) for pending in self._monitor)
+        out.append(OpenLink(self._attempt, tuple(self._spoiled)))
 
     def _linked(self, event: Linked, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self._attempt:
@@ -278,17 +236,21 @@ class PartitionStream:
             self._wait(f"found generation {event.generation} after {self._generation}", now_ms, out)
             return
         assert event.connection_sequence > self._connection_sequence  # invariant 4
+        assert event.link not in self._spoiled  # invariant 4
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
         self._link = event.link
-        self._mount += 1
-        self._mount_id = self._control_id()
+        # Without the feed at first: only the answer tells how far that would be.
+        self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
+
+    def _send_mount(self, mark: int, now_ms: int, out: list[Effect], *, wants_feed: bool) -> None:
         self.phase = Phase.MOUNTING
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
-        wants_feed = self._cursor.is_wanted
-        mark = self._cursor.mount_mark if wants_feed else LATEST_MARK
-        mount = messages.MountWriter(self._mount_id, event.connection_sequence, mark, wants_feed)
-        out.append(Send(self._link, mount))
+        self._mount += 1
+        self._mount_id = self._control_id()
+        self._mount_has_feed = wants_feed
+        request = messages.MountWriter(self._mount_id, self._connection_sequence, mark, wants_feed)
+        out.append(Send(self._link, request))
 
     def _link_failed(self, event: LinkFailed, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self._attempt:
@@ -304,36 +266,49 @@ class PartitionStream:
         elif self.phase in _LINKED and generation > self._generation:
             self._leave("the partition has moved", now_ms, out)
 
+    def _mount_anew(self, reason: str, now_ms: int, out: list[Effect]) -> None:
+        """Mount again, on the same link if all that was sent on it is answered soon."""
+        if self.phase is not Phase.READY:
+            # In IDLE nothing is mounted yet; in all others but MOUNTING the next mount will do.
+            if self.phase in (Phase.MOUNTING, Phase.SETTLING):
+                self._leave(reason, now_ms, out)
+            self._start(out)
+        elif self._remount_reason is None:
+            self._remount_reason = reason
+            self._phase_deadline_ms = now_ms + self._settings.retry_interval_ms_max
+            self._leave_if_drained(now_ms, out)
+
+    def _leave_if_drained(self, now_ms: int, out: list[Effect]) -> bool:
+        if self._remount_reason is None or len(self._monitor):
+            return False
+        self._leave(self._remount_reason, now_ms, out)
+        return True
+
     def _leave(self, reason: str, now_ms: int, out: list[Effect]) -> None:
         """Give the link up and mount again if there is anything to mount for."""
         assert self.phase in _LINKED
-        stable_ms = self._settings.retry_interval_ms_max
+        stable_ms = self._backoff.stable_ms
         if self.phase is Phase.READY and now_ms - self._ready_since_ms >= stable_ms:
-            self._failures = 0
+            self._backoff.succeeded()
         self._link = -1
         self._mount_id = None
-        self._reading = None
+        self._remount_reason = None
+        self._readback.cancel()
         self._wait(reason, now_ms, out)
 
     def _wait(self, reason: str, now_ms: int, out: list[Effect]) -> None:
-        self._trouble = reason
-        out.append(
-            Report("stream_interrupted", (("partition", self._partition_id), ("reason", reason)))
-        )
+        self.trouble = reason
+        out.append(self._report("stream_interrupted", reason=reason))
+        self._phase_deadline_ms = None
         if not (self.has_pending or self._cursor.is_wanted or self._wants_mount):
             self.phase = Phase.IDLE
             return
         self.phase = Phase.WAITING
-        self._failures += 1
-        if self._failures == 1:
+        delay_ms = self._backoff.failed()
+        if delay_ms == 0:
             self._open_link(out)
-            return
-        # Half to the whole of an interval that doubles, so that clients of a server that has died
-        # do not all come back at once.
-        longest = self._settings.retry_interval_ms_max
-        doubled = self._settings.retry_interval_ms_min << min(self._failures - 2, 20)
-        interval_ms = min(doubled, longest)
-        self._retry_at_ms = now_ms + interval_ms - self._random.randrange(interval_ms // 2 + 1)
+        else:
+            self._phase_deadline_ms = now_ms + delay_ms
 
     # --- messages
 
@@ -348,85 +323,95 @@ class PartitionStream:
         match message:
             case messages.FeedBatch():
                 self._feed_batch(message, now_ms, out)
-            case messages.FeedSuspended():
+            case messages.FeedSuspended() if message.req_id == self._mount_id:
                 self._cursor.is_suspended = True
                 self._ask_feed(out)
             case messages.Mounted() if message.req_id == self._mount_id:
                 self._mounted(message, now_ms, out)
-            case messages.RangeData():
+            case messages.RangeData() if self._readback.is_asked(message.req_id):
                 self._range_data(message, now_ms, out)
             case messages.ErrorResponse():
                 self._error(message, now_ms, out)
             case _:
-                self._unexpected(message, out)
+                out.append(self._report("message_ignored", message=type(message).__name__))
 
     def _mounted(self, message: messages.Mounted, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.MOUNTING:
             return
-        if message.high_water_mark < self.high_water_mark:  # invariant 3
-            self._leave(
-                f"the server's mark {message.high_water_mark} lies below {self.high_water_mark}, "
-                "which was known before",
-                now_ms,
-                out,
-            )
+        mark = TransactionId(message.high_water_mark)
+        if mark < self.high_water_mark:  # invariant 3
+            known = self.high_water_mark
+            self._leave(f"the server's mark {mark} lies below {known}, known before", now_ms, out)
             return
-        self._learn(TransactionId(message.high_water_mark), out)
+        self._learn(mark, out)
         self._limits = Limits(
             message.batch_rows_max,
             message.batch_bytes_max,
             min(message.in_flight_bytes_max, self._settings.in_flight_bytes_max),
         )
-        self._monitor.prove(self.high_water_mark)
-        if self._cursor.is_wanted:
-            self._cursor.mounted(TransactionId(message.high_water_mark))
-            self._ask_feed(out)
-        doubtful = self._monitor.unread()
-        if doubtful is None:
-            self._ready(now_ms, out)
-        else:
-            self.phase = Phase.SETTLING
-            self._read_back(*doubtful, out)
-
-    def _read_back(self, first: TransactionId, last: TransactionId, out: list[Effect]) -> None:
-        assert first <= last
-        self._reading = messages.RangeRequest(
-            self._control_id(), first, last, self._settings.range_bytes_max, RangeForm.HEADERS, ()
+        if self._asks_for_feed(mark, now_ms, out):
+            return
+        self._monitor.prove(mark)
+        self._readback.begin(
+            self._monitor.unread(), self._cursor.chain if self._mount_has_feed else None
         )
-        out.append(Send(self._link, self._reading))
+        self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
+        self._settle(now_ms, out)
+
+    def _asks_for_feed(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> bool:
+        """Mount once more, with the feed, where that is wanted and near (invariant 7)."""
+        cursor = self._cursor
+        if not cursor.is_wanted:
+            return False
+        if self._mount_has_feed:
+            cursor.mounted()
+            self._ask_feed(out)
+            return False
+        fed = cursor.know(mark)
+        if mark - fed <= self._settings.feed_lag_max:
+            self._send_mount(fed, now_ms, out, wants_feed=True)
+            return True
+        if not cursor.is_lagging:
+            cursor.is_lagging = True
+            out.append(FeedLags(fed, mark))
+        return False
+
+    def _settle(self, now_ms: int, out: list[Effect]) -> None:
+        if self._readback.is_done:
+            self._ready(now_ms, out)
+            return
+        self.phase = Phase.SETTLING
+        out.append(Send(self._link, self._readback.request(self._control_id())))
 
     def _range_data(self, message: messages.RangeData, now_ms: int, out: list[Effect]) -> None:
-        asked = self._reading
-        if asked is None or message.req_id != asked.req_id:
-            return
         assert self.phase is Phase.SETTLING
-        fits = (
-            message.form == RangeForm.HEADERS
-            and message.first == asked.first
-            and message.count > 0
-            and message.next == message.first + message.count
-        )
-        if not fits or not self._monitor.saw_headers(
-            TransactionId(message.first), message.count, message.records
-        ):
-            self._leave(f"no dense headers in answer to transactions {asked.first}..", now_ms, out)
+        if self._readback.is_other_history(message):
+            self._stop(
+                errors.DataLoss(
+                    f"partition {self._partition_id}: the log has changed at or below transaction "
+                    f"{message.first}, which was fed to this client with another chain"
+                ),
+                out,
+            )
+            return
+        fault = self._readback.take(message, self._monitor)
+        if fault is not None:
+            self._leave(fault, now_ms, out)
             return
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
-        if message.next <= asked.last:
-            self._read_back(TransactionId(message.next), TransactionId(asked.last), out)
-        else:
-            self._ready(now_ms, out)
+        self._settle(now_ms, out)
 
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
-        self._reading = None
         for pending, outcome in self._monitor.settle(self.high_water_mark):
+            self._spoiled[pending.link] = None
             out.append(Settled(pending.parcel.token, outcome))
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
+        self._phase_deadline_ms = None
         self._ready_since_ms = now_ms
         self._wants_mount = False
         out.append(Ready(self.high_water_mark))
-        self._send_waiting(now_ms, out)
+        self._send_waiting(out)
 
     def _error(self, message: messages.ErrorResponse, now_ms: int, out: list[Effect]) -> None:
         error = errors.from_code(message.error_code, message.message)
@@ -434,28 +419,21 @@ class PartitionStream:
         if pending is not None:
             self._append_error(pending, error, now_ms, out)
         elif message.req_id == self._mount_id:
-            again = error.retriable or isinstance(error, errors.GenerationMismatch)
-            if again:
+            if verdicts.is_mount_again(error):
                 self._leave(str(error), now_ms, out)
             else:
                 self._stop(error, out)
-        elif self._reading is not None and message.req_id == self._reading.req_id:
+        elif self._readback.is_asked(message.req_id):
             self._leave(f"reading back: {error}", now_ms, out)
         else:
-            self._unexpected(message, out)
-
-    def _unexpected(self, message: ClientMessage, out: list[Effect]) -> None:
-        out.append(
-            Report(
-                "message_ignored",
-                (("partition", self._partition_id), ("message", type(message).__name__)),
-            )
-        )
+            out.append(self._report("message_ignored", message=str(error)))
 
     # --- appends
 
-    def _send_waiting(self, now_ms: int, out: list[Effect]) -> None:
+    def _send_waiting(self, out: list[Effect]) -> None:
         assert self.phase is Phase.READY  # invariant 1
+        if self._remount_reason is not None:
+            return
         while (waiting := self._outbox.first) is not None:
             parcel = waiting.parcel
             refusal = self._outbox.refusal(parcel, self._limits)
@@ -473,23 +451,13 @@ class PartitionStream:
             self._send_parcel(parcel, waiting.deadline_ms, out)
 
     def _send_parcel(self, parcel: Parcel, deadline_ms: int, out: list[Effect]) -> None:
-        req_id = ReqId(
-            ClientId(self._client_id), self._generation, self._partition_id, self._next_sequence
-        )
+        client_id = ClientId(self._client_id)
+        req_id = ReqId(client_id, self._generation, self._partition_id, self._next_sequence)
         self._next_sequence += parcel.row_count  # invariant 5
         self._monitor.register(
-            Pending(parcel, req_id, self._mount, self.high_water_mark, deadline_ms)
+            Pending(parcel, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
         )
-        mark, content = parcel.client_high_water_mark, parcel.content
-        message: ClientMessage
-        if isinstance(content, Single):
-            locks = (content.write_locks, content.read_locks, content.append_locks)
-            message = messages.AppendRequest(
-                req_id, mark, *locks, content.header, content.data, parcel.content_crc
-            )
-        else:
-            message = messages.AppendBatch(req_id, mark, content, parcel.content_crc)
-        out.append(Send(self._link, message))
+        out.append(Send(self._link, parcel.message(req_id)))
 
     def _append_result(
         self, message: messages.AppendResult, now_ms: int, out: list[Effect]
@@ -501,15 +469,13 @@ class PartitionStream:
             if self.phase in _LINKED:
                 self._leave(str(error), now_ms, out)
             return
-        if answer is None:
-            return
-        pending, outcome = answer
-        self._conclude(pending, outcome, now_ms, out)
+        if answer is not None:
+            self._conclude(*answer, now_ms, out)
 
     def _append_error(
         self, pending: Pending, error: errors.WaltzError, now_ms: int, out: list[Effect]
     ) -> None:
-        reason = _REASONS.get(error.code)
+        reason = verdicts.reason_of(error)
         if reason is not None:
             self._monitor.remove(pending)
             outcome = BatchOutcome.uniform(
@@ -519,6 +485,7 @@ class PartitionStream:
         elif isinstance(error, errors.UsageError):
             self._monitor.remove(pending)
             out.append(Refused(pending.parcel.token, error))
+            self._leave_if_drained(now_ms, out)
         elif isinstance(error, errors.ConnectionSuperseded):
             # An answer to an older mount of ours may say so, too: that one was replaced by us.
             if pending.mount == self._mount:
@@ -533,32 +500,31 @@ class PartitionStream:
         out.append(Settled(pending.parcel.token, outcome))
         if self.phase is not Phase.READY:
             return
-        if outcome.reasons.any() and pending.mount == self._mount:
-            for reason in _REMOUNT:
-                if (outcome.reasons == reason).any():
-                    self._leave(f"an append was refused: {reason.name}", now_ms, out)
-                    return
-        self._send_waiting(now_ms, out)
+        reason = verdicts.remount_reason(outcome) if pending.mount == self._mount else None
+        if reason is not None:
+            self._mount_anew(f"an append was refused: {reason.name}", now_ms, out)
+        elif not self._leave_if_drained(now_ms, out):
+            self._send_waiting(out)
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
-        for pending in [each for each in self._monitor if each.deadline_ms <= now_ms]:
-            self._monitor.remove(pending)
-            out.append(Refused(pending.parcel.token, self._unknown(pending, timeout_ms)))
+        late = [pending for pending in self._monitor if pending.deadline_ms <= now_ms]
+        for pending in late:
+            self._give_up(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
-            error = errors.Unreachable(
-                f"partition {self._partition_id}: not sent within {timeout_ms} ms "
-                f"({self._trouble}); it is not in the log"
-            )
+            error = verdicts.not_sent(self._partition_id, timeout_ms, self.trouble)
             out.append(Refused(waiting.parcel.token, error))
 
-    def _unknown(self, pending: Pending, timeout_ms: int | None = None) -> errors.OutcomeUnknown:
-        when = "before the client was closed" if timeout_ms is None else f"within {timeout_ms} ms"
-        return errors.OutcomeUnknown(
-            f"partition {self._partition_id}: the outcome of {pending.parcel.row_count} rows from "
-            f"request {tuple(pending.req_id)} on could not be settled {when} ({self._trouble}); "
-            f"if they are in the log, then after transaction {pending.mark_before}"
-        )
+    def _give_up(self, pending: Pending, when: str, out: list[Effect]) -> None:
+        """Tell what is known of a parcel that waits no longer: all of it, or that nobody knows."""
+        self._monitor.remove(pending)
+        self._spoiled[pending.link] = None
+        outcome = pending.known_outcome(self.high_water_mark)
+        if outcome is not None:
+            out.append(Settled(pending.parcel.token, outcome))
+        else:
+            error = verdicts.unknown(pending, when, self.trouble)
+            out.append(Refused(pending.parcel.token, error))
 
     # --- client ids
 
@@ -581,17 +547,22 @@ class PartitionStream:
     # --- feed
 
     def _feed_batch(self, message: messages.FeedBatch, now_ms: int, out: list[Effect]) -> None:
+        if message.req_id != self._mount_id or not self._mount_has_feed:
+            return
         stretch = self._cursor.take(message)
         if isinstance(stretch, str):  # invariant 6
             self._leave(stretch, now_ms, out)
-        elif stretch is not None:
+            return
+        if self.phase is Phase.MOUNTING:
+            self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
+        if stretch is not None:
             self._monitor.saw_feed(stretch.first, stretch.headers)
             self._learn(stretch.last, out)
             out.append(Fed(stretch.first, stretch.count, stretch.headers))
 
     def _ask_feed(self, out: list[Effect]) -> None:
         """Ask for the next stretch, unless the application is too far behind already."""
-        if self._mount_id is None:
+        if self._mount_id is None or not self._mount_has_feed:
             return
         mark = self._cursor.ask()
         if mark is not None:
@@ -607,18 +578,20 @@ class PartitionStream:
     def _control_id(self) -> ReqId:
         sequence = self._next_control
         self._next_control = sequence - 1 if sequence > CONTROL_SEQUENCE_MIN else -1
-        generation = max(self._generation, Generation(0))
-        return ReqId(ClientId(self._client_id), generation, self._partition_id, sequence)
+        return ReqId(ClientId(self._client_id), self._generation, self._partition_id, sequence)
+
+    def _report(self, name: str, **fields: object) -> Report:
+        return Report(name, (("partition", self._partition_id), *fields.items()))
 
     def _stop(self, error: errors.WaltzError, out: list[Effect]) -> None:
         if self.phase is Phase.STOPPED:
             return
         self.phase = Phase.STOPPED
+        self._phase_deadline_ms = None
         self._stopped = error
-        self._trouble = str(error)
+        self.trouble = str(error)
         self._link = -1
         for pending in list(self._monitor):
-            self._monitor.remove(pending)
-            out.append(Refused(pending.parcel.token, self._unknown(pending)))
+            self._give_up(pending, "before the stream ended", out)
         out.extend(Refused(waiting.parcel.token, error) for waiting in self._outbox.take_all())
         out.append(Stopped(error))

@@ -14,7 +14,8 @@ import numpy as np
 from waltz_core import errors
 from waltz_core.client import events
 from waltz_core.client.monitor import Parcel, Single
-from waltz_core.client.stream import PartitionStream, Phase, StreamSettings
+from waltz_core.client.events import Phase, StreamSettings
+from waltz_core.client.stream import PartitionStream
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import BEFORE_FIRST, RECORD_HEADER, PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages as m
@@ -29,6 +30,7 @@ SETTINGS = StreamSettings(
     range_bytes_max=28 * 5,
     in_flight_bytes_max=1 << 20,
     feed_ahead_max=50,
+    feed_lag_max=15,
 )
 FEED = struct.Struct(">16si")
 
@@ -54,7 +56,7 @@ class ModelWorld:
         self.fence: tuple[int, int] | None = None  # (link, connection sequence)
         self.queue: deque[tuple[int, m.ClientMessage]] = deque()  # received appends, not final
         self.wires: list[Wire] = []
-        self.attempts: deque[int] = deque()
+        self.attempts: deque[events.OpenLink] = deque()
         self.connection_sequence = 0
         self.stream = PartitionStream(CLIENT, PARTITION, SETTINGS, random)
         self.sent: dict[int, list[ReqId]] = {}
@@ -66,6 +68,8 @@ class ModelWorld:
         self.feed_at = 0
         self.mount_id: ReqId | None = None
         self.tokens = 0
+        self.lags: int | None = None
+        self.is_mounted = False
         self.stale: tuple[int, int] | None = None
         if wants_feed:
             self.step(events.Subscribe(BEFORE_FIRST))
@@ -76,7 +80,7 @@ class ModelWorld:
         for effect in self.stream.step(event, self.now_ms):
             match effect:
                 case events.OpenLink():
-                    self.attempts.append(effect.attempt)
+                    self.attempts.append(effect)
                 case events.Send():
                     self.send(effect)
                 case events.Settled() | events.Refused():
@@ -87,6 +91,9 @@ class ModelWorld:
                     assert len(effect.headers) == 20 * effect.count
                     for packed, _ in FEED.iter_unpack(effect.headers):
                         self.fed.append(ReqId.from_bytes(packed))
+                case events.FeedLags():
+                    assert self.lags is None, "asked to catch up twice"
+                    self.lags = effect.fed
                 case events.Ready() | events.MarkMoved():
                     assert effect.high_water_mark < len(self.log)
                 case Report():
@@ -124,11 +131,16 @@ class ModelWorld:
     def link(self) -> None:
         if not self.attempts:
             return
-        attempt = self.attempts.popleft()
+        opening = self.attempts.popleft()
+        attempt = opening.attempt
         if self.random.random() < 0.2:
             self.step(events.LinkFailed(attempt, errors.Unreachable("no")))
             return
-        usable = [wire.number for wire in self.wires if not wire.is_broken]
+        usable = [
+            wire.number
+            for wire in self.wires
+            if not wire.is_broken and wire.number not in opening.spoiled
+        ]
         if usable and self.random.random() < 0.4:
             number = usable[-1]
         else:
@@ -178,11 +190,7 @@ class ModelWorld:
             case m.MountWriter():
                 self.mount(wire.number, message)
             case m.AppendBatch() | m.AppendRequest():
-                if self.fence is None or self.fence[0] != wire.number:
-                    self.refuse(wire.number, message.req_id, errors.NotMounted("no"))
-                elif message.req_id.generation != self.generation:
-                    self.refuse(wire.number, message.req_id, errors.GenerationMismatch("no"))
-                elif self.random.random() < 0.05:
+                if self.random.random() < 0.05:
                     self.refuse(wire.number, message.req_id, errors.Overloaded("full"))
                 else:
                     self.queue.append((wire.number, message))
@@ -209,12 +217,16 @@ class ModelWorld:
             if not newer and not (message.connection_sequence == sequence and number == link):
                 self.refuse(link, message.req_id, errors.ConnectionSuperseded("older"))
                 return
+        # NB: what still queues is judged later, by this fence: of an older link it is refused.
         self.fence = (link, message.connection_sequence)
-        while self.queue:
-            self.process()
-        self.feed_link, self.mount_id = link, message.req_id
-        self.granted = -1
+        self.is_mounted = True
         mark = len(self.log) - 1
+        self.feed_link, self.mount_id = (link, message.req_id) if message.wants_feed else (-1, None)
+        self.granted = -1
+        if message.wants_feed:
+            self.feed_at = message.high_water_mark + 1
+            while self.feed_at <= mark:
+                self.feed_some(mark)
         self.answer(link, m.Mounted(message.req_id, 1, mark, 100, 1 << 20, 1 << 20))
 
     def process(self) -> None:
@@ -222,9 +234,17 @@ class ModelWorld:
         if not self.queue:
             return
         link, message = self.queue.popleft()
+        if self.fence is None or self.fence[0] != link or not self.is_mounted:
+            self.refuse(link, message.req_id, errors.NotMounted("no"))
+            return
+        if message.req_id.generation != self.generation:
+            self.refuse(link, message.req_id, errors.GenerationMismatch("no"))
+            return
         token = int(bytes(message.payload if isinstance(message, m.AppendBatch) else message.data))
         ids, reasons, conflicting = [], [], []
         lost = self.random.random() < 0.1
+        if lost:
+            self.is_mounted = False  # as the server does, so that nothing overtakes what was lost
         for row in self.sent[token]:
             if lost or self.random.random() < 0.2:
                 reason = m.Reason.LOST if lost else m.Reason.LOCK
@@ -235,6 +255,9 @@ class ModelWorld:
                 self.log.append(row)
             reasons.append(reason)
             conflicting.append(0 if reason is m.Reason.LOCK else -1)
+        if self.random.random() < 0.05:
+            self.refuse(link, message.req_id, errors.OutcomeUnknown("who knows"))
+            return
         self.answer(
             link,
             m.AppendResult(
@@ -279,8 +302,11 @@ class ModelWorld:
             self.granted = -1
             self.answer(self.feed_link, m.FeedSuspended(self.mount_id))
             return
+        self.feed_some(min(len(self.log) - 1, self.granted))
+
+    def feed_some(self, until: int) -> None:
         first = max(0, self.feed_at - self.random.choice((0, 0, 2)))
-        last = min(self.feed_at + self.random.randrange(4), len(self.log) - 1, self.granted)
+        last = min(self.feed_at + self.random.randrange(4), until)
         if last < self.feed_at:
             return
         headers = b"".join(FEED.pack(self.log[i].to_bytes(), 0) for i in range(first, last + 1))
@@ -312,6 +338,13 @@ class ModelWorld:
         self.now_ms += self.random.choice((1, 20, 300, 2500))
         self.step(Wakeup())
 
+    def catch_up(self) -> None:
+        """What the driver does after `FeedLags`, at last."""
+        if self.lags is not None:
+            self.lags = None
+            self.fed = self.log[: max(len(self.fed), len(self.log) - 3)]
+            self.step(events.Resume(TransactionId(len(self.fed) - 1)))
+
     def apply(self) -> None:
         if self.fed:
             self.step(events.Applied(TransactionId(len(self.fed) - 1)))
@@ -319,16 +352,32 @@ class ModelWorld:
     # --- the whole
 
     def run(self, steps: int) -> None:
-        actions = (
-            [self.append] * 6
-            + [self.deliver_to_server] * 8
-            + [self.deliver_to_client] * 8
-            + [self.process] * 6
-            + [self.link] * 4
-            + [self.feed] * 4
-            + [self.apply] * 2
-            + [lambda: self.write_foreign(), lambda: self.break_wire(), lambda: self.pass_time(), lambda: self.move()]
-        )
+        weights = {
+            self.append: 6,
+            self.deliver_to_server: 8,
+            self.deliver_to_client: 8,
+            self.process: 6,
+            self.link: 4,
+            self.feed: 4,
+            self.apply: 2,
+            self.catch_up: 1,
+            self.write_foreign: 1,
+            self.break_wire: 1,
+            self.pass_time: 1,
+            self.move: 1,
+        }
+        # Each run has more of some things and less of others, so that queues build up somewhere,
+        # and some runs are without some faults, so that those do not hide others.
+        faults = (self.break_wire, self.move, self.pass_time)
+        actions = [
+            action
+            for action, weight in weights.items()
+            for _ in range(
+                self.random.choice((0, 1, 2))
+                if action in faults
+                else round(weight * self.random.choice((0.25, 1, 3)) + 0.5)
+            )
+        ]
         for _ in range(steps):
             self.random.choice(actions)()
 
@@ -342,6 +391,7 @@ class ModelWorld:
             self.deliver_to_client()
             self.process()
             self.apply()
+            self.catch_up()
             wake = self.stream.wake_at_ms
             if wake is not None:
                 self.now_ms = max(self.now_ms, min(wake, self.now_ms + 20))

@@ -1,0 +1,87 @@
+"""What is read from the log after a mount, before anything is believed or sent.
+
+Why it stands alone: two questions are asked of the log itself and of nobody else: which of the rows
+in doubt are in it, and is it still the log that the feed came from.
+
+Rules:
+    1. Headers are read densely from the first to the last, however many answers that takes.
+    2. The feed's last known chain is compared with the lineage of the batch it belongs to. Another
+       chain there means another history: the feed must not go on.
+"""
+
+from waltz_core.client.monitor import Monitor
+from waltz_core.record import Chain, ReqId, TransactionId
+from waltz_core.wire.messages import RangeData, RangeForm, RangeRequest
+
+
+class ReadBack:
+    """The reads of one mount, one at a time."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._first: TransactionId | None = None
+        self._last = TransactionId(-1)
+        self._chain: tuple[TransactionId, Chain] | None = None
+        self._asked: RangeRequest | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to read."""
+        return self._chain is None and self._first is None
+
+    def begin(
+        self,
+        doubtful: tuple[TransactionId, TransactionId] | None,
+        chain: tuple[TransactionId, Chain] | None,
+    ) -> None:
+        """Plan to read headers first..last, and to compare the chain at an id."""
+        self._first, self._last = doubtful or (None, TransactionId(-1))
+        self._chain = chain
+        self._asked = None
+
+    def cancel(self) -> None:
+        """The mount has come to nothing."""
+        self.begin(None, None)
+
+    def request(self, req_id: ReqId) -> RangeRequest:
+        """Return the next request."""
+        assert not self.is_done
+        first, last = self._first, self._last
+        if self._chain is not None:
+            first = last = self._chain[0]
+        assert first is not None
+        self._asked = RangeRequest(req_id, first, last, self._bytes_max, RangeForm.HEADERS, ())
+        return self._asked
+
+    def is_asked(self, req_id: ReqId) -> bool:
+        """Whether this is the request that is under way."""
+        return self._asked is not None and self._asked.req_id == req_id
+
+    def take(self, message: RangeData, monitor: Monitor) -> str | None:
+        """Take an answer in; return in words what is wrong with it, None when nothing is."""
+        asked = self._asked
+        assert asked is not None
+        self._asked = None
+        fits = (
+            message.form == RangeForm.HEADERS
+            and message.first == asked.first
+            and message.count > 0
+            and message.next == message.first + message.count
+        )
+        first = TransactionId(message.first)
+        if not fits or not monitor.saw_headers(first, message.count, message.records):
+            return f"no dense headers in answer to transactions {asked.first}..{asked.last}"
+        if self._chain is not None:
+            self._chain = None
+            return None
+        self._first = TransactionId(message.next) if message.next <= self._last else None
+        return None
+
+    def is_other_history(self, message: RangeData) -> bool:
+        """Whether the answer shows that the log below the feed has changed (rule 2)."""
+        if self._chain is None:
+            return False
+        at, chain = self._chain
+        ends = [entry for entry in message.lineage if entry.last == at]
+        # NB: without the batch's own entry (an original wrote it) nothing can be told.
+        return bool(ends) and ends[0].chain != chain
