@@ -146,7 +146,7 @@ class Counters(Callbacks):
 class Count(TransactionContext):
     """Adds one to a counter, from whatever the feed has told of it by then."""
 
-    timeout_ms = 120_000
+    timeout_ms: int | None = 120_000
 
     def __init__(self, key: str, counter: int, counters: Counters) -> None:
         super().__init__()

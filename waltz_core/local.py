@@ -44,6 +44,7 @@ USUAL_ZOOKEEPER_PORT = 2181
 USUAL_STORAGE_PORT = 15280
 USUAL_SERVER_PORT = 15180
 STOP_TIMEOUT_S = 10.0
+PORT_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -179,7 +180,8 @@ class LocalCluster:
         member = self.member(name)
         if member.process() is not None:
             return
-        if not _port_is_free(member.port):
+        self._await_end(member, STOP_TIMEOUT_S)
+        if not _port_is_free_soon(member.port):
             self._move_port(member)
         self._write_config(member)
         self.log_path(name).parent.mkdir(exist_ok=True)
@@ -194,10 +196,9 @@ class LocalCluster:
         """Send a signal to one member; a killing one is awaited."""
         member = self.member(name)
         process = member.process()
-        if process is None:
-            return
-        process.send_signal(signal_number)
-        if signal_number in (signal.SIGKILL, signal.SIGTERM):
+        if process is not None:
+            process.send_signal(signal_number)
+        if process is None or signal_number in (signal.SIGKILL, signal.SIGTERM):
             self._await_end(member, STOP_TIMEOUT_S)
 
     def down(self) -> list[str]:
@@ -451,6 +452,16 @@ def _port_is_free(port: int) -> bool:
             probe.bind(("127.0.0.1", port))
         except OSError:
             return False
+    return True
+
+
+def _port_is_free_soon(port: int) -> bool:
+    """Tell whether a port is free, or becomes so: of a process just killed it is held a moment."""
+    deadline = time.monotonic() + PORT_TIMEOUT_S
+    while not _port_is_free(port):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
     return True
 
 

@@ -1,0 +1,40 @@
+"""Clusters of real processes to kill, and what is told of them."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.fault.load import Story
+from waltz_core.local import LocalCluster, running
+
+# The shortest session that ZooKeeper grants with its ticks of half a second is one second.
+SESSION_MS = 1_500
+
+
+@pytest.fixture(scope="module")
+def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """Give one cluster to all tests of a file."""
+    settings: dict[str, dict[str, object]] = {
+        kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
+    }
+    with running(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
+        yield Story(cluster)
+
+
+@pytest.fixture
+def story(module_story: Story) -> Iterator[Story]:
+    """Give the file's cluster; whatever a test has ended runs again afterwards."""
+    yield module_story
+    for member in module_story.cluster.members:
+        module_story.cluster.start(member.name)
+
+
+@pytest.fixture
+def cluster_of(request: pytest.FixtureRequest) -> Callable[[LocalCluster], LocalCluster]:
+    """Return a function that sees to the end of clusters which a test has made."""
+
+    def keep(cluster: LocalCluster) -> LocalCluster:
+        request.addfinalizer(lambda: cluster.exists() and cluster.down())
+        return cluster
+
+    return keep

@@ -1,0 +1,258 @@
+"""A writer in the background whose every outcome is compared with the log, and looks at replicas.
+
+The comparison is that of `examples/four_writers.py`.
+"""
+
+import importlib.util
+import itertools
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from waltz_core.batches import encode_append
+from waltz_core.client import WaltzClient, lock, partition_of
+from waltz_core.config import ClientConfig
+from waltz_core.errors import WaltzError
+from waltz_core.local import LocalCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, IN_FLIGHT = 20, 8
+DEADLINE_S = 45.0
+CREATED_END = 12  # a segment begins with 4 bytes of version and 8 of its making
+
+
+def _four_writers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "four_writers", ROOT / "examples" / "four_writers.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["four_writers"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+four_writers = _four_writers()
+
+
+def wait_until(what: str, condition: Callable[[], object], *, seconds: float = DEADLINE_S) -> None:
+    """Look at a condition until it holds; fail when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+class Load:
+    """Appends batches under write locks to all partitions, until it is stopped."""
+
+    _numbers = itertools.count(100)
+
+    def __init__(self, connect: str, *, request_timeout_ms: int = 20_000) -> None:
+        self.ledger: list[four_writers.Told] = []
+        self.committed = 0
+        self.refusals: list[str] = []
+        self._number = next(self._numbers)
+        self._random = random.Random(self._number)
+        self._client = WaltzClient(connect, ClientConfig(request_timeout_ms=request_timeout_ms))
+        count = self._client.partition_count
+        self._locks: list[list[int]] = [[] for _ in range(count)]
+        for account in range(500):
+            hashed = lock("account", account)
+            self._locks[partition_of(hashed, count)].append(hashed)
+        self._marks = dict.fromkeys(range(count), -1)
+        self._keys = itertools.count()
+        self._pending: deque[four_writers.Pending] = deque()
+        self._is_stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="load")
+        self._thread.start()
+
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Send no more, wait for all outcomes."""
+        self._is_stopping.set()
+        self._thread.join()
+        self._client.close()
+        assert self._failure is None, self._failure
+
+    def goes_on(self, rows: int = 400) -> None:
+        """Wait until so many more rows are told committed."""
+        wanted = self.committed + rows
+        wait_until(
+            f"{rows} more rows committed; refused: {self.refusals[-3:]}",
+            lambda: self.committed >= wanted or self._failure is not None,
+        )
+
+    def _run(self) -> None:
+        try:
+            for partition in itertools.cycle(range(len(self._locks))):
+                if self._is_stopping.is_set():
+                    break
+                self._send(partition)
+                self._settle(IN_FLIGHT)
+            self._settle(0)
+        except BaseException as error:
+            self._failure = error
+
+    def _send(self, partition: int) -> None:
+        rows = [
+            four_writers.Content(
+                f"{self._number}.{next(self._keys)}",
+                partition,
+                self._marks[partition],
+                [self._random.choice(self._locks[partition])],
+                [],
+                [],
+            )
+            for _ in range(ROWS)
+        ]
+        data = [row.to_bytes() for row in rows]
+        nothing: list[list[int]] = [[]] * ROWS
+        payload = encode_append(
+            [0] * ROWS,
+            data,
+            write_locks=[row.writes for row in rows],
+            read_locks=nothing,
+            append_locks=nothing,
+        )
+        now_s = time.monotonic()
+        told = [
+            four_writers.Told(row.key, partition, four_writers.digest_of(each), now_s)
+            for row, each in zip(rows, data, strict=True)
+        ]
+        mark = self._marks[partition]
+        future = self._client.append_batch(partition, payload, ROWS, client_high_water_mark=mark)
+        future.add_done_callback(lambda _: four_writers._stamp(told))
+        self._pending.append(four_writers.Pending(future, told))
+
+    def _settle(self, in_flight: int) -> None:
+        while len(self._pending) > in_flight:
+            pending = self._pending.popleft()
+            four_writers._decide(pending)
+            self.ledger += pending.told
+            outcomes = [each.outcome for each in pending.told]
+            self.committed += outcomes.count(four_writers.OK)
+            self.refusals += [
+                each.why for each in pending.told if each.outcome in ("lost", "unknown")
+            ][:1]
+            try:
+                outcome = pending.future.result()
+            except WaltzError:
+                continue
+            partition = pending.told[0].partition
+            self._marks[partition] = max(self._marks[partition], int(outcome.high_water_mark))
+
+
+class Story:
+    """All that was told on one cluster, over several loads."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.ledger: list[four_writers.Told] = []
+
+    def load(self) -> "_Told":
+        """Run a load for the length of a `with`; what it was told belongs to the story."""
+        return _Told(self)
+
+    def row(self, partition: int) -> bytes:
+        """Return data for an append beside the loads; what is told of it is not written down."""
+        content = four_writers.Content(f"row.{len(self.ledger)}", partition, -1, [], [], [])
+        data: bytes = content.to_bytes()
+        told = four_writers.Told(content.key, partition, four_writers.digest_of(data), 0.0)
+        self.ledger.append(told)
+        return data
+
+    def check_agrees(self) -> None:
+        """Compare everything told so far with the log."""
+        log = four_writers.read_log(self.cluster.connect)
+        verdict = four_writers.compare(self.ledger, log)
+        assert verdict.wrong == []
+        assert verdict.counts[four_writers.OK] > 0
+        assert len(log) >= verdict.counts[four_writers.OK]
+
+    def check_whole(self) -> None:
+        """Wait until every replica is engaged, and all hold the same bytes."""
+        wait_until("every replica engaged", lambda: all_engaged(self.cluster))
+        wait_until("replicas equal", lambda: not differing(self.cluster))
+        assert segments(self.cluster, "storage-1"), "nothing was compared"
+
+
+class _Told:
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._load = Load(story.cluster.connect)
+
+    def __enter__(self) -> Load:
+        return self._load
+
+    def __exit__(self, *_error: object) -> None:
+        try:
+            self._load.stop()
+        finally:
+            self._story.ledger += self._load.ledger
+
+
+def command(*words: str) -> list[str]:
+    """Return a command line of ours."""
+    return [sys.executable, "-m", "waltz_core", *words]
+
+
+def shown(cluster: LocalCluster) -> dict[str, object]:
+    """Return what `waltz-core cluster show --json` says."""
+    done = subprocess.run(
+        command("cluster", "show", cluster.connect, "--json"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def all_engaged(cluster: LocalCluster) -> bool:
+    """Tell whether ZooKeeper says so of every replica."""
+    view = shown(cluster)
+    storages, partitions = view["storages"], view["partitions"]
+    assert isinstance(partitions, dict)
+    assert isinstance(storages, dict)
+    return all(set(each["engaged"]) == set(storages) for each in partitions.values())
+
+
+def segments(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
+    """Return the bytes of all segment files of a storage by their place, but when they were made."""
+    top = cluster.directory / storage
+    found: dict[str, bytes] = {}
+    for path in sorted(top.rglob("*.seg")):
+        data = path.read_bytes()
+        found[path.relative_to(top).as_posix()] = data[:4] + data[CREATED_END:]
+    return found
+
+
+def differing(cluster: LocalCluster) -> list[str]:
+    """Return the segment files that not all storages hold with the same bytes."""
+    names = [member.name for member in cluster.members if member.kind == "storage"]
+    first, *others = [segments(cluster, name) for name in names]
+    return sorted(
+        {
+            path
+            for other in others
+            for path in first.keys() | other.keys()
+            if first.get(path) != other.get(path)
+        }
+    )

@@ -1,0 +1,77 @@
+"""The script of four writers, as a user runs it, with fewer transactions."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.fault.load import ROOT, four_writers
+
+pytestmark = pytest.mark.fault
+
+
+def test_four_writers_agree_with_the_log(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "examples" / "four_writers.py")),
+            *("--transactions", "20000", "--directory", str(tmp_path)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "four writers: OK"
+    assert "storage-2 was killed" in done.stdout
+
+
+def told(key: str, outcome: str, transaction_id: int = -1) -> four_writers.Told:
+    made = content(key)
+    return four_writers.Told(
+        key, 0, four_writers.digest_of(made.to_bytes()), 1.0, 2.0, outcome, transaction_id
+    )
+
+
+def content(key: str) -> four_writers.Content:
+    return four_writers.Content(key, 0, -1, [], [], [])
+
+
+def entry(key: str, transaction_id: int) -> four_writers.Entry:
+    return four_writers.Entry(0, transaction_id, key.encode(), content(key).to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("ledger", "log", "wrong"),
+    [
+        ([told("a", "committed", 0)], [], "lost"),
+        ([told("a", "refused")], [entry("a", 0)], "was told refused"),
+        ([told("a", "lost")], [entry("a", 0)], "was told lost"),
+        ([told("a", "committed", 1)], [entry("a", 0)], "was told to be 1"),
+        ([told("a", "unknown")], [entry("a", 0), entry("a", 1)], "stands 2 times"),
+        ([], [entry("a", 0)], "written by nobody"),
+        ([told("a", "committed", 1)], [entry("a", 1)], "expected 0, found 1"),
+    ],
+)
+def test_the_comparison_finds(ledger, log, wrong):
+    assert any(wrong in each for each in four_writers.compare(ledger, log).wrong)
+
+
+def test_the_comparison_finds_a_conflict_that_was_let_in():
+    rows = [four_writers.Content(key, 0, -1, [7], [], []) for key in ("a", "b")]
+    log = [
+        four_writers.Entry(0, number, row.key.encode(), row.to_bytes())
+        for number, row in enumerate(rows)
+    ]
+    ledger = [
+        four_writers.Told(
+            row.key, 0, four_writers.digest_of(row.to_bytes()), 1.0, 2.0, "committed", number
+        )
+        for number, row in enumerate(rows)
+    ]
+    assert any("conflicts with 0" in each for each in four_writers.compare(ledger, log).wrong)
+
+
+def test_the_comparison_agrees_with_what_is_right():
+    ledger = [told("a", "committed", 0), told("b", "refused"), told("c", "unknown")]
+    assert four_writers.compare(ledger, [entry("a", 0)]).wrong == []

@@ -1,0 +1,230 @@
+"""`waltz-core local` as its user runs it, and what may happen to it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.fault.load import command, wait_until
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster, _port_is_free
+
+pytestmark = pytest.mark.fault
+CYCLES = int(os.environ.get("WALTZ_LOCAL_CYCLES", "5"))
+# Smaller than the usual one, for speed: the processes are the same.
+SMALL = ("--storages", "3", "--servers", "1", "--partitions", "2")
+
+
+def local(directory: Path, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command("local", verb, "--directory", str(directory), *words),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def up(directory: Path, *words: str) -> str:
+    done = local(directory, "up", *(words or SMALL))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def status(directory: Path) -> dict[str, dict[str, object]]:
+    found = json.loads(local(directory, "status", "--json").stdout)
+    return {member["name"]: member for member in found["members"]}
+
+
+def pids_at(directory: Path) -> list[int]:
+    """Return every process that has the directory in its command line."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+            if any(str(directory) in word for word in words):
+                found.append(process.pid)
+    return sorted(found)
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the one sentence of a command that has failed."""
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    (sentence,) = done.stderr.strip().splitlines()
+    return sentence
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """Give a directory; what still runs there is ended at the end."""
+    where = tmp_path / "waltz"
+    yield where
+    if (where / "cluster.json").exists():
+        LocalCluster(where).down()
+    assert pids_at(where) == []
+
+
+def kill_everything(directory: Path) -> list[int]:
+    ports = []
+    for member in LocalCluster(directory).members:
+        process = member.process()
+        if process is not None:
+            process.send_signal(signal.SIGKILL)
+        ports += [port for port in (member.port, member.admin_port, member.http_port) if port]
+    return ports
+
+
+def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
+    written: list[tuple[int, bytes]] = []
+    for cycle in range(CYCLES):
+        connect = up(directory)
+        with WaltzClient(connect) as client:
+            for number in range(20):
+                data = f"{cycle}.{number}".encode()
+                written.append((client.append(data, partition=0).result(30), data))
+        ports = kill_everything(directory)
+        wait_until("no process left", lambda: pids_at(directory) == [], seconds=5)
+        wait_until("ports free", lambda: all(map(_port_is_free, ports)), seconds=5)  # noqa: B023
+    with WaltzClient(up(directory)) as client:
+        assert client.high_water_mark(0, linearizable=True) == len(written) - 1
+        records = b"".join(bytes(chunk.records) for chunk in client.read_range(0, 0, len(written) - 1))
+    assert [number for number, _ in written] == list(range(len(written)))
+    assert all(data in records for _, data in written)
+
+
+def test_up_is_idempotent_and_starts_only_what_is_missing(directory: Path):
+    connect = up(directory)
+    before = status(directory)
+    assert up(directory) == connect
+    assert status(directory) == before
+    LocalCluster(directory).kill("storage-2")
+    assert status(directory)["storage-2"]["state"] == "down"
+    assert local(directory, "status").returncode == 1
+    assert up(directory) == connect
+    after = status(directory)
+    assert {member["state"] for member in after.values()} == {"up"}
+    changed = [name for name in after if after[name] != before[name]]
+    assert changed == ["storage-2"]
+    done = local(directory, "down")
+    assert done.returncode == 0
+    assert pids_at(directory) == []
+    assert "nothing was running" in local(directory, "down").stderr
+
+
+def test_down_spares_what_it_did_not_start(directory: Path):
+    up(directory)
+    LocalCluster(directory).kill("server-1")
+    state_file = directory / "cluster.json"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as foreign:
+        state = json.loads(state_file.read_text())
+        for member in state["members"]:
+            if member["name"] == "server-1":
+                member["pid"] = foreign.pid
+        state_file.write_text(json.dumps(state))
+        assert local(directory, "down").returncode == 0
+        assert foreign.poll() is None
+        foreign.kill()
+    assert pids_at(directory) == []
+
+
+def test_a_taken_storage_port_is_told(directory: Path):
+    up(directory)
+    local(directory, "down")
+    port = LocalCluster(directory).member("storage-1").port
+    with socket.socket() as taker:
+        taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taker.bind(("127.0.0.1", port))
+        taker.listen()
+        sentence = refused(local(directory, "up", *SMALL))
+        assert f"port {port} of storage-1 is taken by another program" in sentence
+    up(directory)
+
+
+def test_other_ports_are_chosen_when_the_usual_ones_are_taken(directory: Path):
+    usual = (2181, 15180, 15280, 15281, 15290, 15291)
+    with ExitStack() as stack:
+        for port in filter(_port_is_free, usual):
+            taker = stack.enter_context(socket.socket())
+            taker.bind(("127.0.0.1", port))
+            taker.listen()
+        connect = up(directory)
+        ports = {member["port"] for member in status(directory).values()}
+        assert not ports & set(usual)
+        # A server's port, and ZooKeeper's, is nobody's identity: it may move.
+        assert local(directory, "down").returncode == 0
+        server = LocalCluster(directory).member("server-1").port
+        taker = stack.enter_context(socket.socket())
+        taker.bind(("127.0.0.1", server))
+        taker.listen()
+        assert up(directory) == connect
+        assert status(directory)["server-1"]["port"] != server
+
+
+def test_a_second_up_at_the_same_time_is_refused(directory: Path):
+    with subprocess.Popen(
+        command("local", "up", "--directory", str(directory), *SMALL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as first:
+        wait_until("the first one has begun", lambda: (directory / "cluster.json").exists())
+        second = local(directory, "up", *SMALL)
+        out, told = first.communicate(timeout=60)
+    assert first.returncode == 0, told
+    assert out
+    assert "another command is starting or ending the cluster" in refused(second)
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+import waltz_core.local
+with waltz_core.local.cluster(Path(sys.argv[1]), server_count=1, partition_count=2) as connect:
+    print(connect, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path, signal_number: signal.Signals):
+    where = tmp_path / "embedded"
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(where)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as parent:
+        assert parent.stdout is not None
+        assert b"127.0.0.1" in parent.stdout.readline()
+        children = [pid for pid in pids_at(where) if pid != parent.pid]
+        assert len(children) >= 5
+        parent.send_signal(signal_number)
+        parent.wait(30)
+        wait_until("no child left", lambda: pids_at(where) == [], seconds=15)
+
+
+def test_an_embedded_cluster_leaves_nothing_behind(tmp_path: Path, monkeypatch):
+    from waltz_core.local import cluster
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with cluster(server_count=1, partition_count=2) as connect:
+        (made,) = tmp_path.iterdir()
+        with WaltzClient(connect) as client:
+            assert client.append(b"x", partition=1).result(30) == 0
+        assert pids_at(made)
+    assert list(tmp_path.iterdir()) == []
+    assert pids_at(made) == []
+
+
+def test_what_is_said_without_a_cluster(directory: Path):
+    for verb in ("status", "down"):
+        assert "start one with `waltz-core local up`" in refused(local(directory, verb))
