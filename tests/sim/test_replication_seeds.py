@@ -42,14 +42,15 @@ def test_three_replicas_and_two_servers():
 @pytest.mark.timeout(SEEDS * 20 + 60)
 def test_five_replicas_and_three_servers():
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS // 4):
-        run_seed(seed, replicas=5, servers=3)
+        assert run_seed(seed, replicas=5, servers=3).checker.counts["acked"], f"idle: {seed}"
 
 
 def test_one_replica():
     for seed in range(8):
         # There is nobody to mend it, and every loss of its disk is a loss.
         faults = dict.fromkeys(FAULTS, True) | {"roll_back": False, "rot": False}
-        run_seed(seed, replicas=1, servers=2, faults=faults)
+        sim = run_seed(seed, replicas=1, servers=2, faults=faults)
+        assert sim.checker.counts["acked"], f"idle: {seed}"
 
 
 def test_without_faults_nothing_is_ever_lost_or_closed():

@@ -46,6 +46,22 @@ ONE_DOOR = {
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
 ARROW_DOOR = "waltz_core/batches.py"
 DISK_DOORS = ("waltz_core/storage/disk.py",)
+# What a file that reaches the disk only through a `Disk` does not ask of a path.
+PATH_CALLS = (
+    "glob",
+    "is_dir",
+    "is_file",
+    "iterdir",
+    "mkdir",
+    "read_bytes",
+    "read_text",
+    "resolve",
+    "rglob",
+    "rmdir",
+    "stat",
+    "write_bytes",
+    "write_text",
+)
 BANNED_WORDS_IN_NAMES = ("util", "utils", "manager", "handler", "helper", "helpers", "base", "misc")
 BANNED_MODULES = ("pickle", "marshal", "shelve", "cloudpickle")
 ISSUE_LINK = re.compile(r"#\d+|https?://")
@@ -249,6 +265,27 @@ def test_every_pure_file_is_under_the_contract_of_pure_modules():
         if not (s.path.removesuffix(".py").replace("/", ".") + ".").startswith(listed)
     ]
     nothing(forgotten, "add them to source_modules in pyproject.toml")
+
+
+def test_a_path_is_only_a_name_where_a_disk_is_the_door():
+    wrong = [
+        f"{s.path}:{node.lineno} {ast.unparse(node.func)}"
+        for s in product()
+        if s.path.startswith(("waltz_core/storage/", "waltz_core/sim/"))
+        if s.path not in DISK_DOORS and not is_shell(s)
+        for node in ast.walk(s.tree)
+        if isinstance(node, ast.Call)
+        if ast.unparse(node.func).split(".")[-1] in PATH_CALLS or ast.unparse(node.func) == "open"
+    ]
+    wrong += [
+        f"{s.path}:{node.lineno} names {name}"
+        for s in product()
+        if s.path.startswith("waltz_core/storage/") and s.path not in DISK_DOORS and not is_shell(s)
+        for node in ast.walk(s.tree)
+        for name in imported(node)
+        if name in ("os", "fcntl", "io", "tempfile", "shutil")
+    ]
+    nothing(wrong, "files are reached through `Disk`")
 
 
 def test_nothing_is_pickled_or_evaluated():

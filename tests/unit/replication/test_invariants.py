@@ -18,8 +18,11 @@ def bench():
 
 
 def test_a_sound_machine_passes(bench):
+    assert bench.store.high_water_mark == 1
     check(bench.store)
-    check(Bench().store)
+    idle = Bench().store
+    assert idle.session is None
+    check(idle)
 
 
 def test_counting_a_replica_that_zookeeper_does_not_know(bench):

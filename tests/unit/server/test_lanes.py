@@ -1,3 +1,5 @@
+"""Fair queueing by bytes: turns, order within a lane, and that nobody saves up turns."""
+
 import random
 from dataclasses import dataclass
 

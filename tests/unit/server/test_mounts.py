@@ -1,3 +1,5 @@
+"""Which connection may write for a client: the latest one, and no other ever again."""
+
 from waltz_core.errors import WaltzError
 from waltz_core.record import ClientId, Generation, PartitionId, ReqId, TransactionId
 from waltz_core.server.events import ConnectionId

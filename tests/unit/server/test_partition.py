@@ -1,3 +1,5 @@
+"""One partition of a server as a whole: sessions, appends, mounts, reads and the way out."""
+
 import struct
 import zlib
 from collections.abc import Sequence

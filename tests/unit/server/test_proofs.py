@@ -1,3 +1,5 @@
+"""Proofs of the high-water mark: who shares one, and for how long it is fresh."""
+
 from waltz_core.replication.events import ProveMark
 from waltz_core.server.proofs import Proofs
 

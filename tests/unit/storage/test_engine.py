@@ -1,3 +1,5 @@
+"""A storage directory: its identity, its locks, its partitions, and what it refuses to open."""
+
 import errno
 import os
 import subprocess

@@ -1,3 +1,5 @@
+"""Structures on disk: any bytes decode or are refused, and no flipped bit passes."""
+
 from contextlib import suppress
 from itertools import pairwise
 

@@ -1,3 +1,5 @@
+"""One partition's log over a disk that crashes: what was acknowledged is there, and nothing else."""
+
 import random
 from contextlib import suppress
 from itertools import pairwise
@@ -732,6 +734,9 @@ def test_appends_syncs_crashes_and_truncations_agree_with_a_list(tmp_path, seed)
     for action in rng.choices(list(weights), list(weights.values()), k=60):
         model.world.clock.now += rng.choice([0, 10, 400, 1500])
         getattr(model, action)()
+    assert model.log.max_id == len(model.records) - 1
+    model.sync()
+    model.check()
     model.world.log.abandon()
     model.world.control.close()
 
