@@ -132,10 +132,13 @@ class SimFile:
         data = b"".join(parts)
         fault = self._disk.step("write", self._path)
         room = self._disk.room_for(self._inode, offset + len(data))
+        growth = offset + len(data) - len(self._inode.seen)
         if fault is Fault.POWER_LOSS:
             data = data[: max(0, _sector_floor(offset + len(data) // 2) - offset)]  # rule 3
-        elif fault is not None:
+        elif fault is Fault.FAILS:
             data = data[: len(data) // 2]
+        elif fault is Fault.DISK_FULL:
+            data = data[: len(data) // 2 if growth > 0 else 0]
         elif room < 0:
             data = data[: max(0, len(data) + room)]
             fault = Fault.DISK_FULL
@@ -156,6 +159,8 @@ class SimFile:
             inode.carry_over(sorted(inode.dirty), len(inode.seen))
         if fault is not Fault.POWER_LOSS:
             inode.dirty.clear()
+        if fault is Fault.DISK_FULL:
+            fault = Fault.FAILS  # to the storage it is all the same why a sync fails
         self._disk.strike(fault, "sync", self._path)
 
     def truncate(self, size: int) -> None:

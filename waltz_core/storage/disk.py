@@ -4,9 +4,9 @@ Why it stands alone: all that can go wrong with a disk goes wrong here, so the s
 another `Disk` in its place that tears, loses and fills up. No other file here opens a file.
 
 Rules:
-    1. An error of the operating system becomes `NoSpace` (the disk is full, reads go on) or
-       `DiskFailed` (anything else); no `OSError` leaves this file, but `FileNotFoundError` never
-       happens to a caller that asks `exists` first.
+    1. An error of the operating system becomes `NoSpace` (the disk is full, what was there stays
+       as it is) or `DiskFailed` (anything else, and whatever a sync fails with); no `OSError`
+       leaves this file.
     2. What is durable is said: only `File.sync`, `File.sync_all` and `sync_directory` make it so.
     3. A write is complete or raises; a short write is carried on.
     4. A file comes into being whole: `create_durably` writes it under another name first.
@@ -113,12 +113,12 @@ def remove_temporary(disk: Disk, directory: Path) -> None:
 
 
 @contextmanager
-def _typed_errors(what: str, path: Path) -> Iterator[None]:
+def _typed_errors(what: str, path: Path, *, may_be_full: bool = True) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         message = f"{what} {path}: {error.strerror or error}"
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        if may_be_full and error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise NoSpace(message) from error
         raise DiskFailed(message) from error
 
@@ -155,8 +155,8 @@ class RealFile:
                 left = _after(left, written)
 
     def sync(self) -> None:
-        """Wait for fdatasync."""
-        with _typed_errors("syncing", self._path):
+        """Wait for fdatasync. One that finds no room has lost what it was to write (rule 1)."""
+        with _typed_errors("syncing", self._path, may_be_full=False):
             os.fdatasync(self._fd)
 
     def truncate(self, size: int) -> None:

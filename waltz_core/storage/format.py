@@ -531,3 +531,8 @@ def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRa
         after = IdRange(max(first, TransactionId(removed.last + 1)), last)
         left.extend(one for one in (before, after) if one.first <= one.last)
     return tuple(left[:DAMAGED_MAX]) if len(left) <= DAMAGED_MAX else damaged
+
+
+def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
+    """Return the ranges as they are in a log that ends at an id."""
+    return tuple(IdRange(one.first, min(one.last, last)) for one in damaged if one.first <= last)

@@ -54,6 +54,7 @@ from waltz_core.storage.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
+    damage_until,
     without_damage,
 )
 from waltz_core.storage.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
@@ -298,11 +299,10 @@ class PartitionLog:
         """Read everything above the confirmed mark; damage there keeps the replica suspect."""
         first = TransactionId(self.slot.low_water_mark + 1)
         while first <= self.max_id:
-            try:
-                read = self.read_range(first, self.max_id, READ_BYTES, whole_batches=False)
-            except ChecksumMismatch as error:
-                raise ReplicaSuspect(f"partition {self.partition_id}: {error}") from error
-            first = TransactionId(first + int(read.lengths.size))
+            first = self.verify(first, READ_BYTES)
+        above = [one for one in self.slot.damaged if one.last > self.slot.low_water_mark]
+        if above:
+            raise ReplicaSuspect(f"partition {self.partition_id}: records {above} are damaged")
 
     # ---- appending
 
@@ -425,19 +425,10 @@ class PartitionLog:
                 self._write_slot(replace(self.slot, acked=Marker(last, chain)))
             self._segments.cut(last, None)
         except (DiskFailed, NoSpace) as error:
-            self._failed = self._broken = True
-            self._become_suspect()
-            raise DiskFailed(
-                f"partition {self.partition_id}: what was written after {last} cannot be cut away"
-            ) from error
-        self.chain = chain
-
-    def _become_suspect(self) -> None:
-        try:
+            failure = self._break(f"what was written after {last} cannot be cut away")
             self._write_slot(replace(self.slot, suspect=True))
-        except (DiskFailed, NoSpace) as error:
-            # Nothing is left to say it with; the process must end.
-            raise DiskFailed(f"partition {self.partition_id}: slots failed too") from error
+            raise failure from error
+        self.chain = chain
 
     def _go_on_in_new_segment(self) -> None:
         self._segments.renew(self._settings.now_ms(), self.chain)
@@ -488,16 +479,21 @@ class PartitionLog:
         if provisional is not None and provisional.low_water_mark > last_to_keep:
             provisional = None  # the log will not reach it any more, so nothing may confirm it
         self._write_slot(replace(self.slot, truncate=intent, acked=marker, provisional=provisional))
-        recovery.finish_truncation(self._segments, intent)
+        try:
+            recovery.finish_truncation(self._segments, intent)
+        except (DiskFailed, NoSpace) as error:
+            self._failed = self._broken = (
+                True  # the intent is durable: the next open carries it out
+            )
+            raise DiskFailed(f"partition {self.partition_id}: truncating: {error}") from error
         self.synced_max = self.max_id
         self.chain = self._synced_chain = self._segments.chain
-        beyond = IdRange(TransactionId(last_to_keep + 1), TransactionId((1 << 63) - 1))
         self._write_slot(
             replace(
                 self.slot,
                 truncate=None,
                 acked=Marker(self.max_id, self.chain),
-                damaged=without_damage(self.slot.damaged, beyond),
+                damaged=damage_until(self.slot.damaged, last_to_keep),
             )
         )
 
@@ -599,5 +595,9 @@ class PartitionLog:
             self._slots.write(slot)
             self.sync_count += 1
         except (DiskFailed, NoSpace) as error:
-            self._failed = self._broken = True
-            raise DiskFailed(f"partition {self.partition_id}: control slots: {error}") from error
+            raise self._break(f"control slots: {error}") from error
+
+    def _break(self, reason: str) -> DiskFailed:
+        """Answer nothing more until the log is opened again."""
+        self._failed = self._broken = True
+        return DiskFailed(f"partition {self.partition_id}: {reason}")

@@ -48,6 +48,7 @@ from waltz_core.storage.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
+    damage_until,
     first_of_name,
     segment_name,
     with_damage,
@@ -257,9 +258,12 @@ class _Opening:
                 Segment(self._disk, self._directory, header).remove()
                 self._disk.sync_directory(self._directory)
         for first in firsts:
-            before = opened[-1].lineage if opened else None
-            chain = before.chain_at(before.count) if before is not None else GENESIS_CHAIN
+            chain = GENESIS_CHAIN
             if opened:
+                # What a file was given up with may be back: its cut was never synced.
+                before = opened[-1].lineage
+                before.cut(before.place_of(first))
+                chain = before.chain_at(before.count)
                 opened[-1].close()
             opened.append(self._open_segment(first, chain))
         if not opened:
@@ -326,7 +330,6 @@ class _Opening:
             if not plausible or reach > self._marker:
                 start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
                 self._recover(segment, start, reach, is_last=False)
-            segment.lineage.cut(segment.lineage.place_of(next_first))
         if segments.last < self._vouched:
             self._suspect()
         if self.slot.truncate is not None:
@@ -378,7 +381,7 @@ class _Opening:
 
     def _end_of(self, segments: Segments) -> TransactionId:
         end = segments.lineage_end()
-        return end.last if end is not None else TransactionId(-1)
+        return end.last if end is not None else BEFORE_FIRST
 
     def _holds(
         self, segments: Segments, entry: LineageEntry, end: TransactionId, chain: Chain
@@ -452,12 +455,7 @@ class _Opening:
         marker = (
             Marker(end.last, end.chain)
             if end is not None
-            else Marker(TransactionId(-1), GENESIS_CHAIN)
-        )
-        damaged = tuple(
-            IdRange(one.first, min(one.last, segments.last))
-            for one in self.slot.damaged
-            if one.first <= segments.last
+            else Marker(BEFORE_FIRST, GENESIS_CHAIN)
         )
         slot = self.slot
         if fell_back:
@@ -468,7 +466,7 @@ class _Opening:
             slot,
             acked=marker,
             truncate=None,
-            damaged=damaged,
+            damaged=damage_until(slot.damaged, segments.last),
             original_sequence=max(self._info.sequence, self.slot.original_sequence),
         )
 

@@ -28,7 +28,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.storage.disk import Disk
-from waltz_core.storage.format import IdRange, SegmentHeader
+from waltz_core.storage.format import IdRange, SegmentHeader, first_of_name
 from waltz_core.storage.segment import Segment
 
 I64 = npt.NDArray[np.int64]
@@ -141,6 +141,7 @@ class Segments:
 
         Not durable, but that removed segments stay removed. May be done again.
         """
+        self._remove_unfinished()
         while len(self.all) > 1 and self.current.first > last_to_keep:
             self._firsts.pop()
             removed = self.all.pop()
@@ -151,6 +152,17 @@ class Segments:
         end = self.lineage_end()
         if cut is not None and (end is None or end.last < cut.first):
             self.current.append_entries([cut], BEFORE_FIRST)
+
+    def _remove_unfinished(self) -> None:
+        """Remove a segment that got its name before making it failed: nobody here knows of it."""
+        names = self._disk.list(self._directory)
+        unknown = [one for one in map(first_of_name, names) if one not in {None, *self._firsts}]
+        for first in unknown:
+            assert first is not None
+            header = self._blank._replace(first=first)
+            Segment(self._disk, self._directory, header).remove()
+        if unknown:
+            self._disk.sync_directory(self._directory)
 
     def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
         """Write records into a hole that begins at `first`, durably.
