@@ -287,7 +287,7 @@ class DataCache:
         self._loop = loop
         # Oldest first. Read from other threads too, so it is never changed but in single steps.
         self._kept: dict[TransactionId, _Kept] = {}
-        self._expected = TransactionId(-1)
+        self._expected = BEFORE_FIRST
         self._bytes = PREFETCH_BYTES_MIN
         self._turn = asyncio.Lock()
 

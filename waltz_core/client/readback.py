@@ -10,7 +10,7 @@ Rules:
 """
 
 from waltz_core.client.monitor import Monitor
-from waltz_core.record import Chain, ReqId, TransactionId
+from waltz_core.record import BEFORE_FIRST, Chain, ReqId, TransactionId
 from waltz_core.wire.messages import RangeData, RangeForm, RangeRequest
 
 
@@ -20,7 +20,7 @@ class ReadBack:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._first: TransactionId | None = None
-        self._last = TransactionId(-1)
+        self._last = BEFORE_FIRST
         self._chain: tuple[TransactionId, Chain] | None = None
         self._asked: RangeRequest | None = None
 
@@ -35,7 +35,7 @@ class ReadBack:
         chain: tuple[TransactionId, Chain] | None,
     ) -> None:
         """Plan to read headers first..last, and to compare the chain at an id."""
-        self._first, self._last = doubtful or (None, TransactionId(-1))
+        self._first, self._last = doubtful or (None, BEFORE_FIRST)
         self._chain = chain
         self._asked = None
 

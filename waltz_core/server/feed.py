@@ -20,6 +20,7 @@ from waltz_core.raw_records import FEED_HEADER_BYTES
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
+    NO_SESSION,
     ClientId,
     ReqId,
     SessionId,
@@ -85,7 +86,7 @@ class Feed:
         self._contexts: OrderedDict[Key, _Context] = OrderedDict()
         self._congested: set[ConnectionId] = set()
         self._high_water_mark = BEFORE_FIRST
-        self._session_id = SessionId(-1)
+        self._session_id = NO_SESSION
         self._has_more = False
 
     # -----------------------------------------------------------------------------------------
