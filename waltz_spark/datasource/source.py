@@ -2,6 +2,8 @@
 
 Why it stands alone: Spark makes this object anew for every `load` and `save`, pickles it between
 processes, and shows whatever it raises to the user. So all options are checked here, at once.
+The reader and the writer are imported when they are asked for: Spark runs this in processes of its
+own to look the format up and to ask for its schema, and those need no client.
 """
 
 from collections.abc import Mapping
@@ -11,10 +13,8 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWrite
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadRequest
-from waltz_spark.datasource.batch import WaltzBatchReader
 from waltz_spark.options import LOG_COLUMNS, check_names, parse_read, parse_write
 from waltz_spark.rows import check_log_types, read_schema
-from waltz_spark.writer.batch import WaltzBatchWriter
 
 
 class WaltzDataSource(DataSource):
@@ -51,6 +51,8 @@ class WaltzDataSource(DataSource):
                 f"the schema has columns that the log has not ({', '.join(foreign[:5])}); give "
                 "option dataFormat=msgpack (or json) to unpack them from the payload"
             )
+        from waltz_spark.datasource.batch import WaltzBatchReader  # noqa: PLC0415 - see the module
+
         return WaltzBatchReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
@@ -60,6 +62,8 @@ class WaltzDataSource(DataSource):
                 "mode 'overwrite' cannot be: a log keeps every transaction for ever; use "
                 ".mode('append')"
             )
+        from waltz_spark.writer.batch import WaltzBatchWriter  # noqa: PLC0415 - see the module
+
         return WaltzBatchWriter(parse_write(self.options), schema)
 
     def __reduce__(self) -> Any:  # noqa: ANN401 - pickle's own protocol
