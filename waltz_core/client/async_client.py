@@ -88,6 +88,8 @@ class AsyncWaltzClient:
         self._partitions: dict[int, ClientPartition] = {}
         self._data: dict[int, DataCache] = {}
         self._round_robin = 0
+        self._marks: dict[int, TransactionId] = {}
+        self._runs: dict[ContextRun, None] = {}
         self._pid = os.getpid()
         self._closing = asyncio.Event()
         self._is_closed = False
@@ -163,6 +165,8 @@ class AsyncWaltzClient:
         self._is_closed = True
         try:
             async with asyncio.timeout(self.config.request_timeout_ms / 1000):
+                for run in list(self._runs):
+                    await asyncio.wait([run.future])
                 for partition in list(self._partitions.values()):
                     await partition.appends.wait_idle()
         except TimeoutError:
@@ -264,8 +268,7 @@ class AsyncWaltzClient:
 
         `linearizable`: a quorum has confirmed the answer, so it is not older than the question.
         """
-        partition_id = self._checked(partition)
-        return await self.requests.high_water_mark(partition_id, linearizable=linearizable)
+        return await self._ask_mark(self._checked(partition), linearizable=linearizable)
 
     async def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
         """Return the marks of all partitions, asked at once."""
@@ -273,9 +276,7 @@ class AsyncWaltzClient:
         marks: dict[int, TransactionId] = {}
 
         async def ask(partition_id: PartitionId) -> None:
-            marks[partition_id] = await self.requests.high_water_mark(
-                partition_id, linearizable=linearizable
-            )
+            marks[partition_id] = await self._ask_mark(partition_id, linearizable=linearizable)
 
         await _all_of(ask(PartitionId(number)) for number in range(self.partition_count))
         return dict(sorted(marks.items()))
@@ -382,6 +383,8 @@ class AsyncWaltzClient:
         partition_id = self._checked(context.partition_id(self.partition_count))
         run = ContextRun(context, await self._partition(partition_id), self.random)
         if await run.begin():
+            self._runs[run] = None
+            run.future.add_done_callback(lambda _: self._runs.pop(run, None))
             self.spawn(run.follow(), "context")
         return run.future
 
@@ -510,6 +513,14 @@ class AsyncWaltzClient:
             return partition_of(locks[0], self.partition_count)
         self._round_robin = (self._round_robin + 1) % self.partition_count
         return PartitionId(self._round_robin)
+
+    async def _ask_mark(self, partition_id: PartitionId, *, linearizable: bool) -> TransactionId:
+        mark = await self.requests.high_water_mark(partition_id, linearizable=linearizable)
+        # A server that is about to find out that it has lost the partition may answer with less
+        # than this client was told before; what is told never goes back.
+        known = max(mark, self._marks.get(partition_id, mark))
+        self._marks[partition_id] = known
+        return known
 
     async def _partition(self, partition_id: PartitionId) -> ClientPartition:
         found = self._partitions.get(partition_id)

@@ -123,7 +123,7 @@ class ContextRun:
             while await self._step():
                 pass
         except asyncio.CancelledError:
-            self._end_with(errors.OutcomeUnknown("the client was closed before it was settled"))
+            self._close()
             raise
         except Exception as error:  # noqa: BLE001 - whatever `execute` or a hook raises
             await self._fail(error)
@@ -217,6 +217,21 @@ class ContextRun:
                 return  # The feed has stopped; the application was told why.
             await self._hook("on_application")
 
+    def _close(self) -> None:
+        """The client ends: tell what is known of the last attempt."""
+        row = self._row
+        if row is None or not row.future.done():
+            error = errors.OutcomeUnknown("the client was closed before the outcome was settled")
+            self._end_with(error)
+        elif (told := row.future.exception()) is not None:
+            self._end_with(told)
+        elif isinstance(outcome := row.future.result(), RowOutcome) and not outcome.reason:
+            if not self.future.done():
+                self.future.set_result(outcome.transaction_id)
+        else:
+            text = "the client was closed before another attempt; it is not in the log"
+            self._end_with(errors.Unreachable(text))
+
     async def _expire(self, error: errors.WaltzError) -> bool:
         self._end_with(error)
         await self._hook("on_expiration")
@@ -235,7 +250,7 @@ class ContextRun:
                 "client.hook_failed partition=%d hook=%s", self._partition.partition_id, name
             )
 
-    def _end_with(self, error: Exception | None) -> None:
+    def _end_with(self, error: BaseException | None) -> None:
         if self.future.done():
             return
         if error is None:

@@ -281,14 +281,15 @@ def _note(pending: Pending, rows: I64, ids: I64) -> None:
     if pending.found is None:
         pending.found = np.full(pending.parcel.row_count, BEFORE_FIRST, dtype=np.int64)
     known = pending.found[rows]
-    twice = np.flatnonzero((known != BEFORE_FIRST) & (known != ids))
+    pending.found[rows] = ids
+    told = np.where(known == BEFORE_FIRST, ids, known)
+    twice = np.flatnonzero(pending.found[rows] != told)
     if twice.size:
         place = int(twice[0])
         raise errors.DataLoss(
-            f"append {pending.req_id} row {rows[place]} stands in the log twice: "
-            f"as transaction {known[place]} and as {ids[place]}"
+            f"append {tuple(pending.req_id)} row {rows[place]} stands in the log twice: "
+            f"as transaction {told[place]} and as {pending.found[rows[place]]}"
         )
-    pending.found[rows] = ids
 
 
 def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:

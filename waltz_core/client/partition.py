@@ -89,7 +89,6 @@ class ClientPartition:
         self._mount_waiters: list[asyncio.Future[None]] = []
         self._mark_waiters: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._stopped: errors.WaltzError | None = None
-        self._is_closing = False
 
     # --- what it is asked
 
@@ -156,7 +155,6 @@ class ClientPartition:
         """Give up what is not final."""
         if self.applier is not None:
             self.applier.end(errors.Unreachable("the client was closed"))
-        self._is_closing = True
         self._driver.post(events.Close())
         self._driver.stop()
         if self._link is not None:
@@ -249,7 +247,7 @@ class ClientPartition:
         for _, mark_future in waiting_marks:
             if not mark_future.done():
                 mark_future.set_result(None)
-        if self.applier is not None and not self._is_closing:
+        if self.applier is not None:
             self._spawn(self.applier.stop(error), "feed-stop")
 
     def _died(self, error: Exception) -> None:

@@ -127,11 +127,21 @@ class Requests:
         )
 
     async def range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
-        """Return a stretch of the log from the server, checked."""
-        answer = await self.ask(
-            partition_id, messages.RangeData, lambda req_id: server_request(req_id, query)
-        )
-        return chunk_of_server(partition_id, query, answer)
+        """Return a stretch of the log from the server, checked.
+
+        An answer that says that the log ends before the stretch has been confirmed by a quorum.
+        """
+        while True:
+            answer = await self.ask(
+                partition_id, messages.RangeData, lambda req_id: server_request(req_id, query)
+            )
+            chunk = chunk_of_server(partition_id, query, answer)
+            if chunk.next > query.first:
+                return chunk
+            # A server that has lost the partition may not know it yet, nor what was written since.
+            if await self.high_water_mark(partition_id, linearizable=True) < query.first:
+                return chunk
+            await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
 
     async def data(self, partition_id: PartitionId, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data."""

@@ -273,10 +273,11 @@ class PartitionStream:
             if self.phase in (Phase.MOUNTING, Phase.SETTLING):
                 self._leave(reason, now_ms, out)
             self._start(out)
-        elif self._remount_reason is None:
+            return
+        if self._remount_reason is None:
             self._remount_reason = reason
             self._phase_deadline_ms = now_ms + self._settings.retry_interval_ms_max
-            self._leave_if_drained(now_ms, out)
+        self._leave_if_drained(now_ms, out)
 
     def _leave_if_drained(self, now_ms: int, out: list[Effect]) -> bool:
         if self._remount_reason is None or len(self._monitor):

@@ -1,0 +1,175 @@
+"""Short words for telling a stream's story: what it is sent, what it is expected to send."""
+
+from random import Random
+
+import numpy as np
+
+from waltz_core import errors
+from waltz_core.client import events
+from waltz_core.client.events import StreamSettings
+from waltz_core.client.monitor import Parcel, Single
+from waltz_core.client.stream import PartitionStream
+from waltz_core.machine import Report, Wakeup
+from waltz_core.raw_records import FEED_HEADER_DTYPE
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECORD_HEADER,
+    Generation,
+    LineageEntry,
+    PartitionId,
+    ReqId,
+)
+from waltz_core.wire import messages as m
+
+CLIENT, PARTITION = 7, PartitionId(3)
+SETTINGS = StreamSettings(
+    request_timeout_ms=10_000,
+    mount_timeout_ms=2_000,
+    retry_interval_ms_min=100,
+    retry_interval_ms_max=1_000,
+    range_bytes_max=2_800,
+    in_flight_bytes_max=1 << 20,
+    feed_ahead_max=50,
+    feed_lag_max=100,
+)
+
+
+def req(sequence: int, generation: int = 0, client_id: int = CLIENT) -> ReqId:
+    return ReqId(client_id, generation, PARTITION, sequence)
+
+
+def parcel(token: int, rows: int = 1, data: bytes = b"data") -> Parcel:
+    """One row travels alone, more of them as a batch."""
+    content = Single(5, data, (1,), (2,), (3,)) if rows == 1 else data
+    return Parcel(token, rows, BEFORE_FIRST, content, 99)
+
+
+def result(req_id: ReqId, *rows: tuple[int, m.Reason, int], mark: int) -> m.AppendResult:
+    ids, reasons, conflicting = zip(*rows, strict=True)
+    return m.AppendResult(
+        req_id,
+        mark,
+        np.array(ids, dtype=">i8").tobytes(),
+        bytes(reasons),
+        np.array(conflicting, dtype=">i8").tobytes(),
+    )
+
+
+def committed(req_id: ReqId, *ids: int) -> m.AppendResult:
+    return result(req_id, *((i, m.Reason.COMMITTED, -1) for i in ids), mark=max(ids))
+
+
+def headers(first: int, *req_ids: ReqId) -> bytes:
+    """28 bytes each, as a range of headers has them."""
+    return b"".join(RECORD_HEADER.pack(first + i, r.to_bytes(), 0) for i, r in enumerate(req_ids))
+
+
+def feed_headers(*req_ids: ReqId) -> bytes:
+    """20 bytes each, as the feed has them."""
+    feed = np.zeros(len(req_ids), dtype=FEED_HEADER_DTYPE)
+    for i, each in enumerate(req_ids):
+        feed[i]["req_id"] = tuple(each)
+    return feed.tobytes()
+
+
+def range_data(
+    asked: m.RangeRequest, *req_ids: ReqId, mark: int, lineage: tuple[LineageEntry, ...] = ()
+) -> m.RangeData:
+    count = len(req_ids)
+    return m.RangeData(
+        asked.req_id,
+        asked.first,
+        count,
+        asked.first + count,
+        m.RangeForm.HEADERS,
+        b"",
+        headers(asked.first, *req_ids),
+        1,
+        mark,
+        lineage,
+    )
+
+
+class Story:
+    """A stream, its clock, and what it did in answer to the last event."""
+
+    def __init__(self, settings: StreamSettings = SETTINGS) -> None:
+        self.stream = PartitionStream(CLIENT, PARTITION, settings, Random(1))
+        self.now_ms = 0
+        self.connection_sequence = 0
+        self.done: list[events.Effect] = []
+        self.opening = events.OpenLink(0, ())
+
+    def tell(self, event: events.Event) -> list[events.Effect]:
+        """Step, and return the effects but for reports."""
+        effects = self.stream.step(event, self.now_ms)
+        self.done = [each for each in effects if not isinstance(each, Report)]
+        for each in self.done:
+            if isinstance(each, events.OpenLink):
+                self.opening = each
+        return self.done
+
+    def wake(self, at_ms: int) -> list[events.Effect]:
+        self.now_ms = at_ms
+        return self.tell(Wakeup())
+
+    def hear(self, message: m.ClientMessage, link: int = 1) -> list[events.Effect]:
+        return self.tell(events.Received(link, message))
+
+    def refuse(self, req_id: ReqId, error: errors.WaltzError) -> list[events.Effect]:
+        return self.hear(m.ErrorResponse(req_id, error.code, error.retriable, str(error)))
+
+    def sent(self, kind: type | None = None) -> list[m.ClientMessage]:
+        """What the last step has sent."""
+        return [
+            each.message
+            for each in self.done
+            if isinstance(each, events.Send) and (kind is None or isinstance(each.message, kind))
+        ]
+
+    def link(self, number: int = 1, generation: int = 0) -> m.MountWriter:
+        """Answer the last OpenLink; return the mount request that follows."""
+        opening = self.opening
+        assert number not in opening.spoiled
+        self.connection_sequence += 1
+        self.tell(
+            events.Linked(opening.attempt, number, Generation(generation), self.connection_sequence)
+        )
+        (mount,) = self.sent(m.MountWriter)
+        return mount
+
+    def mounted(self, mount: m.MountWriter, mark: int, link: int = 1) -> list[events.Effect]:
+        return self.hear(m.Mounted(mount.req_id, 1, mark, 100, 1_000, 5_000), link)
+
+    def ready(self, mark: int = BEFORE_FIRST) -> "Story":
+        """Mount on link 1, generation 0."""
+        self.tell(events.Mount())
+        self.mounted(self.link(), mark)
+        assert self.stream.phase is events.Phase.READY
+        return self
+
+    def fed(self, mark: int, log_mark: int | None = None) -> m.FeedRequest:
+        """Subscribe after `mark` and mount with the feed; return the first request for more."""
+        last = mark if log_mark is None else log_mark
+        self.tell(events.Subscribe(mark))
+        self.mounted(self.link(), last)
+        (mount,) = self.sent(m.MountWriter)
+        assert mount.wants_feed
+        self.mounted(mount, last)
+        (request,) = self.sent(m.FeedRequest)
+        return request
+
+
+def feed_batch(
+    mount_id: ReqId, first: int, *req_ids: ReqId, chain_at: int = BEFORE_FIRST, chain: bytes = b""
+) -> m.FeedBatch:
+    return m.FeedBatch(
+        mount_id,
+        first,
+        len(req_ids),
+        feed_headers(*req_ids),
+        1,
+        chain_at,
+        chain or bytes(GENESIS_CHAIN),
+    )

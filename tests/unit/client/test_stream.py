@@ -1,0 +1,556 @@
+"""What a stream does, event by event."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.unit.client.stories import (
+    SETTINGS,
+    Story,
+    committed,
+    feed_batch,
+    parcel,
+    range_data,
+    req,
+    result,
+)
+from waltz_core import errors
+from waltz_core.client import events, stream
+from waltz_core.client.events import Phase
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry
+from waltz_core.wire import messages as m
+
+
+def settled(effects):
+    return {e.token: e.outcome for e in effects if isinstance(e, events.Settled)}
+
+
+def refused(effects):
+    return {e.token: e.error for e in effects if isinstance(e, events.Refused)}
+
+
+# ---------------------------------------------------------------------------------------------
+# mounting and sending
+
+
+def test_the_first_append_links_mounts_and_is_sent():
+    story = Story()
+    assert story.tell(events.Append(parcel(1))) == [events.OpenLink(1, ())]
+    mount = story.link(generation=4)
+    assert mount == m.MountWriter(req(-1, 4), 1, m.LATEST_MARK, wants_feed=False)
+    assert story.mounted(mount, 9) == [
+        events.MarkMoved(9),
+        events.Ready(9),
+        events.Send(1, m.AppendRequest(req(1, 4), -1, (1,), (2,), (3,), 5, b"data", 99)),
+    ]
+
+
+def test_rows_of_a_batch_use_up_its_sequence_numbers():
+    story = Story().ready()
+    story.tell(events.Append(parcel(1, rows=10)))
+    assert story.sent() == [m.AppendBatch(req(1), -1, b"data", 99)]
+    story.tell(events.Append(parcel(2)))
+    assert story.sent()[0].req_id == req(11)
+
+
+def test_an_answer_settles_its_parcel_and_moves_the_mark():
+    story = Story().ready()
+    story.tell(events.Append(parcel(1, rows=2)))
+    effects = story.hear(
+        result(req(1), (5, m.Reason.COMMITTED, -1), (-1, m.Reason.LOCK, 4), mark=5)
+    )
+    assert effects[0] == events.MarkMoved(5)
+    outcome = settled(effects)[1]
+    assert outcome.transaction_ids.tolist() == [5, -1]
+    assert outcome.reasons.tolist() == [m.Reason.COMMITTED, m.Reason.LOCK]
+    assert outcome.conflicting.tolist() == [-1, 4]
+    assert outcome.high_water_mark == 5
+    assert outcome.committed_count == 1
+    assert not story.stream.has_pending
+
+
+def test_what_is_in_flight_stays_within_the_servers_limit():
+    story = Story()
+    story.tell(events.Mount())
+    mount = story.link()
+    story.hear(m.Mounted(mount.req_id, 1, -1, 100, 1_000, 25))
+    story.tell(events.Append(parcel(1, data=b"x" * 20)))
+    assert len(story.sent()) == 1
+    story.tell(events.Append(parcel(2, data=b"x" * 20)))
+    assert story.sent() == []
+    story.hear(committed(req(1), 0))
+    assert [each.req_id for each in story.sent()] == [req(2)]
+
+
+def test_what_the_server_does_not_take_in_one_frame_is_refused_unsent():
+    story = Story().ready()
+    effects = story.tell(events.Append(parcel(1, rows=101)))
+    assert isinstance(refused(effects)[1], errors.TooLarge)
+    effects = story.tell(events.Append(parcel(2, data=b"x" * 1_001)))
+    assert isinstance(refused(effects)[2], errors.TooLarge)
+    assert not story.stream.has_pending
+
+
+def test_a_wish_to_mount_is_fulfilled_without_anything_to_send():
+    story = Story()
+    assert story.tell(events.Mount()) == [events.OpenLink(1, ())]
+    assert story.mounted(story.link(), 3)[-1] == events.Ready(3)
+    assert story.tell(events.Mount()) == []
+
+
+# ---------------------------------------------------------------------------------------------
+# a broken link
+
+
+def in_doubt(rows: int = 2) -> Story:
+    """A parcel was sent at mark 9 and its link broke; the next link is asked for."""
+    story = Story().ready(mark=9)
+    story.tell(events.Append(parcel(1, rows=rows)))
+    assert story.tell(events.LinkLost(1, "cut")) == [events.OpenLink(2, (1,))]
+    return story
+
+
+def test_rows_in_doubt_are_looked_for_between_the_two_marks():
+    story = in_doubt()
+    story.tell(events.Append(parcel(2)))
+    assert story.done == []  # invariant 1: not before what is in doubt is settled
+    mount = story.link(number=2, generation=1)
+    effects = story.mounted(mount, 12, link=2)
+    asked = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
+    assert effects == [events.MarkMoved(12), events.Send(2, asked)]
+    effects = story.hear(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
+    outcome = settled(effects)[1]
+    assert outcome.reasons.tolist() == [m.Reason.LOST, m.Reason.COMMITTED]
+    assert outcome.transaction_ids.tolist() == [-1, 11]
+    assert [each.req_id for each in story.sent()] == [req(3, 1)]
+
+
+def test_reading_back_goes_on_until_the_mark():
+    story = in_doubt()
+    story.mounted(story.link(number=2), 12, link=2)
+    (asked,) = story.sent(m.RangeRequest)
+    story.hear(range_data(asked, req(5, 0, 99), mark=12), link=2)
+    (again,) = story.sent(m.RangeRequest)
+    assert (again.first, again.last) == (11, 12)
+    effects = story.hear(range_data(again, req(1), req(2), mark=12), link=2)
+    assert settled(effects)[1].transaction_ids.tolist() == [11, 12]
+
+
+def test_nothing_written_since_means_that_all_is_lost():
+    story = in_doubt()
+    effects = story.mounted(story.link(number=2), 9, link=2)
+    assert settled(effects)[1].reasons.tolist() == [m.Reason.LOST] * 2
+    assert story.stream.phase is Phase.READY
+
+
+def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
+    story = in_doubt()
+    story.mounted(story.link(number=2), 12, link=2)
+    story.tell(events.LinkLost(2, "cut"))
+    story.wake(story.stream.wake_at_ms)
+    story.mounted(story.link(number=3), 40, link=3)
+    (asked,) = story.sent(m.RangeRequest)
+    assert (asked.first, asked.last) == (10, 12)
+
+
+def test_an_answer_that_comes_on_the_old_link_counts():
+    story = in_doubt()
+    story.link(number=2)
+    effects = story.tell(events.Received(1, committed(req(1), 10, 11)))
+    assert settled(effects)[1].transaction_ids.tolist() == [10, 11]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: replace(data, first=11),
+        lambda data: replace(data, count=1),
+        lambda data: replace(data, next=data.next + 1),
+        lambda data: replace(data, form=m.RangeForm.WHOLE),
+        lambda data: replace(data, records=data.records[:-1]),
+        lambda data: replace(data, records=data.records[28:] + data.records[:28]),
+    ],
+)
+def test_headers_that_are_not_those_asked_for_settle_nothing(spoil):
+    story = in_doubt()
+    story.mounted(story.link(number=2), 11, link=2)
+    (asked,) = story.sent(m.RangeRequest)
+    effects = story.hear(spoil(range_data(asked, req(1), req(2), mark=11)), link=2)
+    assert settled(effects) == {}
+    assert story.stream.phase is Phase.WAITING
+
+
+# ---------------------------------------------------------------------------------------------
+# what is not believed
+
+
+def test_an_older_generation_is_not_mounted():
+    story = Story()
+    story.tell(events.Mount())
+    story.mounted(story.link(generation=5), 3)
+    story.tell(events.Append(parcel(1)))
+    story.tell(events.LinkLost(1, "cut"))
+    opening = story.done[0]
+    assert story.tell(events.Linked(opening.attempt, 2, 4, 9)) == []
+    assert story.stream.phase is Phase.WAITING
+
+
+def test_a_mark_below_a_known_one_is_not_believed():
+    story = in_doubt()
+    effects = story.mounted(story.link(number=2), 8, link=2)
+    assert settled(effects) == {}
+    assert story.stream.phase is Phase.WAITING
+    assert "lies below 9" in story.stream.trouble
+
+
+def test_a_link_with_unanswered_appends_is_never_mounted_again():
+    story = in_doubt()
+    story.mounted(story.link(number=2), 9, link=2)
+    # What was in doubt is settled, yet it may still queue at the server behind link 1.
+    story.tell(events.Append(parcel(2)))
+    story.tell(events.LinkLost(2, "cut"))
+    story.wake(story.stream.wake_at_ms)
+    opening = next(each for each in story.done if isinstance(each, events.OpenLink))
+    assert set(opening.spoiled) >= {2}
+    with pytest.raises(AssertionError):
+        story.tell(events.Linked(opening.attempt, 2, 0, 99))
+
+
+def test_a_link_that_is_gone_need_not_be_avoided():
+    story = Story().ready()
+    story.tell(events.Append(parcel(1)))
+    story.hear(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
+    opening = story.done[-1]
+    assert opening == events.OpenLink(2, (1,))
+    story.tell(events.LinkLost(1, "cut"))
+    story.mounted(story.link(number=2), 0, link=2)
+    (asked,) = story.sent(m.RangeRequest)
+    story.hear(range_data(asked, req(1), mark=0), link=2)
+    story.tell(events.Append(parcel(2)))
+    story.tell(events.Received(2, committed(req(2), 1)))
+    story.tell(events.LinkLost(2, "cut"))
+    assert story.stream.phase is Phase.IDLE
+
+
+# ---------------------------------------------------------------------------------------------
+# errors in answer to an append
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errors.SessionLost("x"), m.Reason.LOST),
+        (errors.Overloaded("x"), m.Reason.OVERLOADED),
+        (errors.NoSpace("x"), m.Reason.NO_SPACE),
+        (errors.TooLarge("x"), m.Reason.TOO_LARGE),
+        (errors.ClientAhead("x"), m.Reason.AHEAD),
+        (errors.NotOwned("x"), m.Reason.NOT_MOUNTED),
+        (errors.GenerationMismatch("x"), m.Reason.GENERATION),
+    ],
+)
+def test_a_definite_refusal_is_told_for_every_row(error, reason):
+    story = Story().ready(mark=4)
+    story.tell(events.Append(parcel(1, rows=3)))
+    outcome = settled(story.refuse(req(1), error))[1]
+    assert outcome.reasons.tolist() == [reason] * 3
+    assert outcome.high_water_mark == 4
+    remounts = reason in (m.Reason.NOT_MOUNTED, m.Reason.GENERATION)
+    assert (story.stream.phase is Phase.READY) is not remounts
+
+
+def test_an_unknown_outcome_is_settled_by_the_log():
+    story = Story().ready(mark=4)
+    story.tell(events.Append(parcel(1)))
+    effects = story.refuse(req(1), errors.OutcomeUnknown("the partition has moved"))
+    assert effects == [events.OpenLink(2, (1,))]
+    story.mounted(story.link(number=2, generation=1), 5, link=2)
+    (asked,) = story.sent(m.RangeRequest)
+    effects = story.hear(range_data(asked, req(1), mark=5), link=2)
+    assert settled(effects)[1].transaction_ids.tolist() == [5]
+
+
+def test_a_usage_error_is_the_callers():
+    story = Story().ready()
+    story.tell(events.Append(parcel(1)))
+    error = refused(story.refuse(req(1), errors.BadRequest("no Arrow")))[1]
+    assert isinstance(error, errors.BadRequest)
+    assert story.stream.phase is Phase.READY
+
+
+def test_a_refused_mount_waits_for_the_other_answers_and_keeps_its_link():
+    story = Story().ready()
+    for token in (1, 2):
+        story.tell(events.Append(parcel(token)))
+    story.hear(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    assert story.stream.phase is Phase.READY
+    story.tell(events.Append(parcel(3)))
+    assert story.sent() == []  # it would overtake nothing, and be refused as well
+    effects = story.hear(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    assert effects[-1] == events.OpenLink(2, ())
+    story.mounted(story.link(number=1), -1)
+    assert [each.req_id for each in story.sent(m.AppendRequest)] == [req(3)]
+
+
+def test_answers_that_do_not_come_are_not_waited_for_long():
+    story = Story().ready()
+    for token in (1, 2):
+        story.tell(events.Append(parcel(token)))
+    story.hear(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
+    assert story.wake(SETTINGS.retry_interval_ms_max) == [events.OpenLink(2, (1,))]
+
+
+def test_an_answer_that_does_not_fit_its_parcel_leaves_it_in_doubt():
+    story = Story().ready()
+    story.tell(events.Append(parcel(1, rows=2)))
+    assert story.hear(committed(req(1), 5)) == [events.OpenLink(2, (1,))]
+
+
+def test_a_later_owner_of_the_client_id_ends_the_stream():
+    story = Story().ready()
+    story.tell(events.Append(parcel(1)))
+    story.tell(events.Append(parcel(2)))
+    effects = story.refuse(req(1), errors.ConnectionSuperseded("a later one"))
+    told = refused(effects)
+    assert isinstance(told[1], errors.OutcomeUnknown)
+    assert isinstance(told[2], errors.OutcomeUnknown)
+    assert isinstance(effects[-1], events.Stopped)
+    assert isinstance(refused(story.tell(events.Append(parcel(3))))[3], errors.ConnectionSuperseded)
+
+
+# ---------------------------------------------------------------------------------------------
+# time
+
+
+def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
+    story = Story()
+    story.tell(events.Append(parcel(1)))
+    pauses = []
+    for _ in range(7):
+        opening = story.done[-1]
+        assert isinstance(opening, events.OpenLink)
+        story.tell(events.LinkFailed(opening.attempt, errors.Unreachable("nobody")))
+        if story.done:
+            pauses.append(0)
+            continue
+        pauses.append(story.stream.wake_at_ms - story.now_ms)
+        story.wake(story.stream.wake_at_ms)
+    assert pauses[0] == 0
+    for pause, whole in zip(pauses[1:], (100, 200, 400, 800, 1_000, 1_000), strict=True):
+        assert whole // 2 <= pause <= whole
+
+
+def test_news_of_the_assignment_end_a_pause():
+    story = Story()
+    story.tell(events.Append(parcel(1)))
+    for _ in range(2):
+        story.tell(events.LinkFailed(story.done[-1].attempt, errors.NotOwned("nobody")))
+    assert story.done == []
+    assert story.tell(events.Moved(1)) == [events.OpenLink(3, ())]
+
+
+def test_a_newer_generation_is_followed_and_an_old_one_ignored():
+    story = Story().ready()
+    assert story.tell(events.Moved(0)) == []
+    story.tell(events.Append(parcel(1)))
+    assert story.tell(events.Moved(1)) == [events.OpenLink(2, (1,))]
+
+
+def test_a_mount_that_is_not_answered_is_given_up():
+    story = Story()
+    story.tell(events.Append(parcel(1)))
+    story.link()
+    assert story.stream.wake_at_ms == SETTINGS.mount_timeout_ms
+    assert story.wake(SETTINGS.mount_timeout_ms) == [events.OpenLink(2, ())]
+
+
+def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
+    story = Story().ready(mark=6)
+    story.tell(events.Append(parcel(1)))
+    story.tell(events.LinkLost(1, "cut"))
+    story.tell(events.Append(parcel(2)))
+    told = refused(story.wake(SETTINGS.request_timeout_ms))
+    assert isinstance(told[1], errors.OutcomeUnknown)
+    assert "after transaction 6" in str(told[1])
+    assert isinstance(told[2], errors.Unreachable)
+    assert "not in the log" in str(told[2])
+
+
+def test_what_the_feed_has_shown_is_known_at_the_deadline():
+    story = Story()
+    request = story.fed(-1)
+    story.tell(events.Append(parcel(1)))
+    story.hear(feed_batch(request.req_id, 0, req(1)))
+    effects = story.wake(SETTINGS.request_timeout_ms)
+    assert settled(effects)[1].transaction_ids.tolist() == [0]
+
+
+def test_closing_tells_what_was_sent_from_what_was_not():
+    story = Story().ready()
+    story.tell(events.Append(parcel(1)))
+    story.tell(events.LinkLost(1, "cut"))
+    story.tell(events.Append(parcel(2)))
+    told = refused(story.tell(events.Close()))
+    assert isinstance(told[1], errors.OutcomeUnknown)
+    assert type(told[2]) is errors.Unreachable
+    assert story.stream.wake_at_ms is None
+
+
+# ---------------------------------------------------------------------------------------------
+# client ids
+
+
+def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
+    monkeypatch.setattr(stream, "SEQUENCE_MAX", 10)
+    story = Story().ready()
+    story.tell(events.Append(parcel(1, rows=8)))
+    story.tell(events.Append(parcel(2, rows=5)))
+    assert story.done == []  # not while something of the old id is in flight
+    assert story.hear(committed(req(1), *range(8)))[-1] == events.NeedClientId()
+    assert story.tell(events.Renewed(8)) == [events.OpenLink(2, ())]
+    mount = story.link(number=1)
+    assert mount.req_id.client_id == 8
+    story.mounted(mount, 7)
+    assert [each.req_id for each in story.sent()] == [req(1, 0, client_id=8)]
+
+
+# ---------------------------------------------------------------------------------------------
+# the feed
+
+
+def test_the_feed_is_mounted_after_its_distance_is_known():
+    story = Story()
+    story.tell(events.Subscribe(4))
+    first = story.link()
+    assert not first.wants_feed
+    story.mounted(first, 9)
+    (second,) = story.sent(m.MountWriter)
+    assert second == m.MountWriter(req(-2), 1, 4, wants_feed=True)
+    effects = story.hear(feed_batch(second.req_id, 5, *(req(i, 0, 99) for i in range(5))))
+    assert [(e.first, e.count) for e in effects if isinstance(e, events.Fed)] == [(5, 5)]
+    story.mounted(second, 9)
+    assert story.sent(m.FeedRequest) == [m.FeedRequest(second.req_id, 9)]
+    assert story.stream.phase is Phase.READY
+
+
+def test_the_feed_from_the_end_of_the_log_begins_at_the_mount():
+    story = Story()
+    story.tell(events.Subscribe(None))
+    story.mounted(story.link(), 9)
+    (mount,) = story.sent(m.MountWriter)
+    assert mount.high_water_mark == 9
+
+
+def test_what_the_feed_repeats_is_not_handed_on():
+    story = Story()
+    request = story.fed(-1)
+    rows = [req(i, 0, 99) for i in range(4)]
+    story.hear(feed_batch(request.req_id, 0, *rows[:3]))
+    effects = story.hear(feed_batch(request.req_id, 1, *rows[1:]))
+    (fed,) = [e for e in effects if isinstance(e, events.Fed)]
+    assert (fed.first, fed.count, len(fed.headers)) == (3, 1, 20)
+    assert story.hear(feed_batch(request.req_id, 1, *rows[1:])) == []
+
+
+def test_a_gap_in_the_feed_is_never_handed_on():
+    story = Story()
+    request = story.fed(-1)
+    effects = story.hear(feed_batch(request.req_id, 1, req(1, 0, 99)))
+    assert effects == [events.OpenLink(2, ())]
+    assert "gap" in story.stream.trouble
+
+
+def test_no_more_is_asked_for_while_the_application_is_far_behind():
+    story = Story()
+    request = story.fed(-1)
+    story.hear(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
+    assert story.hear(m.FeedSuspended(request.req_id)) == []
+    assert story.tell(events.Applied(0)) == [events.Send(1, m.FeedRequest(request.req_id, 49))]
+    assert story.tell(events.Applied(10)) == []
+
+
+def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
+    story = Story()
+    story.tell(events.Subscribe(-1))
+    effects = story.mounted(story.link(), 500)
+    assert effects == [events.MarkMoved(500), events.FeedLags(-1, 500), events.Ready(500)]
+    story.tell(events.Append(parcel(1)))
+    assert len(story.sent()) == 1  # appends need not wait for it
+    story.hear(committed(req(1), 501))
+    assert story.tell(events.Resume(480)) == [events.OpenLink(2, ())]
+    story.mounted(story.link(), 501)
+    (mount,) = story.sent(m.MountWriter)
+    assert (mount.high_water_mark, mount.wants_feed) == (480, True)
+
+
+def test_a_log_below_the_clients_mark_stops_the_stream_loudly():
+    story = Story()
+    story.tell(events.Subscribe(90))
+    story.mounted(story.link(), 50)
+    (mount,) = story.sent(m.MountWriter)
+    effects = story.refuse(mount.req_id, errors.ClientAhead("the log ends at 50"))
+    assert isinstance(effects[-1].error, errors.ClientAhead)
+    assert story.stream.phase is Phase.STOPPED
+
+
+def chained(chain: bytes, *, found: bytes | None, last: int = 1) -> tuple[Story, list]:
+    """Feed up to a batch end with a chain, break, mount again, and answer about the chain."""
+    story = Story()
+    request = story.fed(-1)
+    rows = (req(1, 0, 99), req(2, 0, 99))
+    story.hear(feed_batch(request.req_id, 0, *rows, chain_at=1, chain=chain))
+    story.tell(events.LinkLost(1, "cut"))
+    story.mounted(story.link(number=2), 1, link=2)
+    (mount,) = story.sent(m.MountWriter)
+    story.mounted(mount, 1, link=2)
+    (asked,) = story.sent(m.RangeRequest)
+    assert (asked.first, asked.last) == (1, 1)
+    lineage = () if found is None else (LineageEntry(0, last, 1, 0, found),)
+    return story, story.hear(range_data(asked, rows[1], mark=1, lineage=lineage), link=2)
+
+
+def test_the_history_that_was_fed_is_looked_for_again():
+    story, _ = chained(b"a" * 16, found=b"a" * 16)
+    assert story.stream.phase is Phase.READY
+
+
+def test_another_history_stops_the_stream_loudly():
+    story, effects = chained(b"a" * 16, found=b"b" * 16)
+    assert isinstance(effects[-1].error, errors.DataLoss)
+    assert story.stream.phase is Phase.STOPPED
+
+
+@pytest.mark.parametrize("last", [5, None])
+def test_a_batch_without_an_entry_of_its_own_proves_nothing(last):
+    found = None if last is None else b"b" * 16
+    story, _ = chained(b"a" * 16, found=found, last=last or 0)
+    assert story.stream.phase is Phase.READY
+
+
+def test_the_genesis_chain_says_nothing():
+    assert bytes(GENESIS_CHAIN) == bytes(16)
+    story = Story()
+    request = story.fed(-1)
+    story.hear(feed_batch(request.req_id, 0, req(1, 0, 99)))
+    story.tell(events.LinkLost(1, "cut"))
+    story.mounted(story.link(number=2), 0, link=2)
+    (mount,) = story.sent(m.MountWriter)
+    story.mounted(mount, 0, link=2)
+    assert story.sent(m.RangeRequest) == []
+
+
+def test_one_row_twice_in_the_log_is_not_passed_over():
+    story = Story()
+    request = story.fed(-1)
+    story.tell(events.Append(parcel(1)))
+    with pytest.raises(errors.DataLoss, match="twice"):
+        story.hear(feed_batch(request.req_id, 0, req(1), req(1)))
+
+
+def test_marks_come_from_everything_that_is_heard():
+    story = Story()
+    request = story.fed(3)
+    assert story.stream.high_water_mark == 3
+    story.hear(feed_batch(request.req_id, 4, req(1, 0, 99)))
+    assert story.stream.high_water_mark == 4
+    assert np.int64(BEFORE_FIRST) == -1
