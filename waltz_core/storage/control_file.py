@@ -9,6 +9,8 @@ Rules:
        original takes the same lock (interop.md section 5.1).
     3. Partitions do not share state here: each may be written by a thread of its own.
     4. Falling back to the older slot is told to the caller, as a promise may be lost with it.
+    5. The control file is made anew only where there is no partition: it says of each that it is
+       here, and what it has promised.
 """
 
 from dataclasses import replace
@@ -56,17 +58,24 @@ class ControlFile:
         Raises:
             DiskFailed: another process runs on this directory, or the disk failed.
             ClusterKeyMismatch: the directory is another cluster's.
-            BadFormat: the number of partitions differs, or both structures of one are wrong.
+            BadFormat: the number of partitions differs, both structures of one are wrong, or the
+                file is missing or cut where there are partitions (rule 5).
         """
         path = directory / CONTROL_NAME
         header = ControlHeader(now_ms, cluster_key, partition_count)
         if not disk.exists(path):
-            create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
+            _create(disk, directory, header, found="no file")
         file = _open_locked(disk, path)
-        if file.size() < CONTROL_HEADER_BYTES:
-            # Whoever began it was stopped before anything counted; the original does the same.
+        try:
+            size_bytes = file.size()
+            if size_bytes < CONTROL_HEADER_BYTES:
+                # Whoever began it was stopped before anything counted; the original does the same.
+                _create(disk, directory, header, found=f"{size_bytes} bytes")
+        except BaseException:
             file.close()
-            create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
+            raise
+        if size_bytes < CONTROL_HEADER_BYTES:
+            file.close()
             file = _open_locked(disk, path)
         try:
             header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
@@ -116,6 +125,18 @@ def _open_locked(disk: Disk, path: Path) -> File:
         file.close()
         raise DiskFailed(f"{path}: failed to acquire the lock, another process has it")
     return file
+
+
+def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -> None:
+    """Make the file durably, unless a partition is here (rule 5)."""
+    held = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
+    if held:
+        raise BadFormat(
+            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes beside "
+            f"the directories of partitions {', '.join(held)}, found {found}; what these have "
+            "promised was in it, so it is not made anew"
+        )
+    create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
 
 
 def _new_content(header: ControlHeader) -> bytes:

@@ -1,4 +1,4 @@
-"""One partition's log over a disk that crashes: what was acknowledged is there, and nothing else."""
+"""One partition's log over a disk that crashes: what was acknowledged is there, and no more."""
 
 import random
 from contextlib import suppress

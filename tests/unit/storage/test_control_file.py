@@ -1,0 +1,218 @@
+"""The control file and the slots: the newer structure counts, and a crash leaves the other one."""
+
+import os
+from random import Random
+
+import pytest
+
+from tests.unit.storage.logs import KEY, ROOT, new_disk
+from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed
+from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.format import (
+    SLOT_BLOCK_BYTES,
+    IdRange,
+    Slot,
+    partition_entry_offset,
+    partition_info_offset,
+)
+
+PATH = ROOT / CONTROL_NAME
+SLOTS = ROOT / SLOTS_NAME
+
+
+def open_control(disk, directory=ROOT, *, key=KEY, partition_count=3):
+    return ControlFile.open(disk, directory, key, partition_count, 5)
+
+
+# ---- the original's control file
+
+
+def test_what_was_set_is_there_after_a_power_loss():
+    disk = new_disk()
+    control = open_control(disk)
+    before = control.info(1)
+    control.set_flags(0, 3)
+    set_to = control.set_marks(0, 7, 41)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    control = open_control(disk)
+    assert control.info(0) == set_to
+    assert (set_to.flags, set_to.session_id, set_to.low_water_mark) == (3, 7, 41)
+    assert set_to.local_low_water_mark == 41
+    assert set_to.sequence == before.sequence + 2
+    assert control.info(1) == before
+
+
+@pytest.mark.parametrize("survival", Survival)
+def test_a_crash_in_the_middle_of_a_write_leaves_the_old_or_the_new(survival):
+    for seed in range(30):
+        disk = new_disk()
+        control = open_control(disk)
+        old = control.set_marks(0, 7, 41)
+        disk.plan(disk.step_count + 1 + seed % 2, Fault.POWER_LOSS)
+        with pytest.raises(PowerLoss):
+            control.set_marks(0, 8, 50)
+        disk.power_loss(survival, Random(seed))
+        found = open_control(disk).info(0)
+        new = old._replace(
+            session_id=8, low_water_mark=50, local_low_water_mark=50, sequence=old.sequence + 1
+        )
+        assert found in (old, new)
+
+
+def test_a_failed_write_changes_nothing_that_counts():
+    disk = new_disk()
+    control = open_control(disk)
+    old = control.set_flags(2, 1)
+    disk.plan(disk.step_count + 1, Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        control.set_flags(2, 3)
+    assert control.info(2) == old
+    assert control.set_flags(2, 5).sequence == old.sequence + 1
+    assert open_control(disk).info(2).flags == 5
+
+
+def test_the_other_structure_counts_when_one_is_damaged():
+    disk = new_disk()
+    control = open_control(disk)
+    older = control.set_flags(1, 1)
+    control.set_flags(1, 3)
+    offsets = [partition_info_offset(1, slot) for slot in (0, 1)]
+    (newest,) = [
+        at for at, slot in zip(offsets, (0, 1), strict=True) if slot == control._current[1]
+    ]
+    disk.flip(PATH, newest + 9)
+    assert open_control(disk).info(1) == older
+    (other,) = set(offsets) - {newest}
+    disk.flip(PATH, other + 9)
+    with pytest.raises(BadFormat, match="both structures of partition 1 are wrong"):
+        open_control(disk)
+
+
+def test_two_structures_of_one_age_are_refused():
+    disk = new_disk()
+    open_control(disk)
+    content = disk.content(PATH)
+    first, second = (partition_info_offset(0, slot) for slot in (0, 1))
+    copied = content[:second] + content[first:second] + content[2 * second - first :]
+    disk.put(PATH, copied)
+    with pytest.raises(BadFormat, match="one sequence number"):
+        open_control(disk)
+
+
+def test_an_entry_in_the_place_of_another_is_refused():
+    disk = new_disk()
+    open_control(disk)
+    disk.flip(PATH, partition_entry_offset(1) + 3, 2)
+    with pytest.raises(BadFormat, match="expected partition 1 in its place, found 3"):
+        open_control(disk)
+
+
+def test_another_cluster_and_another_number_of_partitions_are_refused():
+    disk = new_disk()
+    open_control(disk).close()
+    with pytest.raises(ClusterKeyMismatch, match=f"found {KEY.hex()}"):
+        open_control(disk, key=bytes(16))
+    with pytest.raises(BadFormat, match="expected 2 partitions, found 3"):
+        open_control(disk, partition_count=2)
+
+
+@pytest.mark.parametrize("size", [0, 1, 127])
+def test_a_file_that_somebody_only_began_is_made_anew(tmp_path, size):
+    (tmp_path / CONTROL_NAME).write_bytes(bytes(size))
+    (tmp_path / "lost+found").mkdir()
+    control = open_control(RealDisk(), tmp_path)
+    assert control.header.partition_count == 3
+    control.close()
+    open_control(RealDisk(), tmp_path).close()
+
+
+@pytest.mark.parametrize("size", [None, 0, 1, 127])
+def test_a_file_that_is_gone_or_cut_where_partitions_are_is_refused(tmp_path, size):
+    control = open_control(RealDisk(), tmp_path)
+    control.set_marks(0, 7, 41)
+    control.close()
+    for name in ("0", "2"):
+        (tmp_path / name).mkdir()
+    path = tmp_path / CONTROL_NAME
+    if size is None:
+        path.unlink()
+    else:
+        os.truncate(path, size)
+    found = "no file" if size is None else f"{size} bytes"
+    for _ in range(2):
+        with pytest.raises(
+            BadFormat, match=f"at least 128 bytes .* partitions 0, 2, found {found}"
+        ):
+            open_control(RealDisk(), tmp_path)
+    assert path.exists() == (size is not None)
+    if size is not None:
+        assert path.stat().st_size == size
+
+
+def test_a_crash_while_it_is_made_leaves_none_or_a_whole_one():
+    for steps in range(1, 10):
+        disk = new_disk()
+        disk.plan(disk.step_count + steps, Fault.POWER_LOSS)
+        try:
+            open_control(disk)
+        except PowerLoss:
+            disk.power_loss(Survival.ANY_SECTORS, Random(steps))
+            assert open_control(disk).header.cluster_key == KEY
+        else:
+            assert steps > 4
+            return
+    pytest.fail("it was never made without a crash")
+
+
+# ---- our slots
+
+
+def new_slots(disk, **fields):
+    return SlotFile.create(disk, ROOT, Slot(2, **fields))
+
+
+def test_slots_take_turns_and_the_newest_counts():
+    disk = new_disk()
+    slots = new_slots(disk)
+    for promised in range(5):
+        sequence = slots.slot.sequence
+        slots.write(Slot(2, promised=promised, damaged=(IdRange(3, 4),)))
+        assert slots.slot.sequence == sequence + 1
+        disk.power_loss(Survival.NOTHING, Random(1))
+        slots = SlotFile.open(disk, ROOT, 2)
+        assert (slots.slot.promised, slots.slot.damaged) == (promised, (IdRange(3, 4),))
+        assert not slots.fell_back
+
+
+def test_a_damaged_slot_falls_back_to_the_older_one_and_says_so():
+    disk = new_disk()
+    slots = new_slots(disk)
+    slots.write(Slot(2, promised=6))
+    slots.write(Slot(2, promised=9))
+    disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._place + 20)
+    slots = SlotFile.open(disk, ROOT, 2)
+    assert (slots.slot.promised, slots.fell_back) == (6, True)
+    disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._place + 20)
+    with pytest.raises(BadFormat, match="no control slot is valid"):
+        SlotFile.open(disk, ROOT, 2)
+
+
+def test_slots_of_another_partition_are_refused():
+    disk = new_disk()
+    new_slots(disk)
+    with pytest.raises(BadFormat, match="expected partition 1, found 2"):
+        SlotFile.open(disk, ROOT, 1)
+
+
+def test_a_slot_that_could_not_be_written_does_not_count():
+    disk = new_disk()
+    slots = new_slots(disk, promised=3)
+    for step in (1, 2):
+        disk.plan(disk.step_count + step, Fault.FAILS)
+        with pytest.raises(DiskFailed):
+            slots.write(Slot(2, promised=8))
+        assert slots.slot.promised == 3
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert SlotFile.open(disk, ROOT, 2).slot.promised == 3
