@@ -208,6 +208,7 @@ class LocalCluster:
             for member in sorted(self.members, key=lambda m: _STOP_ORDER[m.kind]):
                 process = member.process()
                 if process is None:
+                    self._await_end(member, STOP_TIMEOUT_S)  # it may have ended by itself
                     continue
                 process.send_signal(signal.SIGTERM)
                 if not self._await_end(member, STOP_TIMEOUT_S):
