@@ -1,0 +1,201 @@
+"""The real disk and its twin: the same calls, the same answers, and no error of the system's."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.storage.logs import ROOT, new_disk
+from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.sim.disk import Fault, SimDisk
+from waltz_core.storage.disk import RealDisk, create_durably, remove_temporary
+
+
+@pytest.fixture(params=["real", "twin"])
+def place(request, tmp_path):
+    """A disk, and a directory on it."""
+    return (RealDisk(), tmp_path) if request.param == "real" else (new_disk(), ROOT)
+
+
+def test_parts_are_written_one_after_the_other_and_read_up_to_the_end(place):
+    disk, directory = place
+    file = disk.open(directory / "f", create=True)
+    file.pwrite([b"0123", memoryview(b""), memoryview(b"45678")], 2)
+    assert file.size() == 11
+    assert file.pread(4, 3) == b"1234"
+    assert file.pread(100, 9) == b"78"
+    assert file.pread(5, 11) == file.pread(5, 500) == b""
+    assert file.pread(2, 0) == b"\0\0"
+    file.sync()
+    file.truncate(5)
+    assert file.pread(100, 0) == b"\0\x00012"
+    file.truncate(8)
+    assert file.pread(100, 4) == b"2\0\0\0"
+    file.close()
+
+
+def test_many_parts_are_more_than_one_call_takes(tmp_path):
+    file = RealDisk().open(tmp_path / "f", create=True)
+    parts = [bytes([place % 251]) * (place % 3) for place in range(3000)]
+    file.pwrite(parts, 7)
+    assert file.pread(10_000, 7) == b"".join(parts)
+    file.close()
+
+
+def test_names_come_go_and_move(place):
+    disk, directory = place
+    with pytest.raises(DiskFailed, match="opening .*/f"):
+        disk.open(directory / "f")
+    disk.open(directory / "f", create=True).close()
+    disk.open(directory / "g", create=True).close()
+    assert disk.exists(directory / "f")
+    assert disk.list(directory) == ["f", "g"]
+    disk.rename(directory / "f", directory / "g")
+    disk.unlink(directory / "none")
+    assert disk.list(directory) == ["g"]
+    assert not disk.exists(directory / "f")
+    disk.unlink(directory / "g")
+    assert disk.list(directory) == []
+
+
+def test_directories_are_made_with_their_parents(place):
+    disk, directory = place
+    for _ in range(2):
+        disk.make_directory(directory / "a" / "b" / "c")
+    assert disk.exists(directory / "a" / "b" / "c")
+    assert disk.list(directory / "a") == ["b"]
+
+
+def test_files_are_created_whole_in_place_of_older_ones(place):
+    disk, directory = place
+    create_durably(disk, directory, [("f", b"old, and longer")])
+    create_durably(disk, directory, [("e", b"1"), ("f", b"new")])
+    assert disk.list(directory) == ["e", "f"]
+    file = disk.open(directory / "f")
+    assert file.pread(100, 0) == b"new"
+    file.close()
+    disk.open(directory / "g.tmp", create=True).close()
+    remove_temporary(disk, directory)
+    assert disk.list(directory) == ["e", "f"]
+
+
+def test_nothing_has_its_name_before_all_is_written():
+    """Rule 4: whichever step fails, there is the old file or the new one."""
+    for step in range(1, 20):
+        disk = new_disk()
+        create_durably(disk, ROOT, [("a", b"old"), ("b", b"old")])
+        disk.plan(disk.step_count + step, Fault.FAILS)
+        try:
+            create_durably(disk, ROOT, [("a", b"new a"), ("b", b"new b")])
+        except DiskFailed:
+            found = disk.content(ROOT / "a"), disk.content(ROOT / "b")
+            assert found in [(b"old", b"old"), (b"new a", b"old"), (b"new a", b"new b")]
+        else:
+            assert step > 8
+            return
+    pytest.fail("it never came to its end")
+
+
+def test_a_lock_on_the_whole_file_is_met_by_a_second_opener(place):
+    disk, directory = place
+    one = disk.open(directory / "f", create=True)
+    two = disk.open(directory / "f")
+    assert one.lock_whole()
+    assert one.lock_whole()
+    assert not two.lock_whole()
+    one.close()
+    assert two.lock_whole()
+    two.close()
+
+
+def test_a_range_that_another_process_has_is_refused(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(256))
+    script = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1], 'r+b')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX, 128, 0)\n"
+        "print('locked', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout.readline() == "locked\n"
+        file = RealDisk().open(path)
+        assert not file.lock_range(0, 128)
+        assert file.lock_range(128, 10)
+        other.communicate("", timeout=60)
+    assert file.lock_range(0, 128)
+    file.close()
+
+
+CALLS = {
+    "pread": lambda file: file.pread(1, 0),
+    "pwritev": lambda file: file.pwrite([b"x"], 0),
+    "fdatasync": lambda file: file.sync(),
+    "ftruncate": lambda file: file.truncate(1),
+    "fstat": lambda file: file.size(),
+    "posix_fallocate": lambda file: file.allocate(10),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_an_error_of_the_system_says_what_failed_and_where(tmp_path, monkeypatch, call, number):
+    file = RealDisk().open(tmp_path / "f", create=True)
+
+    def fail(*_args):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        # A sync that finds no room has lost what it was to write: that is no full disk only.
+        full = number in {errno.ENOSPC, errno.EDQUOT} and call != "fdatasync"
+        with pytest.raises(NoSpace if full else DiskFailed, match=f"{tmp_path}/f: "):
+            CALLS[call](file)
+    file.close()
+    file.close()
+
+
+def test_errors_of_names_are_typed(tmp_path):
+    disk = RealDisk()
+    with pytest.raises(DiskFailed, match="listing"):
+        disk.list(tmp_path / "none")
+    with pytest.raises(DiskFailed, match="renaming"):
+        disk.rename(tmp_path / "none", tmp_path / "other")
+    with pytest.raises(DiskFailed, match="removing"):
+        disk.unlink(tmp_path)
+    with pytest.raises(DiskFailed, match="syncing"):
+        disk.sync_directory(tmp_path / "none")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DiskFailed, match="making|looking for"):
+        disk.make_directory(tmp_path / "file" / "below")
+
+
+def test_room_is_reserved(place):
+    disk, directory = place
+    file = disk.open(directory / "f", create=True)
+    file.allocate(5000)
+    assert file.size() == 5000
+    file.allocate(100)
+    assert file.size() == 5000
+    file.close()
+
+
+def test_the_twin_has_no_more_room_than_it_was_given():
+    disk = SimDisk(capacity_bytes=100)
+    file = disk.open(Path("/f"), create=True)
+    file.pwrite([bytes(90)], 0)
+    with pytest.raises(NoSpace):
+        file.allocate(101)
+    with pytest.raises(NoSpace):
+        file.pwrite([bytes(20)], 90)
+    file.pwrite([b"again"], 0)
+    assert file.pread(5, 0) == b"again"

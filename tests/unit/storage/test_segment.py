@@ -1,0 +1,275 @@
+"""One segment: what is appended is read back, a torn tail goes, and damage stays where it is."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.unit.storage.logs import (
+    KEY,
+    ROOT,
+    fill_segment,
+    make_batches,
+    make_run,
+    new_disk,
+    new_segment,
+    open_segment,
+)
+from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.storage.disk import remove_temporary
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, segment_name
+from waltz_core.storage.segment import Segment, find_record, scan
+
+SEG, IDX, CHN = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))
+RECORD_BYTES = 60  # of a record as `fill_segment` makes them
+
+
+def offset_of(transaction_id):
+    return SEGMENT_HEADER_BYTES + RECORD_BYTES * transaction_id
+
+
+# ---- files
+
+
+def test_a_segment_has_its_name_only_when_it_is_whole():
+    for step in range(1, 20):
+        disk = new_disk()
+        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        try:
+            new_segment(disk)
+        except PowerLoss:
+            disk.power_loss(Survival.ANY_SECTORS, Random(step))
+            remove_temporary(disk, ROOT)
+            names = disk.list(ROOT)
+            assert SEG.name not in names or names == sorted([SEG.name, IDX.name, CHN.name])
+            if SEG.name in names:
+                assert open_segment(disk).last == BEFORE_FIRST
+        else:
+            assert step > 12
+            return
+    pytest.fail("it was never made without a crash")
+
+
+def test_what_was_synced_is_read_back_after_a_power_loss():
+    disk = new_disk()
+    segment = new_segment(disk)
+    assert (segment.last, segment.is_dirty) == (BEFORE_FIRST, False)
+    records, entries = fill_segment(segment, [3, 2])
+    assert not segment.is_dirty
+    disk.power_loss(Survival.NOTHING, Random(1))
+    segment = open_segment(disk)
+    assert (segment.last, segment.size_bytes) == (4, len(disk.content(SEG)))
+    assert segment.is_plausible()
+    found, lengths = segment.read(0, 4)
+    assert found == records
+    assert lengths.tolist() == [RECORD_BYTES] * 5
+    assert segment.read(2, 3)[0] == records[2 * RECORD_BYTES : 4 * RECORD_BYTES]
+    assert list(segment.lineage.entries(0)) == entries
+
+
+def test_each_file_is_synced_when_it_has_something_to_sync():
+    segment = new_segment(new_disk())
+    records, lengths, entries = make_batches(0, [2])
+    segment.append(lengths, records)
+    assert (segment.is_dirty, segment.sync()) == (True, 1)
+    segment.append_entries([], BEFORE_FIRST)
+    assert (segment.is_dirty, segment.sync()) == (False, 0)
+    segment.append_entries(entries, BEFORE_FIRST)
+    assert segment.sync() == 1
+    segment.append(*reversed(make_run(2, [5])))
+    segment.forget()
+    assert (segment.is_dirty, segment.sync()) == (False, 0)
+
+
+def test_a_segment_of_something_else_is_refused():
+    disk = new_disk()
+    new_segment(disk).close()
+    for partition_id, key in ((1, KEY), (2, bytes(16))):
+        with pytest.raises(BadFormat, match="expected partition"):
+            Segment.open(disk, ROOT, 0, partition_id=partition_id, cluster_key=key)
+    disk.rename(SEG, ROOT / segment_name(7, ".seg"))
+    with pytest.raises(BadFormat, match="from id 7"):
+        open_segment(disk, 7)
+
+
+def test_batches_of_another_segment_are_refused():
+    disk = new_disk()
+    new_segment(disk).close()
+    new_segment(disk, 7).close()
+    disk.put(CHN, disk.content(ROOT / segment_name(7, ".chn")))
+    with pytest.raises(BadFormat, match="belongs to another segment"):
+        open_segment(disk)
+
+
+def test_a_missing_index_is_made_empty_and_then_from_the_records():
+    disk = new_disk()
+    records, _ = fill_segment(new_segment(disk), [3, 2])
+    disk.unlink(IDX)
+    segment = open_segment(disk)
+    assert (segment.last, segment.is_plausible()) == (BEFORE_FIRST, False)
+    assert segment.recover(0, 4, is_last=True) == ((), False)
+    assert segment.read(0, 4)[0] == records
+    assert segment.is_plausible()
+
+
+def test_removed_files_are_gone():
+    disk = new_disk()
+    segment = new_segment(disk)
+    segment.remove()
+    assert disk.list(ROOT) == []
+
+
+# ---- cutting and filling
+
+
+def test_a_cut_keeps_what_is_below_it_and_the_next_append_goes_on_there():
+    disk = new_disk()
+    segment = new_segment(disk)
+    records, entries = fill_segment(segment, [3, 2, 4])
+    segment.cut(4)
+    assert (segment.last, segment.size_bytes) == (4, offset_of(5))
+    assert list(segment.lineage.entries(0)) == entries[:2]
+    more, _ = fill_segment(segment, [2], entries[1].chain, seed=9)
+    assert segment.read(0, 6)[0] == records[: 5 * RECORD_BYTES] + more
+    segment.cut(3)
+    assert list(segment.lineage.entries(0)) == entries[:1]
+    segment.cut(BEFORE_FIRST)
+    assert (segment.last, segment.size_bytes) == (BEFORE_FIRST, SEGMENT_HEADER_BYTES)
+    assert segment.lineage.count == 0
+    assert segment.is_plausible()
+
+
+def test_a_hole_is_filled_durably():
+    disk = new_disk()
+    segment = new_segment(disk)
+    records, _ = fill_segment(segment, [6])
+    for transaction_id in (2, 3):
+        disk.flip(SEG, offset_of(transaction_id) + 40)
+    good = records[2 * RECORD_BYTES : 4 * RECORD_BYTES]
+    segment.fill(np.array([RECORD_BYTES] * 2), good, IdRange(2, 3))
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert open_segment(disk).read(0, 5)[0] == records
+
+
+def test_what_does_not_fit_into_a_hole_is_refused():
+    disk = new_disk()
+    segment = new_segment(disk)
+    records, _ = fill_segment(segment, [6])
+    for size in (19, 21):
+        run, lengths = make_run(2, [size])
+        with pytest.raises(BadFormat, match=r"records 2\.\.2: expected 60 bytes"):
+            segment.fill(lengths, run, IdRange(2, 2))
+    assert segment.read(0, 5)[0] == records
+
+
+def test_a_hole_at_the_end_has_any_size():
+    disk = new_disk()
+    segment = new_segment(disk)
+    records, _ = fill_segment(segment, [4])
+    run, lengths = make_run(3, [500])
+    segment.fill(lengths, run, IdRange(3, 3))
+    assert segment.read(0, 3)[0] == records[: 3 * RECORD_BYTES] + run
+    assert segment.size_bytes == len(disk.content(SEG))
+
+
+# ---- after a crash
+
+
+@pytest.mark.parametrize("cut", [1, 30, 59])
+def test_a_torn_tail_that_nobody_vouched_for_is_cut(cut):
+    disk = new_disk()
+    records, _ = fill_segment(new_segment(disk), [5])
+    disk.put(SEG, disk.content(SEG)[:-cut])
+    segment = open_segment(disk)
+    assert not segment.is_plausible()
+    assert segment.recover(0, 3, is_last=True) == ((), False)
+    assert segment.last == 3
+    assert segment.read(0, 3)[0] == records[: 4 * RECORD_BYTES]
+    assert len(disk.content(SEG)) == segment.size_bytes == offset_of(4)
+
+
+def test_a_vouched_for_record_that_is_gone_is_told():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [5])
+    disk.put(SEG, disk.content(SEG)[: offset_of(3)])
+    segment = open_segment(disk)
+    assert segment.recover(0, 4, is_last=True).lost
+    assert segment.last == 2
+
+
+@pytest.mark.parametrize("bad", [0, 2, 4])
+def test_damage_below_what_is_vouched_for_keeps_its_place(bad):
+    disk = new_disk()
+    records, _ = fill_segment(new_segment(disk), [6])
+    disk.flip(SEG, offset_of(bad) + 40)
+    segment = open_segment(disk)
+    assert segment.recover(0, 5, is_last=True) == ((IdRange(bad, bad),), False)
+    assert segment.last == 5
+    good = records[bad * RECORD_BYTES : (bad + 1) * RECORD_BYTES]
+    segment.fill(np.array([RECORD_BYTES]), good, IdRange(bad, bad))
+    assert segment.read(0, 5)[0] == records
+
+
+def test_damage_above_it_is_a_torn_tail_whatever_follows():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [6])
+    disk.flip(SEG, offset_of(3) + 40)
+    segment = open_segment(disk)
+    assert segment.recover(0, 2, is_last=True) == ((), False)
+    assert segment.last == 2
+    assert len(disk.content(SEG)) == offset_of(3)
+
+
+def test_in_an_older_segment_all_that_is_missing_is_damage():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [6])
+    disk.put(SEG, disk.content(SEG)[: offset_of(4) + 7])
+    segment = open_segment(disk)
+    assert segment.recover(0, 5, is_last=False) == ((IdRange(4, 5),), False)
+    assert segment.last == 5
+
+
+def test_an_index_that_lies_is_seen_and_mended():
+    disk = new_disk()
+    records, _ = fill_segment(new_segment(disk), [6])
+    disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * 3 + 7, 4)
+    segment = open_segment(disk)
+    assert segment.starts_with(2)
+    assert not segment.starts_with(3)
+    assert not segment.starts_with(6)
+    disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * 3)
+    with pytest.raises(ChecksumMismatch, match="wrong from record 2 on"):
+        segment.bounds(2, 4)
+    assert segment.recover(0, 5, is_last=True) == ((), False)
+    assert segment.read(0, 5)[0] == records
+
+
+def test_a_failed_write_is_told():
+    disk = new_disk()
+    segment = new_segment(disk)
+    disk.plan(disk.step_count + 1, Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        segment.append(*reversed(make_run(0, [20])))
+    assert segment.last == BEFORE_FIRST
+
+
+# ---- looking through bytes
+
+
+def test_a_scan_stops_at_the_first_wrong_record_and_a_search_finds_the_next_good_one():
+    disk = new_disk()
+    fill_segment(new_segment(disk, chain=GENESIS_CHAIN), [6])
+    disk.flip(SEG, offset_of(2) + 50)
+    file, size = disk.open(SEG), len(disk.content(SEG))
+    starts, end = scan(file, SEGMENT_HEADER_BYTES, 0, size=size, stop_id=None)
+    assert (starts.tolist(), end) == ([offset_of(0), offset_of(1)], offset_of(2))
+    starts, end = scan(file, offset_of(3), 3, size=size, stop_id=5)
+    assert (starts.tolist(), end) == ([offset_of(3), offset_of(4)], offset_of(5))
+    starts, end = scan(file, offset_of(3), 4, size=size, stop_id=None)
+    assert (starts.size, end) == (0, offset_of(3))
+    assert find_record(file, offset_of(2) + 1, 2, size=size) == (3, offset_of(3))
+    assert find_record(file, offset_of(3), 3, size=size) == (4, offset_of(4))
+    assert find_record(file, offset_of(5) + 1, 3, size=size) is None
+    assert find_record(file, size, 0, size=size) is None
