@@ -47,7 +47,7 @@ def test_many_parts_are_more_than_one_call_takes(tmp_path):
 
 def test_names_come_go_and_move(place):
     disk, directory = place
-    with pytest.raises(DiskFailed, match="opening .*/f"):
+    with pytest.raises(DiskFailed, match=r"opening .*/f"):
         disk.open(directory / "f")
     disk.open(directory / "f", create=True).close()
     disk.open(directory / "g", create=True).close()
@@ -175,7 +175,7 @@ def test_errors_of_names_are_typed(tmp_path):
     with pytest.raises(DiskFailed, match="syncing"):
         disk.sync_directory(tmp_path / "none")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DiskFailed, match="making|looking for"):
+    with pytest.raises(DiskFailed, match=r"making|looking for"):
         disk.make_directory(tmp_path / "file" / "below")
 
 

@@ -1,0 +1,153 @@
+"""Reading around damage: no wrong record leaves, and what is found wrong is noted durably."""
+
+import pytest
+
+from tests.unit.storage.logs import ROOT, make_segments, new_disk
+from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.raw_records import headers_of
+from waltz_core.record import GENESIS_CHAIN
+from waltz_core.storage.control_file import SlotFile
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
+from waltz_core.storage.reading import LogReader
+
+RECORD_BYTES = 60
+FIRSTS = (0, 5, 8)
+
+
+class Log:
+    """Batches 0..2, 3..4 | 5..7 | 8..11 in three segments, and what is read of them."""
+
+    def __init__(self):
+        self.disk = new_disk()
+        self.segments, self.records, self.entries = make_segments(self.disk, [3, 2], [3], [4])
+        self.slots = SlotFile.create(self.disk, ROOT, Slot(2))
+        self.written = []
+        self.reader = LogReader(2, self.segments, self.slots, self.write_slot)
+
+    def write_slot(self, slot):
+        self.written.append(slot)
+        self.slots.write(slot)
+
+    def rot(self, transaction_id, at=44):
+        first = max(one for one in FIRSTS if one <= transaction_id)
+        offset = SEGMENT_HEADER_BYTES + RECORD_BYTES * (transaction_id - first) + at
+        self.disk.flip(ROOT / segment_name(first, ".seg"), offset)
+
+    def rot_index(self, transaction_id, at=7, mask=8):
+        first = max(one for one in FIRSTS if one <= transaction_id)
+        offset = SEGMENT_HEADER_BYTES + 8 * (transaction_id - first) + at
+        self.disk.flip(ROOT / segment_name(first, ".idx"), offset, mask)
+
+    def read(self, first, last, bytes_max=1 << 20, *, whole_batches=False):
+        """Read, check what came, and return the last id of it."""
+        read = self.reader.read_range(first, last, bytes_max, whole_batches=whole_batches)
+        end = first + read.lengths.size - 1
+        assert read.first == first
+        assert read.records == self.records[first * RECORD_BYTES : (end + 1) * RECORD_BYTES]
+        touching = [one for one in self.entries if one.last >= first and one.first <= end]
+        place = self.entries.index(touching[0])
+        assert read.entries == tuple(touching)
+        assert read.chain_before == (self.entries[place - 1].chain if place else GENESIS_CHAIN)
+        return end
+
+
+@pytest.fixture
+def log():
+    return Log()
+
+
+def test_what_fits_is_read_one_record_at_least(log):
+    assert log.read(0, 11) == 11
+    assert log.read(4, 6) == 6
+    assert log.read(2, 11, 3 * RECORD_BYTES) == 4
+    assert log.read(2, 11, 4 * RECORD_BYTES - 1) == 4
+    assert log.read(7, 11, 1) == 7
+    assert log.written == []
+
+
+def test_whole_batches_begin_and_end_with_one(log):
+    assert log.read(0, 11, 1, whole_batches=True) == 2
+    assert log.read(0, 11, 5 * RECORD_BYTES, whole_batches=True) == 4
+    assert log.read(0, 11, 7 * RECORD_BYTES, whole_batches=True) == 4
+    assert log.read(3, 11, whole_batches=True) == 11
+    with pytest.raises(BadRequest, match="expected a batch that begins at 4, found"):
+        log.read(4, 11, whole_batches=True)
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 3), (5, 4), (3, 12), (12, 12)])
+def test_ids_that_are_not_there_are_refused(log, first, last):
+    with pytest.raises(BadRequest, match="expected ids up to 11"):
+        log.read(first, last)
+
+
+def test_a_damaged_record_is_noted_once_and_read_around(log):
+    log.rot(6)
+    assert log.read(0, 11) == 5
+    assert log.slots.slot.damaged == (IdRange(6, 6),)
+    with pytest.raises(ChecksumMismatch, match=r"records 6\.\.6 are damaged"):
+        log.read(6, 11)
+    assert log.read(7, 11) == 11
+    assert len(log.written) == 1
+    assert SlotFile.open(log.disk, ROOT, 2).slot.damaged == (IdRange(6, 6),)
+
+
+def test_a_read_of_whole_batches_stops_before_the_batch_with_the_damage(log):
+    log.rot(6)
+    assert log.read(0, 11, whole_batches=True) == 4
+    with pytest.raises(ChecksumMismatch):
+        log.read(5, 11, whole_batches=True)
+    assert log.read(8, 11, whole_batches=True) == 11
+
+
+@pytest.mark.parametrize("at", [0, 7, 28, 40, 59])
+def test_no_byte_of_a_record_may_differ(log, at):
+    log.rot(9, at)
+    assert log.read(8, 11) == 8
+    with pytest.raises(ChecksumMismatch):
+        log.read(9, 9)
+    assert log.read(10, 11) == 11
+    assert log.slots.slot.damaged == (IdRange(9, 9),)
+
+
+@pytest.mark.parametrize(("at", "mask"), [(7, 8), (0, 1)])
+def test_a_wrong_index_is_mended_and_nothing_is_damaged(log, at, mask):
+    path = ROOT / segment_name(5, ".idx")
+    before = log.disk.content(path)
+    log.rot_index(6, at, mask)
+    assert log.disk.content(path) != before
+    assert log.read(0, 11) == 11
+    assert log.slots.slot.damaged == ()
+    assert log.disk.content(path) == before
+
+
+def test_several_damaged_records_are_all_found(log):
+    for transaction_id in (1, 6, 7, 10):
+        log.rot(transaction_id)
+    first = 0
+    found = set()
+    while first <= 11:
+        try:
+            first = log.read(first, 11) + 1
+        except ChecksumMismatch:
+            found.add(first)
+            first += 1
+    assert found == {1, 6, 7, 10}
+    assert log.slots.slot.damaged == (IdRange(1, 1), IdRange(6, 7), IdRange(10, 10))
+
+
+def test_headers_are_those_of_the_records_and_stop_before_damage(log):
+    read = log.reader.read_headers(2, 9, 1 << 20)
+    run, lengths = log.segments.read(2, 9)
+    assert (read.first, read.record_count, read.headers) == (2, 8, headers_of(run, lengths))
+    assert read.entries == tuple(log.entries)
+    assert log.reader.read_headers(2, 9, 28 * 3 + 27).record_count == 3
+    assert log.reader.read_headers(2, 9, 0).record_count == 1
+    log.rot(6)
+    assert log.reader.read_headers(2, 9, 1 << 20).record_count == 4
+    with pytest.raises(ChecksumMismatch):
+        log.reader.read_headers(6, 9, 1 << 20)
+
+
+def test_lineage_is_that_of_the_batches_that_touch(log):
+    assert log.reader.lineage(4, 8) == (log.entries[0].chain, tuple(log.entries[1:]))
+    assert log.reader.lineage(0, 0) == (GENESIS_CHAIN, (log.entries[0],))

@@ -1,0 +1,179 @@
+"""Many segments as one run: no read, batch or cut sees the borders between the files."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.unit.storage.logs import (
+    BLANK,
+    ROOT,
+    make_batches,
+    make_run,
+    make_segments,
+    new_disk,
+    open_segment,
+)
+from waltz_core.errors import BadFormat
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.sim.disk import Survival
+from waltz_core.storage.format import IdRange, segment_name
+from waltz_core.storage.segments import Segments, first_wrong
+
+RECORD_BYTES = 60
+
+
+def bytes_of(records, first, last):
+    return records[first * RECORD_BYTES : (last + 1) * RECORD_BYTES]
+
+
+def reopened(disk, *firsts):
+    return Segments(disk, ROOT, BLANK, [open_segment(disk, first) for first in firsts])
+
+
+def straddling(disk):
+    """Segments 0..4, 5..6, 7..9 of which the batch 3..8 spans all three."""
+    segments, records, entries = make_segments(disk, [3])
+    more, lengths, made = make_batches(3, [6, 1], entries[-1].chain)
+    for count in (2, 2, 3):
+        segments.current.append(lengths[:count], more[: count * RECORD_BYTES])
+        records += more[: count * RECORD_BYTES]
+        lengths, more = lengths[count:], more[count * RECORD_BYTES :]
+        if lengths.size:
+            segments.sync()
+            segments.sync_index()
+            segments.add(5, entries[-1].chain)
+    segments.current.append_entries(made, BEFORE_FIRST)
+    segments.sync()
+    segments.sync_index()
+    return segments, records, entries + made
+
+
+def test_every_stretch_is_read_over_the_borders():
+    segments, records, _ = make_segments(new_disk(), [3], [1, 1], [4])
+    assert [segment.first for segment in segments.all] == [0, 3, 5]
+    for first in range(9):
+        for last in range(first, 9):
+            found, lengths = segments.read(first, last)
+            assert found == bytes_of(records, first, last)
+            assert lengths.tolist() == [RECORD_BYTES] * (last - first + 1)
+
+
+def test_what_fits_is_counted_over_the_borders_and_one_always_does():
+    segments, _, _ = make_segments(new_disk(), [3], [1, 1], [4])
+    for first in range(9):
+        for bytes_max in range(0, 10 * RECORD_BYTES, 13):
+            reach = first + max(1, bytes_max // RECORD_BYTES) - 1
+            assert segments.fitting(first, 8, bytes_max) == min(8, reach)
+    assert segments.fitting(1, 2, 1 << 30) == 2
+
+
+def test_chains_are_known_at_the_ends_of_batches_and_nowhere_else():
+    segments, _, entries = straddling(new_disk())
+    ends = {one.last: one.chain for one in entries} | {BEFORE_FIRST: GENESIS_CHAIN}
+    for transaction_id in range(-2, 12):
+        assert segments.chain_at(transaction_id) == ends.get(transaction_id)
+    assert segments.chain == entries[-1].chain
+    assert segments.lineage_end() == entries[-1]
+
+
+def test_batches_that_touch_a_stretch_come_with_the_chain_before_them():
+    segments, _, entries = straddling(new_disk())
+    for first in range(10):
+        for last in range(first, 10):
+            expected = [one for one in entries if one.last >= first and one.first <= last]
+            place = entries.index(expected[0])
+            before = entries[place - 1].chain if place else GENESIS_CHAIN
+            assert segments.entries(first, last, 99) == (before, tuple(expected))
+            assert segments.entry_of(first) == expected[0]
+            assert list(segments.entries_from(first)) == entries[place:]
+    assert segments.entries(0, 9, 1) == (entries[1].chain, (entries[2],))
+    assert segments.entry_of(10) is None
+    assert segments.entries(10, 10, 5) == (entries[-1].chain, ())
+
+
+@pytest.mark.parametrize("last_to_keep", range(-1, 9))
+def test_a_cut_may_go_over_borders_and_be_done_again(last_to_keep):
+    disk = new_disk()
+    segments, records, entries = make_segments(disk, [3], [1, 1], [4])
+    for _ in range(2):
+        segments.cut(last_to_keep, None)
+        assert segments.last == last_to_keep
+    segments.sync()
+    segments.sync_index()
+    disk.power_loss(Survival.NOTHING, Random(1))
+    firsts = [first for first in (0, 3, 5) if not first or first <= last_to_keep]
+    names = [name for name in disk.list(ROOT) if name.endswith(".seg")]
+    assert names == [segment_name(first, ".seg") for first in firsts]
+    again = reopened(disk, *firsts)
+    kept = [one for one in entries if one.last <= last_to_keep]
+    assert list(again.entries_from(0)) == kept
+    assert again.chain == (kept[-1].chain if kept else GENESIS_CHAIN)
+    if last_to_keep >= 0:
+        assert again.read(0, last_to_keep)[0] == bytes_of(records, 0, last_to_keep)
+
+
+def test_the_batch_that_a_cut_goes_through_gets_its_new_entry_once():
+    segments, _, entries = straddling(new_disk())
+    cut = entries[1]._replace(last=5, chain=bytes(range(16)))
+    for _ in range(2):
+        segments.cut(5, cut)
+        assert list(segments.entries_from(0)) == [entries[0], cut]
+    assert (segments.last, segments.chain) == (5, cut.chain)
+
+
+def test_a_hole_over_a_border_is_filled():
+    disk = new_disk()
+    segments, records, _ = make_segments(disk, [3], [1, 1], [4])
+    for first, place in ((0, 2), (3, 0)):
+        path = ROOT / segment_name(first, ".seg")
+        disk.flip(path, 128 + place * RECORD_BYTES + 44)
+    assert segments.record_crcs(0, 1) is not None
+    assert segments.record_crcs(0, 8) is None
+    assert segments.diagnose(2) == (IdRange(2, 2),)
+    segments.fill(
+        2, np.array([RECORD_BYTES] * 2), memoryview(bytes_of(records, 2, 3)), IdRange(2, 3)
+    )
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert reopened(disk, 0, 3, 5).read(0, 8)[0] == records
+    run, lengths = make_run(1, [21])
+    with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
+        reopened(disk, 0, 3, 5).fill(1, lengths, memoryview(run), IdRange(1, 1))
+
+
+def test_a_new_file_is_gone_on_in_and_the_old_one_left_alone():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [3])
+    segments.renew(9, entries[-1].chain)
+    assert [segment.first for segment in segments.all] == [0, 3]
+    empty = segments.current
+    segments.renew(9, entries[-1].chain)
+    assert [segment.first for segment in segments.all] == [0, 3]
+    assert segments.current is not empty
+    assert segments.chain == entries[-1].chain
+    assert segments.lineage_end() == entries[-1]
+
+
+def test_few_of_many_files_are_open():
+    segments, records, _ = make_segments(new_disk(), *[[2]] * 30)
+    for first in range(60):
+        assert segments.read(first, first)[0] == bytes_of(records, first, first)
+    is_open = [segment for segment in segments.all if segment._files is not None]
+    assert len(is_open) <= 9
+    assert segments.current in is_open
+    segments.close()
+    assert all(segment._files is None for segment in segments.all)
+
+
+def test_the_first_wrong_record_is_found_whatever_is_wrong_with_it():
+    run, lengths = make_run(4, [0, 10, 20, 5])
+    assert first_wrong(run, lengths, 4) is None
+    assert first_wrong(run, lengths, 5) == 0
+    bad = bytearray(run)
+    bad[40 + 50 + 3] ^= 1
+    assert first_wrong(bytes(bad), lengths, 4) == 2
+    short = lengths.copy()
+    short[1] = 7
+    assert first_wrong(run, short, 4) == 1
+    gap, more = make_run(9, [5])
+    assert first_wrong(run + gap, np.append(lengths, more), 4) == 4
