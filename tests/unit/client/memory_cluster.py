@@ -7,9 +7,11 @@ to), and reads come from the log in memory. ZooKeeper is the one of `cluster/mem
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 from uuid import UUID
 
 from waltz_core import net
+from waltz_core.checksum import crc32
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.directory import ZooKeeperDirectory
 from waltz_core.cluster import model
@@ -17,6 +19,7 @@ from waltz_core.cluster.creation import NewCluster
 from waltz_core.cluster.memory import MemoryZooKeeper
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver
+from waltz_core.errors import NotOwned
 from waltz_core.raw_records import headers_of, lengths_from_wire, lengths_to_wire
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -41,7 +44,6 @@ from waltz_core.server.events import (
     refusal,
 )
 from waltz_core.server.partition import Identity, Partition
-from waltz_core.errors import NotOwned
 from waltz_core.wire.messages import RangeBytes, RangeForm, Surface
 
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
@@ -79,6 +81,7 @@ class MemoryLog:
     def read(self, first: int, last: int, bytes_max: int, form: int) -> RangeBytes:
         part = self.cache.read(TransactionId(first), TransactionId(last), bytes_max)[0]
         whole = form == RangeForm.WHOLE
+        records = part.records if whole else headers_of(part.records, part.lengths)
         return RangeBytes(
             self.session,
             0,
@@ -87,8 +90,8 @@ class MemoryLog:
             part.last - part.first + 1,
             form,
             lengths_to_wire(part.lengths) if whole else b"",
-            part.records if whole else headers_of(part.records, part.lengths),
-            0,
+            records,
+            crc32(records),
             bytes(16),
             (part.entry,),
         )
@@ -153,11 +156,24 @@ class MemoryStore:
         )
 
 
-class Poke:
-    """Makes a partition's store emit effects, as a session's end would."""
+class Hosted(NamedTuple):
+    """One partition on a server."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        self.store = store
+    partition: Partition
+    driver: Driver
+    store: MemoryStore
+
+
+class OpenedClient(AsyncWaltzClient):
+    """A client that is opened and closed by `async with client.opened()`."""
+
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator["OpenedClient"]:
+        await self.open()
+        try:
+            yield self
+        finally:
+            await self.close()
 
 
 class MemoryServer:
@@ -167,7 +183,7 @@ class MemoryServer:
         self._cluster = cluster
         self.server_id = server_id
         self.coordinator = cluster.zookeeper.coordinator(ROOT)
-        self.partitions: dict[int, tuple[Partition, Driver, MemoryStore]] = {}
+        self.partitions: dict[int, Hosted] = {}
         self.links: dict[int, net.Link] = {}
         self.listener: net.Listener | None = None
         self._connections = 0
@@ -198,7 +214,7 @@ class MemoryServer:
                     FeedCache(4 * MIB),
                 )
                 driver = Driver(partition, lambda effect, n=number: self._perform(n, effect))
-                self.partitions[number] = (partition, driver, store)
+                self.partitions[number] = Hosted(partition, driver, store)
             partition, driver, _ = self.partitions[number]
             if partition.generation != generation:
                 driver.post(replication.Own(generation, (REPLICA,)))
@@ -246,7 +262,7 @@ class MemoryServer:
 
     def lose_session(self, number: int, *, committed: int) -> None:
         """End a partition's session; `committed` of the batches in flight are in the log."""
-        partition, driver, store = self.partitions[number]
+        _partition, driver, store = self.partitions[number]
         log = self._cluster.logs[number]
         for batch in store.held[:committed]:
             log.write(batch, log.session)
@@ -331,14 +347,14 @@ class MemoryCluster:
         )
 
     def client(
-        self, config: ClientConfig = QUICK, *, client_id: int | None = None
-    ) -> AsyncWaltzClient:
+        self, config: ClientConfig = QUICK, *, client_id: int | None = None, root: str = ROOT
+    ) -> OpenedClient:
         directory = ZooKeeperDirectory(
             CONNECT,
             connect_timeout_ms=config.zookeeper_connect_timeout_ms,
-            coordinator=self.zookeeper.coordinator(ROOT),
+            coordinator=self.zookeeper.coordinator(root),
         )
-        return AsyncWaltzClient(directory, CONNECT, config, client_id=client_id)
+        return OpenedClient(directory, CONNECT, config, client_id=client_id)
 
 
 @contextlib.asynccontextmanager

@@ -13,8 +13,8 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client import events
-from waltz_core.client.monitor import Parcel, Single
 from waltz_core.client.events import Phase, StreamSettings
+from waltz_core.client.monitor import Parcel, Single
 from waltz_core.client.stream import PartitionStream
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import BEFORE_FIRST, RECORD_HEADER, PartitionId, ReqId, TransactionId

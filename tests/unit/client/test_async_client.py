@@ -1,0 +1,738 @@
+"""The asyncio client against the server's own partition machine, over TCP, in one process."""
+
+import asyncio
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.unit.client.memory_cluster import CONNECT, KEY, QUICK, MemoryCluster, memory_cluster
+from waltz_core import errors
+from waltz_core.batches import encode_append
+from waltz_core.client import (
+    LATEST,
+    AsyncCallbacks,
+    AsyncWaltzClient,
+    PoisonPolicy,
+    RangeForm,
+    Reason,
+    TransactionContext,
+    catch_up,
+    lock,
+    partition_of,
+)
+from waltz_core.server.events import Limits
+
+PATIENCE_S = 20
+
+
+def told(story):
+    """Run a story to its end, within a time."""
+
+    def test(*args):
+        async def within():
+            async with asyncio.timeout(PATIENCE_S):
+                await story(*args)
+
+        asyncio.run(within())
+
+    test.__name__ = story.__name__
+    test.__doc__ = story.__doc__
+    return test
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - conditions of all kinds
+        await asyncio.sleep(0.005)
+
+
+def batch_of(*rows: bytes, write_locks=None) -> bytes:
+    none = [[] for _ in rows]
+    return encode_append(
+        [0] * len(rows),
+        list(rows),
+        write_locks=write_locks or none,
+        read_locks=none,
+        append_locks=none,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# the cluster
+
+
+@told
+async def test_what_a_cluster_is():
+    async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
+        assert client.cluster() == ("test", KEY.bytes, 3)
+        assert client.partition_count == 3
+        assert client.client_id is None  # who only asks needs none
+        assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
+        assert await client.mount() == {0: -1, 1: -1, 2: -1}
+        assert client.client_id == 1
+
+
+@told
+async def test_what_is_wrong_is_told_in_a_sentence():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        with pytest.raises(errors.UnknownPartition, match=r"partition 2.*partitions 0\.\.1"):
+            await client.high_water_mark(2)
+        with pytest.raises(errors.UnknownPartition):
+            await client.append(b"x", partition=-1)
+        with pytest.raises(errors.TooLarge, match="4194304 bytes, found 4194305"):
+            await client.append(b"x" * (4 * 1024 * 1024 + 1))
+        with pytest.raises(errors.BadRequest, match="expected bytes, found str"):
+            await client.append("text")
+        with pytest.raises(errors.BadRequest, match="32-bit"):
+            await client.append(b"x", write_locks=[1 << 40])
+        with pytest.raises(errors.BadRequest, match="at least one row"):
+            await client.append_batch(0, b"", 0, client_high_water_mark=-1)
+
+
+@told
+async def test_a_connect_string_that_is_none():
+    with pytest.raises(errors.BadConfig, match="no cluster root"):
+        AsyncWaltzClient.connect("zk1:2181")
+
+
+@told
+async def test_a_root_without_a_cluster_names_the_command():
+    async with memory_cluster() as cluster:
+        client = cluster.client(root="/elsewhere")
+        with pytest.raises(errors.BadConfig, match=r"waltz-core cluster create"):
+            await client.open()
+
+
+@told
+async def test_a_closed_client_says_so():
+    async with memory_cluster() as cluster:
+        client = cluster.client()
+        async with client.opened():
+            pass
+        with pytest.raises(errors.UsageError, match="closed"):
+            await client.append(b"x")
+        await client.close()
+
+
+@told
+async def test_a_fork_of_a_client_says_so():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:  # nothing of the parent's loop may run here
+            try:
+                client._check_usable()
+            except errors.UsageError as error:
+                os.write(writer, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)  # noqa: ASYNC222 - it ends at once
+        os.close(writer)
+        assert b"a fork of it" in os.read(reader, 1_000)
+        os.close(reader)
+
+
+# ---------------------------------------------------------------------------------------------
+# appends
+
+
+@told
+async def test_appends_get_their_ids():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        futures = [await client.append(b"%d" % i, partition=1, header=i) for i in range(100)]
+        assert [await future for future in futures] == list(range(100))
+        rows = cluster.logs[1].rows()
+        assert [(header, data) for _, header, data in rows] == [(i, b"%d" % i) for i in range(100)]
+        assert await client.high_water_mark(1, linearizable=True) == 99
+        assert await client.flush(1) == 99
+        assert not client.has_pending
+
+
+@told
+async def test_many_appends_share_a_frame_and_a_few_go_alone():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        server = cluster.servers[0]
+        server.received.clear()
+        futures = [await client.append(b"x", partition=0) for _ in range(500)]
+        await asyncio.wait(futures)
+        assert Counter(server.received)["AppendBatch"] == 1
+        server.received.clear()
+        futures = [await client.append(b"x", partition=0) for _ in range(3)]
+        await asyncio.wait(futures)
+        assert Counter(server.received) == {"AppendRequest": 3}
+
+
+@told
+async def test_rows_are_gathered_while_others_are_under_way():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        server = cluster.servers[0]
+        server.partitions[0].store.is_holding = True
+        first = await client.append(b"first", partition=0)
+        await until(lambda: server.partitions[0].store.held)
+        server.received.clear()
+        futures = []
+        for _ in range(50):
+            futures.append(await client.append(b"x", partition=0))
+            await asyncio.sleep(0)
+        assert server.received == []
+        server.release(0)
+        assert await first == 0
+        assert sorted([await future for future in futures]) == list(range(1, 51))
+        assert server.received == ["AppendBatch"]
+
+
+@told
+async def test_the_partition_follows_the_first_lock_or_goes_round():
+    async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as client:
+        name = lock("account", 7)
+        await (await client.append(b"x", append_locks=[name]))
+        assert len(cluster.logs[partition_of(name, 4)].rows()) == 1
+        for _ in range(4):
+            await (await client.append(b"y"))
+        assert [len(log.rows()) >= 1 for log in cluster.logs] == [True] * 4
+
+
+@told
+async def test_a_lock_that_was_written_since_refuses_and_says_from_where_to_compute():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        name = lock("account", 1)
+        await (await client.append(b"a", partition=0, write_locks=[name]))
+        future = await client.append(
+            b"b", partition=0, write_locks=[name], client_high_water_mark=-1
+        )
+        with pytest.raises(errors.LockFailed) as failed:
+            await future
+        assert (failed.value.conflicting, failed.value.high_water_mark) == (0, 0)
+        retry = await client.append(b"b", partition=0, write_locks=[name], client_high_water_mark=0)
+        assert await retry == 1
+
+
+@told
+async def test_a_mark_above_the_log_is_the_callers_error():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        future = await client.append(b"a", partition=0, client_high_water_mark=50)
+        with pytest.raises(errors.ClientAhead, match="another cluster"):
+            await future
+
+
+@told
+async def test_a_batch_tells_every_row():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        payload = batch_of(b"a", b"b", b"c", write_locks=[[1], [1], [2]])
+        outcome = await (await client.append_batch(0, payload, 3, client_high_water_mark=-1))
+        assert outcome.transaction_ids.tolist() == [0, -1, 1]
+        assert outcome.reasons.tolist() == [Reason.COMMITTED, Reason.LOCK, Reason.COMMITTED]
+        assert outcome.conflicting.tolist() == [-1, 0, -1]
+        with pytest.raises(errors.BadRequest, match="Arrow"):
+            await (await client.append_batch(0, b"nonsense", 1, client_high_water_mark=-1))
+
+
+@told
+async def test_a_full_window_waits_and_drops_nothing():
+    config = QUICK.__class__(**{**QUICK.__dict__, "in_flight_count_max": 10})
+    async with memory_cluster() as cluster, cluster.client(config).opened() as client:
+        await client.mount([0])
+        server = cluster.servers[0]
+        server.partitions[0].store.is_holding = True
+        futures = [await client.append(b"x", partition=0) for _ in range(10)]
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(client.append(b"y", partition=0))
+            await until(lambda: len(server.partitions[0].store.held) > 0)
+            assert not waiting.done()
+            server.release(0)
+        assert await waiting.result() == 10
+        assert [await future for future in futures] == list(range(10))
+
+
+@told
+async def test_a_server_that_takes_less_in_a_frame_gets_less():
+    limits = Limits(lock_slot_count=10_007, batch_rows_max=30)
+    async with (
+        memory_cluster(limits=limits) as cluster,
+        cluster.client().opened() as client,
+    ):
+        futures = [await client.append(b"x", partition=0) for _ in range(100)]
+        assert sorted([await future for future in futures]) == list(range(100))
+
+
+# ---------------------------------------------------------------------------------------------
+# faults
+
+
+@told
+async def test_rows_lost_with_a_session_are_sent_again():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        server = cluster.servers[0]
+        server.partitions[0].store.is_holding = True
+        futures = [await client.append(b"%d" % i, partition=0) for i in range(20)]
+        await until(lambda: server.partitions[0].store.held)
+        server.partitions[0].store.is_holding = False
+        server.lose_session(0, committed=0)
+        assert sorted([await future for future in futures]) == list(range(20))
+        assert sorted(data for _, _, data in cluster.logs[0].rows()) == sorted(
+            b"%d" % i for i in range(20)
+        )
+
+
+@told
+async def test_a_batch_lost_with_a_session_is_told_and_not_sent_again():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        server = cluster.servers[0]
+        server.partitions[0].store.is_holding = True
+        future = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
+        await until(lambda: server.partitions[0].store.held)
+        server.lose_session(0, committed=0)
+        outcome = await future
+        assert outcome.reasons.tolist() == [Reason.LOST] * 2
+        assert cluster.logs[0].rows() == []
+
+
+@pytest.mark.parametrize("committed", [0, 1])
+def test_the_log_is_read_when_a_connection_breaks(committed):
+    """Committed or not: what is told is what the log says, and nothing is in it twice."""
+
+    @told
+    async def story():
+        async with memory_cluster() as cluster, cluster.client().opened() as client:
+            await client.mount([0])
+            server = cluster.servers[0]
+            store = server.partitions[0].store
+            store.is_holding = True
+            future = await client.append_batch(
+                0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1
+            )
+            await until(lambda: store.held)
+            server.cut()
+            await until(lambda: server.received.count("MountWriter") == 2)
+            server.lose_session(0, committed=committed)
+            store.is_holding = False
+            outcome = await future
+            assert outcome.committed_count == 2 * committed
+            assert len(cluster.logs[0].rows()) == 2 * committed
+
+    story()
+
+
+@told
+async def test_a_partition_that_moves_is_followed():
+    async with (
+        memory_cluster(server_count=2) as cluster,
+        cluster.client().opened() as client,
+    ):
+        await client.mount()
+        first = cluster.owner(0)
+        futures = [await client.append(b"%d" % i, partition=0) for i in range(50)]
+        await cluster.stop_server(first)
+        futures += [await client.append(b"%d" % i, partition=0) for i in range(50, 100)]
+        ids = [await future for future in futures]
+        assert len(set(ids)) == 100
+        rows = cluster.logs[0].rows()
+        assert [rows[transaction_id][2] for transaction_id in ids] == [
+            b"%d" % i for i in range(100)
+        ]
+        assert len(rows) == 100
+        assert await client.high_water_marks() == {0: 99, 1: -1}
+
+
+@told
+async def test_without_a_server_an_append_fails_definitely():
+    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
+    async with memory_cluster() as cluster, cluster.client(config).opened() as client:
+        await client.mount()
+        await cluster.stop_server(cluster.servers[0])
+        await until(lambda: not client._partitions[0].is_ready)
+        future = await client.append(b"x", partition=0)
+        with pytest.raises(errors.Unreachable, match="not in the log"):
+            await future
+        with pytest.raises(errors.Unavailable, match="no answer within 300 ms"):
+            await client.high_water_mark(0)
+
+
+@told
+async def test_closing_says_what_nobody_knows():
+    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
+    async with memory_cluster() as cluster:
+        async with cluster.client(config).opened() as client:
+            await client.mount([0])
+            cluster.servers[0].partitions[0].store.is_holding = True
+            future = await client.append(b"x", partition=0)
+        with pytest.raises(errors.OutcomeUnknown):
+            await future
+
+
+@told
+async def test_closing_waits_for_what_is_under_way():
+    async with memory_cluster() as cluster:
+        async with cluster.client().opened() as client:
+            futures = [await client.append(b"x", partition=0) for _ in range(100)]
+        assert [future.result() for future in futures] == list(range(100))
+
+
+# ---------------------------------------------------------------------------------------------
+# contexts
+
+
+class Counting(TransactionContext):
+    """Adds one to a counter that is built from the feed."""
+
+    def __init__(self, state: dict, partition: int = 0) -> None:
+        super().__init__()
+        self.state = state
+        self.partition = partition
+        self.heard: list[str] = []
+
+    def partition_id(self, partition_count):
+        return self.partition
+
+    def execute(self, builder):
+        builder.set_header(3)
+        builder.set_transaction_data(self.state["value"] + 1)
+        builder.set_write_locks([lock("counter")])
+        return True
+
+    def on_completion(self, result):
+        self.heard.append(f"completed {result}")
+
+    def on_application(self):
+        self.heard.append("applied")
+
+    def on_lock_failure(self):
+        self.heard.append("lock failure")
+
+    def on_exception(self, error):
+        self.heard.append(f"exception {type(error).__name__}")
+
+    def on_expiration(self):
+        self.heard.append("expired")
+
+
+class Applying(AsyncCallbacks):
+    """Keeps the counter, or whatever was fed."""
+
+    def __init__(self, mark: int = -1) -> None:
+        self.start = mark
+        self.seen: list[int] = []
+        self.state = {"value": 0}
+        self.errors: list[tuple[int, Exception]] = []
+        self.poison: dict[int, int] = {}
+        self.policy = PoisonPolicy.STOP
+        self.reads_data = True
+
+    async def client_high_water_mark(self, partition):
+        return self.start
+
+    async def apply_transaction(self, transaction):
+        if self.poison.get(transaction.transaction_id, 0) > 0:
+            self.poison[transaction.transaction_id] -= 1
+            raise ValueError("poison")
+        if self.reads_data and transaction.header == 3:
+            self.state["value"] = await transaction.value()
+        self.seen.append(transaction.transaction_id)
+
+    async def uncaught_exception(self, partition, transaction_id, error):
+        self.errors.append((transaction_id, error))
+        return self.policy
+
+
+@told
+async def test_contexts_that_race_count_every_one():
+    async with (
+        memory_cluster() as cluster,
+        cluster.client().opened() as one,
+        cluster.client().opened() as two,
+    ):
+        contexts = []
+        for client in (one, two):
+            callbacks = Applying()
+            await client.subscribe(callbacks)
+            contexts += [(client, Counting(callbacks.state)) for _ in range(15)]
+        futures = [await client.submit(context) for client, context in contexts]
+        ids = [await future for future in futures]
+        assert sorted(ids) == list(range(30))
+        rows = cluster.logs[0].rows()
+        assert [data for _, _, data in rows] == [bytes([i]) for i in range(1, 31)]
+        assert sum(c.heard.count("lock failure") for _, c in contexts) > 0
+        await until(lambda: all(c.heard[-1] == "applied" for _, c in contexts))
+        assert all(c.heard[-2] == "completed True" for _, c in contexts)
+
+
+@told
+async def test_a_context_may_give_itself_up():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        context = Counting({"value": 0})
+        context.execute = lambda builder: False
+        assert await (await client.submit(context)) is None
+        assert context.heard == ["completed False"]
+        assert cluster.logs[0].rows() == []
+
+
+@told
+async def test_what_execute_raises_ends_the_context():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        context = Counting({})
+        with pytest.raises(KeyError):
+            await (await client.submit(context))
+        assert context.heard == ["exception KeyError"]
+        without_data = Counting({"value": 0})
+        without_data.execute = lambda builder: True
+        with pytest.raises(errors.BadRequest, match="without transaction data"):
+            await (await client.submit(without_data))
+
+
+@told
+async def test_retries_end_with_their_limit():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await (await client.append(b"x", partition=0, write_locks=[lock("counter")]))
+        context = Counting({"value": 0})
+        context.retries_max = 2
+        marks = []
+
+        def execute(builder):
+            marks.append(builder.client_high_water_mark)
+            builder.client_high_water_mark = -1  # the application's own, and never newer
+            return Counting.execute(context, builder)
+
+        context.execute = execute
+        with pytest.raises(errors.LockFailed):
+            await (await client.submit(context))
+        assert context.heard == ["lock failure"] * 3 + ["expired"]
+        assert marks == [0, 0, 0]
+
+
+@told
+async def test_a_context_waits_no_longer_than_it_wants():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        callbacks = Applying()
+        callbacks.poison[0] = 1  # the feed stops at the first transaction
+        await client.subscribe(callbacks)
+        await (await client.append(b"x", partition=0, append_locks=[lock("counter")]))
+        await until(lambda: callbacks.errors)
+        context = Counting({"value": 0})
+        context.timeout_ms = 100
+        with pytest.raises(errors.WaltzError):
+            await (await client.submit(context))
+        assert context.heard[0] == "lock failure"
+
+
+# ---------------------------------------------------------------------------------------------
+# the feed
+
+
+@told
+async def test_the_feed_starts_after_the_mark_and_goes_on():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        for i in range(20):
+            await (await client.append(b"%d" % i, partition=0))
+        callbacks = Applying(mark=9)
+        callbacks.reads_data = False
+        await client.subscribe(callbacks, [0])
+        for i in range(20, 30):
+            await (await client.append(b"%d" % i, partition=0))
+        await until(lambda: len(callbacks.seen) == 20)
+        assert callbacks.seen == list(range(10, 30))
+        with pytest.raises(errors.BadRequest, match="subscribed"):
+            await client.subscribe(callbacks, [0])
+
+
+@told
+async def test_the_feed_goes_on_over_broken_connections():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        callbacks = Applying()
+        await client.subscribe(callbacks, [0])
+        for i in range(30):
+            await (await client.append(b"%d" % i, partition=0))
+            if i % 10 == 5:
+                cluster.servers[0].cut()
+        await until(lambda: len(callbacks.seen) == 30)
+        assert callbacks.seen == list(range(30))
+
+
+@told
+async def test_the_feed_from_the_end_shows_only_what_comes():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await (await client.append(b"old", partition=0))
+        callbacks = Applying(mark=LATEST)
+        await client.subscribe(callbacks, [0])
+        await until(lambda: client._partitions[0].is_ready)
+        await until(lambda: client._partitions[0].stream.is_fed)
+        await (await client.append(b"new", partition=0))
+        await until(lambda: callbacks.seen)
+        assert callbacks.seen == [1]
+
+
+@told
+async def test_data_comes_with_its_neighbours():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        payload = batch_of(*(b"%d" % i for i in range(300)))
+        await (await client.append_batch(0, payload, 300, client_high_water_mark=-1))
+        found = []
+
+        class Reading(Applying):
+            async def apply_transaction(self, transaction):
+                found.append(await transaction.data())
+
+        cluster.servers[0].received.clear()
+        await client.subscribe(Reading(), [0])
+        await until(lambda: len(found) == 300)
+        assert found == [b"%d" % i for i in range(300)]
+        assert Counter(cluster.servers[0].received)["RangeRequest"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "seen", "calls"),
+    [
+        (PoisonPolicy.SKIP, [0, 1, 3, 4], [2]),
+        (PoisonPolicy.RETRY, [0, 1, 2, 3, 4], [2, 2, 2]),
+        (PoisonPolicy.STOP, [0, 1], [2]),
+    ],
+)
+def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
+    @told
+    async def story():
+        async with memory_cluster() as cluster, cluster.client().opened() as client:
+            await (
+                await client.append_batch(0, batch_of(*[b"x"] * 5), 5, client_high_water_mark=-1)
+            )
+            callbacks = Applying()
+            callbacks.policy = policy
+            callbacks.poison[2] = 3 if policy is PoisonPolicy.RETRY else 1
+            await client.subscribe(callbacks, [0])
+            await until(lambda: callbacks.seen == seen and len(callbacks.errors) == len(calls))
+            assert [transaction_id for transaction_id, _ in callbacks.errors] == calls
+            assert all(str(error) == "poison" for _, error in callbacks.errors)
+
+    story()
+
+
+@told
+async def test_an_application_ahead_of_the_log_is_told_loudly():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await (await client.append(b"x", partition=0))
+        callbacks = Applying(mark=70)
+        await client.subscribe(callbacks, [0])
+        await until(lambda: callbacks.errors)
+        ((transaction_id, error),) = callbacks.errors
+        assert transaction_id == 71
+        assert isinstance(error, errors.ClientAhead)
+
+
+@told
+async def test_an_application_far_behind_fetches_before_it_is_fed():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        rows = 10_000
+        payload = batch_of(*[b""] * rows)
+        for _ in range(5):
+            await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
+        callbacks = Applying()
+        cluster.servers[0].received.clear()
+        await client.subscribe(callbacks, [0])
+        await until(lambda: len(callbacks.seen) == 5 * rows)
+        await (await client.append(b"more", partition=0))
+        await until(lambda: len(callbacks.seen) == 5 * rows + 1)
+        assert callbacks.seen == list(range(5 * rows + 1))
+        assert "RangeRequest" in cluster.servers[0].received
+        assert catch_up.CatchUp.__module__ == "waltz_core.client.catch_up"
+
+
+# ---------------------------------------------------------------------------------------------
+# ranges
+
+
+@told
+async def test_ranges_are_dense_whole_and_in_chunks():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        for i in range(10):
+            payload = batch_of(*(b"%d-%d" % (i, j) for j in range(100)))
+            await (await client.append_batch(0, payload, 100, client_high_water_mark=-1))
+        at = 250
+        datas = []
+        async for chunk in client.read_range(0, 250, 749, bytes_max=5_000):
+            assert chunk.first == at
+            assert chunk.count == chunk.lengths.size
+            at = chunk.next
+            offset = 0
+            for length in chunk.lengths.tolist():
+                datas.append(bytes(chunk.records[offset + 36 : offset + length - 4]))
+                offset += length
+        assert at == 750
+        assert datas == [b"%d-%d" % (i // 100, i % 100) for i in range(250, 750)]
+
+
+@told
+async def test_headers_alone_and_some_headers_only():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        for i in range(30):
+            await (await client.append(b"x", partition=0, header=i % 3))
+        chunks = [c async for c in client.read_range(0, 0, 29, form=RangeForm.HEADERS)]
+        assert sum(len(c.records) for c in chunks) == 30 * 28
+        filtered = [c async for c in client.read_range(0, 0, 29, header_values=[1])]
+        assert sum(c.count for c in filtered) == 10
+        assert filtered[-1].next == 30
+        assert filtered[0].stamps[0][2] == 1_700_000_000_000
+
+
+@told
+async def test_a_range_past_the_end_of_the_log_is_loud():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await (await client.append(b"x", partition=0))
+        with pytest.raises(errors.DataLoss, match=r"expected transactions 1\.\.5"):
+            async for _ in client.read_range(0, 0, 5):
+                pass
+        with pytest.raises(errors.BadRequest):
+            async for _ in client.read_range(0, 5, 2):
+                pass
+        assert [c async for c in client.read_range(0, 0, -1)] == []
+
+
+@told
+async def test_replicas_that_are_not_there_are_done_without():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await (await client.append(b"x", partition=0))
+        replicas = await client.replicas(0)
+        assert replicas.cluster_key == KEY.bytes
+        assert replicas.high_water_mark == 0
+        chunks = [c async for c in client.read_range(0, 0, 0, replicas=replicas)]
+        assert [c.count for c in chunks] == [1]
+
+
+# ---------------------------------------------------------------------------------------------
+# told where everything is
+
+
+@told
+async def test_a_client_that_was_told_asks_no_zookeeper():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount()
+        layout = client.layout()
+        assert layout.connect == CONNECT
+        opening = AsyncWaltzClient.at(layout, QUICK, client_id=5, connection_sequence=1 << 32)
+        async with opening as told_client:
+            outcome = await (
+                await told_client.append_batch(1, batch_of(b"x"), 1, client_high_water_mark=-1)
+            )
+            assert outcome.transaction_ids.tolist() == [0]
+            assert np.array_equal(outcome.reasons, [0])
+        assert cluster.logs[1].rows()[0][0][0] == 5  # the client id in the request id
+
+
+@told
+async def test_of_two_writers_with_one_id_the_later_attempt_wins():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount()
+        layout = client.layout()
+        newer = AsyncWaltzClient.at(layout, QUICK, client_id=5, connection_sequence=2 << 32)
+        older = AsyncWaltzClient.at(layout, QUICK, client_id=5, connection_sequence=1 << 32)
+        async with newer as winner, older as loser:
+            await winner.mount([0])
+            future = await loser.append(b"x", partition=0)
+            with pytest.raises(errors.ConnectionSuperseded):
+                await future
+            assert await (await winner.append(b"y", partition=0)) == 0
+
+
+def test_the_cluster_in_memory_is_what_the_tests_take_it_for():
+    assert MemoryCluster.__doc__ == "ZooKeeper, logs and servers."
