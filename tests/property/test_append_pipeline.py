@@ -99,7 +99,7 @@ class World:
             data = b"x"
             locks = (row.write, row.read, row.append)
             single = AppendRequest(req_id, row.mark, *locks, 0, data, zlib.crc32(data))
-            self.take(self.pipeline.receive(connection, single, 50))
+            self.take(self.pipeline.receive(connection, single, cost_bytes=50, now_ms=0))
             return
         payload = encode_append(
             [0] * len(rows),
@@ -110,7 +110,7 @@ class World:
             marks=[row.mark for row in rows],
         )
         batch = AppendBatch(req_id, -1, payload, zlib.crc32(payload))
-        self.take(self.pipeline.receive(connection, batch, 50))
+        self.take(self.pipeline.receive(connection, batch, cost_bytes=50, now_ms=0))
 
     def turn(self) -> None:
         self.take(self.pipeline.turn(now_ms=0, wall_ms=0))
@@ -120,7 +120,7 @@ class World:
             return
         for _ in range(self.rng.randint(1, len(self.in_flight))):
             self.append_to_log(self.in_flight.pop(0))
-        self.take(self.pipeline.committed(TransactionId(len(self.log) - 1), self.chain))
+        self.take(self.pipeline.committed(TransactionId(len(self.log) - 1), self.chain, now_ms=0))
 
     def lose(self) -> None:
         if not self.is_open:

@@ -53,6 +53,7 @@ ALONE_BYTES: Final = 64 * 1024
 # For so long after a small request had to pass a large one, large ones go one after the other: with
 # all processors busy on a flood, a small append would wait in every process on its way.
 SHARED_MS: Final = 1_000
+TOOK_MAX: Final = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class Figures:
     committed: int = 0
     committed_bytes: int = 0
     refused: list[int] = field(default_factory=lambda: [0] * len(Reason))
+    # From the arrival of the first request of a batch to its answer; taken out by whoever shows it.
+    took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=TOOK_MAX))
 
 
 class AppendPipeline:
@@ -211,7 +214,7 @@ class AppendPipeline:
         self._is_held = False
         return out
 
-    def committed(self, last: TransactionId, chain: Chain) -> list[Outcome]:
+    def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[Outcome]:
         """The high-water mark has moved to `last`, where the log's chain is `chain`."""
         assert self._is_open
         assert self._high_water_mark <= last < self._next_id
@@ -222,6 +225,8 @@ class AppendPipeline:
             self._in_flight_bytes -= len(flight.batch.records)
             self._large_in_flight -= len(flight.batch.records) >= ALONE_BYTES
             self.proved_ms = flight.submitted_ms
+            if flight.tickets:
+                self.figures.took_ms.append(now_ms - flight.tickets[0].received_ms)
             assert flight.entry.last < last or flight.entry.chain == chain
             self._land(flight, out)
         assert self._in_flight_bytes >= 0
@@ -255,7 +260,12 @@ class AppendPipeline:
     # clients
 
     def receive(
-        self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int
+        self,
+        connection: ConnectionId,
+        message: AppendRequest | AppendBatch,
+        *,
+        cost_bytes: int,
+        now_ms: int,
     ) -> list[Outcome]:
         """Let a request wait for its turn; refuse it when too much waits already."""
         self.figures.requests += 1
@@ -263,9 +273,9 @@ class AppendPipeline:
         epoch.unfinished += 1
         ticket: Ticket
         if isinstance(message, AppendRequest):
-            ticket = SingleTicket(connection, cost_bytes, message, epoch)
+            ticket = SingleTicket(connection, cost_bytes, message, epoch, now_ms)
         else:
-            ticket = BatchTicket(connection, cost_bytes, message, message.req_id, epoch)
+            ticket = BatchTicket(connection, cost_bytes, message, message.req_id, epoch, now_ms)
         if self._is_over_share(ticket):
             out: list[Outcome] = []
             self._refuse(ticket, Reason.OVERLOADED, out)

@@ -119,6 +119,10 @@ class Server:
         self.metrics = Metrics("server", with_process=True)
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
+        # Of all partitions together, as one server may come to own them all.
+        self._feed_cache_bytes = max(
+            _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
+        )
         self._read_links = ReadLinks(self._cluster_key, self.partition_count)
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
@@ -242,15 +246,12 @@ class Server:
             rng=self._random,
             limits=store_limits_of(config),
         )
-        feed_cache_bytes = max(
-            _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
-        )
         partition = Partition(
             Identity(partition_id, self.partition_count, self._cluster_key),
             store,
             self._limits,
             TransactionCache(self._budget),
-            FeedCache(feed_cache_bytes),
+            FeedCache(self._feed_cache_bytes),
         )
         surroundings = Surroundings(
             coordinator=self._coordinator,
@@ -307,6 +308,7 @@ class Server:
             metrics.set("waltz_server_partitions", len(self.hosts))
             metrics.set("waltz_server_connections", self._clients.count)
             metrics.set("waltz_server_queued_bytes", self._clients.bytes)
+            metrics.set("waltz_server_feed_cache_bytes", len(self.hosts) * self._feed_cache_bytes)
             metrics.set("waltz_server_transaction_cache_bytes", self._budget.used_bytes)
             tables = [host.partition.pipeline.locks for host in self.hosts.values()]
             metrics.set(

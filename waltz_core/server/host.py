@@ -228,7 +228,22 @@ class _Told:
                     partition=partition_id,
                     reason=reason.name.lower(),
                 )
+        while figures.took_ms:
+            metrics.observe("waltz_server_append_seconds", figures.took_ms.popleft() / 1000)
+        for (cache, outcome), total in partition.reads.cache_reads().items():
+            name = f"{cache} {outcome}"
+            more = total - self._before.get(name, 0)
+            self._before[name] = total
+            metrics.add("waltz_server_cache_reads_total", more, cache=cache, outcome=outcome)
+        self._show_gauges(partition_id, partition, metrics)
+
+    def _show_gauges(
+        self, partition_id: PartitionId, partition: Partition, metrics: Metrics
+    ) -> None:
         mark = partition.high_water_mark
+        metrics.set(
+            "waltz_server_engaged_replicas", partition.engaged_count, partition=partition_id
+        )
         metrics.set("waltz_server_high_water_mark", mark, partition=partition_id)
         metrics.set(
             "waltz_server_store_session",

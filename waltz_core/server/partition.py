@@ -153,6 +153,11 @@ class Partition:
         return Place(self._identity.partition_id, self._generation, self._high_water_mark)
 
     @property
+    def engaged_count(self) -> int:
+        """How many replicas readers may ask."""
+        return len(self._store.readable_replicas)
+
+    @property
     def mount_count(self) -> int:
         """How many clients are mounted."""
         return self._mounts.count
@@ -223,7 +228,10 @@ class Partition:
         if not self._is_owned:
             out.append(answers.not_owned(event, self._place))
         elif isinstance(message, AppendRequest | AppendBatch):
-            self._route(self.pipeline.receive(event.connection, message, event.cost_bytes), out)
+            outcomes = self.pipeline.receive(
+                event.connection, message, cost_bytes=event.cost_bytes, now_ms=self._now_ms
+            )
+            self._route(outcomes, out)
         elif isinstance(message, FlushRequest):
             token = next(self._tokens)
             self._flushing[token] = event
@@ -420,7 +428,7 @@ class Partition:
         assert self._is_open
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
-        outcomes = self.pipeline.committed(event.last, event.chain)
+        outcomes = self.pipeline.committed(event.last, event.chain, now_ms=self._now_ms)
         # All parts know the new mark before a mount that has waited for it goes on.
         self.reads.advanced(event.last)
         self.feed.advanced(self._session_id, event.last)

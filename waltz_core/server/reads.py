@@ -121,6 +121,18 @@ class Reads:
         self.failed_fetches = 0
 
     # -----------------------------------------------------------------------------------------
+    # figures
+
+    def cache_reads(self) -> dict[tuple[str, str], int]:
+        """Return how often each cache had what was asked for, and how often it had not."""
+        return {
+            ("transaction", "hit"): self._transactions.hits,
+            ("transaction", "miss"): self._transactions.misses,
+            ("feed", "hit"): self._feed.hits,
+            ("feed", "miss"): self._feed.misses,
+        }
+
+    # -----------------------------------------------------------------------------------------
     # the session
 
     def opened(self, session_id: SessionId, high_water_mark: TransactionId) -> list[Outcome]:

@@ -50,6 +50,7 @@ class SingleTicket:
     cost_bytes: int
     message: AppendRequest
     epoch: Epoch
+    received_ms: int
     transaction_id: int = REFUSED
     reason: Reason = Reason.COMMITTED
     conflict: int = NO_CONFLICT
@@ -92,6 +93,7 @@ class BatchTicket:
     message: AppendBatch | None
     req_id: ReqId
     epoch: Epoch
+    received_ms: int
     ids: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     reasons: U8 = field(default_factory=lambda: np.empty(0, np.uint8))
     conflicts: I64 = field(default_factory=lambda: np.empty(0, np.int64))

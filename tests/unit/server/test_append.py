@@ -1,3 +1,5 @@
+"""The way of appends: judged, joined, sent as batches, and answered when they are final."""
+
 import sys
 import zlib
 from collections.abc import Sequence
@@ -51,6 +53,7 @@ class World:
         self.mounts = Mounts(100)
         self.pipeline = AppendPipeline(limits or Limits(lock_slot_count=1009), self.mounts)
         self.session = 0
+        self.now_ms = 0
         self.submitted: list[Batch] = []
         for client, connection in ((ALICE, A), (BOB, B)):
             self.mounts.begin(client, connection, 1)
@@ -86,7 +89,9 @@ class World:
         message = AppendRequest(
             req_id, mark, tuple(write), tuple(read), tuple(append), 7, data, zlib.crc32(data)
         )
-        self.early = self.pipeline.receive(A if client == ALICE else B, message, cost)
+        self.early = self.pipeline.receive(
+            A if client == ALICE else B, message, cost_bytes=cost, now_ms=self.now_ms
+        )
         return req_id
 
     def batch(
@@ -110,7 +115,9 @@ class World:
             marks=marks,
         )
         message = AppendBatch(req_id, mark, payload, zlib.crc32(payload))
-        self.early = self.pipeline.receive(A if client == ALICE else B, message, len(payload))
+        self.early = self.pipeline.receive(
+            A if client == ALICE else B, message, cost_bytes=len(payload), now_ms=self.now_ms
+        )
         return req_id
 
     def turn(self, now_ms: int = 0, wall_ms: int = 1_000) -> list[Outcome]:
@@ -133,7 +140,7 @@ class World:
                 chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
             )
         last = self.submitted[-1].last
-        return self.pipeline.committed(last, chain)
+        return self.pipeline.committed(last, chain, now_ms=self.now_ms)
 
 
 def results(outcomes: Sequence[Outcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
@@ -244,6 +251,17 @@ def test_the_committed_batch_comes_with_its_lineage_before_its_answers() -> None
     assert out[0].entry == (0, 0, 1, 9, chain)
 
 
+def test_how_long_appends_took_is_noted() -> None:
+    world = World()
+    world.single()
+    world.now_ms = 30
+    world.single()
+    world.turn()
+    world.now_ms = 75
+    world.commit()
+    assert list(world.pipeline.figures.took_ms) == [75]
+
+
 # --- locks
 
 
@@ -311,8 +329,10 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
 def test_a_wrong_checksum_is_told_and_nothing_is_appended() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
-    world.pipeline.receive(A, AppendRequest(req_id, -1, (), (), (), 0, b"data", 1), 50)
-    world.pipeline.receive(A, AppendBatch(req_id, -1, b"payload", 1), 50)
+    world.pipeline.receive(
+        A, AppendRequest(req_id, -1, (), (), (), 0, b"data", 1), cost_bytes=50, now_ms=0
+    )
+    world.pipeline.receive(A, AppendBatch(req_id, -1, b"payload", 1), cost_bytes=50, now_ms=0)
     out = world.turn()
     assert faults(out) == [errors.ChecksumMismatch.code] * 2
     assert world.submitted == []
@@ -322,7 +342,9 @@ def test_a_batch_that_cannot_be_decoded_is_told() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
     junk = b"no arrow"
-    world.pipeline.receive(A, AppendBatch(req_id, -1, junk, zlib.crc32(junk)), 50)
+    world.pipeline.receive(
+        A, AppendBatch(req_id, -1, junk, zlib.crc32(junk)), cost_bytes=50, now_ms=0
+    )
     assert faults(world.turn()) == [errors.BadRequest.code]
 
 
@@ -445,7 +467,7 @@ def test_a_flush_waits_for_all_that_was_received_before_it_and_nothing_after() -
     chain = GENESIS_CHAIN
     batch = world.submitted[0]
     chain = next_chain(chain, batch.first, batch.last, SessionId(1), batch.record_crcs)
-    out = world.pipeline.committed(TransactionId(0), chain)
+    out = world.pipeline.committed(TransactionId(0), chain, now_ms=0)
     assert [each for each in out if isinstance(each, Reached)] == []
     out = world.commit()
     assert [each.token for each in out if isinstance(each, Reached)] == [2, 3]
@@ -580,5 +602,5 @@ def test_no_chain_of_ours_but_the_log_s() -> None:
     world.single()
     world.turn()
     with pytest.raises(AssertionError):
-        world.pipeline.committed(TransactionId(0), GENESIS_CHAIN)
+        world.pipeline.committed(TransactionId(0), GENESIS_CHAIN, now_ms=0)
     assert BEFORE_FIRST == -1

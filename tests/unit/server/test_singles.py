@@ -1,3 +1,5 @@
+"""Appends sent one by one give the bytes that they would have given as a batch."""
+
 import zlib
 
 from waltz_core.batches import decode_append, encode_append, encode_records
@@ -14,7 +16,7 @@ def ticket(row: int, first: int, sequence: int) -> SingleTicket:
     data = DATA[row]
     req_id = ReqId(ClientId(5), Generation(2), PartitionId(1), sequence + row)
     message = AppendRequest(req_id, -1, (), (), (), row - 2, data, zlib.crc32(data))
-    made = SingleTicket(ConnectionId(1), 100, message, Epoch())
+    made = SingleTicket(ConnectionId(1), 100, message, Epoch(), 0)
     made.transaction_id = first + row
     return made
 
