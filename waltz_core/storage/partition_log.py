@@ -44,7 +44,7 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage import recovery
+from waltz_core.storage import damage, recovery
 from waltz_core.storage.control_file import ControlFile, SlotFile
 from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import (
@@ -55,10 +55,9 @@ from waltz_core.storage.format import (
     Slot,
     TruncateIntent,
     damage_until,
-    without_damage,
 )
 from waltz_core.storage.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
-from waltz_core.storage.segments import Segments, first_wrong
+from waltz_core.storage.segments import Segments
 
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
@@ -545,21 +544,7 @@ class PartitionLog:
             ChecksumMismatch: a record's CRC does not fit, or its batch's chain does not.
             BadFormat: the bytes do not fit into the hole.
         """
-        last = TransactionId(first + int(lengths.size) - 1)
-        hole = next((one for one in self.slot.damaged if one.first == first), None)
-        if hole is None or not first <= last <= hole.last:
-            raise BadRequest(
-                f"partition {self.partition_id}: expected ids from the beginning of a damaged "
-                f"range, found {first}..{last}"
-            )
-        bad = first_wrong(records, lengths, first)
-        if bad is not None:
-            raise ChecksumMismatch(
-                f"partition {self.partition_id}: record {first + bad} is not what was sent"
-            )
-        self._segments.fill(first, lengths, memoryview(records).cast("B"), hole)
-        left = without_damage(self.slot.damaged, IdRange(first, last))
-        recovery.check_repaired(self._segments, IdRange(first, last), left)
+        left = damage.fill(self.slot, self._segments, first, lengths, records)
         self._write_slot(replace(self.slot, damaged=left))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:

@@ -1,0 +1,78 @@
+"""Filling damage: from a hole's beginning, with right records of the right history, or never."""
+
+import numpy as np
+import pytest
+
+from tests.unit.storage.logs import ROOT, make_batches, make_run, make_segments, new_disk
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch
+from waltz_core.storage import damage
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
+
+RECORD_BYTES = 60
+HOLE = Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6)))
+
+
+class Log:
+    """Batches 0..2, 3..7 and 8..9 in one segment, with damage at 1 and 4..6."""
+
+    def __init__(self):
+        self.disk = new_disk()
+        self.segments, self.records, self.entries = make_segments(self.disk, [3, 5, 2])
+        for transaction_id in (1, 4, 5, 6):
+            offset = SEGMENT_HEADER_BYTES + RECORD_BYTES * transaction_id + 44
+            self.disk.flip(ROOT / segment_name(0, ".seg"), offset)
+
+    def fill(self, first, last, *, slot=HOLE):
+        run = self.records[first * RECORD_BYTES : (last + 1) * RECORD_BYTES]
+        lengths = np.array([RECORD_BYTES] * (last - first + 1), dtype=np.int64)
+        return damage.fill(slot, self.segments, first, lengths, run)
+
+
+@pytest.fixture
+def log():
+    return Log()
+
+
+def test_a_filled_hole_is_no_damage_any_more(log):
+    assert log.fill(1, 1) == (IdRange(4, 6),)
+    assert log.fill(4, 6) == (IdRange(1, 1),)
+    assert log.segments.read(0, 9)[0] == log.records
+
+
+def test_a_hole_is_filled_bit_by_bit_from_its_beginning(log):
+    left = log.fill(4, 5)
+    assert left == (IdRange(1, 1), IdRange(6, 6))
+    assert log.fill(6, 6, slot=Slot(2, damaged=left)) == (IdRange(1, 1),)
+
+
+@pytest.mark.parametrize(("first", "last"), [(5, 6), (0, 1), (1, 2), (4, 7), (8, 8)])
+def test_only_known_damage_is_written_over(log, first, last):
+    before = log.disk.files()
+    with pytest.raises(BadRequest, match=f"partition 2: .* damaged range, found {first}"):
+        log.fill(first, last)
+    assert log.disk.files() == before
+
+
+def test_records_that_are_wrong_by_themselves_are_not_written(log):
+    before = log.disk.files()
+    run, lengths = make_run(4, [20])
+    with pytest.raises(ChecksumMismatch, match="partition 2: record 4 is not what was sent"):
+        damage.fill(HOLE, log.segments, 4, lengths, run[:-1] + bytes([run[-1] ^ 1]))
+    other, lengths = make_run(5, [20])
+    with pytest.raises(ChecksumMismatch, match="record 4"):
+        damage.fill(HOLE, log.segments, 4, lengths, other)
+    assert log.disk.files() == before
+
+
+def test_records_of_another_history_leave_the_damage_known(log):
+    run, lengths, _ = make_batches(1, [1], seed=8)
+    with pytest.raises(ChecksumMismatch, match=r"not those that batch 0\.\.2 was made of"):
+        damage.fill(HOLE, log.segments, 1, lengths, run)
+    assert log.fill(1, 1) == (IdRange(4, 6),)
+    assert log.segments.read(0, 2)[0] == log.records[: 3 * RECORD_BYTES]
+
+
+def test_records_of_another_length_do_not_fit(log):
+    run, lengths = make_run(1, [21])
+    with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
+        damage.fill(HOLE, log.segments, 1, lengths, run)

@@ -1,0 +1,55 @@
+"""Filling damaged records of a log with good ones.
+
+Why it stands alone: it is the only way by which bytes below the low-water mark ever change, so what
+it lets in can be read in one place.
+
+Rules:
+    1. A hole is filled from its beginning on, so that what is left of it is one range again.
+    2. Only records that are right by themselves are written, and only into known damage.
+    3. The damage is forgotten last, and not before the chain of each batch that is whole again is
+       what it was: a record of the right id may still be that of another history.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.record import TransactionId
+from waltz_core.storage.format import IdRange, Slot, without_damage
+from waltz_core.storage.recovery import check_repaired
+from waltz_core.storage.segments import Segments, first_wrong
+
+I64 = npt.NDArray[np.int64]
+
+
+def fill(
+    slot: Slot,
+    segments: Segments,
+    first: TransactionId,
+    lengths: I64,
+    records: bytes | memoryview,
+) -> tuple[IdRange, ...]:
+    """Write records into a hole, durably; return the damage that is left.
+
+    Raises:
+        BadRequest: `first` does not begin a damaged range, or the records go beyond it.
+        ChecksumMismatch: a record's CRC does not fit, or its batch's chain does not.
+        BadFormat: the bytes do not fit into the hole.
+    """
+    last = TransactionId(first + int(lengths.size) - 1)
+    hole = next((one for one in slot.damaged if one.first == first), None)
+    if hole is None or not first <= last <= hole.last:
+        raise BadRequest(
+            f"partition {slot.partition_id}: expected ids from the beginning of a damaged range, "
+            f"found {first}..{last}"
+        )
+    bad = first_wrong(records, lengths, first)
+    if bad is not None:
+        raise ChecksumMismatch(
+            f"partition {slot.partition_id}: record {first + bad} is not what was sent"
+        )
+    segments.fill(first, lengths, memoryview(records).cast("B"), hole)
+    filled = IdRange(first, last)
+    left = without_damage(slot.damaged, filled)
+    check_repaired(segments, filled, left)  # rule 3
+    return left
