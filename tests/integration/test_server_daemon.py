@@ -337,6 +337,53 @@ def test_two_servers_share_the_partitions_and_one_takes_over() -> None:
     run(main())
 
 
+def test_while_zookeeper_is_away_appends_and_marks_go_on() -> None:
+    async def main() -> None:
+        async with cluster(session_timer_ms=1) as (world, server):
+            client = await connect(server)
+            await client.mount()
+            for session in world.zookeeper._sessions:
+                session.suspend()
+            assert server.health().is_well is False
+            assert await ids(client.append(2)) == [0, 1]
+            # Not without asking a quorum: the session timer has run out.
+            before = sum(each.counts["Heartbeat"] for each in world.storages)
+            await until(lambda: server.hosts[PartitionId(0)].partition.is_open)
+            await asyncio.sleep(0.01)
+            assert await client.mark() == 1
+            assert sum(each.counts["Heartbeat"] for each in world.storages) > before
+            for session in world.zookeeper._sessions:
+                session.resume()
+            assert await ids(client.append(2)) == [2, 3]
+
+    run(main())
+
+
+def test_a_partition_that_moves_tells_its_clients_and_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        async with cluster(2) as (world, first):
+            client = await connect(first)
+            for partition in (0, 1):
+                await client.mount(partition)
+            hosts = dict(first.hosts)
+            async with asyncio.TaskGroup() as tasks:
+                second = await world.serve(tasks)
+                await until(lambda: len(first.hosts) == 1 and len(second.hosts) == 1)
+                (moved,) = second.hosts
+                await until(lambda: second.hosts[moved].partition.is_open)
+                req_id = client.req_id(partition=moved)
+                answer = await client.ask(messages.HighWaterMarkRequest(req_id))
+                assert isinstance(answer, messages.ErrorResponse)
+                assert answer.error_code == errors.NotOwned.code
+                (there,) = first._clients._clients.values()
+                assert list(there.heard.values()) == [hosts[PartitionId(1 - moved)]]
+                assert second.hosts[moved].partition.generation > hosts[moved].partition.generation
+                world.stops[1].set()
+                await until(lambda: len(first.hosts) == 2)
+
+    run(main())
+
+
 def test_a_client_that_never_reads_costs_bounded_memory_and_slows_nobody() -> None:
     async def main() -> None:
         async with cluster() as (_, server):

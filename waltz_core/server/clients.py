@@ -130,6 +130,12 @@ class Clients:
             lambda: self._drained(connection),
         )
 
+    def forget(self, host: Host) -> None:
+        """A partition is served here no more; nothing of it is kept for clients that stay."""
+        for client in self._clients.values():
+            if client.heard.get(host.partition_id) is host:
+                del client.heard[host.partition_id]
+
     def pause(self) -> None:
         """Read no more from anybody: the server is about to end."""
         for client in self._clients.values():

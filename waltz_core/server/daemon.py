@@ -202,7 +202,7 @@ class Server:
         except (TimeoutError, errors.WaltzError) as error:
             _log.warning("server.unregister_failed error=%s", error)
         for partition_id in list(self.hosts):
-            self.hosts.pop(partition_id).stop()
+            self._drop(partition_id)
         raise _End
 
     def _fail(self, error: Exception) -> None:
@@ -228,13 +228,18 @@ class Server:
         ours = self._view.partitions_of(self._server_id)
         for partition_id in [each for each in self.hosts if each not in ours]:
             _log.info("partition.moved_away partition=%s", partition_id)
-            self.hosts.pop(partition_id).stop()
+            self._drop(partition_id)
         for partition_id, generation in ours.items():
             replicas = self._assignments.replicas_of(partition_id)
             host = self.hosts.get(partition_id)
             if host is None:
                 host = self.hosts[partition_id] = self._new_host(partition_id)
             host.own(generation, replicas)
+
+    def _drop(self, partition_id: PartitionId) -> None:
+        host = self.hosts.pop(partition_id)
+        host.stop()
+        self._clients.forget(host)
 
     def _new_host(self, partition_id: PartitionId) -> Host:
         config = self._config

@@ -1,0 +1,62 @@
+from waltz_core import errors
+from waltz_core.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.server import answers
+from waltz_core.server.events import Answer, ConnectionId, Identity, Received
+from waltz_core.server.mounts import Place
+from waltz_core.wire import messages
+from waltz_core.wire.messages import ClientMessage
+
+REQ = ReqId(ClientId(1), Generation(0), PartitionId(3), 7)
+PLACE = Place(PartitionId(3), Generation(1), TransactionId(9))
+A = ConnectionId(1)
+OLD_MOUNT = messages.MountRequest(REQ, -1, 0)
+NEW_MOUNT = messages.MountWriter(REQ, 0, -1, wants_feed=False)
+
+
+def ask(message: ClientMessage) -> Received:
+    return Received(A, message, 70, 0)
+
+
+def test_an_error_carries_its_code_and_its_sentence() -> None:
+    answer = answers.refuse(ask(NEW_MOUNT), errors.NotMounted("mount first"))
+    expected = messages.ErrorResponse(REQ, errors.NotMounted.code, True, "mount first")
+    assert answer == Answer(A, expected, 70)
+
+
+def test_the_original_s_mount_is_answered_by_a_state() -> None:
+    assert answers.not_owned(ask(OLD_MOUNT), PLACE).message == messages.MountResponse(REQ, 1)
+    ahead = errors.ClientAhead("too far")
+    assert answers.refuse_mount(ask(OLD_MOUNT), ahead).message == messages.MountResponse(REQ, 2)
+
+
+def test_ours_is_answered_by_an_error() -> None:
+    found = answers.not_owned(ask(NEW_MOUNT), PLACE).message
+    assert isinstance(found, messages.ErrorResponse)
+    assert found.error_code == errors.NotOwned.code
+    assert "partition 3" in found.message
+    found = answers.refuse_mount(ask(NEW_MOUNT), errors.ClientAhead("too far")).message
+    assert isinstance(found, messages.ErrorResponse)
+    assert found.error_code == errors.ClientAhead.code
+
+
+def test_a_mark_is_told_in_the_words_of_the_question() -> None:
+    identity = Identity(PartitionId(3), 8, bytes(16))
+    replicas = [ReplicaId("s:1")]
+
+    def told(message: ClientMessage) -> ClientMessage:
+        answer = answers.with_mark(ask(message), TransactionId(9), SessionId(2), replicas, identity)
+        assert (answer.connection, answer.cost_bytes) == (A, 70)
+        return answer.message
+
+    assert told(messages.FlushRequest(REQ)) == messages.FlushResponse(REQ, 9)
+    assert told(messages.HighWaterMarkRequest(REQ)) == messages.HighWaterMarkResponse(REQ, 9)
+    asked = messages.ReplicasRequest(REQ, linearizable=False)
+    assert told(asked) == messages.ReplicasResponse(REQ, 2, 9, ("s:1",), bytes(16), 8)

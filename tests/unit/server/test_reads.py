@@ -1,0 +1,198 @@
+"""What `test_partition.py` does not show: limits on fetches, parking, sessions that end."""
+
+import struct
+import zlib
+
+from waltz_core import errors
+from waltz_core.record import (
+    GENESIS_CHAIN,
+    ClientId,
+    Generation,
+    LineageEntry,
+    PartitionId,
+    ReplicaId,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication.events import Batch
+from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.server.events import Answer, ConnectionId, Fetch, Limits, Received, Stretch
+from waltz_core.server.reads import RETRY_FIRST_MS, ROUNDS_MAX, ROWS_MAX, Reads
+from waltz_core.wire.messages import ErrorResponse, RangeBytes, RangeData, RangeForm, RangeRequest
+
+REPLICAS = [ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1")]
+
+
+def reads(mark: int = 999, **limits: int) -> Reads:
+    made = Reads(
+        PartitionId(0),
+        Limits(lock_slot_count=11, **limits),
+        TransactionCache(CacheBudget(1 << 20)),
+        FeedCache(20 * 100),
+    )
+    made.replicas = REPLICAS
+    assert made.opened(SessionId(4), TransactionId(mark)) == []
+    return made
+
+
+def ask(
+    each: Reads, first: int, last: int, *, form: RangeForm = RangeForm.HEADERS, sequence: int = 1
+) -> list[Answer | Fetch | Stretch]:
+    req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
+    message = RangeRequest(req_id, first, last, 1 << 20, form, ())
+    return each.range(Received(ConnectionId(1), message, 70, 0), message)
+
+
+def fetch_of(outcomes: list[Answer | Fetch | Stretch]) -> Fetch:
+    (found,) = outcomes
+    assert isinstance(found, Fetch)
+    return found
+
+
+def headers(fetch: Fetch, count: int) -> RangeBytes:
+    asked = fetch.message
+    records = b"".join(struct.pack(">q", asked.first + index) + bytes(20) for index in range(count))
+    return RangeBytes(
+        asked.session_id,
+        asked.sequence,
+        0,
+        asked.first,
+        count,
+        asked.form,
+        b"",
+        records,
+        zlib.crc32(records),
+        bytes(16),
+        (),
+    )
+
+
+def test_so_many_fetches_at_a_time_and_the_others_in_order() -> None:
+    each = reads(fetches_max=2)
+    first = fetch_of(ask(each, 0, 9))
+    second = fetch_of(ask(each, 10, 19))
+    assert ask(each, 20, 29) == []
+    assert ask(each, 30, 39) == []
+    answer, third = each.fetched(first.token, headers(first, 10), 0)
+    assert isinstance(answer, Answer)
+    assert isinstance(third, Fetch)
+    assert third.message.first == 20
+    (fourth,) = each.failed(second.token, "gone", 0)
+    assert isinstance(fourth, Fetch)
+    assert fourth.message.first == 30
+
+
+def test_replicas_take_turns() -> None:
+    each = reads()
+    asked = [fetch_of(ask(each, 10 * place, 10 * place + 9)).replica for place in range(6)]
+    assert sorted(asked) == sorted(2 * REPLICAS)
+
+
+def test_a_failed_fetch_goes_to_every_replica_and_then_waits() -> None:
+    each = reads()
+    fetch = fetch_of(ask(each, 0, 9))
+    tried = [fetch.replica]
+    for _ in range(2):
+        fetch = fetch_of(each.failed(fetch.token, "gone", 0))
+        tried.append(fetch.replica)
+    assert sorted(tried) == sorted(REPLICAS)
+    assert each.failed(fetch.token, "gone", 0) == []
+    assert each.wake_at_ms == RETRY_FIRST_MS
+    assert each.wake(RETRY_FIRST_MS - 1) == []
+    fetch = fetch_of(each.wake(RETRY_FIRST_MS))
+    (answer,) = each.fetched(fetch.token, headers(fetch, 10), RETRY_FIRST_MS)
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.message, RangeData)
+
+
+def test_after_some_rounds_the_client_is_told() -> None:
+    each = reads()
+    outcomes = ask(each, 0, 9)
+    now_ms = 0
+    for _ in range(ROUNDS_MAX * len(REPLICAS)):
+        if not outcomes:
+            assert each.wake_at_ms is not None
+            now_ms = each.wake_at_ms
+            outcomes = each.wake(now_ms)
+        outcomes = each.failed(fetch_of(outcomes).token, "gone", now_ms)
+    (answer,) = outcomes
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.message, ErrorResponse)
+    assert answer.message.error_code == errors.Unreachable.code
+    assert each.wake_at_ms is None
+
+
+def test_what_a_session_left_is_asked_in_the_next() -> None:
+    each = reads()
+    fetch = fetch_of(ask(each, 0, 9))
+    each.closed()
+    each.replicas = []
+    assert each.failed(fetch.token, "fenced", 0) == []
+    assert ask(each, 10, 19) == []
+    assert each.wake_at_ms is None
+    each.replicas = REPLICAS
+    again = each.opened(SessionId(5), TransactionId(999))
+    assert [one.message.session_id for one in again if isinstance(one, Fetch)] == [5, 5]
+
+
+def test_an_answer_of_an_old_session_still_counts() -> None:
+    each = reads()
+    fetch = fetch_of(ask(each, 0, 9))
+    each.closed()
+    (answer,) = each.fetched(fetch.token, headers(fetch, 10), 0)
+    assert isinstance(answer, Answer)
+    assert each.fetched(fetch.token, headers(fetch, 10), 0) == []
+
+
+def test_a_feed_and_a_reader_may_wait_for_the_same() -> None:
+    each = reads(feed_frame_count_max=10)
+    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    assert each.headers(TransactionId(0), TransactionId(9)) == []
+    found = each.fetched(fetch.token, headers(fetch, 10), 0)
+    (stretch,) = found
+    assert isinstance(stretch, Stretch)
+    assert (stretch.first, stretch.size) == (0, 10)
+
+
+def test_a_range_never_has_more_rows_than_a_frame_can_tell_of() -> None:
+    each = reads(mark=10 * ROWS_MAX)
+    fetch = fetch_of(ask(each, 5, 9 * ROWS_MAX))
+    assert fetch.message.last == 5 + ROWS_MAX - 1
+
+
+def test_giving_up_returns_the_questions() -> None:
+    each = reads(fetches_max=1)
+    fetch = fetch_of(ask(each, 0, 9, sequence=1))
+    ask(each, 10, 19, sequence=2)
+    assert [one.message.req_id.sequence for one in each.abandon()] == [1, 2]
+    assert each.fetched(fetch.token, headers(fetch, 10), 0) == []
+
+
+def test_the_chain_that_goes_with_feed_headers() -> None:
+    each = reads(mark=-1)
+    for first, last in ((0, 1), (2, 2), (3, 9)):
+        count = last - first + 1
+        record = bytes(44)
+        entry = LineageEntry(
+            TransactionId(first), TransactionId(last), SessionId(4), 0, GENESIS_CHAIN
+        )
+        each.remember(
+            entry,
+            Batch(
+                entry.first,
+                entry.last,
+                struct.pack(">i", 44) * count,
+                record * count,
+                bytes(4 * count),
+                0,
+                0,
+            ),
+        )
+    assert each.cache_reads()["feed", "hit"] == 0
+    for first, last, chain_at in ((0, 9, 9), (0, 5, 2), (1, 1, 1), (3, 5, -1), (4, 9, 9)):
+        stretch = each.recall(TransactionId(first), TransactionId(last))
+        assert stretch is not None
+        assert stretch.chain_at == chain_at, (first, last)
+    assert each.recall(TransactionId(10), TransactionId(12)) is None
+    assert each.cache_reads()["feed", "miss"] == 1
