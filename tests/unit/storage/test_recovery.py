@@ -1,0 +1,306 @@
+"""Opening a log: what is believed, what is cut, what is damage, and when a replica is suspect."""
+
+from random import Random
+
+import pytest
+
+from tests.unit.storage.logs import BLANK, KEY, ROOT, make_batches, make_segments, new_disk
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, MissingSegment
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
+from waltz_core.storage.format import (
+    LINEAGE_ENTRY_BYTES,
+    LINEAGE_HEADER_BYTES,
+    NEW_PARTITION_INFOS,
+    SEGMENT_HEADER_BYTES,
+    SLOT_BLOCK_BYTES,
+    IdRange,
+    Marker,
+    Slot,
+    TruncateIntent,
+    segment_name,
+)
+from waltz_core.storage.recovery import check_batches, check_chain, cut_of, open_log
+
+RECORD_BYTES = 60
+INFO = NEW_PARTITION_INFOS[1]
+
+
+def opened(disk, *, info=INFO, trust_fsync=True):
+    return open_log(disk, ROOT, BLANK, info, trust_fsync=trust_fsync)
+
+
+def written(disk, *counts_of_each, acked=None, **slot):
+    """Write a log with slots beside it; `acked` is the number of batches that are acknowledged."""
+    segments, records, entries = make_segments(disk, *counts_of_each)
+    acked_entries = entries[: len(entries) if acked is None else acked]
+    marker = Marker(BEFORE_FIRST, GENESIS_CHAIN)
+    if acked_entries:
+        marker = Marker(acked_entries[-1].last, acked_entries[-1].chain)
+    fields = {"promised": 1, "last_session": 1, "dirty": True} | slot
+    SlotFile.create(disk, ROOT, Slot(2, acked=marker, original_sequence=INFO.sequence, **fields))
+    return segments, records, entries
+
+
+def path_of(first, suffix):
+    return ROOT / segment_name(first, suffix)
+
+
+def rot_record(disk, first, transaction_id):
+    offset = SEGMENT_HEADER_BYTES + RECORD_BYTES * (transaction_id - first) + 44
+    disk.flip(path_of(first, ".seg"), offset)
+
+
+def content(segments):
+    return segments.read(0, segments.last)[0] if segments.last >= 0 else b""
+
+
+# ---- opening
+
+
+def test_a_new_partition_is_an_empty_log():
+    disk = new_disk()
+    segments, slots = opened(disk)
+    assert (segments.last, segments.chain) == (BEFORE_FIRST, GENESIS_CHAIN)
+    assert (slots.slot.promised, slots.slot.suspect, slots.slot.dirty) == (NO_SESSION, False, True)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert opened(disk)[0].last == BEFORE_FIRST
+
+
+def test_what_was_acknowledged_and_what_is_whole_above_it_stays():
+    disk = new_disk()
+    _, records, entries = written(disk, [3, 2], [4], acked=1)
+    segments, slots = opened(disk)
+    assert content(segments) == records
+    assert list(segments.entries_from(0)) == entries
+    assert slots.slot.acked == Marker(8, entries[-1].chain)
+    assert (slots.slot.suspect, slots.slot.damaged, slots.slot.dirty) == (False, (), True)
+
+
+def test_a_batch_that_is_not_whole_is_cut_with_all_that_follows():
+    disk = new_disk()
+    _, records, entries = written(disk, [3, 2, 4], acked=1)
+    rot_record(disk, 0, 4)
+    segments, slots = opened(disk)
+    assert content(segments) == records[: 3 * RECORD_BYTES]
+    assert list(segments.entries_from(0)) == entries[:1]
+    assert (slots.slot.suspect, slots.slot.damaged) == (False, ())
+
+
+def test_records_without_an_entry_are_no_part_of_the_log():
+    disk = new_disk()
+    _, records, _ = written(disk, [3, 2], acked=1)
+    chn = path_of(0, ".chn")
+    disk.put(chn, disk.content(chn)[: LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES])
+    segments, slots = opened(disk)
+    assert (content(segments), segments.last) == (records[: 3 * RECORD_BYTES], 2)
+    assert not slots.slot.suspect
+
+
+def test_damage_below_the_marker_is_noted_and_nothing_is_cut():
+    disk = new_disk()
+    _, records, _ = written(disk, [3, 2, 4], acked=3)
+    disk.put(path_of(0, ".idx"), disk.content(path_of(0, ".idx"))[:SEGMENT_HEADER_BYTES])
+    rot_record(disk, 0, 1)
+    segments, slots = opened(disk)
+    assert segments.last == 8
+    assert segments.read(2, 8)[0] == records[2 * RECORD_BYTES :]
+    assert slots.slot.damaged == (IdRange(1, 1),)
+
+
+def test_a_log_that_ends_below_the_marker_is_suspect():
+    disk = new_disk()
+    written(disk, [3, 2, 4], acked=3)
+    seg = path_of(0, ".seg")
+    disk.put(seg, disk.content(seg)[: SEGMENT_HEADER_BYTES + 5 * RECORD_BYTES])
+    segments, slots = opened(disk)
+    assert segments.last == 4
+    assert slots.slot.suspect
+
+
+def test_another_history_below_the_marker_is_suspect():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [3])
+    SlotFile.create(
+        disk, ROOT, Slot(2, acked=Marker(2, KEY), original_sequence=INFO.sequence, dirty=True)
+    )
+    assert opened(disk)[1].slot.suspect
+    assert segments.chain == entries[-1].chain
+
+
+@pytest.mark.parametrize("trust_fsync", [True, False])
+@pytest.mark.parametrize("dirty", [True, False])
+def test_an_unclean_stop_is_suspect_where_syncs_are_not_trusted(dirty, trust_fsync):
+    disk = new_disk()
+    written(disk, [3], dirty=dirty)
+    slot = opened(disk, trust_fsync=trust_fsync)[1].slot
+    assert slot.suspect == (dirty and not trust_fsync)
+
+
+def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
+    disk = new_disk()
+    written(disk, [3])
+    slots = SlotFile.open(disk, ROOT, 2)
+    slots.write(Slot(2, promised=9, acked=slots.slot.acked, original_sequence=INFO.sequence))
+    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
+    slot = opened(disk, info=INFO._replace(session_id=4))[1].slot
+    assert slot.suspect
+    assert slot.promised == 5
+    assert slot.nonce not in {b"", bytes(16)}
+
+
+# ---- truncations
+
+
+@pytest.mark.parametrize("last_to_keep", [0, 2, 4, 5, 8])
+def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
+    disk = new_disk()
+    segments, records, entries = written(disk, [3], [2], [4])
+    cut, end = cut_of(segments, last_to_keep)
+    slots = SlotFile.open(disk, ROOT, 2)
+    acked = min(slots.slot.acked, end, key=lambda one: one.transaction_id)
+    slots.write(
+        Slot(
+            2,
+            promised=1,
+            acked=acked,
+            truncate=TruncateIntent(last_to_keep, cut),
+            original_sequence=INFO.sequence,
+            dirty=True,
+        )
+    )
+    again, slots = opened(disk)
+    assert content(again) == records[: (last_to_keep + 1) * RECORD_BYTES]
+    kept = [one for one in entries if one.last <= last_to_keep] + ([cut] if cut else [])
+    assert list(again.entries_from(0)) == kept
+    assert slots.slot.truncate is None
+    assert not slots.slot.suspect
+
+
+def test_a_cut_in_the_middle_of_a_batch_gives_the_rest_a_chain_of_its_own():
+    segments, _, entries = make_segments(new_disk(), [3, 5])
+    assert cut_of(segments, 2) == (None, Marker(2, entries[0].chain))
+    assert cut_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
+    cut, end = cut_of(segments, 5)
+    assert end == Marker(2, entries[0].chain)
+    assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
+    crcs = segments.record_crcs(3, 5)
+    assert check_chain([cut], 3, entries[0].chain, crcs) is None
+    assert cut.chain != entries[1].chain
+
+
+# ---- what cannot be a log
+
+
+def test_slots_that_are_gone_are_told_and_not_made_anew():
+    disk = new_disk()
+    written(disk, [3])
+    disk.unlink(ROOT / SLOTS_NAME)
+    with pytest.raises(BadFormat, match=r"expected waltz-x\.ctl beside \.chn files, found none"):
+        opened(disk)
+
+
+def test_a_log_without_its_beginning_is_refused():
+    disk = new_disk()
+    written(disk, [3], [2])
+    for suffix in (".seg", ".idx", ".chn"):
+        disk.unlink(path_of(0, suffix))
+    with pytest.raises(MissingSegment, match="expected a segment from id 0, found 3 first"):
+        opened(disk)
+
+
+def test_files_without_their_segment_are_removed():
+    disk = new_disk()
+    _, records, _ = written(disk, [3])
+    disk.put(path_of(3, ".idx"), b"x")
+    disk.put(path_of(3, ".chn"), b"x")
+    disk.put(ROOT / "anything.tmp", b"x")
+    assert content(opened(disk)[0]) == records
+    assert disk.list(ROOT) == sorted(
+        [SLOTS_NAME, *(segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))]
+    )
+
+
+# ---- adopting
+
+
+def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
+    disk = new_disk()
+    _, records, _ = make_segments(disk, [3], [4])
+    for first in (0, 3):
+        disk.unlink(path_of(first, ".chn"))
+    info = INFO._replace(session_id=5, low_water_mark=4, local_low_water_mark=4, sequence=9)
+    segments, slots = opened(disk, info=info)
+    assert content(segments) == records
+    entries = list(segments.entries_from(0))
+    assert [(one.first, one.last, one.session_id) for one in entries] == [
+        (0, 4, NO_SESSION),
+        (5, 6, NO_SESSION),
+    ]
+    assert check_chain(entries, 0, GENESIS_CHAIN, segments.record_crcs(0, 6)) is None
+    slot = slots.slot
+    assert (slot.promised, slot.last_session, slot.low_water_mark) == (5, 5, 4)
+    assert (slot.suspect, slot.original_sequence) == (False, 9)
+
+
+# ---- a crash while it is opened
+
+
+def test_an_opening_that_is_interrupted_anywhere_comes_to_the_same_end():
+    for step in range(1, 80):
+        disk = new_disk()
+        _, records, entries = written(disk, [3, 2], [4, 3], acked=3)
+        rot_record(disk, 5, 10)
+        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        try:
+            opened(disk)
+        except PowerLoss:
+            interrupted = True
+            disk.power_loss(Survival.ANY_SECTORS, Random(step))
+        else:
+            interrupted = False
+            disk.power_loss(Survival.NOTHING, Random(step))
+        segments, slots = opened(disk)
+        assert content(segments) == records[: 9 * RECORD_BYTES]
+        assert list(segments.entries_from(0)) == entries[:3]
+        assert (slots.slot.suspect, slots.slot.damaged) == (False, ())
+        if not interrupted:
+            assert step > 5
+            return
+    pytest.fail("it was never opened without a crash")
+
+
+# ---- what is appended
+
+
+def test_a_chain_is_followed_to_the_first_batch_that_does_not_go_on():
+    records, lengths, entries = make_batches(4, [3, 2, 1], KEY)
+    check_batches(4, lengths, records, KEY, entries)
+    segments, _, whole = make_segments(new_disk(), [3, 2, 1])
+    crcs = segments.record_crcs(0, 5)
+    assert check_chain(whole, 0, GENESIS_CHAIN, crcs) is None
+    assert check_chain(whole, 0, KEY, crcs) == 0
+    assert check_chain([whole[0], whole[2]], 0, GENESIS_CHAIN, crcs) == 1
+    assert check_chain(whole, 0, GENESIS_CHAIN, crcs[:-4]) == 2
+    lied = [whole[0], whole[1]._replace(session_id=7), whole[2]]
+    assert check_chain(lied, 0, GENESIS_CHAIN, crcs) == 1
+
+
+def test_a_run_that_is_not_what_it_says_is_refused():
+    records, lengths, entries = make_batches(4, [3, 2], KEY)
+    bad = bytearray(records)
+    bad[2 * RECORD_BYTES + 44] ^= 1
+    with pytest.raises(ChecksumMismatch, match="append at 4: record 6"):
+        check_batches(4, lengths, bytes(bad), KEY, entries)
+    refused = [
+        (5, lengths, records, KEY, entries),
+        (4, lengths, records, KEY, []),
+        (4, lengths[:-1], records, KEY, entries),
+        (4, lengths, records, KEY, entries[:1]),
+        (4, lengths, records, GENESIS_CHAIN, entries),
+        (4, lengths[:0], b"", KEY, entries),
+    ]
+    for first, sizes, run, chain, batches in refused:
+        with pytest.raises(BadRequest, match="append at"):
+            check_batches(first, sizes, run, chain, batches)
