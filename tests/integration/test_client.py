@@ -1,0 +1,284 @@
+"""The client against a whole local cluster: real ZooKeeper, storages, servers, kills in between."""
+
+import os
+import pickle  # noqa: TID251 - Spark pickles what its tasks are told
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from waltz_core import errors
+from waltz_core.batches import encode_append
+from waltz_core.client import (
+    BYTES,
+    Callbacks,
+    RangeForm,
+    Reason,
+    Transaction,
+    TransactionBuilder,
+    TransactionContext,
+    WaltzClient,
+    lock,
+)
+from waltz_core.config import ClientConfig
+from waltz_core.local import LocalCluster, running
+from waltz_core.raw_records import HEADER_DTYPE, headers_of
+
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    directory = tmp_path_factory.mktemp("cluster") / "local"
+    with running(directory) as running_cluster:
+        yield running_cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[WaltzClient]:
+    with WaltzClient(cluster.connect) as opened:
+        yield opened
+
+
+def batch_of(rows: list[bytes], locks: list[list[int]] | None = None) -> bytes:
+    none: list[list[int]] = [[] for _ in rows]
+    return encode_append(
+        [0] * len(rows), rows, write_locks=locks or none, read_locks=none, append_locks=none
+    )
+
+
+def log_of(client: WaltzClient, partition: int) -> tuple[np.ndarray, list[bytes]]:
+    """Return the headers and the data of a whole partition."""
+    last = client.high_water_mark(partition, linearizable=True)
+    heads, datas = [], []
+    for chunk in client.read_range(partition, 0, last):
+        heads.append(np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE))
+        at = 0
+        for length in chunk.lengths.tolist():
+            datas.append(bytes(chunk.records[at + 36 : at + length - 4]))
+            at += length
+    return np.concatenate(heads) if heads else np.empty(0, HEADER_DTYPE), datas
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to it"
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------------------------------------
+# everyday
+
+
+def test_appends_of_all_kinds_are_in_the_log(client: WaltzClient):
+    before = client.high_water_mark(0)
+    one = client.append(b"one", partition=0, header=5, append_locks=[lock("a", 1)]).result()
+    assert one == before + 1
+    outcome = client.append_batch(
+        0, batch_of([b"two", b"three"]), 2, client_high_water_mark=-1
+    ).result()
+    assert outcome.transaction_ids.tolist() == [one + 1, one + 2]
+    assert client.flush(0) == one + 2
+    assert client.high_water_marks(linearizable=True)[0] == one + 2
+    assert log_of(client, 0)[1][-3:] == [b"one", b"two", b"three"]
+    assert not client.has_pending
+
+
+def test_replicas_give_the_same_bytes_as_the_server(client: WaltzClient):
+    for _ in range(3):
+        rows = [b"%05d" % i for i in range(500)]
+        client.append_batch(1, batch_of(rows), 500, client_high_water_mark=-1).result()
+    last = client.high_water_mark(1)
+    replicas = client.replicas(1)
+    assert len(replicas.replicas) == 3
+    for form in RangeForm:
+        ours = [
+            bytes(c.records)
+            for c in client.read_range(1, 0, last, form=form, replicas=replicas, bytes_max=9_000)
+        ]
+        theirs = [bytes(c.records) for c in client.read_range(1, 0, last, form=form)]
+        assert b"".join(ours) == b"".join(theirs)
+        assert len(ours) > len(theirs) or form is RangeForm.HEADERS
+
+
+def test_a_layout_travels_and_opens_a_client_elsewhere(client: WaltzClient):
+    client.mount()
+    layout = pickle.loads(pickle.dumps(client.layout()))
+    with WaltzClient.at(layout, client_id=client.client_id, connection_sequence=1 << 32) as told:
+        assert told.cluster() == client.cluster()
+        first = told.append(b"told", partition=2).result()
+        assert log_of(told, 2)[1][first] == b"told"
+
+
+def test_a_fork_gets_a_sentence_and_may_open_its_own(client: WaltzClient, cluster: LocalCluster):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            client.high_water_mark(0)
+        except errors.UsageError as error:
+            os.write(writer, str(error).encode())
+        with WaltzClient(cluster.connect) as own:
+            os.write(writer, f"; own sees {own.partition_count}".encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    said = os.read(reader, 1_000).decode()
+    os.close(reader)
+    assert "a fork of it" in said
+    assert said.endswith("own sees 4")
+
+
+def test_no_zookeeper_names_the_hosts():
+    config = ClientConfig(zookeeper_connect_timeout_ms=300)
+    with pytest.raises(errors.CoordinatorUnavailable, match=r"127\.0\.0\.1:9 within 300 ms"):
+        WaltzClient("127.0.0.1:9/waltz", config)
+
+
+def test_no_cluster_names_the_command(cluster: LocalCluster):
+    hosts = cluster.connect.partition("/")[0]
+    with pytest.raises(errors.BadConfig, match="waltz-core cluster create"):
+        WaltzClient(f"{hosts}/nowhere")
+
+
+# ---------------------------------------------------------------------------------------------
+# callbacks and contexts on threads
+
+
+class Ledger(Callbacks):
+    """A counter built from the feed; its callbacks block, as databases do."""
+
+    def __init__(self, client: WaltzClient, partition: int) -> None:
+        self.mark = client.high_water_mark(partition)
+        self.value = 0
+        self.threads: set[str] = set()
+        self.seen: list[int] = []
+
+    def client_high_water_mark(self, partition: int) -> int:
+        return self.mark
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        self.threads.add(threading.current_thread().name.rpartition("_")[0])
+        self.value = int(transaction.value(BYTES))
+        self.seen.append(transaction.transaction_id)
+
+
+class Increment(TransactionContext):
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.failures = 0
+        self.is_applied = threading.Event()
+
+    def partition_id(self, partition_count: int) -> int:
+        return 3
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        builder.set_transaction_data(b"%d" % (self.ledger.value + 1), BYTES)
+        builder.set_write_locks([lock("counter")])
+        return True
+
+    def on_lock_failure(self) -> None:
+        self.failures += 1
+
+    def on_application(self) -> None:
+        self.is_applied.set()
+
+
+def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
+    with WaltzClient(cluster.connect) as one, WaltzClient(cluster.connect) as two:
+        start = one.high_water_mark(3)
+        contexts = []
+        for client in (one, two):
+            ledger = Ledger(client, 3)
+            client.subscribe(ledger, [3])
+            contexts += [(client, Increment(ledger)) for _ in range(20)]
+        futures = [client.submit(context) for client, context in contexts]
+        ids = sorted(future.result(PATIENCE_S) for future in futures)
+        assert ids == list(range(start + 1, start + 41))
+        assert log_of(one, 3)[1][start + 1 :] == [b"%d" % i for i in range(1, 41)]
+        assert all(context.is_applied.wait(PATIENCE_S) for _, context in contexts)
+        assert sum(context.failures for _, context in contexts) > 0
+        for _, context in contexts:
+            assert context.ledger.threads == {"waltz-callback"}
+            assert context.ledger.seen == ids
+
+
+# ---------------------------------------------------------------------------------------------
+# kills
+
+
+def load(client: WaltzClient, stop: threading.Event, name: bytes, told: Counter, lie: list) -> None:
+    """Append batches and single rows until told to stop; write down what was told."""
+    ours: list[tuple[int, int, list[bytes], object]] = []
+    number = 0
+    while not stop.is_set():
+        partition = number % client.partition_count
+        rows = [b"%s-%d-%d" % (name, number, i) for i in range(20)]
+        future = client.append_batch(partition, batch_of(rows), 20, client_high_water_mark=-1)
+        single = client.append(b"%s-%d" % (name, number), partition=partition)
+        ours.append((partition, 20, rows, future))
+        ours.append((partition, 1, [b"%s-%d" % (name, number)], single))
+        number += 1
+        if number % 10 == 0:
+            future.exception(PATIENCE_S)
+    for partition, count, rows, future in ours:
+        try:
+            outcome = future.result(PATIENCE_S)
+        except errors.OutcomeUnknown:
+            told["unknown"] += count
+        except errors.WaltzError:
+            told["failed"] += count
+            lie.extend((partition, None, row) for row in rows)
+        else:
+            ids = [outcome] if count == 1 else outcome.transaction_ids.tolist()
+            reasons = [0] if count == 1 else outcome.reasons.tolist()
+            for row, transaction_id, reason in zip(rows, ids, reasons, strict=True):
+                told[Reason(reason).name] += 1
+                lie.append((partition, transaction_id if reason == 0 else None, row))
+
+
+@pytest.mark.parametrize("victim", ["storage-1", "server-1", "server-2"])
+def test_what_is_told_under_kills_is_what_the_log_says(cluster: LocalCluster, victim: str):
+    stop = threading.Event()
+    told: Counter[str] = Counter()
+    claims: list[tuple[int, int | None, bytes]] = []
+    with ThreadPoolExecutor(2) as pool, WaltzClient(cluster.connect) as client:
+        with WaltzClient(cluster.connect) as other:
+            runs = [
+                pool.submit(load, each, stop, f"{victim}-{i}".encode(), told, claims)
+                for i, each in enumerate((client, other))
+            ]
+            until(lambda: client.high_water_mark(0) > 20)
+            cluster.kill(victim)
+            marks = client.high_water_marks()
+            until(lambda: all(client.high_water_mark(p) > marks[p] + 50 for p in marks))
+            cluster.start(victim)
+            stop.set()
+            for run in runs:
+                run.result(2 * PATIENCE_S)
+        check_claims(client, claims)
+    assert told["COMMITTED"] > 0
+    assert told["unknown"] == 0
+    assert told["failed"] == 0
+
+
+def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]]) -> None:
+    for partition in range(client.partition_count):
+        heads, datas = log_of(client, partition)
+        assert np.array_equal(heads["transaction_id"], np.arange(heads.size))
+        assert np.unique(heads["req_id"]).size == heads.size, "a request id stands twice"
+        count = Counter(datas)
+        for where, transaction_id, row in claims:
+            if where != partition:
+                continue
+            if transaction_id is None:
+                assert count[row] == 0, f"{row!r} was told failed and is in the log"
+            else:
+                assert datas[transaction_id] == row
+                assert count[row] == 1, f"{row!r} stands twice"

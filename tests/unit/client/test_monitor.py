@@ -1,0 +1,166 @@
+"""What the transaction monitor makes of each piece of evidence."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.client.stories import (
+    CLIENT,
+    PARTITION,
+    committed,
+    feed_headers,
+    headers,
+    parcel,
+    req,
+    result,
+)
+from waltz_core import errors
+from waltz_core.client.monitor import BatchOutcome, Monitor, Pending
+from waltz_core.record import BEFORE_FIRST, TransactionId
+from waltz_core.wire.messages import Reason
+
+
+def sent(monitor: Monitor, token: int, sequence: int, rows: int = 1, mark: int = 9) -> Pending:
+    pending = Pending(parcel(token, rows), req(sequence), 1, 1, TransactionId(mark), 100)
+    monitor.register(pending)
+    return pending
+
+
+def a_monitor() -> Monitor:
+    return Monitor(CLIENT, PARTITION)
+
+
+def test_what_is_in_flight_is_counted():
+    monitor = a_monitor()
+    assert monitor.oldest is None
+    first = sent(monitor, 1, 1, rows=3)
+    sent(monitor, 2, 4)
+    assert (len(monitor), monitor.in_flight_rows, monitor.in_flight_bytes) == (2, 4, 8)
+    assert monitor.oldest is first
+    monitor.answered(committed(req(1), 10, 11, 12))
+    assert (len(monitor), monitor.in_flight_rows, monitor.in_flight_bytes) == (1, 1, 4)
+
+
+def test_sequence_numbers_are_not_used_twice():
+    monitor = a_monitor()
+    sent(monitor, 1, 1, rows=3)
+    with pytest.raises(AssertionError):
+        sent(monitor, 2, 3)
+
+
+def test_an_answer_is_for_the_parcel_with_the_same_request_id_in_all_parts():
+    monitor = a_monitor()
+    pending = sent(monitor, 1, 5)
+    assert monitor.find(req(5)) is pending
+    assert monitor.find(req(5, generation=1)) is None
+    assert monitor.find(req(6)) is None
+    assert monitor.answered(committed(req(5, generation=1), 10)) is None
+    assert monitor.answered(committed(req(5), 10))[0] is pending
+    assert monitor.answered(committed(req(5), 10)) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "row", [(-1, Reason.COMMITTED, -1), (7, Reason.LOST, -1)], ids=["no id", "an id"]
+)
+def test_an_answer_that_contradicts_itself_is_not_believed(rows, row):
+    monitor = a_monitor()
+    sent(monitor, 1, 1, rows=rows)
+    with pytest.raises(errors.RemoteProtocolError):
+        monitor.answered(result(req(1), *[row] * rows, mark=9))
+    assert len(monitor) == 1
+
+
+def test_the_log_outweighs_an_answer():
+    monitor = a_monitor()
+    sent(monitor, 1, 1, rows=2)
+    monitor.saw_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
+    _, outcome = monitor.answered(result(req(1), *[(-1, Reason.LOST, -1)] * 2, mark=9))
+    assert outcome.reasons.tolist() == [Reason.LOST, Reason.COMMITTED]
+    assert outcome.transaction_ids.tolist() == [-1, 21]
+    assert outcome.high_water_mark == 21
+
+
+def test_only_rows_of_ones_own_count():
+    monitor = a_monitor()
+    pending = sent(monitor, 1, 1, rows=2)
+    strangers = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))
+    assert monitor.saw_headers(TransactionId(10), 5, headers(10, *strangers))
+    assert pending.found is None
+    assert pending.known_outcome(BEFORE_FIRST) is None
+
+
+def test_headers_must_be_those_that_were_asked_for():
+    monitor = a_monitor()
+    good = headers(10, req(1), req(2))
+    assert monitor.saw_headers(TransactionId(10), 2, good)
+    assert not monitor.saw_headers(TransactionId(10), 3, good)
+    assert not monitor.saw_headers(TransactionId(11), 2, good)
+    assert not monitor.saw_headers(TransactionId(10), 2, good[28:] + good[:28])
+
+
+def test_what_is_found_whole_is_not_in_doubt():
+    monitor = a_monitor()
+    pending = sent(monitor, 1, 1, rows=2)
+    monitor.prove(TransactionId(15))
+    assert monitor.unread() == (10, 15)
+    monitor.saw_feed(TransactionId(12), feed_headers(req(1), req(2)))
+    assert monitor.unread() is None
+    assert pending.known_outcome(BEFORE_FIRST).transaction_ids.tolist() == [12, 13]
+
+
+def test_what_is_sent_after_a_proof_is_not_proven():
+    monitor = a_monitor()
+    sent(monitor, 1, 1, mark=9)
+    monitor.prove(TransactionId(12))
+    late = sent(monitor, 2, 2, mark=12)
+    assert monitor.unread() == (10, 12)
+    told = monitor.settle(TransactionId(12))
+    assert [pending.parcel.token for pending, _ in told] == [1]
+    assert list(monitor) == [late]
+    assert monitor.unread() is None
+
+
+def test_a_proof_is_not_moved_by_a_later_one():
+    monitor = a_monitor()
+    sent(monitor, 1, 1, mark=9)
+    monitor.prove(TransactionId(12))
+    monitor.prove(TransactionId(90))
+    assert monitor.unread() == (10, 12)
+
+
+def test_a_uniform_outcome_has_no_ids():
+    outcome = BatchOutcome.uniform(3, Reason.NO_SPACE, high_water_mark=TransactionId(4))
+    assert outcome.committed_count == 0
+    assert outcome.has_refusals
+    assert outcome.transaction_ids.tolist() == outcome.conflicting.tolist() == [-1] * 3
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
+    monitor = a_monitor()
+    rows = []
+    sequence = 1
+    for token, size in enumerate(sizes):
+        sent(monitor, token, sequence, rows=size, mark=-1)
+        rows += [req(sequence + i) for i in range(size)]
+        sequence += size
+    # Each client's rows stand in the log in order, some of them not at all, others' in between.
+    log = [row for row in rows if order.random() < 0.7]
+    for _ in range(order.randrange(5)):
+        log.insert(order.randrange(len(log) + 1), req(1, 0, 99))
+    monitor.prove(TransactionId(len(log) - 1))
+    at = 0
+    while at < len(log):
+        count = order.randrange(1, 5)
+        part = log[at : at + count]
+        assert monitor.saw_headers(TransactionId(at), len(part), headers(at, *part))
+        at += len(part)
+    told = monitor.settle(TransactionId(len(log) - 1))
+    assert [pending.parcel.token for pending, _ in told] == list(range(len(sizes)))
+    ids = np.concatenate([outcome.transaction_ids for _, outcome in told]).tolist()
+    assert ids == [log.index(row) if row in log else -1 for row in rows]

@@ -1,0 +1,39 @@
+"""What waits to be sent."""
+
+import pytest
+
+from tests.unit.client.stories import PARTITION, parcel
+from waltz_core.client.outbox import Limits, Outbox
+
+
+def tokens(waiting):
+    return [each.parcel.token for each in waiting]
+
+
+def test_first_in_first_out_until_the_deadline():
+    outbox = Outbox(PARTITION)
+    assert outbox.first is None
+    for token, deadline_ms in ((1, 10), (2, 10), (3, 20), (4, 30)):
+        outbox.put(parcel(token), deadline_ms)
+    assert outbox.take().parcel.token == 1
+    assert outbox.first.parcel.token == 2
+    assert tokens(outbox.take_expired(20)) == [2, 3]
+    assert outbox.take_expired(20) == []
+    assert len(outbox) == 1
+    assert tokens(outbox.take_all()) == [4]
+    assert len(outbox) == 0
+
+
+def test_deadlines_never_decrease():
+    outbox = Outbox(PARTITION)
+    outbox.put(parcel(1), 10)
+    with pytest.raises(AssertionError):
+        outbox.put(parcel(2), 9)
+
+
+def test_what_does_not_fit_a_frame_is_refused_with_both_figures():
+    outbox = Outbox(PARTITION)
+    limits = Limits(rows_max=5, bytes_max=4, in_flight_bytes_max=1)
+    assert outbox.refusal(parcel(1, rows=5), limits) is None
+    assert "at most 5 rows" in str(outbox.refusal(parcel(1, rows=6), limits))
+    assert "found 1 rows and 5 bytes" in str(outbox.refusal(parcel(1, data=b"12345"), limits))

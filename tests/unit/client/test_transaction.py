@@ -1,0 +1,74 @@
+"""The words of the programming model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.checksum import crc32
+from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
+from waltz_core.record import TRANSACTION_BYTES_MAX, lock_hash, spread
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "locks.json"
+
+
+def builder() -> TransactionBuilder:
+    return TransactionBuilder(0, -1)
+
+
+def test_locks_are_the_golden_ones():
+    text = GOLDEN.read_text()
+    assert lock("account", 1) == int.from_bytes(bytes.fromhex("b9d38a2c"), "big", signed=True)
+    assert json.loads(text)
+
+
+def test_a_text_key_stands_for_its_crc():
+    assert lock("account", "äb") == lock_hash("account", crc32("äb".encode()))
+    assert lock("account") == lock("account", 0)
+    assert partition_of(lock("account", 7), 5) == spread(lock("account", 7), 5)
+    with pytest.raises(errors.BadRequest, match="64 bits"):
+        lock("account", 1 << 63)
+
+
+@pytest.mark.parametrize(
+    ("serializer", "value"),
+    [
+        (BYTES, b"\0x"),
+        (MSGPACK, {"a": [1, 2.5, None, "ü", b"\xff"], 3: True}),
+        (JSON, {"a": [1, 2.5, None, "ü"], "b": True}),
+    ],
+)
+def test_serializers_give_back_what_they_were_given(serializer, value):
+    assert serializer.deserialize(serializer.serialize(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("serializer", "value"), [(BYTES, "text"), (MSGPACK, object()), (JSON, b"bytes")]
+)
+def test_serializers_refuse_what_they_cannot_write(serializer, value):
+    with pytest.raises(errors.BadRequest, match="transaction data"):
+        serializer.serialize(value)
+
+
+@pytest.mark.parametrize("serializer", [MSGPACK, JSON])
+def test_serializers_refuse_what_they_cannot_read(serializer):
+    with pytest.raises(errors.BadFormat, match="transaction data"):
+        serializer.deserialize(b"\xc1\xff")
+
+
+def test_a_builder_takes_what_fits_and_nothing_else():
+    made = builder()
+    made.set_header(-(1 << 31))
+    made.set_transaction_data([1])
+    made.set_write_locks([lock("a")])
+    made.set_read_locks(iter([1, 2]))
+    made.set_append_locks(())
+    assert (made.header, made.data) == (-(1 << 31), b"\x91\x01")
+    assert (made.write_locks, made.read_locks, made.append_locks) == ((lock("a"),), (1, 2), ())
+    with pytest.raises(errors.BadRequest, match="32-bit"):
+        made.set_header(1 << 31)
+    with pytest.raises(errors.BadRequest, match="write locks"):
+        made.set_write_locks(["account"])
+    with pytest.raises(errors.TooLarge):
+        made.set_transaction_data(b"x" * (TRANSACTION_BYTES_MAX + 1), BYTES)
