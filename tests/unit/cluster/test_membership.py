@@ -1,0 +1,243 @@
+"""Live servers and their assignment: who is registered, who is the lead, what is in force."""
+
+import asyncio
+
+import pytest
+
+from tests.cluster_contract import KEY, Inbox, descriptor, owned, running
+from waltz_core import errors
+from waltz_core.cluster import model
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.creation import NewCluster
+from waltz_core.cluster.membership import Membership, Ownership, ServersView
+from waltz_core.cluster.memory import MemoryZooKeeper, WriteFault
+from waltz_core.cluster.nodes import ClusterNodes
+from waltz_core.cluster.znodes import Create, SessionState, Set
+
+ROOT = "/w"
+SERVERS = f"{ROOT}/serverDescriptors"
+PARTITION_COUNT = 4
+
+
+class Cluster:
+    """A cluster in memory, and members of it."""
+
+    def __init__(self):
+        self.zookeeper = MemoryZooKeeper(asyncio.Event)
+
+    async def create(self):
+        await Coordinator(self.zookeeper.session(), ROOT).create_cluster(
+            NewCluster("w", PARTITION_COUNT, KEY)
+        )
+        return self
+
+    def member(self):
+        session = self.zookeeper.session()
+        return Membership(ClusterNodes(session, ROOT)), session
+
+    def registered(self):
+        """Return the server ids that have a node, in the order in which the nodes were made."""
+        dump = self.zookeeper.dump()
+        names = self.zookeeper.names(SERVERS)
+        return [
+            model.ServerDescriptor.from_bytes(dump[f"{SERVERS}/{name}"]).server_id for name in names
+        ]
+
+
+def in_cluster(story):
+    """Run a story in a cluster of its own."""
+
+    async def run():
+        async with asyncio.timeout(30):
+            await story(await Cluster().create())
+
+    return lambda: asyncio.run(run())
+
+
+def test_what_a_server_owns_is_found_by_its_id():
+    view = ServersView({}, {0: Ownership(1, 5), 1: Ownership(2, 6), 3: Ownership(1, 9)}, True)
+    assert view.partitions_of(1) == {0: 5, 3: 9}
+    assert view.partitions_of(7) == {}
+
+
+@in_cluster
+async def test_registering_makes_one_node_that_goes_with_its_session(cluster):
+    member, session = cluster.member()
+    await member.register(descriptor(3))
+    await member.register(descriptor(3))
+    assert cluster.registered() == [3]
+    await member.register(descriptor(3, preferred=[1]))
+    assert cluster.registered() == [3]
+    (server,) = (await member.read()).servers.values()
+    assert server.preferred == (1,)
+    await session.close()
+    assert cluster.registered() == []
+
+
+@in_cluster
+async def test_unregistering_takes_away_only_ones_own_node(cluster):
+    (one, _), (two, _) = cluster.member(), cluster.member()
+    await one.unregister()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    await one.unregister()
+    assert cluster.registered() == [2]
+    await one.unregister()
+    assert cluster.registered() == [2]
+
+
+@pytest.mark.parametrize("fault", WriteFault)
+def test_a_write_of_unknown_outcome_registers_once(fault):
+    @in_cluster
+    async def story(cluster):
+        member, session = cluster.member()
+        session.faults = [fault, fault]
+        await member.register(descriptor(1))
+        assert cluster.registered() == [1]
+        session.faults = [fault]
+        await member.unregister()
+        assert cluster.registered() == []
+
+    story()
+
+
+@in_cluster
+async def test_a_second_node_of_ones_own_is_taken_away(cluster):
+    """Both of two attempts may have succeeded; the earlier node stays."""
+    member, session = cluster.member()
+    await member.register(descriptor(1))
+    (name,) = cluster.zookeeper.names(SERVERS)
+    await session.write(
+        [Create(f"{SERVERS}/s_", descriptor(1).to_bytes(), ephemeral=True, sequential=True)]
+    )
+    assert cluster.registered() == [1, 1]
+    await member.register(descriptor(1))
+    assert cluster.zookeeper.names(SERVERS) == (name,)
+
+
+@in_cluster
+async def test_a_process_without_a_connection_is_told(cluster):
+    member, session = cluster.member()
+    session.suspend()
+    with pytest.raises(errors.CoordinatorUnavailable):
+        await member.register(descriptor(1))
+    session.resume()
+    await member.register(descriptor(1))
+    assert cluster.registered() == [1]
+
+
+@in_cluster
+async def test_a_view_is_read_settled_or_not(cluster):
+    member, _ = cluster.member()
+    assert await member.read() == ServersView({}, {}, False)
+    await member.register(descriptor(1))
+    view = await member.read()
+    assert list(view.servers) == [1]
+    assert not view.is_settled
+    assert view.owners == {}
+
+
+@in_cluster
+async def test_only_settled_views_are_called_back_and_each_once(cluster):
+    (one, _), (two, _), (onlooker, _) = cluster.member(), cluster.member(), cluster.member()
+    seen = Inbox()
+    async with running(onlooker.follow(seen)):
+        await seen.until(lambda view: not view.servers)
+        # Nobody does the duty of the lead yet, so the registration is not called back.
+        await two.register(descriptor(2))
+        assert not (await onlooker.read()).is_settled
+        async with running(two.follow(Inbox())):
+            await seen.until(lambda view: list(view.servers) == [2])
+        await one.register(descriptor(1))
+        async with running(one.follow(Inbox()), two.follow(Inbox())):
+            await seen.until(lambda view: list(view.servers) == [1, 2])
+    assert [list(view.servers) for view in seen.all] == [[], [2], [1, 2]]
+    assert owned(seen.all[1]) == dict.fromkeys(range(PARTITION_COUNT), (2, 1))
+    assert all(view.is_settled for view in seen.all[1:])
+    # What moved has a new generation, what stayed has the old one.
+    assert sorted(owned(seen.all[2]).values()) == [(1, 2), (1, 2), (2, 1), (2, 1)]
+
+
+@in_cluster
+async def test_only_the_lead_writes_assignments(cluster):
+    (one, _), (two, two_session) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    written = Inbox()
+    whole = two_session.write
+
+    async def watched(operations):
+        written(operations)
+        return await whole(operations)
+
+    two_session.write = watched
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two)):
+        await at_two.until(lambda view: list(view.servers) == [1, 2])
+        assert written.all == []
+        await one.unregister()
+        await at_two.until(lambda view: list(view.servers) == [2])
+    assert [type(operation) for (operation,) in written.all] == [Set]
+    assert owned(at_two.all[-1]).keys() == set(range(PARTITION_COUNT))
+
+
+@in_cluster
+async def test_a_lost_session_registers_again_under_the_same_id(cluster):
+    member, session = cluster.member()
+    states, seen = Inbox(), Inbox()
+    session.on_state(states)
+    await member.register(descriptor(1))
+    async with running(member.follow(seen)):
+        first = await seen.until(lambda view: list(view.servers) == [1])
+        names = cluster.zookeeper.names(SERVERS)
+        session.expire()
+        assert cluster.registered() == []
+        session.resume()
+        settled = Inbox()
+        other, _ = cluster.member()
+        async with running(other.follow(settled)):
+            await settled.until(lambda view: list(view.servers) == [1])
+    assert states.all == [SessionState.LOST, SessionState.CONNECTED]
+    assert cluster.zookeeper.names(SERVERS) != names
+    assert owned(settled.all[-1]) == owned(first)
+
+
+@in_cluster
+async def test_who_has_unregistered_is_not_registered_again_by_following(cluster):
+    member, _ = cluster.member()
+    await member.register(descriptor(1))
+    seen = Inbox()
+    async with running(member.follow(seen)):
+        await seen.until(lambda view: list(view.servers) == [1])
+        await member.unregister()
+        await seen.until(lambda view: not view.servers)
+    assert cluster.registered() == []
+
+
+@in_cluster
+async def test_a_membership_that_never_stands_still_is_told(cluster):
+    member, session = cluster.member()
+    other, _ = cluster.member()
+    await other.register(descriptor(2))
+    whole = session.children
+
+    async def disturbed(path, signal=None):
+        node = await session.get(SERVERS)
+        await cluster.zookeeper.session().write([Set(SERVERS, node.data, node.stat.version)])
+        return await whole(path, signal)
+
+    session.children = disturbed
+    with pytest.raises(errors.CoordinatorUnavailable, match="changes faster than it can be read"):
+        await member.read()
+    session.children = whole
+    assert list((await member.read()).servers) == [2]
+
+
+@in_cluster
+async def test_a_damaged_descriptor_is_named(cluster):
+    member, session = cluster.member()
+    await member.register(descriptor(1))
+    (name,) = cluster.zookeeper.names(SERVERS)
+    await session.write([Set(f"{SERVERS}/{name}", b"\xff", 0)])
+    with pytest.raises(errors.BadFormat, match=f"^{SERVERS}/{name}: "):
+        await member.read()
