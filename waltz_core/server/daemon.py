@@ -200,7 +200,7 @@ class Server:
             async with asyncio.timeout(UNREGISTER_S_MAX):
                 await self._coordinator.unregister_server()
         except (TimeoutError, errors.WaltzError) as error:
-            _log.warning("server.unregister_failed error=%s", error)
+            _log.warning("server.unregister_failed error=%r", error)
         for partition_id in list(self.hosts):
             self._drop(partition_id)
         raise _End

@@ -8,7 +8,7 @@ Rules:
        its connection closes first. Answers in between (the feed) have `cost_bytes` 0.
     2. Whatever cannot be answered otherwise is answered by an `ErrorResponse`; nothing is dropped.
     3. `Fetch` has one outcome with the same token: `Fetched` or `FetchFailed`.
-    4. `Congested` and `Drained` come in turns for one connection, beginning with `Congested`.
+    4. `Drained` follows every `Congested`, and may come without one.
 """
 
 from collections.abc import Sequence
