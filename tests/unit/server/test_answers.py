@@ -1,3 +1,5 @@
+"""What clients are told, in the words of the original's messages and of ours."""
+
 from waltz_core import errors
 from waltz_core.record import (
     ClientId,

@@ -1,3 +1,5 @@
+"""What the settings become: limits that fit together, and refusals at the start."""
+
 import pytest
 
 from waltz_core import errors

@@ -1,3 +1,5 @@
+"""The outcome of each row of an append: told once, and lost only with what it stands on."""
+
 import numpy as np
 
 from waltz_core.record import ClientId, Generation, PartitionId, ReqId, TransactionId
