@@ -195,29 +195,36 @@ class LocalCluster:
     def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to one member; a killing one is awaited."""
         member = self.member(name)
-        process = member.process()
-        if process is not None:
-            process.send_signal(signal_number)
-        if process is None or signal_number in (signal.SIGKILL, signal.SIGTERM):
+        self._signal(member, signal_number)
+        if member.process() is None or signal_number in (signal.SIGKILL, signal.SIGTERM):
             self._await_end(member, STOP_TIMEOUT_S)
 
     def down(self) -> list[str]:
         """End what was started here, servers first and ZooKeeper last; return whose that was."""
         ended: list[str] = []
+        self._loaded()
         with self._exclusive():
-            for member in sorted(self.members, key=lambda m: _STOP_ORDER[m.kind]):
-                process = member.process()
-                if process is None:
-                    self._await_end(member, STOP_TIMEOUT_S)  # it may have ended by itself
-                    continue
-                process.send_signal(signal.SIGTERM)
-                if not self._await_end(member, STOP_TIMEOUT_S):
-                    process.kill()
-                    self._await_end(member, STOP_TIMEOUT_S)
-                ended.append(member.name)
-                member.pid = 0
+            for kind in _STOP_ORDER:
+                running = [m for m in self.members if m.kind == kind and m.process() is not None]
+                for member in running:
+                    self._signal(member, signal.SIGTERM)
+                for member in running:
+                    if not self._await_end(member, STOP_TIMEOUT_S):
+                        self._signal(member, signal.SIGKILL)
+                        self._await_end(member, STOP_TIMEOUT_S)
+                    ended.append(member.name)
+                    member.pid = 0
+            for name in list(self._children):  # these have ended by themselves
+                self._await_end(self.member(name), STOP_TIMEOUT_S)
             self._save()
         return ended
+
+    @staticmethod
+    def _signal(member: Member, number: int) -> None:
+        process = member.process()
+        if process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return user + system CPU seconds of each living member, as the kernel counts them."""
@@ -390,20 +397,21 @@ class LocalCluster:
                 )
 
     def _await_end(self, member: Member, timeout_s: float) -> bool:
-        child = self._children.pop(member.name, None)
-        try:
+        """Wait for a member's end and reap it; False when it still runs after that time."""
+        deadline = time.monotonic() + timeout_s
+        child = self._children.get(member.name)
+        if child is not None and child.stdin is not None:
+            child.stdin.close()
+        # A zombie has ended, whoever is to reap it and however late.
+        while member.process() is not None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
             if child is not None:
-                if child.stdin is not None:
-                    child.stdin.close()
-                child.wait(timeout_s)
-                return True
-            process = member.process()
-            if process is not None:
-                process.wait(timeout_s)
-        except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
-            if child is not None:
-                self._children[member.name] = child
-            return False
+                child.poll()
+        if child is not None:
+            child.wait()
+            del self._children[member.name]
         return True
 
     def _tail(self, name: str, line_count: int = 15) -> str:
@@ -414,7 +422,7 @@ class LocalCluster:
         return "\n".join(lines[-line_count:])
 
 
-_STOP_ORDER = {"server": 0, "storage": 1, "zookeeper": 2}
+_STOP_ORDER = ("server", "storage", "zookeeper")
 _CONFIG_SUFFIX = {"server": "toml", "storage": "toml", "zookeeper": "cfg"}
 
 

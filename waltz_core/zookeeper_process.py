@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from waltz_core.errors import BadConfig
@@ -101,7 +102,15 @@ def run(config: Path, *, exit_with_parent: bool) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    threading.Thread(target=_end_with_input, args=(child,), daemon=True).start()
     return child.wait()
+
+
+def _end_with_input(child: subprocess.Popen[bytes]) -> None:
+    """End ZooKeeper when standard input ends: whoever has started us is gone."""
+    while os.read(0, 4096):
+        pass
+    child.terminate()
 
 
 def _die_with_parent() -> None:

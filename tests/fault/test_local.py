@@ -6,8 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -64,6 +63,11 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return sentence
 
 
+def taken(port: int) -> socket.socket:
+    """Return a socket that listens at a port, as another program's would."""
+    return socket.create_server(("127.0.0.1", port))
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     """Give a directory; what still runs there is ended at the end."""
@@ -97,7 +101,9 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
         wait_until("ports free", lambda: all(map(_port_is_free, ports)), seconds=5)  # noqa: B023
     with WaltzClient(up(directory)) as client:
         assert client.high_water_mark(0, linearizable=True) == len(written) - 1
-        records = b"".join(bytes(chunk.records) for chunk in client.read_range(0, 0, len(written) - 1))
+        records = b"".join(
+            bytes(chunk.records) for chunk in client.read_range(0, 0, len(written) - 1)
+        )
     assert [number for number, _ in written] == list(range(len(written)))
     assert all(data in records for _, data in written)
 
@@ -141,10 +147,7 @@ def test_a_taken_storage_port_is_told(directory: Path):
     up(directory)
     local(directory, "down")
     port = LocalCluster(directory).member("storage-1").port
-    with socket.socket() as taker:
-        taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taker.bind(("127.0.0.1", port))
-        taker.listen()
+    with taken(port):
         sentence = refused(local(directory, "up", *SMALL))
         assert f"port {port} of storage-1 is taken by another program" in sentence
     up(directory)
@@ -154,18 +157,14 @@ def test_other_ports_are_chosen_when_the_usual_ones_are_taken(directory: Path):
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
         for port in filter(_port_is_free, usual):
-            taker = stack.enter_context(socket.socket())
-            taker.bind(("127.0.0.1", port))
-            taker.listen()
+            stack.enter_context(taken(port))
         connect = up(directory)
         ports = {member["port"] for member in status(directory).values()}
         assert not ports & set(usual)
         # A server's port, and ZooKeeper's, is nobody's identity: it may move.
         assert local(directory, "down").returncode == 0
         server = LocalCluster(directory).member("server-1").port
-        taker = stack.enter_context(socket.socket())
-        taker.bind(("127.0.0.1", server))
-        taker.listen()
+        stack.enter_context(taken(server))
         assert up(directory) == connect
         assert status(directory)["server-1"]["port"] != server
 
