@@ -133,6 +133,25 @@ class LineageFile:
             count -= 1
         self.cut(count)
 
+    def unreadable(self) -> list[tuple[int, int]]:
+        """Return the runs of places low..high-1 whose entries cannot be read; reads all of them."""
+        runs: list[tuple[int, int]] = []
+        for place in range(self.count):
+            if self._readable(place, place + 1) == place:
+                continue
+            if runs and runs[-1][1] == place:
+                runs[-1] = (runs[-1][0], place + 1)
+            else:
+                runs.append((place, place + 1))
+        return runs
+
+    def rewrite(self, place: int, entries: Sequence[LineageEntry]) -> None:
+        """Write entries over those from a place on, durably."""
+        assert place + len(entries) <= self.count
+        parts = [encode_entry(one, BEFORE_FIRST) for one in entries]
+        self._file.pwrite(parts, _entry_place(place))
+        self._file.sync()
+
     def slice(self, low: int, high: int) -> list[LineageEntry]:
         """Return the entries of places low..high-1."""
         return list(islice(self.entries(low), high - low))

@@ -6,24 +6,25 @@ which bytes leave a log.
 Rules:
     1. No record leaves that its own CRC, its length or its id contradicts.
     2. What is found wrong is noted in the slot, durably, before the read goes on without it.
-    3. A wrong index is mended from the records, once for a read.
+    3. A wrong index and a wrong batch entry are mended from what is around them, once for a read.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import BadRequest, ChecksumMismatch
-from waltz_core.record import Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch
+from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import IdRange, Slot, with_damage
 from waltz_core.storage.segments import Segments, first_wrong
 
 I64 = npt.NDArray[np.int64]
+_Read = TypeVar("_Read")
 READ_BYTES: Final = 8 * 1024 * 1024
 LINEAGE_ENTRIES_MAX: Final = 1 << 16
 
@@ -80,37 +81,50 @@ class LogReader:
                 f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
                 f"found {first}..{last}"
             )
-        mend = True
+        wrong = BEFORE_FIRST
         while True:
             self._refuse_damaged(first, whole_batches=whole_batches)
-            read = self._attempt(first, last, bytes_max, whole_batches=whole_batches)
+            read = self._mended(
+                first,
+                last,
+                lambda: self._attempt(first, last, bytes_max, whole_batches=whole_batches),
+            )
             if isinstance(read, RangeRead):
                 return read
             # Either the index leads to the wrong place, and is mended once, or the record is gone.
             # Each round notes damage that the next one reads around.
-            self._note_damage(self._segments.diagnose(read) if mend else (IdRange(read, read),))
-            mend = False
+            self._note_damage(
+                self._segments.diagnose(read) if read != wrong else (IdRange(read, read),)
+            )
+            wrong = read
+
+    def _mended(
+        self, first: TransactionId, last: TransactionId, read: Callable[[], _Read]
+    ) -> _Read:
+        """Read; when index or batches are wrong, make them anew and read once more."""
+        try:
+            return read()
+        except (BadFormat, ChecksumMismatch):
+            self._note_damage(self._segments.mend(first, last))
+            return read()
 
     def _attempt(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead | TransactionId:
         """Read once; return the id of the first wrong record instead when there is one."""
-        try:
-            end = self._segments.fitting(first, last, bytes_max)
-            end = self._before_damage(first, end, whole_batches=whole_batches)
-            records, lengths = self._segments.read(first, end)
-        except ChecksumMismatch:
-            return first
+        end = self._segments.fitting(first, last, bytes_max)
+        end = self._before_damage(first, end, whole_batches=whole_batches)
+        records, lengths = self._segments.read(first, end)
         bad = first_wrong(records, lengths, first)
         if bad is not None:
             return TransactionId(first + bad)
-        chain_before, entries = self.lineage(first, end)
+        chain_before, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
         return RangeRead(first, lengths, records, entries, chain_before)
 
     def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
         last = first
         if whole_batches:
-            entry = self._segments.entry_of(first)
+            entry = self._mended(first, first, lambda: self._segments.entry_of(first))
             if entry is None or entry.first != first:
                 raise BadRequest(
                     f"partition {self.partition_id}: expected a batch that begins at {first}, "
@@ -173,7 +187,9 @@ class LogReader:
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong.
         """
-        return self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
+        return self._mended(
+            first, last, lambda: self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
+        )
 
     def _note_damage(self, found: Sequence[IdRange]) -> None:
         slot = self._slots.slot

@@ -353,7 +353,7 @@ class _Opening:
         for segment in self._rebuilt:
             self._fill_between(segments, segment)
         anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
-        if not self._adopting and segments.chain_at(anchor) != self.slot.acked.chain:
+        if not self._adopting and not self._marker_holds(segments):
             self._suspect()
         end = self._valid_end(segments, TransactionId(anchor))
         if not self._adopting and end < self._vouched:
@@ -363,6 +363,12 @@ class _Opening:
             self._append_batches(segments, TransactionId(end + 1), segments.last)
         elif end < segments.last or end < self._end_of(segments):
             segments.cut(end, None)
+
+    def _marker_holds(self, segments: Segments) -> bool:
+        try:
+            return segments.chain_at(TransactionId(self._marker)) == self.slot.acked.chain
+        except (BadFormat, ChecksumMismatch):
+            return False
 
     def _valid_end(self, segments: Segments, anchor: TransactionId) -> TransactionId:
         """Return the end of the last batch above the anchor up to which all is as it should be."""
@@ -453,9 +459,7 @@ class _Opening:
         """Return the slot as it is when the log is open (rule 5)."""
         end = segments.lineage_end()
         marker = (
-            Marker(end.last, end.chain)
-            if end is not None
-            else Marker(BEFORE_FIRST, GENESIS_CHAIN)
+            Marker(end.last, end.chain) if end is not None else Marker(BEFORE_FIRST, GENESIS_CHAIN)
         )
         slot = self.slot
         if fell_back:

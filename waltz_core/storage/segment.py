@@ -306,6 +306,12 @@ class Segment:
         start = int(index.read(transaction_id - self.first, 1)[0])
         return _record_end(file, start, transaction_id, self.size_bytes) is not None
 
+    def has_place_for(self, transaction_id: TransactionId) -> bool:
+        """Tell if the index and the record of an id agree on where it begins and ends."""
+        start, end = self.bounds(transaction_id, transaction_id).tolist()
+        file = self._opened()[0]
+        return bool(_record_end(file, start, transaction_id, self.size_bytes) == end)
+
     def recover(
         self, start_id: TransactionId, must_reach: TransactionId, *, is_last: bool
     ) -> Recovered:
@@ -334,13 +340,13 @@ class Segment:
             found = find_record(file, offset + 1, next_id, size=file_size)
             if found is not None and found[0] <= must_reach + 1:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
-                damaged.append(self._hole(known, hole, offset))
+                damaged.append(self._hole(known, hole, offset, found[1]))
                 next_id, offset = found
                 continue
             if is_last and (offset == file_size or not self._knows(known, must_reach, file_size)):
                 lost = True
                 break
-            damaged.append(self._hole(known, IdRange(next_id, must_reach), offset))
+            damaged.append(self._hole(known, IdRange(next_id, must_reach), offset, file_size))
             next_id, offset = TransactionId(must_reach + 1), file_size
             break
         self.next_id, self.size_bytes = next_id, offset
@@ -356,12 +362,17 @@ class Segment:
         if not np.array_equal(self.index.read(place, int(starts.size)), starts):
             self.index.write(place, starts)
 
-    def _hole(self, known: I64, hole: IdRange, offset: int) -> IdRange:
+    def _hole(self, known: I64, hole: IdRange, offset: int, end: int) -> IdRange:
         """Index the ids of a hole: where the old index had them, else all at its beginning."""
         place = hole.first - self.first
         count = hole.last - hole.first + 1
         starts = known[place : place + count]
-        good = starts.size == count and starts[0] == offset and (np.diff(starts) > 0).all()
+        good = (
+            starts.size == count
+            and starts[0] == offset
+            and (np.diff(starts) > 0).all()
+            and starts[-1] < max(end, offset + 1)
+        )
         self.index.write(place, starts if good else np.full(count, offset, dtype=np.int64))
         return hole
 

@@ -19,13 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
+from waltz_core.errors import ChecksumMismatch
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
+    NO_SESSION,
     RECORD_OVERHEAD_BYTES,
     Chain,
     LineageEntry,
+    SessionId,
     TransactionId,
+    next_chain,
 )
 from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import IdRange, SegmentHeader, first_of_name
@@ -84,9 +88,10 @@ class Segments:
             return None
         lineage = self._holding(transaction_id).lineage
         place = lineage.place_of(transaction_id)
-        if place == lineage.count or lineage.entry(place).last != transaction_id:
+        if place == lineage.count:
             return None
-        return lineage.entry(place).chain
+        entry = lineage.entry(place)
+        return entry.chain if entry.last == transaction_id else None
 
     def _holding(self, transaction_id: int) -> Segment:
         return self._touched(self._index_of(transaction_id))
@@ -185,9 +190,66 @@ class Segments:
     def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
         """Return what is damaged around a record that was read wrong; mend its index if that is."""
         segment = self._holding(wrong)
-        if segment.starts_with(wrong):
+        if segment.has_place_for(wrong):
             return (IdRange(wrong, wrong),)
         return segment.recover(segment.first, segment.last, is_last=False).damaged
+
+    def mend(self, first: TransactionId, last: TransactionId) -> tuple[IdRange, ...]:
+        """Make index and batches of first..last anew where they cannot be read.
+
+        Return the damage that came to light.
+        """
+        damaged: list[IdRange] = []
+        for index in range(max(0, self._index_of(first)), self._last_index_of(last) + 1):
+            segment = self._touched(index)
+            low, high = max(first, segment.first), min(last, segment.last)
+            try:
+                if low <= high:
+                    segment.bounds(low, high)
+            except ChecksumMismatch:
+                found = segment.recover(segment.first, segment.last, is_last=False)
+                damaged.extend(found.damaged)
+            for run in segment.lineage.unreadable():
+                self._mend_batches(index, *run)
+        return tuple(damaged)
+
+    def _mend_batches(self, index: int, low: int, high: int) -> None:
+        """Write anew the entries of places low..high-1, of which the neighbours are known.
+
+        A single one can be told from the chain of the next, but for its stamp, which becomes that
+        of the one before. Of several the bounds are lost: their chains will not be the others'.
+        """
+        lineage = self.all[index].lineage
+        assert high < lineage.count, "the end of a file was trimmed when it was opened"
+        after = lineage.entry(high)
+        before = self._entry_before(index, low)
+        places = high - low
+        ends = [before.last + one for one in range(1, places)] + [after.first - 1]
+        if places == 1 and 0 <= before.session_id <= after.session_id <= before.session_id + 100:
+            for session in range(before.session_id, after.session_id + 1):
+                made = self._made_up(before, after.first - 1, SessionId(session))
+                if self._made_up(made, after.last, after.session_id).chain == after.chain:
+                    lineage.rewrite(low, [made])
+                    return
+        entries: list[LineageEntry] = []
+        for end in ends:
+            entries.append(self._made_up(before, end, NO_SESSION))
+            before = entries[-1]
+        lineage.rewrite(low, entries)
+
+    def _entry_before(self, index: int, place: int) -> LineageEntry:
+        while index >= 0:
+            if place:
+                return self.all[index].lineage.entry(place - 1)
+            index -= 1
+            place = self._touched(index).lineage.count if index >= 0 else 0
+        return LineageEntry(BEFORE_FIRST, BEFORE_FIRST, SessionId(0), 0, GENESIS_CHAIN)
+
+    def _made_up(self, before: LineageEntry, last: int, session: SessionId) -> LineageEntry:
+        first, end = TransactionId(before.last + 1), TransactionId(last)
+        crcs = self.record_crcs(first, end) or bytes(4 * (end - first + 1))
+        chain = next_chain(before.chain, first, end, session, crcs)
+        return LineageEntry(first, end, session, before.stamp_ms, chain)
 
     def close(self) -> None:
         """Close all files."""
@@ -230,7 +292,9 @@ class Segments:
         return last
 
     def record_crcs(self, first: TransactionId, last: TransactionId) -> bytes | None:
-        """Return the record CRCs of first..last, or None when one of the records is wrong."""
+        """Return the record CRCs of first..last, or None when a record is wrong or missing."""
+        if last > self.last:
+            return None
         parts: list[bytes] = []
         while first <= last:
             end = self.fitting(first, last, _CRC_BLOCK_BYTES)
