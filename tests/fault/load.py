@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Self
 
 from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient, lock, partition_of
@@ -76,7 +77,7 @@ class Load:
         self._thread = threading.Thread(target=self._run, name="load")
         self._thread.start()
 
-    def __enter__(self) -> "Load":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -105,7 +106,7 @@ class Load:
                 self._send(partition)
                 self._settle(IN_FLIGHT)
             self._settle(0)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - `stop` tells it
             self._failure = error
 
     def _send(self, partition: int) -> None:
@@ -235,7 +236,7 @@ def all_engaged(cluster: LocalCluster) -> bool:
 
 
 def segments(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
-    """Return the bytes of all segment files of a storage by their place, but when they were made."""
+    """Return the bytes of all segment files of a storage by place, but when they were made."""
     top = cluster.directory / storage
     found: dict[str, bytes] = {}
     for path in sorted(top.rglob("*.seg")):

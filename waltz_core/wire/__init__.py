@@ -11,6 +11,6 @@ message valid and add batches, acknowledgements, ranges and the session rules of
 (type numbers from 64 up, so that no number of the original can ever collide).
 
 `messages.py` is the table: one dataclass for each message, its code, the versions it exists in, and
-its fields in wire order. `codec.py` derives the bytes from that table. `connection.py` is the life of
-one connection without any I/O: bytes in, messages and bytes out.
+its fields in wire order. `codec.py` derives the bytes from that table. `connection.py` is the life
+of one connection without any I/O: bytes in, messages and bytes out.
 """
