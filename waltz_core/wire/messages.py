@@ -394,8 +394,8 @@ class RangeData(ClientMessage):
     """A stretch of a range. `next` is where to go on: past the asked last id when it is done.
 
     WHOLE: `lengths` are the records' lengths, `records` the segment file's bytes. HEADERS: no
-    `lengths`, `records` are 28 bytes each. `lineage` covers the stretch; its first and last entries may
-    reach beyond it. With a filter the ids in the records have gaps, without one they are dense.
+    `lengths`, `records` are 28 bytes each. `lineage` covers the stretch; its first and last entries
+    may reach beyond it. With a filter the ids in the records have gaps, without one they are dense.
     """
 
     code = 69
