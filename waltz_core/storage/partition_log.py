@@ -248,7 +248,7 @@ class PartitionLog:
             )
         if self.slot.suspect:
             self._verify_suspect()
-        self._segments.sync_index()
+        self._sync_index()
         self._write_slot(
             replace(
                 self.slot,
@@ -259,7 +259,10 @@ class PartitionLog:
                 original_sequence=self._control.info(self.partition_id).sequence + 1,
             )
         )
-        self._control.set_marks(self.partition_id, session, mark)
+        try:
+            self._control.set_marks(self.partition_id, session, mark)
+        except (DiskFailed, NoSpace) as error:
+            raise self._break(f"control file: {error}") from error
 
     def engage(self, session: SessionId, mark: TransactionId) -> None:
         """Confirm the mark durably: ZooKeeper has the replica as engaged in this session.
@@ -367,9 +370,16 @@ class PartitionLog:
         """Move the acked marker to the last synced id, durably (rule 4)."""
         self._marked_ms = self._settings.now_ms()
         if self.slot.acked.transaction_id < self.synced_max:
-            self._segments.sync_index()
+            self._sync_index()
             marker = Marker(self.synced_max, self._synced_chain)
             self._write_slot(replace(self.slot, acked=marker))
+
+    def _sync_index(self) -> None:
+        try:
+            self._segments.sync_index()
+        except DiskFailed:
+            self._fail()
+            raise
 
     def _write_batches(
         self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]

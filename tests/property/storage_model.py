@@ -1,0 +1,264 @@
+"""A partition log over a disk that loses power, beside a model of what it must still have."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from waltz_core import raw_records
+from waltz_core.checksum import crc32
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECORD_PREFIX,
+    LineageEntry,
+    next_chain,
+)
+from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
+from waltz_core.storage.control_file import ControlFile
+from waltz_core.storage.partition_log import LogSettings, PartitionLog
+
+KEY = bytes(range(16))
+ROOT = Path("/storage")
+PARTITION = 2
+
+
+def record(transaction_id, data):
+    """The bytes of one record, as in a segment file."""
+    head = RECORD_PREFIX.pack(transaction_id, bytes(16), 7, len(data), crc32(data))
+    return head + data + crc32(head + data).to_bytes(4, "big")
+
+
+def batches(first, counts, session, chain, rng, *, bytes_max=200):
+    """Whole batches of random records: (records as a list, lineage entries)."""
+    records, entries = [], []
+    for count in counts:
+        last = first + count - 1
+        made = [
+            record(one, rng.randbytes(rng.randint(0, bytes_max))) for one in range(first, last + 1)
+        ]
+        chain = next_chain(chain, first, last, session, b"".join(one[-4:] for one in made))
+        entries.append(LineageEntry(first, last, session, 1_000 + last, chain))
+        records += made
+        first = last + 1
+    return records, entries
+
+
+@dataclass
+class World:
+    """A disk, a log on it, and what the log must hold.
+
+    `records` and `entries` are all that was written in the history that counts; `acked` is the
+    last id that the log has called durable, `floor` the session that it has promised, `confirmed`
+    the mark that it has confirmed. `cut_to` is a truncation that was not answered.
+    """
+
+    rng: Random
+    segment_bytes_max: int = 900
+    bytes_max: int = 200
+    disk: SimDisk = field(default_factory=SimDisk)
+    now_ms: int = 1_700_000_000_000
+    records: list[bytes] = field(default_factory=list)
+    entries: list[LineageEntry] = field(default_factory=list)
+    acked: int = BEFORE_FIRST
+    session: int = 0
+    floor: int = -1
+    confirmed: int = BEFORE_FIRST
+    cut_to: int | None = None
+
+    def __post_init__(self):
+        self.disk.make_directory(ROOT)
+        self.open()
+
+    # ---- the log
+
+    def open(self):
+        self.control = ControlFile.open(self.disk, ROOT, KEY, 4, self.now_ms)
+        settings = LogSettings(KEY, self.segment_bytes_max, lambda: self.now_ms)
+        self.log = PartitionLog.open(
+            self.disk, ROOT / str(PARTITION), PARTITION, self.control, settings
+        )
+
+    def close(self):
+        self.log.close()
+        self.control.close()
+        self.acked = self.log.synced_max
+
+    def lose_power(self, survival):
+        """Switch off and on; what was written but not acknowledged may be gone from now on."""
+        self.disk.power_loss(survival, self.rng)
+        self.open()
+        self.check_after_crash()
+
+    # ---- the model
+
+    @property
+    def max_id(self):
+        return len(self.records) - 1
+
+    def chain_at(self, last):
+        if last == BEFORE_FIRST:
+            return GENESIS_CHAIN
+        return next((one.chain for one in self.entries if one.last == last), None)
+
+    def cut_model(self, last):
+        """Cut the history, giving a batch that is cut in its middle a chain of its own."""
+        del self.records[last + 1 :]
+        kept = [one for one in self.entries if one.last <= last]
+        cut = next((one for one in self.entries if one.first <= last < one.last), None)
+        if cut is not None:
+            before = kept[-1].chain if kept else GENESIS_CHAIN
+            crcs = b"".join(one[-4:] for one in self.records[cut.first :])
+            chain = next_chain(before, cut.first, last, cut.session_id, crcs)
+            kept.append(cut._replace(last=last, chain=chain))
+        self.entries = kept
+
+    def check_after_crash(self):
+        """What was acknowledged is there, nothing but what was written is, and all is sound."""
+        log = self.log
+        if self.cut_to is not None and log.max_id <= self.cut_to < self.max_id:
+            # The cut counts as soon as any of it can be seen, and then all of it.
+            self.cut_model(self.cut_to)
+            self.acked = self.max_id
+        assert self.acked <= log.max_id <= self.max_id, (self.acked, log.max_id, self.max_id)
+        assert not log.suspect
+        assert log.damaged == ()
+        assert log.synced_max == log.max_id
+        assert log.promised >= self.floor
+        assert log.confirmed_low_water_mark >= self.confirmed
+        self.floor, self.confirmed = log.promised, log.confirmed_low_water_mark
+        self.acked = log.max_id
+        self.cut_model(log.max_id)
+        self.cut_to = None
+        self.check_content()
+
+    def check_content(self):
+        """All records and batches of the log are those of the model, byte for byte."""
+        log = self.log
+        assert log.max_id == self.max_id
+        assert log.chain == self.chain_at(self.max_id)
+        if self.max_id == BEFORE_FIRST:
+            return
+        chain, entries = log.lineage(0, self.max_id)
+        assert chain == GENESIS_CHAIN
+        assert list(entries) == self.entries
+        at = 0
+        while at <= self.max_id:
+            read = log.read_range(
+                at, self.max_id, self.rng.choice((1, 500, 100_000)), whole_batches=False
+            )
+            count = read.lengths.size
+            assert read.records == b"".join(self.records[at : at + count])
+            at += count
+
+    # ---- what is done to it
+
+    def prepare(self):
+        self.session += self.rng.randint(1, 3)
+        self.session = max(self.session, self.log.promised + 1)
+        prepared = self.log.prepare(self.session, self.rng.randbytes(16))
+        self.floor = self.session
+        self.acked = prepared.synced_max
+        assert prepared.synced_max == self.max_id
+        assert prepared.chain == self.chain_at(self.max_id)
+
+    def prepare_after_error(self):
+        self.session = max(self.session, self.log.promised) + 1
+        self.log.prepare(self.session, self.rng.randbytes(16))
+        self.floor = self.session
+
+    def set_mark(self):
+        self.sync()
+        self.log.set_low_water_mark(self.session, self.max_id, self.log.chain)
+        if self.rng.random() < 0.7:
+            self.log.engage(self.session, self.max_id)
+            self.confirmed = self.max_id
+
+    def append(self):
+        counts = [self.rng.choice((1, 1, 2, 5, 12)) for _ in range(self.rng.randint(1, 3))]
+        records, entries = batches(
+            self.max_id + 1,
+            counts,
+            self.session,
+            self.log.chain,
+            self.rng,
+            bytes_max=self.bytes_max,
+        )
+        first, chain = self.max_id + 1, self.log.chain
+        self.records += records
+        self.entries += entries
+        run = b"".join(records)
+        lengths = raw_records.lengths_from_wire(
+            b"".join(len(one).to_bytes(4, "big") for one in records), len(run)
+        )
+        self.log.append(self.session, first, lengths, memoryview(run), chain, entries)
+        self.confirmed = max(self.confirmed, self.log.confirmed_low_water_mark)
+
+    def sync(self):
+        self.acked = max(self.acked, self.log.sync())
+        assert self.acked == self.max_id
+
+    def truncate(self):
+        self.sync()
+        low = max(self.log.confirmed_low_water_mark, self.max_id - 30)
+        last = self.rng.randint(low, self.max_id)
+        base = max((one.last for one in self.entries if one.last <= last), default=BEFORE_FIRST)
+        self.cut_to = last
+        found = self.log.truncate(self.session, last, base, self.chain_at(base))
+        self.cut_model(last)
+        self.acked, self.cut_to = last, None
+        assert found == (last, self.chain_at(last))
+
+    def pause(self):
+        self.now_ms += self.rng.choice((10, 400, 1500))
+
+    def step(self):
+        """Do one thing at random."""
+        act = self.rng.choice(
+            (self.append,) * 6
+            + (self.sync,) * 4
+            + (self.pause, self.truncate, self.set_mark, self.new_session, self.restart)
+        )
+        act()
+        return act.__name__
+
+    def new_session(self):
+        self.prepare()
+        self.set_mark()
+
+    def restart(self):
+        self.close()
+        self.open()
+        self.check_after_crash()
+        self.prepare()
+
+    # ---- going on
+
+    def go_on(self):
+        """Whatever happened before, a new session takes appends."""
+        self.prepare()
+        self.set_mark()
+        self.append()
+        self.sync()
+        self.check_content()
+
+
+SURVIVALS = tuple(Survival)
+
+
+def random_world(seed):
+    rng = Random(seed)
+    segment_bytes_max = rng.choice((300, 900, 5000, 1_000_000))
+    return World(rng, segment_bytes_max, rng.choice((20, 200, 1500)))
+
+
+def run_until_power_loss(world, steps, fault_at):
+    """Do random things until the power goes at a step of the disk, if it does."""
+    if fault_at is not None:
+        world.disk.plan(world.disk.step_count + fault_at, Fault.POWER_LOSS)
+    try:
+        world.prepare()
+        for _ in range(steps):
+            world.step()
+    except PowerLoss:
+        return
+    world.disk.forget_plans()
