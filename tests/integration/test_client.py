@@ -249,7 +249,9 @@ def test_what_is_told_under_kills_is_what_the_log_says(cluster: LocalCluster, vi
     told: Counter[str] = Counter()
     claims: list[tuple[int, int | None, bytes]] = []
     with ThreadPoolExecutor(2) as pool, WaltzClient(cluster.connect) as client:
-        with WaltzClient(cluster.connect) as other:
+        client.mount()
+        # One of the two was told where everything is, and asks ZooKeeper when that is wrong.
+        with WaltzClient.at(client.layout()) as other:
             runs = [
                 pool.submit(load, each, stop, f"{victim}-{i}".encode(), told, claims)
                 for i, each in enumerate((client, other))

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_CLOSED = "the client is closed"
+
 
 class AsyncWaltzClient:
     """A client of one cluster, on one event loop.
@@ -460,7 +462,7 @@ class AsyncWaltzClient:
             return await self.requests.range(partition_id, rest)
 
         if replicas is None:
-            async for chunk in read_chunks(partition_id, query, from_server):
+            async for chunk in read_chunks(partition_id, query, from_server, self._start):
                 yield chunk
             return
         reader = ReplicaReader(
@@ -471,12 +473,35 @@ class AsyncWaltzClient:
             random=self.random,
         )
         try:
-            async for chunk in read_chunks(partition_id, query, reader.fetch):
+            async for chunk in read_chunks(partition_id, query, reader.fetch, self._start):
                 yield chunk
         finally:
             reader.close()
 
     # --- private
+
+    def _start(self, fetch: Coroutine[Any, Any, RangeChunk]) -> "asyncio.Future[RangeChunk]":
+        """Run a fetch beside its reader, who may lose interest."""
+        future: asyncio.Future[RangeChunk] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        async def run() -> None:
+            told: RangeChunk | errors.WaltzError = errors.Unavailable(_CLOSED)
+            try:
+                told = await fetch
+            except errors.WaltzError as error:
+                told = error
+            finally:
+                if isinstance(told, RangeChunk) and not future.done():
+                    future.set_result(told)
+                elif isinstance(told, errors.WaltzError) and not future.done():
+                    future.set_exception(told)
+
+        if self._closing.is_set():
+            fetch.close()
+            raise errors.UsageError(_CLOSED)
+        self.spawn(run(), "fetch")
+        return future
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -488,7 +513,7 @@ class AsyncWaltzClient:
     def _check_usable(self) -> None:
         self._check_process()
         if self._is_closed or self._root is None:
-            raise errors.UsageError("the client is closed")
+            raise errors.UsageError(_CLOSED)
 
     def _checked(self, partition: int) -> PartitionId:
         self._check_usable()

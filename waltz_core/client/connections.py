@@ -163,7 +163,7 @@ class ServerLinks:
         self._late_answers_s = late_answers_s
         self._links: dict[str, ServerLink] = {}
         self._open: dict[int, ServerLink] = {}
-        self._dialling: dict[str, asyncio.Lock] = {}
+        self._dialling: dict[str, asyncio.Future[None]] = {}
         self._count = 0
         self._is_closed = False
 
@@ -172,20 +172,46 @@ class ServerLinks:
 
         Raises Unreachable, or RemoteProtocolError when somebody else answers at the address.
         """
-        async with self._dialling.setdefault(address, asyncio.Lock()):
+        while True:
             found = self._links.get(address)
             if found is not None and not found.is_closed:
                 if found.number not in but:
                     return found
                 found.retire(self._late_answers_s)
-            link = await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)
-            if self._is_closed:
-                link.abort("the client was closed")
-                raise errors.Unreachable(f"{address}: the client was closed")
-            self._count += 1
-            made = ServerLink(self._count, link, lambda gone: self._forget(address, gone))
-            self._links[address] = self._open[made.number] = made
+                del self._links[address]
+            under_way = self._dialling.get(address)
+            if under_way is None:
+                return await self._dial_for_all(address)
+            await under_way
+
+    async def _dial_for_all(self, address: str) -> ServerLink:
+        """Dial; whoever asks for the address meanwhile shares the outcome."""
+        outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._dialling[address] = outcome
+        error: BaseException = errors.Unreachable(f"{address}: the dial was given up")
+        try:
+            made = await self._dial(address)
+        except errors.WaltzError as raised:
+            error = raised
+            raise
+        else:
+            outcome.set_result(None)
             return made
+        finally:
+            del self._dialling[address]
+            if not outcome.done():
+                outcome.set_exception(error)
+                outcome.exception()  # nobody may be waiting
+
+    async def _dial(self, address: str) -> ServerLink:
+        link = await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)
+        if self._is_closed:
+            link.abort("the client was closed")
+            raise errors.Unreachable(f"{address}: the client was closed")
+        self._count += 1
+        made = ServerLink(self._count, link, lambda gone: self._forget(address, gone))
+        self._links[address] = self._open[made.number] = made
+        return made
 
     async def close(self, reason: str) -> None:
         """Close all of them."""

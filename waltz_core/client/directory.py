@@ -102,6 +102,7 @@ class ZooKeeperDirectory:
         self._cluster: ClusterInfo | None = None
         self._owners: dict[PartitionId, Owner] = {}
         self._changed: Changed | None = None
+        self._refreshing: asyncio.Future[None] | None = None
 
     @property
     def cluster(self) -> ClusterInfo:
@@ -149,9 +150,7 @@ class ZooKeeperDirectory:
         """Return the partition's server; raises NotOwned while there is none."""
         if after_failure or partition_id not in self._owners:
             # The watch may be late, as news of a server that has died always are.
-            servers = await self._in_time(self.coordinator.read_servers())
-            if servers.is_settled:
-                self._take(servers)
+            await self._refresh()
         found = self._owners.get(partition_id)
         if found is None:
             raise errors.NotOwned(
@@ -167,6 +166,28 @@ class ZooKeeperDirectory:
         """End the session with ZooKeeper."""
         if self._coordinator is not None:
             await self._coordinator.close()
+
+    async def _refresh(self) -> None:
+        """Read the servers; whoever asks meanwhile shares the answer."""
+        if self._refreshing is not None:
+            await self._refreshing
+            return
+        outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._refreshing = outcome
+        error: BaseException = errors.CoordinatorUnavailable("the question was given up")
+        try:
+            servers = await self._in_time(self.coordinator.read_servers())
+            if servers.is_settled:
+                self._take(servers)
+            outcome.set_result(None)
+        except errors.WaltzError as raised:
+            error = raised
+            raise
+        finally:
+            self._refreshing = None
+            if not outcome.done():
+                outcome.set_exception(error)
+                outcome.exception()  # nobody may be waiting
 
     async def _in_time(self, answer: Awaitable[T]) -> T:
         try:

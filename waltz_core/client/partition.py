@@ -203,6 +203,8 @@ class ClientPartition:
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
             self._driver.post(events.LinkFailed(attempt, _as_retriable(error)))
             return
+        if attempt != self.stream.attempt:
+            return  # another one was asked for meanwhile
         if self._link is not None and self._link is not link:
             self._link.leave(self.partition_id)
         link.attach(self.partition_id, self._received, self._lost)

@@ -13,9 +13,10 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,32 +76,35 @@ class RangeQuery:
     bytes_max: int = RANGE_BYTES_MAX
 
 
-Fetch = Callable[[RangeQuery], Awaitable[RangeChunk]]
+Fetch = Callable[[RangeQuery], Coroutine[Any, Any, RangeChunk]]
+Start = Callable[[Coroutine[Any, Any, RangeChunk]], Awaitable[RangeChunk]]
 
 
 async def read_chunks(
-    partition_id: PartitionId, query: RangeQuery, fetch: Fetch
+    partition_id: PartitionId, query: RangeQuery, fetch: Fetch, start: Start | None = None
 ) -> AsyncIterator[RangeChunk]:
     """Yield the chunks of a range in order; see the module's rules.
 
-    The next chunk is not fetched before the one yielded is done with: a slow reader costs one
-    chunk of memory.
+    With `start`, which runs a fetch beside the reader, the next chunk is on its way while one is
+    looked at: a slow reader costs two chunks of memory, and no more.
 
     Raises:
         DataLoss: the log ends before `last`, or there is a gap.
         ChecksumMismatch, BadFormat: the bytes are not what was written.
     """
-    at = query.first
-    while at <= query.last:
-        rest = RangeQuery(at, query.last, query.form, query.header_values, query.bytes_max)
-        chunk = await fetch(rest)
-        if chunk.next <= at:
+    rest = query
+    coming: Awaitable[RangeChunk] | None = None
+    while rest.first <= rest.last:
+        chunk = await (coming or fetch(rest))
+        if chunk.next <= rest.first:
             raise errors.DataLoss(
-                f"partition {partition_id}: expected transactions {at}..{query.last}, "
+                f"partition {partition_id}: expected transactions {rest.first}..{query.last}, "
                 f"but the log ends at {chunk.high_water_mark}"
             )
+        rest = replace(query, first=chunk.next)
+        if start is not None and rest.first <= rest.last:
+            coming = start(fetch(rest))
         yield chunk
-        at = chunk.next
 
 
 # ---------------------------------------------------------------------------------------------
@@ -285,11 +289,14 @@ class ReplicaReader:
         self._addresses = list(replicas.replicas)
         random.shuffle(self._addresses)
         self._link: ReplicaLink | None = None
+        self._is_closed = False
         self.from_replica_count = 0
 
     async def fetch(self, query: RangeQuery) -> RangeChunk:
         """Read a stretch."""
-        while self._addresses and query.last <= self._replicas.high_water_mark:
+        while (
+            self._addresses and not self._is_closed and query.last <= self._replicas.high_water_mark
+        ):
             if query.header_values:
                 break
             address = self._addresses[0]
@@ -302,7 +309,7 @@ class ReplicaReader:
                     address,
                     error,
                 )
-                self.close()
+                self._hang_up()
                 del self._addresses[0]
                 continue
             self.from_replica_count += 1
@@ -310,7 +317,11 @@ class ReplicaReader:
         return await self._fallback(query)
 
     def close(self) -> None:
-        """End the connection to the replica."""
+        """End the connection to the replica; nothing is asked of replicas any more."""
+        self._is_closed = True
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -101,7 +101,8 @@ class PartitionStream:
         # When the phase is over at the latest; in READY only while it waits to be mounted anew.
         self._phase_deadline_ms: int | None = None
         self._ready_since_ms = 0
-        self._attempt = 0
+        # Numbers the links that were asked for; the outcome of an older one does not count.
+        self.attempt = 0
         self._wants_mount = False
         # Why READY waits for its last answers and then mounts anew; None while it does not.
         self._remount_reason: str | None = None
@@ -222,15 +223,15 @@ class PartitionStream:
             self._open_link(out)
 
     def _open_link(self, out: list[Effect]) -> None:
-        assert self.phase in (Phase.IDLE, Phase.WAITING)
+        assert self.phase in (Phase.IDLE, Phase.WAITING, Phase.LINKING)
         self.phase = Phase.LINKING
         self._phase_deadline_ms = None
-        self._attempt += 1
+        self.attempt += 1
         self._spoiled.update((pending.link, None) for pending in self._monitor)
-        out.append(OpenLink(self._attempt, tuple(self._spoiled)))
+        out.append(OpenLink(self.attempt, tuple(self._spoiled)))
 
     def _linked(self, event: Linked, now_ms: int, out: list[Effect]) -> None:
-        if self.phase is not Phase.LINKING or event.attempt != self._attempt:
+        if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
             self._wait(f"found generation {event.generation} after {self._generation}", now_ms, out)
@@ -253,7 +254,7 @@ class PartitionStream:
         out.append(Send(self._link, request))
 
     def _link_failed(self, event: LinkFailed, now_ms: int, out: list[Effect]) -> None:
-        if self.phase is not Phase.LINKING or event.attempt != self._attempt:
+        if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.error.retriable:
             self._wait(str(event.error), now_ms, out)
@@ -261,7 +262,8 @@ class PartitionStream:
             self._stop(event.error, out)
 
     def _moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
-        if self.phase is Phase.WAITING:
+        if self.phase in (Phase.WAITING, Phase.LINKING):
+            # A dial that is under way may be to a machine that is gone; its outcome is dropped.
             self._open_link(out)
         elif self.phase in _LINKED and generation > self._generation:
             self._leave("the partition has moved", now_ms, out)

@@ -720,6 +720,36 @@ async def test_a_client_that_was_told_asks_no_zookeeper():
 
 
 @told
+async def test_a_reader_that_stops_early_or_meets_the_end_of_the_client():
+    async with memory_cluster() as cluster:
+        async with cluster.client().opened() as client:
+            for _ in range(5):
+                payload = batch_of(*[b"x"] * 100)
+                await (await client.append_batch(0, payload, 100, client_high_water_mark=-1))
+            chunks = client.read_range(0, 0, 499, bytes_max=1_000)
+            first = await anext(chunks)
+            await chunks.aclose()
+            assert first.count < 500
+            chunks = client.read_range(0, 0, 499, bytes_max=1_000)
+            await anext(chunks)
+        with pytest.raises(errors.WaltzError, match="closed"):
+            async for _ in chunks:
+                pass
+
+
+@told
+async def test_connections_are_shared_and_so_is_the_wait_for_one():
+    async with memory_cluster(partition_count=8) as cluster, cluster.client().opened() as client:
+        await client.mount()
+        await client.high_water_marks()
+        assert len(cluster.servers[0].links) == 1
+        cluster.servers[0].cut()
+        await until(lambda: not cluster.servers[0].links)
+        assert len(await client.high_water_marks()) == 8
+        await until(lambda: len(cluster.servers[0].links) == 1)
+
+
+@told
 async def test_of_two_writers_with_one_id_the_later_attempt_wins():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount()

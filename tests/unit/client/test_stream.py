@@ -554,3 +554,13 @@ def test_marks_come_from_everything_that_is_heard():
     story.hear(feed_batch(request.req_id, 4, req(1, 0, 99)))
     assert story.stream.high_water_mark == 4
     assert np.int64(BEFORE_FIRST) == -1
+
+
+def test_news_of_the_assignment_also_end_a_dial_that_hangs():
+    story = Story()
+    story.tell(events.Append(parcel(1)))
+    first = story.opening
+    assert story.tell(events.Moved(1)) == [events.OpenLink(2, ())]
+    assert story.tell(events.Linked(first.attempt, 1, 0, 1)) == []
+    assert story.stream.phase is Phase.LINKING
+    assert isinstance(story.link(number=2, generation=1), m.MountWriter)
