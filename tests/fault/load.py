@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Self
 
 from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient, lock, partition_of
@@ -169,9 +168,11 @@ class Story:
         """Run a load for the length of a `with`; what it was told belongs to the story."""
         return _Told(self)
 
-    def row(self, partition: int) -> bytes:
+    def row(self, partition: int, *, padding: int = 0) -> bytes:
         """Return data for an append beside the loads; what is told of it is not written down."""
-        content = four_writers.Content(f"row.{len(self.ledger)}", partition, -1, [], [], [])
+        content = four_writers.Content(
+            f"row.{len(self.ledger)}", partition, -1, [], [], [], padding="x" * padding
+        )
         data: bytes = content.to_bytes()
         told = four_writers.Told(content.key, partition, four_writers.digest_of(data), 0.0)
         self.ledger.append(told)
@@ -236,7 +237,7 @@ def all_engaged(cluster: LocalCluster) -> bool:
 
 
 def segments(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
-    """Return the bytes of all segment files of a storage by place, but when they were made."""
+    """Return the bytes of all segment files of a storage by place, without its making."""
     top = cluster.directory / storage
     found: dict[str, bytes] = {}
     for path in sorted(top.rglob("*.seg")):

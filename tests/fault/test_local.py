@@ -15,7 +15,7 @@ import pytest
 
 from tests.fault.load import command, wait_until
 from waltz_core.client import WaltzClient
-from waltz_core.local import LocalCluster, _port_is_free
+from waltz_core.local import LocalCluster, _port_is_free, cluster
 
 pytestmark = pytest.mark.fault
 CYCLES = int(os.environ.get("WALTZ_LOCAL_CYCLES", "5"))
@@ -49,9 +49,9 @@ def pids_at(directory: Path) -> list[int]:
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
-            if any(str(directory) in word for word in words):
-                found.append(process.pid)
+        lives = process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
+        if lives and any(str(directory) in word for word in words):
+            found.append(process.pid)
     return sorted(found)
 
 
@@ -175,7 +175,7 @@ def test_a_second_up_at_the_same_time_is_refused(directory: Path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as first:
-        wait_until("the first one has begun", lambda: (directory / "cluster.json").exists())
+        wait_until("the first one has begun", (directory / "cluster.json").exists)
         second = local(directory, "up", *SMALL)
         out, told = first.communicate(timeout=60)
     assert first.returncode == 0, told
@@ -212,8 +212,6 @@ def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path, signal_number:
 
 
 def test_an_embedded_cluster_leaves_nothing_behind(tmp_path: Path, monkeypatch):
-    from waltz_core.local import cluster
-
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with cluster(server_count=1, partition_count=2) as connect:
         (made,) = tmp_path.iterdir()

@@ -1,0 +1,270 @@
+"""Daemons that cannot start say so in one sentence and damage nothing; a full disk ends nothing."""
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.load import Story, command, segments, wait_until
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig
+from waltz_core.errors import NoSpace
+from waltz_core.local import running
+
+pytestmark = pytest.mark.fault
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=40)
+
+
+def sentence_of(*words: str) -> str:
+    """Run a command that must be refused; return its one sentence."""
+    done = run(*words)
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("waltz-core: ")]
+    assert len(said) == 1, done.stderr
+    return said[0]
+
+
+def storage(story: Story, name: str, *words: str) -> tuple[str, ...]:
+    config = story.cluster.directory / "conf" / f"{name}.toml"
+    return ("storage", "run", "--config", str(config), *words)
+
+
+@pytest.fixture
+def stopped(story: Story) -> Iterator[Path]:
+    """Give the directory of storage-1, which does not run; nothing in its log may change."""
+    with story.load() as load:
+        load.goes_on(40)
+    story.check_whole()
+    story.cluster.kill("storage-1", signal.SIGTERM)
+    before = segments(story.cluster, "storage-1")
+    yield story.cluster.directory / "storage-1"
+    after = segments(story.cluster, "storage-1")
+    assert {path: after[path][: len(data)] for path, data in before.items()} == before
+    story.cluster.start("storage-1")
+    with story.load() as load:
+        load.goes_on(40)
+    story.check_whole()
+    story.check_agrees()
+
+
+def test_a_directory_of_another_cluster(story: Story, stopped: Path):
+    root = story.cluster.connect.partition("/")[0] + "/another"
+    address = story.cluster.member("storage-1")
+    created = run(
+        *("cluster", "create", root, "--partitions", "4"),
+        *("--storage", f"127.0.0.1:{address.port}:{address.admin_port}"),
+    )
+    assert created.returncode == 0, created.stderr
+    said = sentence_of(*storage(story, "storage-1", "--connect", root))
+    assert "cluster" in said
+    assert str(stopped) in said
+
+
+def test_a_second_process_on_one_directory(story: Story):
+    said = sentence_of(
+        *storage(story, "storage-2", "--port", "0", "--admin-port", "0", "--http-port", "0")
+    )
+    assert str(story.cluster.directory / "storage-2") in said
+    with story.load() as load:
+        load.goes_on(40)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 300])
+def test_a_truncated_control_file(story: Story, stopped: Path, length: int):
+    file = stopped / "waltz-storage.ctl"
+    whole = file.read_bytes()
+    assert length < len(whole)
+    file.write_bytes(whole[:length])
+    try:
+        said = sentence_of(*storage(story, "storage-1"))
+        assert file.read_bytes() == whole[:length]
+    finally:
+        file.write_bytes(whole)
+    assert "waltz-storage.ctl" in said
+
+
+def test_the_directory_of_another_storage(story: Story, stopped: Path):
+    """A copied disk under another address: the cluster knows who was there."""
+    story.cluster.kill("storage-2", signal.SIGTERM)
+    copy = stopped.with_name("copy")
+    shutil.copytree(story.cluster.directory / "storage-2", copy)
+    said = sentence_of(*storage(story, "storage-1", "--directory", str(copy)))
+    assert "storage" in said
+    shutil.rmtree(copy)
+    story.cluster.start("storage-2")
+
+
+@pytest.mark.parametrize("kind", ["storage", "server"])
+def test_no_zookeeper(tmp_path: Path, kind: str):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
+    words = ["--directory", str(tmp_path / "s")] if kind == "storage" else []
+    said = sentence_of(
+        *(kind, "run", "--connect", f"{host}/waltz/local", "--port", "0", *words),
+        *("--zookeeper-connect-timeout-ms", "1000"),
+    )
+    assert host in said
+
+
+@pytest.mark.parametrize("kind", ["storage", "server"])
+def test_an_absent_cluster_root(story: Story, tmp_path: Path, kind: str):
+    connect = story.cluster.connect + "/absent"
+    words = ["--directory", str(tmp_path / "s"), "--admin-port", "0"] if kind == "storage" else []
+    said = sentence_of(kind, "run", "--connect", connect, "--port", "0", *words)
+    assert "/absent" in said
+    assert not list(tmp_path.rglob("*.ctl"))
+
+
+@pytest.mark.parametrize("kind", ["storage", "server"])
+def test_an_unknown_setting(tmp_path: Path, kind: str):
+    file = tmp_path / "daemon.toml"
+    file.write_text('connect = "127.0.0.1:1/x"\nsegment_byte_max = 1\nprot = 2\n')
+    said = sentence_of(kind, "run", "--config", str(file))
+    assert "segment_byte_max" in said or "prot" in said
+    assert str(file) in said
+    file.write_text("connect = ")
+    assert str(file) in sentence_of(kind, "run", "--config", str(file))
+    assert "absent.toml" in sentence_of(kind, "run", "--config", str(tmp_path / "absent.toml"))
+
+
+@pytest.mark.parametrize("name", ["storage-1", "server-1"])
+def test_a_port_in_use(story: Story, name: str):
+    member = story.cluster.member(name)
+    story.cluster.kill(name, signal.SIGTERM)
+    config = story.cluster.directory / "conf" / f"{name}.toml"
+    with socket.create_server(("127.0.0.1", member.port)):
+        said = sentence_of(member.kind, "run", "--config", str(config))
+    assert str(member.port) in said
+
+
+# ---------------------------------------------------------------------------------------------
+# a full disk
+
+
+class Disk:
+    """A small disk of its own under a storage's directory."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        where.mkdir(parents=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)],
+            check=True,
+            capture_output=True,
+        )
+
+    @property
+    def filler(self) -> Path:
+        return self.where / "filler"
+
+    def fill(self) -> None:
+        """Leave no byte."""
+        with self.filler.open("ab", buffering=0) as file:
+            for size in (1 << 20, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            (self.where / "more").write_bytes(bytes(4096))
+        (self.where / "more").unlink(missing_ok=True)
+
+    def free(self) -> None:
+        """Give it back."""
+        self.filler.unlink(missing_ok=True)
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "-l", str(self.where)], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Story, list[Disk]]]:
+    """Give a cluster whose three storages have small disks."""
+    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        pytest.skip("only root on Linux can mount a small disk")
+    top = tmp_path_factory.mktemp("disks")
+    disks: list[Disk] = []
+    try:
+        try:
+            disks += [Disk(top / f"storage-{number}") for number in (1, 2, 3)]
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no tmpfs can be mounted: {error.stderr.decode().strip()}")
+        with running(top) as cluster:
+            yield Story(cluster), disks
+    finally:
+        for disk in disks:
+            disk.unmount()
+
+
+@pytest.fixture
+def roomy(small_disks: tuple[Story, list[Disk]]) -> Iterator[tuple[Story, list[Disk]]]:
+    """Give all the room back afterwards."""
+    story, disks = small_disks
+    try:
+        yield story, disks
+    finally:
+        for disk in disks:
+            disk.free()
+        for member in story.cluster.members:
+            story.cluster.start(member.name)
+
+
+def test_one_full_disk_stops_nothing(roomy: tuple[Story, list[Disk]]):
+    story, disks = roomy
+    with story.load() as load:
+        load.goes_on()
+        disks[1].fill()
+        load.goes_on(2_000)
+        with WaltzClient(story.cluster.connect) as client:
+            last = client.high_water_mark(0, linearizable=True)
+            assert sum(chunk.count for chunk in client.read_range(0, 0, last)) == last + 1
+        disks[1].free()
+        load.goes_on()
+    story.check_whole()
+    story.check_agrees()
+
+
+def test_three_full_disks_refuse_appends_and_serve_reads(roomy: tuple[Story, list[Disk]]):
+    story, disks = roomy
+    with story.load() as load:
+        load.goes_on()
+    for disk in disks:
+        disk.fill()
+    quick = ClientConfig(request_timeout_ms=3_000)
+    with WaltzClient(story.cluster.connect, quick) as client:
+        last = client.high_water_mark(1)
+        refusal = refused_append(story, client)
+        assert isinstance(refusal, NoSpace), repr(refusal)
+        assert "no room" in str(refusal).lower() or "NO_SPACE" in str(refusal)
+        assert sum(chunk.count for chunk in client.read_range(1, 0, last)) == last + 1
+    for disk in disks:
+        disk.free()
+    with story.load() as load:
+        load.goes_on()
+    story.check_whole()
+    story.check_agrees()
+
+
+def refused_append(story: Story, client: WaltzClient) -> BaseException | None:
+    """Append until one is refused: the last page of a file may still have room."""
+    errors: list[BaseException] = []
+
+    def is_refused() -> bool:
+        error = client.append(story.row(1, padding=9_000), partition=1).exception(30)
+        if error is not None:
+            errors.append(error)
+        return bool(errors)
+
+    wait_until("an append is refused", is_refused)
+    return errors[0]
