@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Self
 
 from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient, lock, partition_of
