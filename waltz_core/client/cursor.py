@@ -37,6 +37,8 @@ class FeedCursor:
         self.is_wanted = False
         # A grant was used up, or none was asked for yet: the server waits for the next request.
         self.is_suspended = False
+        # The application was too far behind to ask for more; how far the log is now, nobody knows.
+        self.is_held = False
         # The driver fetches what lies between here and the end of the log.
         self.is_lagging = False
         # The last batch end that was fed with a chain, and the chain there.
@@ -71,16 +73,21 @@ class FeedCursor:
         assert self._fed is not None
         self.is_suspended = True
 
-    def applied(self, mark: TransactionId) -> None:
-        """The application has taken everything up to here."""
+    def applied(self, mark: TransactionId) -> bool:
+        """The application has taken everything up to here; True when that ends a hold."""
         # NB: while the driver fetches (`is_lagging`) it is ahead of what was fed here.
         self._applied = max(self._applied, mark)
+        if not self.is_held or self._fed is None:
+            return False
+        self.is_held = self._fed - self._applied > self._ahead_max // 2
+        return not self.is_held
 
     def ask(self) -> TransactionId | None:
         """Return the mark for the next request, None while there is nothing to ask for."""
-        if not self.is_suspended or self._fed is None or self.is_lagging:
+        if not self.is_suspended or self._fed is None or self.is_lagging or self.is_held:
             return None
         if self._fed - self._applied >= self._ahead_max:  # invariant 2
+            self.is_held = True
             return None
         self.is_suspended = False
         return self._fed

@@ -147,6 +147,8 @@ class Applier:
 
     def feed(self, first: TransactionId, headers: Buffer) -> None:
         """Take a stretch of the feed in."""
+        if self.stopped is not None:
+            return
         self._queue.append((first, headers))
         self._arrived.set()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from waltz_core import errors
 from waltz_core.client.monitor import Parcel
 from waltz_core.record import PartitionId
+from waltz_core.wire.messages import Mounted
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,15 @@ class Limits:
     rows_max: int
     bytes_max: int
     in_flight_bytes_max: int
+
+    @staticmethod
+    def of(mounted: Mounted, in_flight_bytes_max: int) -> "Limits":
+        """Return what the server has told, and no more in flight than we want ourselves."""
+        return Limits(
+            mounted.batch_rows_max,
+            mounted.batch_bytes_max,
+            min(mounted.in_flight_bytes_max, in_flight_bytes_max),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

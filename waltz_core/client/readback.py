@@ -10,6 +10,7 @@ Rules:
 """
 
 from waltz_core.client.monitor import Monitor
+from waltz_core.errors import DataLoss
 from waltz_core.record import BEFORE_FIRST, Chain, ReqId, TransactionId
 from waltz_core.wire.messages import RangeData, RangeForm, RangeRequest
 
@@ -77,11 +78,16 @@ class ReadBack:
         self._first = TransactionId(message.next) if message.next <= self._last else None
         return None
 
-    def is_other_history(self, message: RangeData) -> bool:
-        """Whether the answer shows that the log below the feed has changed (rule 2)."""
+    def history_loss(self, message: RangeData) -> DataLoss | None:
+        """Return the error of a log that has changed below the feed (rule 2), None for the same."""
         if self._chain is None:
-            return False
+            return None
         at, chain = self._chain
         ends = [entry for entry in message.lineage if entry.last == at]
         # NB: without the batch's own entry (an original wrote it) nothing can be told.
-        return bool(ends) and ends[0].chain != chain
+        if not ends or ends[0].chain == chain:
+            return None
+        return DataLoss(
+            f"partition {message.req_id.partition_id}: the log has changed at or below "
+            f"transaction {at}, which was fed to this client with another chain"
+        )

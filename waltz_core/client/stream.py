@@ -164,8 +164,7 @@ class PartitionStream:
             case Received():
                 self._received(event, now_ms, out)
             case Applied():
-                self._cursor.applied(event.mark)
-                self._ask_feed(out)
+                self._take_applied(event.mark, now_ms, out)
             case Mount():
                 self._wants_mount = True
                 self._start(out)
@@ -347,11 +346,7 @@ class PartitionStream:
             self._leave(f"the server's mark {mark} lies below {known}, known before", now_ms, out)
             return
         self._learn(mark, out)
-        self._limits = Limits(
-            message.batch_rows_max,
-            message.batch_bytes_max,
-            min(message.in_flight_bytes_max, self._settings.in_flight_bytes_max),
-        )
+        self._limits = Limits.of(message, self._settings.in_flight_bytes_max)
         if self._asks_for_feed(mark, now_ms, out):
             return
         self._monitor.prove(mark)
@@ -388,14 +383,9 @@ class PartitionStream:
 
     def _range_data(self, message: messages.RangeData, now_ms: int, out: list[Effect]) -> None:
         assert self.phase is Phase.SETTLING
-        if self._readback.is_other_history(message):
-            self._stop(
-                errors.DataLoss(
-                    f"partition {self._partition_id}: the log has changed at or below transaction "
-                    f"{message.first}, which was fed to this client with another chain"
-                ),
-                out,
-            )
+        loss = self._readback.history_loss(message)
+        if loss is not None:
+            self._stop(loss, out)
             return
         fault = self._readback.take(message, self._monitor)
         if fault is not None:
@@ -562,6 +552,13 @@ class PartitionStream:
             self._monitor.saw_feed(stretch.first, stretch.headers)
             self._learn(stretch.last, out)
             out.append(Fed(stretch.first, stretch.count, stretch.headers))
+
+    def _take_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
+        if self._cursor.applied(mark) and self.phase is Phase.READY:
+            # The log went on meanwhile, nobody knows how far: a mount tells (invariant 7).
+            self._mount_anew("the application has caught up", now_ms, out)
+        else:
+            self._ask_feed(out)
 
     def _ask_feed(self, out: list[Effect]) -> None:
         """Ask for the next stretch, unless the application is too far behind already."""

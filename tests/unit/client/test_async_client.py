@@ -638,6 +638,30 @@ async def test_an_application_far_behind_fetches_before_it_is_fed():
         assert catch_up.CatchUp.__module__ == "waltz_core.client.catch_up"
 
 
+@told
+async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
+    config = QUICK.__class__(**{**QUICK.__dict__, "feed_ahead_count_max": 1_000})
+    async with memory_cluster() as cluster, cluster.client(config).opened() as client:
+        go_on = asyncio.Event()
+
+        class Slow(Applying):
+            async def apply_transaction(self, transaction):
+                await go_on.wait()
+                self.seen.append(transaction.transaction_id)
+
+        callbacks = Slow()
+        await client.subscribe(callbacks, [0])
+        rows = 10_000
+        payload = batch_of(*[b""] * rows)
+        for _ in range(8):
+            await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
+        queue = client._partitions[0].applier._queue
+        assert sum(len(headers) // 20 for _, headers in queue) <= 2 * rows
+        go_on.set()
+        await until(lambda: len(callbacks.seen) == 8 * rows)
+        assert callbacks.seen == list(range(8 * rows))
+
+
 # ---------------------------------------------------------------------------------------------
 # ranges
 

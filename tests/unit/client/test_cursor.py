@@ -50,10 +50,10 @@ def test_more_is_asked_for_once_for_each_grant_and_within_bounds():
     cursor.take(feed_batch(req(-1), 0, *ROWS[:3]))
     cursor.is_suspended = True
     assert cursor.ask() is None
-    cursor.applied(0)
-    assert cursor.ask() == 2
-    cursor.is_suspended = True
-    cursor.applied(BEFORE_FIRST)  # told late, changes nothing
+    assert not cursor.applied(0)  # not before it is half way
+    assert cursor.ask() is None
+    assert cursor.applied(1)
+    assert not cursor.applied(BEFORE_FIRST)  # told late, changes nothing
     assert cursor.ask() == 2
 
 

@@ -28,7 +28,7 @@ def test_the_chain_is_compared_first_and_then_the_headers_are_read():
     assert readback.is_asked(req(-1))
     assert not readback.is_asked(req(-2))
     answer = range_data(asked, req(1, 0, 99), mark=9, lineage=(LineageEntry(2, 3, 1, 0, A),))
-    assert not readback.is_other_history(answer)
+    assert readback.history_loss(answer) is None
     assert readback.take(answer, monitor) is None
     asked = readback.request(req(-2))
     assert (asked.first, asked.last, asked.bytes_max) == (5, 7, 100)
@@ -52,10 +52,10 @@ def test_another_chain_at_the_same_end_is_another_history(entry, is_other):
     readback = ReadBack(100)
     readback.begin(None, (3, A))
     answer = range_data(readback.request(req(-1)), req(1), mark=9, lineage=(entry,))
-    assert readback.is_other_history(answer) is is_other
+    assert (readback.history_loss(answer) is not None) is is_other
     readback.cancel()
     assert readback.is_done
-    assert not readback.is_other_history(answer)
+    assert readback.history_loss(answer) is None
 
 
 def test_an_empty_answer_is_a_fault():
