@@ -173,8 +173,10 @@ class World:
             self.log.engage(self.session, self.max_id)
             self.confirmed = self.max_id
 
-    def append(self):
-        counts = [self.rng.choice((1, 1, 2, 5, 12)) for _ in range(self.rng.randint(1, 3))]
+    def append(self, counts=None):
+        counts = counts or [
+            self.rng.choice((1, 1, 2, 5, 12)) for _ in range(self.rng.randint(1, 3))
+        ]
         records, entries = batches(
             self.max_id + 1,
             counts,

@@ -162,6 +162,50 @@ def test_after_an_error_the_log_goes_on_or_says_why_not(seed, fault):
             world.go_on()
 
 
+@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_append_over_segments_that_fails_at_any_step_leaves_nothing_behind(seed, fault):
+    step = 0
+    while True:
+        step += 1
+        world = World(Random(seed), segment_bytes_max=300, bytes_max=60)
+        world.prepare()
+        world.set_mark()
+        world.append([1])
+        world.sync()
+        world.disk.plan(world.disk.step_count + step, fault)
+        try:
+            world.append([1, 1, 5, 5])
+            world.sync()
+        except (DiskFailed, NoSpace):
+            pass
+        else:
+            break
+        try:
+            world.prepare_after_error()
+        except DiskFailed:
+            continue  # the slots failed: nothing more until the next open
+        check_after_error(world)
+        world.go_on()
+        world.lose_power(world.rng.choice(SURVIVALS))
+    assert step > 40, "the append was to begin several segments"
+
+
+def test_a_mark_that_was_cut_away_is_not_confirmed_by_the_next_append():
+    world = World(Random(1))
+    world.prepare()
+    for _ in range(4):
+        world.append()
+    world.sync()
+    world.log.set_low_water_mark(world.session, world.max_id, world.log.chain)
+    marked = world.max_id
+    while world.max_id == marked:
+        world.truncate()
+    world.append()
+    assert world.log.confirmed_low_water_mark <= world.max_id
+    world.go_on()
+
+
 def append_much(world):
     for _ in range(20):
         world.append()
