@@ -81,7 +81,7 @@ def test_append_locks_are_never_compared_and_never_wait() -> None:
 
 
 @pytest.mark.parametrize(("kind", "enters"), [("w", True), ("a", True), ("r", False)])
-def test_which_locks_are_entered(kind: str, enters: bool) -> None:  # noqa: FBT001
+def test_which_locks_are_entered(kind: str, enters: bool) -> None:
     table = table_at(0)
     judge(table, {kind: [1]}, next_id=1)
     assert table.estimate(1) == (1 if enters else 0)
@@ -205,7 +205,7 @@ def test_slot_count_within(budget_bytes: int, table_count: int, expected: int) -
 
 
 @pytest.mark.parametrize("hot", [False, True])
-def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:  # noqa: FBT001
+def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
     counts = []
     for count in (100, 10_000):
         locks = np.zeros(count, np.int32) if hot else np.arange(count, dtype=np.int32)
