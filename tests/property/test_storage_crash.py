@@ -36,19 +36,19 @@ def test_power_loss_at_a_random_step(seed, survival):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_power_loss_while_the_log_recovers_from_one(seed):
     world = random_world(seed)
-    interrupted = []
-    for _ in range(5):
+    for _ in range(3):
         run_until_power_loss(world, 15, world.rng.randint(1, 80))
         world.disk.power_loss(Survival.ANY_SECTORS, world.rng)
-        for _ in range(world.rng.randint(0, 3)):
-            world.disk.plan(world.disk.step_count + world.rng.randint(1, 25), Fault.POWER_LOSS)
+        for reach in (3, 25, 25):  # an open changes more than three things
+            world.disk.plan(world.disk.step_count + world.rng.randint(1, reach), Fault.POWER_LOSS)
             try:
                 world.open()
             except PowerLoss:
-                interrupted.append(seed)
-            world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
+                continue
+            finally:
+                world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
+            assert reach > 3
         world.lose_power(world.rng.choice(SURVIVALS))
-    assert interrupted
     world.go_on()
 
 
