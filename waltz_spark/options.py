@@ -205,6 +205,8 @@ def check_names(options: Mapping[str, str]) -> None:
     for key in options:
         if key.lower() in _BY_KEY or key.lower() in ENGINE_KEYS or key.startswith("option."):
             continue
+        if key == "paths":  # Spark's own name for load() of a list
+            raise BadConfig("load() takes one connect string: a read is of one cluster")
         near = difflib.get_close_matches(key.lower(), list(_BY_KEY), n=1, cutoff=0.5)
         if near:
             mend = f"did you mean {_BY_KEY[near[0]].name!r}?"

@@ -36,6 +36,20 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
     return list(chosen)
 
 
+def check_marks(options: ReadOptions, partition_count: int) -> None:
+    """Refuse marks of partitions that the cluster does not have: they would have no effect.
+
+    Raises:
+        BadConfig: names the option and the partition.
+    """
+    for name, marks in (
+        ("startingHighWaterMarks", options.starting),
+        ("endingHighWaterMarks", options.ending),
+    ):
+        for partition in () if isinstance(marks, str) else marks:
+            check_partition(partition, partition_count, f"option {name!r}")
+
+
 def check_partition(partition: int, partition_count: int, where: str) -> None:
     """Refuse a partition that the cluster does not have.
 

@@ -1,6 +1,7 @@
 """`waltz-core client append | read | high-water-mark`: the log from the shell."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 
@@ -34,7 +35,12 @@ def add(command: argparse.ArgumentParser) -> None:
     marks.add_argument("--linearizable", action="store_true", help="confirmed by a quorum")
     marks.set_defaults(verb=_marks)
     for verb in (append, read, marks):
-        verb.add_argument("--connect", required=True, help="zk1:2181,zk2:2181/waltz/payments")
+        verb.add_argument(
+            "--connect",
+            default=os.environ.get("WALTZ_CONNECT"),
+            required="WALTZ_CONNECT" not in os.environ,
+            help="zk1:2181,zk2:2181/waltz/payments (default $WALTZ_CONNECT)",
+        )
         verb.add_argument("--json", action="store_true")
 
 

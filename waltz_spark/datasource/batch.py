@@ -52,6 +52,7 @@ class WaltzBatchReader(DataSourceReader):
         options = self._options
         client = client_of(options.connect)
         chosen = planning.chosen_partitions(options, client.partition_count)
+        planning.check_marks(options, client.partition_count)
         sources = {partition: client.replicas(partition) for partition in chosen}
         marks = {partition: sources[partition].high_water_mark for partition in chosen}
         whole = planning.spans(

@@ -8,6 +8,7 @@ from waltz_core.errors import BadConfig, DataLoss
 from waltz_spark.options import parse_read
 from waltz_spark.planning import (
     Span,
+    check_marks,
     chosen_partitions,
     resolve_ends,
     resolve_starts,
@@ -25,6 +26,13 @@ def test_starts_are_exclusive_and_ends_inclusive() -> None:
     options = read(startingHighWaterMarks='{"0": 4}', endingHighWaterMarks='{"0": 6}')
     starts, ends = resolve_starts(options, marks), resolve_ends(options, marks)
     assert spans(starts, ends) == [Span(0, 5, 6), Span(1, 0, 4)]
+
+
+@pytest.mark.parametrize("name", ["startingHighWaterMarks", "endingHighWaterMarks"])
+def test_a_mark_of_a_partition_that_is_not_there_is_refused(name: str) -> None:
+    check_marks(read(**{name: '{"3": 1}'}), 4)
+    with pytest.raises(BadConfig, match=f"option '{name}' names partition 4; .* has 0 to 3"):
+        check_marks(read(**{name: '{"4": 1}'}), 4)
 
 
 def test_an_empty_log_gives_no_task() -> None:
