@@ -183,10 +183,11 @@ def test_a_second_up_at_the_same_time_is_refused(directory: Path):
 
 
 PARENT = """
-import sys, time
+import sys
 from pathlib import Path
 import waltz_core.local
-with waltz_core.local.cluster(Path(sys.argv[1]), storage_count=1, server_count=1, partition_count=2) as connect:
+small = {"storage_count": 1, "server_count": 1, "partition_count": 2}
+with waltz_core.local.cluster(Path(sys.argv[1]), **small) as connect:
     print(connect, flush=True)
     sys.stdin.read()
 """
