@@ -31,6 +31,7 @@ def test_power_loss_at_a_random_step(seed, survival):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))
         world.lose_power(survival)
     world.go_on()
+    assert world.log.prepare(world.session + 1, bytes(16)).synced_max == world.acked
 
 
 @pytest.mark.parametrize("seed", SEEDS)

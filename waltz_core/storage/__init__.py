@@ -19,6 +19,11 @@ What is durable when:
     - the index: with the acked marker, at a roll, at most every second, at a mark, at close.
     - `set_low_water_mark`, `engage`, `truncate`, `repair`: on return.
 
-What is believed after a crash: all below the acked marker, or the replica is suspect; above it,
-batches that are whole, have their entry and hold the chain. The rest was never acknowledged.
+What is believed after a crash: all that is known to have been synced (up to the acked marker, and
+up to what a batch entry says was durable before it), or it is damage, or the replica is suspect.
+Above that, batches that are whole, have their entry and hold the chain; the rest was never
+acknowledged, and a crash may leave any sectors of it.
+
+What cannot be told: rot in the last group that was synced before an unclean stop looks like a torn
+tail, and is cut. A quorum of other replicas has what was acknowledged of it.
 """
