@@ -17,6 +17,7 @@ from waltz_core.replication.partition_store import PartitionStore, _Waiting
 from waltz_core.replication.quorum import quorum_mark
 from waltz_core.replication.recovery import Recovery
 from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, Stage
+from waltz_core.replication.settling import Settling
 from waltz_core.replication.store_session import StoreSession
 
 pytestmark = pytest.mark.sim
@@ -120,10 +121,13 @@ def late_replicas_count_at_once():
 
 
 def settle_by_id():
-    def settle(self, each, answer, now_ms):
-        self._settled(min(self.claim.in_doubt.last, self.window.committed))
+    original = Settling._settle
 
-    return [mock.patch.object(StoreSession, "_settle", settle)]
+    def settle(self, committed_last):
+        doubt = self._claim.in_doubt
+        original(self, committed_last if doubt is None else min(doubt.last, self._mark))
+
+    return [mock.patch.object(Settling, "_settle", settle)]
 
 
 def lost_replicas_come_back():

@@ -247,11 +247,13 @@ class SessionOpened:
 class Settled:
     """Of everything submitted to earlier sessions, ids up to `committed_last` are in the log.
 
-    All later ones are lost: they are not in the log and never will be.
+    All later ones are lost: they are not in the log and never will be. `stamp_ms` is the commit
+    stamp that the log ends with, where somebody else may have written it; 0 otherwise.
     """
 
     session_id: SessionId
     committed_last: TransactionId
+    stamp_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

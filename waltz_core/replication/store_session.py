@@ -11,7 +11,8 @@ Rules (correctness.md 2.1, letters C to K):
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
     6. The loss of an engaged replica, or of one that may be written down as engaged, ends the
        session (K). The loss of any other one does not.
-    7. A slow replica is fed from memory, then from another replica's log; it holds up nobody.
+    7. A slow replica is fed from memory, then from another replica's log; it holds up nobody, but
+       that the one which is asked to settle the past has to answer in time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from waltz_core.cluster.model import UNRESOLVED, ReplicaState
 from waltz_core.errors import Damaged, RemoteProtocolError, SessionFenced, from_code
 from waltz_core.machine import Report
 from waltz_core.record import (
-    LineageEntry,
     PartitionId,
     ReplicaId,
     SessionId,
@@ -37,7 +37,6 @@ from waltz_core.replication.events import (
     MarkProved,
     MarkUnproved,
     SessionOpened,
-    Settled,
 )
 from waltz_core.replication.limits import Limits
 from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
@@ -45,6 +44,7 @@ from waltz_core.replication.recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.repair import Repair
 from waltz_core.replication.repairs import Repairs
 from waltz_core.replication.replica_session import ReplicaSession, Request, Stage
+from waltz_core.replication.settling import SETTLING, Settling
 from waltz_core.replication.window import Window
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage
@@ -52,9 +52,7 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-# Tickets of requests are those of `Repairs`, but for heartbeats (the proof's token) and this one:
-# the lineage request that settles earlier sessions.
-_SETTLING: Final = -2
+# Tickets of requests are those of `Repairs`, but for heartbeats (the proof's token) and `SETTLING`.
 _MARKED: Final = (Stage.READY, Stage.ENGAGED)
 _NEARLY: Final = (Stage.PREPARING, Stage.REPAIRING)
 
@@ -140,7 +138,7 @@ class StoreSession:
         self._progress_ms = 0
         self._is_waiting_reported = False
         self._proofs: dict[int, _Proof] = {}
-        self._doubtful: list[LineageEntry] = []
+        self._settling: Settling | None = None
         self._rivals: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------
@@ -167,7 +165,7 @@ class StoreSession:
             oldest_ms = each.oldest_ms
             if each.stage is Stage.ABSENT:
                 yield each.redial_at_ms
-            elif each.stage is not Stage.ENGAGED and oldest_ms is not None:
+            elif not self._has_time(each) and oldest_ms is not None:
                 yield oldest_ms + self._limits.answer_ms_max
         for proof in self._proofs.values():
             yield proof.deadline_ms
@@ -230,7 +228,7 @@ class StoreSession:
             oldest_ms = each.oldest_ms
             if each.stage is Stage.ABSENT and each.redial_at_ms <= now_ms:
                 each.dial()
-            elif each.stage is Stage.ENGAGED or oldest_ms is None:
+            elif self._has_time(each) or oldest_ms is None:
                 continue
             elif oldest_ms + self._limits.answer_ms_max <= now_ms:
                 self._lose(each, "no answer", now_ms)
@@ -373,6 +371,10 @@ class StoreSession:
             return True
         return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
 
+    def _has_time(self, each: ReplicaSession) -> bool:
+        """Whether a replica may be slow: not while nothing can be appended before it answers."""
+        return each.stage is Stage.ENGAGED and self.is_settled
+
     def _returned(self, each: ReplicaSession, now_ms: int) -> None:
         """A replica is back whose old connection may still carry changes: only a new session."""
         each.close()
@@ -402,8 +404,10 @@ class StoreSession:
                 self._prepared(each, answer, now_ms)
             case messages.HeartbeatAnswer():
                 self._vote(request.ticket, each.replica)
-            case messages.LineageResponse() if request.ticket == _SETTLING:
-                self._settle(each, answer, now_ms)
+            case messages.LineageResponse() if request.ticket == SETTLING:
+                assert self._settling is not None
+                self._settling.heard(each, answer, now_ms)
+                self._note_settled()
             case messages.ReplicaState() if isinstance(request.message, messages.Engage):
                 pass
             case _:
@@ -500,40 +504,15 @@ class StoreSession:
                 claim.session_id, claim.generation, mark, self.window.chain, claim.unbroken
             )
         )
-        doubt = claim.in_doubt
-        if doubt is None or min(doubt.last, mark) <= doubt.committed:
-            self._settled(mark if doubt is None else doubt.committed)
-            return
-        self._ask_doubtful(self.engaged[0], min(doubt.last, mark), now_ms)
+        self._settling = Settling(claim, mark)
+        self._settling.begin(self.engaged[0], now_ms)
+        self._note_settled()
 
-    def _ask_doubtful(self, each: ReplicaSession, last: int, now_ms: int) -> None:
-        assert self.claim.in_doubt is not None
-        first = self.claim.in_doubt.committed + 1
-        each.ask(messages.LineageRequest, first, last, now_ms=now_ms, ticket=_SETTLING)
-
-    def _settle(self, each: ReplicaSession, answer: messages.LineageResponse, now_ms: int) -> None:
-        """Tell by the lineage which of the doubtful ids are the ones that were submitted."""
-        doubt = self.claim.in_doubt
-        assert doubt is not None
-        assert self.window is not None
-        if not answer.lineage:
-            raise RemoteProtocolError(f"storage {each.replica}: an empty lineage")
-        self._doubtful[:0] = answer.lineage
-        first = self._doubtful[0].first
-        if first > doubt.committed + 1:
-            self._ask_doubtful(each, first - 1, now_ms)
-            return
-        last = doubt.committed
-        for entry in self._doubtful:
-            if entry.session_id != doubt.session_id:
-                break
-            last = TransactionId(max(last, entry.last))
-        self._settled(min(last, doubt.last, self.window.committed))
-
-    def _settled(self, committed_last: TransactionId) -> None:
-        assert not self.is_settled
-        self.is_settled = True
-        self._outbox.append(Settled(self.claim.session_id, committed_last))
+    def _note_settled(self) -> None:
+        assert self._settling is not None
+        if self._settling.outcome is not None:
+            self.is_settled = True
+            self._outbox.append(self._settling.outcome)
 
     # -----------------------------------------------------------------------------------------
     # the live log

@@ -181,17 +181,19 @@ class AppendPipeline:
     # the store session
 
     def settled(
-        self, opened: SessionOpened, last: TransactionId, *, unbroken: bool
+        self, opened: SessionOpened, last: TransactionId, *, unbroken: bool, stamp_ms: int = 0
     ) -> list[Outcome]:
         """A session has opened and earlier ones are settled: appends are taken from now on.
 
         `unbroken`: nobody else can have written since the session before. Otherwise all that is
-        known of the locks is that they were written at or below the mark.
+        known of the locks is that they were written at or below the mark. `stamp_ms` is the log's
+        last commit stamp: the clock of this server may be behind that of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
         out: list[Outcome] = []
         self._high_water_mark = opened.high_water_mark
+        self._stamp_ms = max(self._stamp_ms, stamp_ms)
         while self._flights and self._flights[0].entry.last <= last:
             self._land(self._flights.popleft(), out, is_ours=unbroken)
         for flight in self._flights:

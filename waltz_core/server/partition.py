@@ -110,6 +110,7 @@ class Partition:
         self._is_open = False
         self._high_water_mark = BEFORE_FIRST
         self._opened_ms = 0
+        self._written_ms = 0  # when ZooKeeper was last asked to write this partition's state
         self._opened_mark = BEFORE_FIRST
         self._is_checkpoint_due = False
         self._until_open: deque[tuple[int, Received]] = deque()
@@ -383,6 +384,9 @@ class Partition:
                 case replication.Released():
                     self._give_up(effect.reason, out)
                     out.append(effect)
+                case replication.WriteMetadata():
+                    self._written_ms = self._now_ms
+                    out.append(effect)
                 case _:
                     out.append(effect)
         self.reads.replicas = self._store.readable_replicas
@@ -409,11 +413,14 @@ class Partition:
         self._opened_ms, self._opened_mark = self._now_ms, mark
         self._is_checkpoint_due = False
         self.session_changes += 1
-        self._proofs.confirm(self._now_ms)
+        # Not from now on: the news of the write may have come long after it, to a paused process.
+        self._proofs.confirm(self._written_ms)
         if not unbroken:
             self.reads.forget_all()
         self.reads.replicas = self._store.readable_replicas
-        outcomes = self.pipeline.settled(opened, event.committed_last, unbroken=unbroken)
+        outcomes = self.pipeline.settled(
+            opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
+        )
         self.feed.advanced(opened.session_id, mark)
         self._route_reads(self.reads.opened(opened.session_id, mark), out)
         self._route(outcomes, out)

@@ -24,6 +24,7 @@ from waltz_core.replication.events import (
     Settled,
 )
 from waltz_core.replication.limits import Limits
+from waltz_core.replication.replica_session import Stage
 
 
 def test_the_first_session_of_a_new_partition():
@@ -239,6 +240,53 @@ def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
     assert not opened.unbroken
     assert bench.all_told(Settled)[-1].committed_last == -1
     assert bench.logs()[A] == [100, 101]
+
+
+def taken_over(bench):
+    """Return another server's bench over the same storages and the same ZooKeeper."""
+    other = Bench()
+    other.storages, other.storage_ids = bench.storages, bench.storage_ids
+    other.store = other._new_store(other.limits)
+    other.metadata, other.marker = bench.metadata, bench.marker
+    other.metadata_version = bench.metadata_version
+    other.marker_version = bench.marker_version
+    other.own(generation=2)
+    return other
+
+
+def test_a_new_owner_is_told_the_stamp_that_the_log_ends_with():
+    """Its clock may be behind the last owner's; stamps never decrease all the same."""
+    bench = Bench()
+    bench.open()
+    bench.submit(2)
+    bench.now_ms = 7_000
+    bench.submit()
+    bench.run()
+    other = taken_over(bench)
+    other.reopen()
+    assert other.all_told(Settled) == [Settled(1, 2, 7_000)]
+
+
+def test_a_replica_that_never_settles_the_past_is_done_without():
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.run()
+    other = taken_over(bench)
+    while not other.all_told(SessionOpened):
+        other.run(questions=False)
+        if other.questions:
+            other.ask_zookeeper()
+        else:
+            other.wait(other.limits.grace_ms)
+    asked, message = other.sent[-1]
+    assert isinstance(message, wire.LineageRequest)
+    other.silent.add(asked)
+    other.run()
+    assert other.store.open_session is None
+    other.wait(other.limits.answer_ms_max)
+    other.reopen()
+    assert other.store.session.replicas[asked].stage is not Stage.ENGAGED
 
 
 def test_what_reached_a_quorum_is_settled_as_committed():

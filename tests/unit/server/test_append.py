@@ -237,6 +237,17 @@ def test_commit_stamps_never_decrease() -> None:
     assert [batch.stamp_ms for batch in world.submitted] == [500, 500]
 
 
+def test_commit_stamps_go_on_from_the_last_owners() -> None:
+    world = World(is_open=False)
+    opened = SessionOpened(SessionId(1), GENERATION, TransactionId(4), GENESIS_CHAIN, False)
+    world.pipeline.settled(opened, TransactionId(4), unbroken=False, stamp_ms=900)
+    world.single()
+    world.turn(wall_ms=400)
+    world.single()
+    world.turn(wall_ms=1_000)
+    assert [batch.stamp_ms for batch in world.submitted] == [900, 1_000]
+
+
 def test_the_committed_batch_comes_with_its_lineage_before_its_answers() -> None:
     world = World()
     world.single()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from waltz_core import errors, raw_records
+from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.machine import Wakeup
 from waltz_core.record import (
     GENESIS_CHAIN,
@@ -722,6 +723,20 @@ def test_a_fresh_mark_is_told_at_once_and_an_old_one_is_proved_first() -> None:
     (proof,) = world.store.of(replication.ProveMark)
     world.say(replication.MarkProved(proof.token, TransactionId(-1)))
     assert world.answer(stale) == messages.HighWaterMarkResponse(stale, -1)
+
+
+def test_an_opening_is_a_proof_as_of_its_write_and_not_of_its_news() -> None:
+    """A server that is paused while its states are written may be replaced before it hears so."""
+    world = World()
+    metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
+    world.say(replication.WriteMetadata(1, metadata, marker, 0, 0))
+    world.now_ms += world.limits.session_timer_ms + 1
+    world.open()
+    asked = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
+    assert not world.is_answered(asked)
+    (proof,) = world.store.of(replication.ProveMark)
+    world.say(replication.MarkProved(proof.token, TransactionId(-1)))
+    assert world.answer(asked) == messages.HighWaterMarkResponse(asked, -1)
 
 
 def test_a_commit_is_a_proof_as_of_its_submission() -> None:

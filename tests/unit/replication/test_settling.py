@@ -1,0 +1,74 @@
+"""Unit tests of `waltz_core.replication.settling`: which questions are asked, what they tell."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.record import GENESIS_CHAIN, LineageEntry
+from waltz_core.replication.claim import InDoubt
+from waltz_core.replication.events import Settled
+from waltz_core.replication.settling import SETTLING, Settling
+from waltz_core.wire.messages import LineageRequest, LineageResponse
+
+
+class Replica:
+    """Writes down what it is asked."""
+
+    replica = "a:1"
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, kind, first, last, *, now_ms, ticket):
+        assert (kind, ticket) == (LineageRequest, SETTLING)
+        self.asked.append((first, last))
+
+
+def settling(mark, *, unbroken=True, in_doubt=None):
+    claim = SimpleNamespace(session_id=9, unbroken=unbroken, in_doubt=in_doubt)
+    return Settling(claim, mark), Replica()
+
+
+def lineage(*entries):
+    """Return an answer of batches (first, last, session, stamp)."""
+    batches = [LineageEntry(*entry, GENESIS_CHAIN) for entry in entries]
+    return LineageResponse(9, 1, 0, GENESIS_CHAIN, batches)
+
+
+def test_an_unbroken_thread_without_doubt_asks_nothing():
+    past, replica = settling(5)
+    past.begin(replica, 0)
+    assert (past.outcome, replica.asked) == (Settled(9, 5), [])
+
+
+def test_an_empty_log_has_no_stamp_to_go_on_from():
+    past, replica = settling(-1, unbroken=False)
+    past.begin(replica, 0)
+    assert (past.outcome, replica.asked) == (Settled(9, -1), [])
+
+
+def test_the_last_batch_of_a_log_that_others_may_have_written_tells_its_stamp():
+    past, replica = settling(5, unbroken=False)
+    past.begin(replica, 0)
+    assert (past.outcome, replica.asked) == (None, [(5, 5)])
+    past.heard(replica, lineage((4, 5, 8, 777)), 0)
+    assert past.outcome == Settled(9, 5, 777)
+
+
+def test_doubt_is_read_back_window_by_window_after_the_stamp():
+    past, replica = settling(9, unbroken=False, in_doubt=InDoubt(7, 3, 8))
+    past.begin(replica, 0)
+    past.heard(replica, lineage((9, 9, 8, 777)), 0)
+    past.heard(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
+    past.heard(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
+    assert replica.asked == [(9, 9), (4, 8), (4, 6)]
+    assert past.outcome == Settled(9, 6, 777)
+
+
+def test_an_answer_without_batches_is_refused():
+    past, replica = settling(5, unbroken=False)
+    past.begin(replica, 0)
+    with pytest.raises(errors.RemoteProtocolError):
+        past.heard(replica, lineage(), 0)
+    assert past.outcome is None

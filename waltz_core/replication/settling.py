@@ -1,0 +1,81 @@
+"""What became of earlier sessions, and where their commit stamps ended: told before any append.
+
+Why it stands alone: it is the only question that a new session has for the log itself. It is asked
+of one engaged replica, whose log up to the mark is the decided one.
+
+Rules (correctness.md row 21, "Room for our rules"):
+    1. What an owner submitted is known again by its session in the lineage, never by its ids.
+    2. Commit stamps go on from the last one in the log when somebody else may have written it,
+       whatever this server's clock says.
+"""
+
+from typing import Final
+
+from waltz_core.errors import RemoteProtocolError
+from waltz_core.record import BEFORE_FIRST, LineageEntry, TransactionId
+from waltz_core.replication.claim import Claim
+from waltz_core.replication.events import Settled
+from waltz_core.replication.replica_session import ReplicaSession
+from waltz_core.wire.messages import LineageRequest, LineageResponse
+
+# The ticket of its requests; `Repairs` has those from 0 on.
+SETTLING: Final = -2
+
+
+class Settling:
+    """The questions of one session, one at a time; `outcome` is there when all are answered."""
+
+    def __init__(self, claim: Claim, mark: TransactionId) -> None:
+        self.outcome: Settled | None = None
+        self._claim = claim
+        self._mark = mark
+        self._stamp_ms: int | None = 0 if claim.unbroken or mark == BEFORE_FIRST else None
+        self._doubtful: list[LineageEntry] = []
+
+    def begin(self, each: ReplicaSession, now_ms: int) -> None:
+        """Ask the replica what has to be asked, or know the outcome at once."""
+        if self._stamp_ms is None:
+            each.ask(LineageRequest, self._mark, self._mark, now_ms=now_ms, ticket=SETTLING)
+            return
+        doubt = self._claim.in_doubt
+        if doubt is None:
+            self._settle(self._mark)
+        elif min(doubt.last, self._mark) <= doubt.committed:
+            self._settle(doubt.committed)
+        else:
+            self._ask_doubtful(each, min(doubt.last, self._mark), now_ms)
+
+    def heard(self, each: ReplicaSession, answer: LineageResponse, now_ms: int) -> None:
+        """Take an answer in; the next question or the outcome follows.
+
+        Raises:
+            RemoteProtocolError: it is no answer to what was asked.
+        """
+        if not answer.lineage:
+            raise RemoteProtocolError(f"storage {each.replica}: an empty lineage")
+        if self._stamp_ms is None:
+            self._stamp_ms = answer.lineage[-1].stamp_ms
+            self.begin(each, now_ms)
+            return
+        doubt = self._claim.in_doubt
+        assert doubt is not None
+        self._doubtful[:0] = answer.lineage
+        first = self._doubtful[0].first
+        if first > doubt.committed + 1:
+            self._ask_doubtful(each, TransactionId(first - 1), now_ms)
+            return
+        last = doubt.committed
+        for entry in self._doubtful:
+            if entry.session_id != doubt.session_id:
+                break
+            last = TransactionId(max(last, entry.last))
+        self._settle(min(last, doubt.last, self._mark))
+
+    def _ask_doubtful(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
+        assert self._claim.in_doubt is not None
+        first = self._claim.in_doubt.committed + 1
+        each.ask(LineageRequest, first, last, now_ms=now_ms, ticket=SETTLING)
+
+    def _settle(self, committed_last: TransactionId) -> None:
+        assert self._stamp_ms is not None
+        self.outcome = Settled(self._claim.session_id, committed_last, self._stamp_ms)
