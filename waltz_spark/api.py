@@ -78,6 +78,9 @@ def append(
         texts["clientHighWaterMarks"] = json.dumps(dict(high_water_marks))
     path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
     texts["resultsPath"] = path
+    # In a thread of the caller's Spark's writer knows no active session, and no Python format then;
+    # createDataFrame makes the session active.
+    spark.createDataFrame([], "nothing int")
     df.write.format("waltz").mode("append").options(**texts).save(connect)
     place = open_place(path)
     with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:

@@ -1,6 +1,7 @@
 """Batch reads and writes against a real cluster: what goes in comes out, whole."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,24 @@ def test_the_client_reads_what_spark_wrote(
     ).write.format("waltz").mode("append").save(cluster.connect)
     with WaltzClient(cluster.connect) as client:
         assert client.high_water_mark(0) == before[0] + 1
+
+
+def test_append_from_threads(spark: SparkSession, connect: str) -> None:
+    marks = marks_of(spark, connect)
+    found: dict[str, float] = {}
+
+    def write(who: str, first: int, last: int) -> None:
+        table = dispatches(spark, who, first, last)
+        result = waltz_spark.append(table, connect, high_water_marks=marks, dataFormat="msgpack")
+        found[who] = result.counts["committed"]
+
+    threads = [
+        threading.Thread(target=write, args=("anna", 200, 239)),
+        threading.Thread(target=write, args=("boris", 220, 259)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    # Whoever was faster, each aircraft was dispatched once.
+    assert sum(found.values()) == 60
