@@ -235,10 +235,6 @@ def test_one_full_disk_stops_nothing(roomy: tuple[Story, list[Disk]]):
     story.check_agrees()
 
 
-@pytest.mark.xfail(
-    reason="the server tells LOST: a session that ends for want of space does not say so",
-    raises=AssertionError,
-)
 def test_a_refusal_for_want_of_space_says_so(roomy: tuple[Story, list[Disk]]):
     story, disks = roomy
     for disk in disks:

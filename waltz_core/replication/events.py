@@ -267,10 +267,14 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """No more appends in this session; submitted batches wait for the next one's `Settled`."""
+    """No more appends in this session; submitted batches wait for the next one's `Settled`.
+
+    `error_code` is what a replica refused with where that ended the session (`errors.py`), else 0.
+    """
 
     session_id: SessionId
     reason: str
+    error_code: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,7 +327,7 @@ class PartitionStore:
             hold_ms = self._hold_ms.get(replica, self._limits.hold_ms_min)
             self._held_until_ms[replica] = self._now_ms + hold_ms
             self._hold_ms[replica] = min(2 * hold_ms, self._limits.hold_ms_max)
-        self._end_session(ending.reason)
+        self._end_session(ending.reason, ending.error_code)
         match ending.cause:
             case Cause.STALLED:
                 self._release(ending.reason)
@@ -340,7 +340,7 @@ class PartitionStore:
             case Cause.LEFT | Cause.RETURNED:
                 self._claim_after(self._pause_ms())
 
-    def _end_session(self, reason: str) -> None:
+    def _end_session(self, reason: str, error_code: int = 0) -> None:
         """Close the session and keep what outlives it (rule 5)."""
         session = self._session
         if session is None:
@@ -363,7 +363,7 @@ class PartitionStore:
             self._failure_count = self._lost_race_count = 0
             self._hold_ms.clear()
         self._no_quorum_since_ms = self._now_ms
-        self._outbox.append(SessionClosed(session.claim.session_id, reason))
+        self._outbox.append(SessionClosed(session.claim.session_id, reason, error_code))
 
     def _pause_ms(self) -> int:
         """Return how long to wait after one more failure of a session (rule 6)."""

@@ -88,6 +88,7 @@ class Ending(NamedTuple):
     refused_append: bool = False
     promised: SessionId | None = None
     is_final: bool = False
+    error_code: int = 0  # what the replica refused with, a code of `errors.py`; 0 if it did not
 
 
 @dataclass(slots=True)
@@ -350,12 +351,23 @@ class StoreSession:
             self._report("replica.lost", replica=each.replica, reason=reason)
         self._drop(each, reason, now_ms)
 
-    def _refuse(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+    def _refuse(
+        self, each: ReplicaSession, reason: str, now_ms: int, *, error_code: int = 0
+    ) -> None:
         """Do without a replica for a good while."""
         self._report("replica.refused", replica=each.replica, reason=reason)
-        self._drop(each, reason, now_ms, wait_ms=self._limits.refused_retry_ms)
+        wait_ms = self._limits.refused_retry_ms
+        self._drop(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
-    def _drop(self, each: ReplicaSession, reason: str, now_ms: int, *, wait_ms: int = 0) -> None:
+    def _drop(
+        self,
+        each: ReplicaSession,
+        reason: str,
+        now_ms: int,
+        *,
+        wait_ms: int = 0,
+        error_code: int = 0,
+    ) -> None:
         """It is the session's end, or one voice less (rule 6); `wait_ms` is for a refusal."""
         is_counted = self._is_counted(each)
         self.repairs.lost(each)
@@ -363,7 +375,8 @@ class StoreSession:
         each.lost(now_ms, self._rng, wait_ms=wait_ms)
         if is_counted:
             reason = f"replica {each.replica}: {reason}"
-            self.end(Ending(Cause.LEFT, reason, each.replica, refused_append=wait_ms > 0))
+            ending = Ending(Cause.LEFT, reason, each.replica, refused_append=wait_ms > 0)
+            self.end(ending._replace(error_code=error_code))
 
     def _is_counted(self, each: ReplicaSession) -> bool:
         """Whether ZooKeeper has a replica as engaged, or may have."""
@@ -427,7 +440,7 @@ class StoreSession:
         elif self.repairs.mend_refused(request.ticket, each):
             self._report("replica.not_mended", replica=each.replica, reason=reason)
         elif not self.repairs.source_refused(request.ticket, each, reason, now_ms):
-            self._refuse(each, reason, now_ms)
+            self._refuse(each, reason, now_ms, error_code=nack.error_code)
 
     def _met_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """Somebody else had this very session: ZooKeeper gave its id away twice (row 15)."""

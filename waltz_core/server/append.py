@@ -130,6 +130,7 @@ class AppendPipeline:
         self._is_shared = False
         self._table: LockTable | None = None
         self._is_open = False
+        self._loss = Reason.LOST
         self._is_held = False
         self._session_id = NO_SESSION
         self._generation = Generation(-1)
@@ -198,7 +199,7 @@ class AppendPipeline:
             self._land(self._flights.popleft(), out, is_ours=unbroken)
         for flight in self._flights:
             for ticket in flight.tickets:
-                if ticket.settle(last):
+                if ticket.settle(last, self._loss):
                     self._mounts.lapse(ticket.req_id.client_id)
                 self._finish(ticket, out)
             out.extend(Reached(token) for token in flight.waiting)
@@ -238,9 +239,13 @@ class AppendPipeline:
         """Submit nothing more in this session, so that it can end with nothing in flight."""
         self._is_held = True
 
-    def closed(self) -> None:
-        """The session takes no more; what is in flight waits for the next one's `settled`."""
+    def closed(self, loss: Reason = Reason.LOST) -> None:
+        """The session takes no more; what is in flight waits for the next one's `settled`.
+
+        `loss` is what is told of the rows that turn out to be lost: NO_SPACE for a full disk.
+        """
         self._is_open = False
+        self._loss = loss
 
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
         """Give the partition up: return what was never submitted, and what may be in the log."""

@@ -68,6 +68,7 @@ from waltz_core.wire.messages import (
     MountResponse,
     MountWriter,
     RangeRequest,
+    Reason,
     ReplicasRequest,
     TransactionDataRequest,
 )
@@ -462,7 +463,8 @@ class Partition:
     def _session_closed(self, event: replication.SessionClosed, out: list[Effect]) -> None:
         self._is_open = False
         self._opening = None
-        self.pipeline.closed()
+        is_full = event.error_code == errors.NoSpace.code
+        self.pipeline.closed(Reason.NO_SPACE if is_full else Reason.LOST)
         self.reads.closed()
         deadline_ms = self._now_ms + self._limits.open_wait_ms
         # Asked before the session ended, so the next one may answer as well.

@@ -64,11 +64,11 @@ class SingleTicket:
         """The transaction will not be in the log, and this is final."""
         self.transaction_id, self.reason, self.conflict = REFUSED, reason, NO_CONFLICT
 
-    def settle(self, last: TransactionId) -> bool:
-        """Rule 2; True when it was lost."""
+    def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
+        """Rule 2; True when it was lost, which is told as `loss`."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
-            self.refuse(Reason.LOST)
+            self.refuse(loss)
         return is_lost
 
     def answer(self, high_water_mark: TransactionId) -> Answer:
@@ -104,12 +104,12 @@ class BatchTicket:
         self.conflicts = np.full(row_count, NO_CONFLICT, np.int64)
         self.reasons = np.full(row_count, reason, np.uint8)
 
-    def settle(self, last: TransactionId) -> bool:
-        """Rule 2; True when a row was lost."""
+    def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
+        """Rule 2; True when a row was lost, which is told as `loss`."""
         lost = (self.ids > last) | (self.conflicts > last)
         self.ids = np.where(lost, REFUSED, self.ids)
         self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)
-        self.reasons = np.where(lost, np.uint8(Reason.LOST), self.reasons)
+        self.reasons = np.where(lost, np.uint8(loss), self.reasons)
         return bool(lost.any())
 
     def answer(self, high_water_mark: TransactionId) -> Answer:

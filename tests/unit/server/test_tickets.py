@@ -81,3 +81,9 @@ def test_a_batch_that_is_refused_as_a_whole() -> None:
     rows = batch([], [], [])
     rows.refuse(Reason.OVERLOADED, 3)
     assert told(rows) == [(-1, Reason.OVERLOADED, -1)] * 3
+
+
+def test_rows_lost_to_a_full_disk_are_told_as_such() -> None:
+    rows = batch([4, 5], [Reason.COMMITTED] * 2, [-1, -1])
+    assert rows.settle(TransactionId(4), Reason.NO_SPACE)
+    assert told(rows) == [(4, Reason.COMMITTED, -1), (-1, Reason.NO_SPACE, -1)]
