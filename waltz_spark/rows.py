@@ -27,6 +27,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pyarrow as pa
+from pyspark.sql import types
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadFormat, BadRequest
@@ -61,6 +62,50 @@ def check_log_types(schema: StructType) -> None:
             raise BadRequest(
                 f"column {field.name!r} of the log is {wanted}; the schema says {found}"
             )
+
+
+_PACKED_TYPES = (
+    types.BooleanType,
+    types.ByteType,
+    types.ShortType,
+    types.IntegerType,
+    types.LongType,
+    types.FloatType,
+    types.DoubleType,
+    types.DecimalType,
+    types.StringType,
+    types.CharType,
+    types.VarcharType,
+    types.BinaryType,
+    types.DateType,
+    types.TimestampType,
+    types.TimestampNTZType,
+    types.NullType,
+)
+
+
+def check_packed_type(name: str, kind: types.DataType) -> None:
+    """Refuse a column whose type has no place in the table above, wherever it is nested.
+
+    Raises:
+        BadRequest: names the column and its type.
+    """
+    match kind:
+        case types.ArrayType():
+            check_packed_type(name, kind.elementType)
+        case types.MapType():
+            check_packed_type(name, kind.keyType)
+            check_packed_type(name, kind.valueType)
+        case types.StructType():
+            for field in kind.fields:
+                check_packed_type(f"{name}.{field.name}", field.dataType)
+        case _ if not isinstance(kind, _PACKED_TYPES):
+            raise BadRequest(
+                f"column {name!r} is {kind.simpleString()}, which option 'dataFormat' does not "
+                "pack: cast it to a number or a string"
+            )
+        case _:
+            pass
 
 
 # ---------------------------------------------------------------------------------------------

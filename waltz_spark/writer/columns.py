@@ -30,7 +30,7 @@ from pyspark.sql.types import (
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX
 from waltz_spark.options import WriteOptions
-from waltz_spark.rows import pack
+from waltz_spark.rows import check_packed_type, pack
 
 LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
 MARK_COLUMN = "client_high_water_mark"
@@ -89,8 +89,13 @@ def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None
         )
     if data is not None and not isinstance(data, BinaryType | StringType):
         raise BadRequest(f"column 'data' is to be binary or string; found {data.simpleString()}")
-    if options.data_format is not None and not set(types) - set(WRITE_COLUMNS):
+    if options.data_format is None:
+        return
+    packed = {name: kind for name, kind in types.items() if name not in WRITE_COLUMNS}
+    if not packed:
         raise BadRequest("option 'dataFormat': there is no column to pack into the payload")
+    for name, kind in packed.items():
+        check_packed_type(name, kind)
 
 
 def _check_locks(name: str, kind: DataType) -> None:

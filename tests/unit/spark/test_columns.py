@@ -56,6 +56,15 @@ def test_a_wrong_column_is_a_sentence(
     assert sentence in str(caught.value)
 
 
+def test_a_type_that_has_no_place_in_a_payload_is_refused_wherever_it_is() -> None:
+    from pyspark.sql import types as t  # noqa: PLC0415
+
+    interval = t.StructType().add("when", t.ArrayType(t.DayTimeIntervalType()))
+    found = t.StructType().add("id", t.LongType()).add("nested", interval)
+    with pytest.raises(BadRequest, match=r"'nested.when' is interval day to second"):
+        check_schema(found, PACKED)
+
+
 def test_a_right_one_passes() -> None:
     locks = dict.fromkeys(("write_locks", "read_locks", "append_locks"), "array<int>")
     rest = {"header": "int", "partition": "int", "client_high_water_mark": "long"}
