@@ -36,7 +36,7 @@ check: ## Style, types, layers, and the quick tests; under a minute
 	@$(RUN) ruff check --quiet .
 	@$(RUN) python -m mypy
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
-	@$(RUN) python -m pytest $(QUICK) $(ARGS)
+	@$(RUN) python -m pytest -n auto $(QUICK) $(ARGS)
 
 format: ## Put the sources into the one format
 	@scripts/bootstrap dev
