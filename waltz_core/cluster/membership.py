@@ -9,6 +9,7 @@ Rules:
     2. The lead server is the live one with the smallest id. Only the lead computes assignments
        here; it writes at the version that it has read, and a conflict means that it looks again.
     3. A registered server whose session was lost registers again, under the same server id.
+    4. A server that registers for the first time takes earlier processes at its address out.
 """
 
 from collections.abc import Callable, Mapping
@@ -90,7 +91,10 @@ class Membership:
         self._descriptor = descriptor
         for _ in range(WRITE_ATTEMPTS_MAX):
             try:
-                if await self._ensure_registered(await self._read_membership(), descriptor):
+                membership = await self._read_membership()
+                if await self._has_removed_predecessors(membership, descriptor):
+                    continue
+                if await self._ensure_registered(membership, descriptor):
                     return
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -178,6 +182,24 @@ class Membership:
             step = Delete(own[-1].path, own[-1].stat.version)
         await self._nodes.znodes.write([step])
         return False
+
+    async def _has_removed_predecessors(
+        self, membership: _Membership, descriptor: model.ServerDescriptor
+    ) -> bool:
+        """Delete the nodes of earlier processes at this address; True when there were any.
+
+        Whoever listens at an address now is proof that nobody else does, so partitions need not
+        wait for a dead process's session to end. Safety does not hang on it: fencing does that.
+        """
+        dead = [
+            each
+            for each in membership.registered
+            if each.descriptor.address == descriptor.address
+            and each.descriptor.server_id < descriptor.server_id
+        ]
+        if dead:
+            await self._nodes.znodes.write([Delete(each.path, each.stat.version) for each in dead])
+        return bool(dead)
 
     def _own_nodes(self, membership: _Membership, server_id: ServerId) -> list[_Registered]:
         # A node of an earlier session of this process is not ours any more: ZooKeeper is about to

@@ -241,3 +241,18 @@ async def test_a_damaged_descriptor_is_named(cluster):
     await session.write([Set(f"{SERVERS}/{name}", b"\xff", 0)])
     with pytest.raises(errors.BadFormat, match=f"^{SERVERS}/{name}: "):
         await member.read()
+
+
+@in_cluster
+async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(cluster):
+    # Killed without a word: the session, and with it the node, stands until ZooKeeper gives it up.
+    dead, _ = cluster.member()
+    other, _ = cluster.member()
+    await dead.register(model.ServerDescriptor(3, "host-a", 8000))
+    await other.register(model.ServerDescriptor(4, "host-b", 8000))
+    again, _ = cluster.member()
+    await again.register(model.ServerDescriptor(5, "host-a", 8000))
+    assert sorted(cluster.registered()) == [4, 5]
+    # One that is merely slow to notice never takes a younger process out.
+    await dead.register(model.ServerDescriptor(3, "host-a", 8000))
+    assert 5 in cluster.registered()
