@@ -134,7 +134,9 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--locks", type=int, default=1, help="write locks of a transaction (1)")
     command.add_argument("--batch", type=int, default=1000, help="rows of a batch (1000)")
     command.add_argument("--seconds", type=float, default=10.0, help="length of the load (10)")
-    command.add_argument("--in-flight", type=int, default=8, help="batches in flight (8)")
+    command.add_argument(
+        "--in-flight", type=int, default=2, help="batches in flight for each partition (2)"
+    )
     command.add_argument("--rows", type=int, default=500_000, help="rows, where a number is asked")
     command.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     command.set_defaults(verb=_bench)
