@@ -53,7 +53,8 @@ bench: ## Measure a local cluster: make bench WORKLOAD=replay ARGS='--seconds 10
 
 notebook: ## Run every notebook of examples/notebooks from top to bottom
 	@scripts/bootstrap dev
-	@$(RUN) python -m pytest $(or $(call present,notebooks),tests/notebooks) $(ARGS)
+	@$(if $(call present,notebooks),$(RUN) python -m pytest tests/notebooks $(ARGS),\
+	    echo 'there is no notebook in examples/notebooks yet')
 
 docs: ## Write anew what is generated: the samples in conf/ and the tables in docs/
 	@scripts/bootstrap dev
