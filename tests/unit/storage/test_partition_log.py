@@ -1,6 +1,7 @@
 """One partition's log over a disk that crashes: what was acknowledged is there, and no more."""
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -636,3 +637,45 @@ def test_a_log_whose_slots_fail_answers_nothing_until_it_is_opened_again(world):
     world.crash()
     assert world.everything() == written
     assert world.log.prepare(3, NONCE).synced_max == 4
+
+
+# ---- no Python per record
+
+
+def calls(work):
+    counted = 0
+
+    def count(_frame, event, _arg):
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_the_calls_for_ten_thousand_records_are_at_most_twice_those_for_a_hundred(tmp_path):
+    world = World(tmp_path, 1 << 30)
+    world.log.prepare(1, NONCE)
+
+    def append_and_read(count):
+        first, chain = world.log.max_id + 1, world.log.chain
+        records, lengths = make_records(first, [100] * count)
+        entries = make_entries(records, lengths, first, chain, 1, [count])
+
+        def work():
+            world.log.append(1, first, lengths, records, chain, entries)
+            world.log.sync()
+            read = world.log.read_range(first, first + count - 1, 1 << 24, whole_batches=True)
+            assert read.records == records
+
+        return calls(work)
+
+    append_and_read(10_000)  # builds tables that are kept
+    few = append_and_read(100)
+    assert append_and_read(10_000) <= 2 * few
+    world.log.abandon()
+    world.control.close()
