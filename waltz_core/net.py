@@ -244,6 +244,12 @@ class Link:
         """Whether nothing can be sent any more."""
         return self.closed_reason is not None
 
+    def limit_write_buffer(self, high_bytes: int) -> None:
+        """Be congested over so many bytes that the peer has not taken, instead of 1 MiB."""
+        assert self._transport is not None
+        self._transport.set_write_buffer_limits(high=high_bytes, low=high_bytes // 4)
+        self.write_backlog_bytes_max = max(self.write_backlog_bytes_max, 2 * high_bytes)
+
     @property
     def is_congested(self) -> bool:
         """Whether so much is unsent that the owner should produce no more (rule 3)."""

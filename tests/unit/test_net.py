@@ -367,3 +367,18 @@ def test_addresses(text, expected):
 def test_bad_addresses(text):
     with pytest.raises(BadConfig, match="expected an address"):
         net.split_address(text)
+
+
+@on_loop
+async def test_a_listener_may_say_when_a_link_is_congested():
+    async with pair() as (link, peer, _):
+        (there,) = peer.links
+        link.pause_reading()
+        there.limit_write_buffer(8 * 1024 * 1024)
+        while there.write_backlog_bytes < 2 * 1024 * 1024:
+            there.send(raw(500_000))
+            await asyncio.sleep(0)
+        assert not there.is_congested
+        there.limit_write_buffer(64 * 1024)
+        there.send(raw(500_000))
+        await until(lambda: there.is_congested)

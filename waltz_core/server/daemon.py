@@ -149,7 +149,7 @@ class Server:
                 Surface.CLIENT,
                 config.listen_host,
                 config.port,
-                self._clients.accept,
+                self._accept,
                 links_max=config.connections_max,
             )
             stack.push_async_callback(_close, listener)
@@ -161,6 +161,10 @@ class Server:
                 await self._serve_while_registered(descriptor, stop, on_ready)
             finally:
                 self._read_links.close()
+
+    def _accept(self, link: net.Link) -> None:
+        link.limit_write_buffer(self._config.write_buffer_bytes_max)
+        self._clients.accept(link)
 
     async def _serve_while_registered(
         self,
