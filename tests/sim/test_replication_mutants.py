@@ -133,9 +133,9 @@ def settle_by_id():
 def lost_replicas_come_back():
     original = StoreSession._drop
 
-    def drop(self, each, reason, now_ms, *, wait_ms=0):
+    def drop(self, each, reason, now_ms, **why):
         if each.stage is not Stage.ENGAGED or len(self.engaged) <= self.quorum:
-            original(self, each, reason, now_ms, wait_ms=wait_ms)
+            original(self, each, reason, now_ms, **why)
             return
         self.repairs.lost(each)
         each.close()
