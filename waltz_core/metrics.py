@@ -69,6 +69,7 @@ def _table() -> dict[str, Metric]:
         ("server_append_seconds", histogram, (), "from a batch's arrival to its answer"),
         ("server_high_water_mark", gauge, one, "id of the last committed transaction"),
         ("server_store_session", gauge, one, "number of the open store session, 0 when none"),
+        ("server_feed_lag_transactions", gauge, one, "committed, and not sent to the slowest feed"),
         ("server_engaged_replicas", gauge, one, "replicas whose acknowledgement counts"),
         ("server_replica_lag_bytes", gauge, replica, "sent or due to a replica, not synced there"),
         ("server_false_refusals_ratio", gauge, one, "estimate: refused by a shared slot alone"),

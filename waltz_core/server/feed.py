@@ -103,7 +103,7 @@ class Feed:
         return len(self._contexts)
 
     def lag_max(self) -> int:
-        """How far the slowest client is behind the high-water mark."""
+        """How many committed transactions the slowest client was not sent; 0 without a client."""
         nexts = [context.next for context in self._contexts.values()]
         return self._high_water_mark + 1 - min(nexts) if nexts else 0
 

@@ -245,6 +245,8 @@ class _Told:
             "waltz_server_engaged_replicas", partition.engaged_count, partition=partition_id
         )
         metrics.set("waltz_server_high_water_mark", mark, partition=partition_id)
+        lag = partition.feed.lag_max()
+        metrics.set("waltz_server_feed_lag_transactions", lag, partition=partition_id)
         metrics.set(
             "waltz_server_store_session",
             partition.session_id if partition.is_open else 0,

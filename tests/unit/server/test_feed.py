@@ -147,8 +147,26 @@ def test_a_congested_client_costs_nothing_and_others_go_on() -> None:
         out = turns(each)
         assert frames(out, 1) == []
         assert frames(out, 2) == [(mark, 1)]
+    assert each.lag_max() == 5
     each.drained(ConnectionId(1))
     assert frames(turns(each), 1) == [(0, 5)]
+    assert each.lag_max() == 0
+
+
+def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
+    each = feed(24)
+    assert each.lag_max() == 0
+    mount(each, 1, 20, 24)
+    mount(each, 2, 4, 24)
+    assert each.lag_max() == 20
+    turns(each)
+    assert each.lag_max() == 0
+    # A client that asks for no more falls behind, until it has gone.
+    assert grant(each, 1, 24)
+    each.advanced(SessionId(1), TransactionId(30))
+    turns(each)
+    assert each.lag_max() == 6
+    each.close(ConnectionId(2))
     assert each.lag_max() == 0
 
 
