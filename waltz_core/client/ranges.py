@@ -9,6 +9,7 @@ Rules:
     3. A replica is asked in the session that the server named, and only what that session has
        committed. Whatever it answers but the records: the server is asked instead.
     4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
+    5. Nothing beyond the last id asked for is believed: it may not be committed.
 """
 
 import asyncio
@@ -127,6 +128,7 @@ def chunk_of_server(
         raise errors.RemoteProtocolError(
             f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
         )
+    _check_end(answer.next - 1, query, where)
     chunk = RangeChunk(
         query.form,
         query.first,
@@ -225,6 +227,7 @@ class ReplicaLink:
             raise errors.RemoteProtocolError(
                 f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
             )
+        _check_end(answer.first + answer.count - 1, query, where)
         chunk = RangeChunk(
             query.form,
             query.first,
@@ -340,6 +343,15 @@ class ReplicaReader:
 
 # ---------------------------------------------------------------------------------------------
 # checks
+
+
+def _check_end(last: int, query: RangeQuery, where: str) -> None:
+    """Rule 5."""
+    if last > query.last:
+        raise errors.RemoteProtocolError(
+            f"{where}: expected nothing beyond transaction {query.last}, "
+            f"found transactions {query.first}..{last}"
+        )
 
 
 def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:

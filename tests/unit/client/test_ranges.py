@@ -3,14 +3,22 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.unit.client.stories import headers, req
 from waltz_core import errors
 from waltz_core.batches import decode_append, encode_append, encode_records
-from waltz_core.client.ranges import RangeChunk, RangeQuery, chunk_of_server, read_chunks
-from waltz_core.record import LineageEntry, PartitionId, TransactionId
-from waltz_core.wire.messages import RangeData, RangeForm
+from waltz_core.checksum import crc32
+from waltz_core.client.ranges import (
+    RangeChunk,
+    RangeQuery,
+    ReplicaLink,
+    chunk_of_server,
+    read_chunks,
+)
+from waltz_core.record import LineageEntry, PartitionId, SessionId, TransactionId
+from waltz_core.wire.messages import RangeBytes, RangeData, RangeForm, RangeRaw
 
 P = PartitionId(3)
 QUERY = RangeQuery(TransactionId(10), TransactionId(14))
@@ -62,13 +70,72 @@ def test_a_good_answer_is_handed_on():
         ({"first": 11}, errors.RemoteProtocolError),
         ({"form": 1}, errors.RemoteProtocolError),
         ({"count": 4}, errors.RemoteProtocolError),
-        ({"next": 16}, errors.DataLoss),
+        ({"next": 16}, errors.RemoteProtocolError),
         ({"next": 14}, errors.DataLoss),
     ],
 )
 def test_whatever_is_wrong_with_an_answer_raises(changes, error):
     with pytest.raises(error):
         chunk_of_server(P, QUERY, answer(**changes))
+
+
+class Storage:
+    """A connection to a storage that has one answer to whatever it is asked."""
+
+    address = "s1:6001"
+    is_closed = False
+
+    def __init__(self, count: int) -> None:
+        whole = answer()
+        lengths = np.frombuffer(whole.lengths, dtype=">i4")[:count]
+        records = bytes(whole.records)[: int(lengths.sum())]
+        self.answer = RangeBytes(
+            SessionId(1),
+            1,
+            P,
+            10,
+            count,
+            RangeForm.WHOLE,
+            lengths.tobytes(),
+            records,
+            crc32(records),
+            bytes(16),
+            (),
+        )
+
+    def send(self, message: object) -> None:
+        assert isinstance(message, RangeRaw)
+        assert (message.first, message.last) == (10, 13)
+
+    async def receive(self) -> tuple[RangeBytes, int]:
+        return self.answer, 0
+
+
+def from_replica(count: int) -> RangeChunk:
+    """Ask a storage for 10..13; it answers with so many transactions from 10 on."""
+    return asyncio.run(
+        ReplicaLink(Storage(count)).fetch(
+            P,
+            replace(QUERY, last=TransactionId(13)),
+            session_id=SessionId(1),
+            high_water_mark=TransactionId(13),
+            timeout_s=5,
+        )
+    )
+
+
+def test_what_a_replica_adds_beyond_the_last_id_asked_for_is_not_believed():
+    assert [from_replica(count).next for count in (1, 4)] == [11, 14]
+    expected = r"s1:6001: expected nothing beyond transaction 13, found transactions 10\.\.14"
+    with pytest.raises(errors.RemoteProtocolError, match=expected):
+        from_replica(5)
+
+
+def test_what_a_server_adds_beyond_the_last_id_asked_for_is_not_believed():
+    query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS, header_values=(1,))
+    found = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 14), count=2)
+    with pytest.raises(errors.RemoteProtocolError, match="beyond transaction 13"):
+        chunk_of_server(P, query, found)
 
 
 def heads(*ids: int) -> bytes:
