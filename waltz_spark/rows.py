@@ -4,8 +4,8 @@ Why it stands alone: it is the one place that says what a Spark type becomes ins
 directions, so that what was written is read back exactly.
 
     Spark type                   msgpack                     json
-    boolean, integers, double    as they are                 as they are
-    float                        as they are (exact)         as they are (exact)
+    boolean, integers            as they are                 as they are
+    double, float (exact)        as they are                 as they are; no NaN, no infinity
     decimal                      text, all digits            text, all digits
     string                       text                        text
     binary                       bin                         text, base64
@@ -20,7 +20,6 @@ Rules:
 """
 
 import base64
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from pyspark.sql import types
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadFormat, BadRequest
+from waltz_core.strict_json import from_json, to_json
 from waltz_spark.options import LOG_COLUMNS
 
 _LOG_TYPES = {
@@ -119,6 +119,9 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
         columns: arrays of equal length.
         names: their names, the keys inside each payload.
         data_format: `msgpack` or `json`.
+
+    Raises:
+        BadRequest: JSON does not have a value; it is named with its column.
     """
     assert len(columns) == len(names)
     plain = [_to_plain(column, data_format) for column in columns]
@@ -127,10 +130,13 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
         pack_one = msgpack.Packer(use_bin_type=True).pack
         payloads = [pack_one(dict(zip(names, row, strict=True))) for row in rows]
     else:
-        payloads = [
-            json.dumps(dict(zip(names, row, strict=True)), separators=(",", ":")).encode()
-            for row in rows
-        ]
+        try:
+            payloads = [to_json(dict(zip(names, row, strict=True))) for row in rows]
+        except ValueError as error:
+            raise BadRequest(
+                f"a row cannot be packed with option dataFormat=json: {error}, or give "
+                "dataFormat=msgpack"
+            ) from None
     return pa.array(payloads, pa.binary())
 
 
@@ -260,7 +266,7 @@ class Unpacker:
         return found
 
     def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
-        decode: Callable[[Any], Any] = _unpack_msgpack if self._format == "msgpack" else json.loads
+        decode: Callable[[Any], Any] = _unpack_msgpack if self._format == "msgpack" else from_json
         payloads = data.to_pylist()
         rows: list[dict[str, Any]] = []
         try:

@@ -11,7 +11,6 @@ Rules:
     3. Exactly one of `on_completion`, `on_expiration`, `on_exception` ends a context.
 """
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 
-from waltz_core import errors
+from waltz_core import errors, strict_json
 from waltz_core.checksum import crc32
 from waltz_core.record import (
     TRANSACTION_BYTES_MAX,
@@ -126,16 +125,16 @@ class JsonSerializer:
     """JSON in UTF-8, without needless blanks."""
 
     def serialize(self, value: Any) -> bytes:  # noqa: ANN401
-        """Return the value as JSON; raises BadRequest for a type that JSON does not know."""
+        """Return the value as JSON; raises BadRequest for what JSON does not have, NaN as well."""
         try:
-            return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+            return strict_json.to_json(value)
         except (TypeError, ValueError) as error:
             raise errors.BadRequest(f"transaction data: no JSON for it: {error}") from error
 
     def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value; raises BadFormat for bytes that are no JSON."""
+        """Return the value; raises BadFormat for bytes that are no JSON, with NaN in them say."""
         try:
-            return json.loads(data)
+            return strict_json.from_json(data)
         except ValueError as error:
             raise errors.BadFormat(f"transaction data: not JSON: {error}") from error
 

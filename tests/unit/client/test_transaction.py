@@ -57,6 +57,13 @@ def test_serializers_refuse_what_they_cannot_read(serializer):
         serializer.deserialize(b"\xc1\xff")
 
 
+def test_json_is_written_and_read_as_others_know_it():
+    with pytest.raises(errors.BadRequest, match=r"transaction data: .*found nan at \$\.a\[1\]"):
+        JSON.serialize({"a": [1, float("nan")]})
+    with pytest.raises(errors.BadFormat, match=r"transaction data: .*found Infinity at \$\.a"):
+        JSON.deserialize(b'{"a": Infinity}')
+
+
 def test_a_builder_takes_what_fits_and_nothing_else():
     made = builder()
     made.set_header(-(1 << 31))

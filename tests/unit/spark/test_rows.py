@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.errors import BadFormat
+from waltz_core.errors import BadFormat, BadRequest
 from waltz_spark.rows import Unpacker, pack
 
 UTC = dt.UTC
@@ -101,3 +101,20 @@ def test_any_bytes_give_columns_or_a_typed_error(data_format: str, payload: byte
     with contextlib.suppress(BadFormat):
         found = unpacker.columns(pa.array([payload], pa.binary()), where)
         assert [len(column) for column in found] == [1, 1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_json_has_no_number_that_is_not_finite(value: float) -> None:
+    nested = pa.array([[0.5], [0.5, value]], pa.list_(pa.float64()))
+    for column, place in ((pa.array([0.5, value]), "$.price"), (nested, "$.price[1]")):
+        with pytest.raises(BadRequest, match="dataFormat=json: found") as caught:
+            pack([column], ["price"], "json")
+        assert f"found {value} at {place};" in str(caught.value)
+        back = Unpacker([pa.field("price", column.type)], "msgpack").columns(
+            pack([column], ["price"], "msgpack"), where
+        )
+        assert str(back[0].to_pylist()) == str(column.to_pylist())
+    with pytest.raises(BadFormat, match=r"partition 0, transaction 1: .*found NaN at \$\.price"):
+        Unpacker([pa.field("price", pa.float64())], "json").columns(
+            pa.array([b'{"price":1}', b'{"price":NaN}']), where
+        )

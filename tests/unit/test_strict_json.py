@@ -1,0 +1,58 @@
+"""JSON that every reader takes, and the sentence for what it does not have."""
+
+import json
+import math
+
+import pytest
+
+from waltz_core.strict_json import from_json, to_json
+
+
+def test_what_json_has_comes_back() -> None:
+    value = {"a": [1, 2.5, None, "ü"], "b": {"c": True}, "d": []}
+    assert to_json(value) == '{"a":[1,2.5,null,"ü"],"b":{"c":true},"d":[]}'.encode()
+    assert from_json(to_json(value)) == value
+    assert from_json("\ufeff[1]".encode()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (math.nan, "found nan at $;"),
+        ({"a": [1, {"b": math.inf}], "c": math.nan}, "found inf at $.a[1].b;"),
+        ((0.5, [-math.inf]), "found -inf at $[1][0];"),
+        ({"a": {math.nan: 1}}, "found nan at a key of $.a;"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named_with_their_place(
+    value: object, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match="neither NaN nor infinities") as caught:
+        to_json(value)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("NaN", "found NaN at $;"),
+        ('{"a": "NaN", "b": [1, -Infinity, NaN]}', "found -Infinity at $.b[1];"),
+    ],
+)
+def test_words_that_json_does_not_have_are_named_with_their_place(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match="neither NaN nor infinities") as caught:
+        from_json(text.encode())
+    assert str(caught.value).startswith(sentence)
+
+
+def test_other_faults_are_told_as_they_are() -> None:
+    circle: list[object] = []
+    circle.append(circle)
+    with pytest.raises(ValueError, match="Circular"):
+        to_json(circle)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        to_json({"a": b"bytes"})
+    with pytest.raises(json.JSONDecodeError, match="line 1"):
+        from_json(b'{"a": ')
+    with pytest.raises(UnicodeDecodeError):
+        from_json(b'"\xff"')

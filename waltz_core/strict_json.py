@@ -1,0 +1,93 @@
+"""JSON as its standard has it: a number is finite, in both directions.
+
+Why it stands alone: Python's own module writes `NaN` and `Infinity`, which no other reader of a log
+takes, and reads them too. The client's serializer and Spark's payloads share what is here.
+
+Rules:
+    1. What is written is UTF-8 without needless blanks, the same bytes from both.
+    2. What JSON does not have is refused with its value and its place, `$.prices[2]`.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+NOT_JSON = "JSON has neither NaN nor infinities"
+
+
+def to_json(value: Any) -> bytes:  # noqa: ANN401 - whatever JSON can hold
+    """Return a value as JSON.
+
+    Raises:
+        ValueError: a number is not finite (value and place are named), or the value holds itself.
+        TypeError: a type that JSON does not know.
+    """
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError as error:
+        place = _place(value, _is_not_finite)
+        if place is None:
+            raise
+        found, where = place
+        raise ValueError(f"found {found} at {where}; {NOT_JSON}: write null or a text") from error
+    return text.encode()
+
+
+def from_json(data: bytes) -> Any:  # noqa: ANN401
+    """Return the value of some JSON.
+
+    Raises:
+        ValueError: it is none; `NaN` and its like are named with their place.
+    """
+    text = data.decode(json.detect_encoding(data), "surrogatepass")
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        # Read once more with the words kept, which tells where they stand.
+        place = _place(_LENIENT.decode(text), lambda part: type(part) is _Word)
+        assert place is not None
+        raise ValueError(f"found {place[0]} at {place[1]}; {NOT_JSON}") from error
+
+
+class _Word(str):
+    """`NaN`, `Infinity` or `-Infinity`, as it was read."""
+
+    __slots__ = ()
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(word)
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_LENIENT = json.JSONDecoder(parse_constant=_Word)
+
+
+def _is_not_finite(part: object) -> bool:
+    return isinstance(part, float) and not math.isfinite(part)
+
+
+def _place(value: object, is_wrong: Callable[[object], bool]) -> tuple[object, str] | None:
+    """Return the first wrong part of a value and its place, without recursion and its limits."""
+    waiting: list[tuple[object, str]] = [(value, "$")]
+    seen: set[int] = set()
+    while waiting:
+        part, where = waiting.pop()
+        if is_wrong(part):
+            return part, where
+        if not isinstance(part, dict | list | tuple) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, dict):
+            for key in part:
+                if is_wrong(key):
+                    return key, f"a key of {where}"
+            children = [(child, f"{where}.{key}") for key, child in part.items()]
+        else:
+            children = [(child, f"{where}[{index}]") for index, child in enumerate(part)]
+        waiting.extend(reversed(children))
+    return None
