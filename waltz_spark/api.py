@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
@@ -69,13 +70,14 @@ def append(
         options: the options of the format, by name.
 
     Raises:
-        BadConfig: an option is wrong, or a cluster's Spark needs `resultsPath`.
+        BadConfig: an option or `high_water_marks` is wrong, or a cluster's Spark needs
+            `resultsPath`.
     """
     spark = df.sparkSession
     texts = {name: _text(value) for name, value in options.items()}
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
-        texts["clientHighWaterMarks"] = json.dumps(dict(high_water_marks))
+        texts["clientHighWaterMarks"] = _marks_text(high_water_marks)
     path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
     texts["resultsPath"] = path
     # In a thread of the caller's Spark's writer knows no active session, and no Python format then;
@@ -119,6 +121,25 @@ def _text(value: object) -> str:
     if isinstance(value, list | tuple):
         return ",".join(str(part) for part in value)
     return str(value)
+
+
+def _marks_text(marks: object) -> str:
+    """Return marks as option `clientHighWaterMarks` has them; they may be NumPy's numbers."""
+    expected = "high_water_marks is a mapping from partition to high-water mark, {0: 41}"
+    if not isinstance(marks, Mapping):
+        raise BadConfig(f"{expected}; found {marks!r} ({type(marks).__name__})")
+    found: dict[str, int] = {}
+    for partition, mark in marks.items():
+        if not (_is_whole(partition, minimum=0) and _is_whole(mark, minimum=-1)):
+            raise BadConfig(f"{expected}; found {partition!r}: {mark!r}")
+        found[str(int(partition))] = int(mark)
+    return json.dumps(found)
+
+
+def _is_whole(value: object, *, minimum: int) -> bool:
+    if type(value) is bool:  # which Python takes for a number
+        return False
+    return isinstance(value, Integral) and int(value) >= minimum
 
 
 def _temporary_results(spark: SparkSession) -> str:

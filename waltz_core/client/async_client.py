@@ -47,6 +47,7 @@ from waltz_core.client.transaction import (
     check_data,
     check_header,
     check_locks,
+    check_mark,
     partition_of,
 )
 from waltz_core.config import ClientConfig
@@ -334,11 +335,12 @@ class AsyncWaltzClient:
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
         added = check_locks("append", append_locks)
         locks = write or read or added
+        told = None if client_high_water_mark is None else check_mark(client_high_water_mark)
         chosen = await self._partition(self._choose(partition, locks))
-        if (write or read) and client_high_water_mark is None and not chosen.is_ready:
+        if (write or read) and told is None and not chosen.is_ready:
             await chosen.mounted()  # there is no mark to go by before
-        mark = chosen.mark if client_high_water_mark is None else client_high_water_mark
-        row = Row(check_data(data), check_header(header), TransactionId(mark))
+        mark = chosen.mark if told is None else told
+        row = Row(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added
         if not chosen.window.try_take(1, row.size_bytes):
             await chosen.window.take(1, row.size_bytes)
@@ -364,11 +366,11 @@ class AsyncWaltzClient:
         The future raises only when there is no outcome for the rows: TooLarge, BadRequest, or
         Unavailable (none is in the log), or OutcomeUnknown.
         """
+        mark = check_mark(client_high_water_mark)
         chosen = await self._partition(self._checked(partition))
         if row_count < 1:
             raise errors.BadRequest(f"append batch: expected at least one row, found {row_count}")
         await chosen.window.take(row_count, len(payload))
-        mark = TransactionId(client_high_water_mark)
         return chosen.appends.add_batch(payload, row_count, mark, order)
 
     async def submit(self, context: TransactionContext) -> "asyncio.Future[TransactionId | None]":

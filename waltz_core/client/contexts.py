@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from waltz_core import errors
 from waltz_core.client.appends import Row, RowOutcome, error_of
 from waltz_core.client.partition import ClientPartition
-from waltz_core.client.transaction import TransactionBuilder, TransactionContext
+from waltz_core.client.transaction import TransactionBuilder, TransactionContext, check_mark
 from waltz_core.record import TransactionId
 from waltz_core.wire.messages import Reason
 
@@ -141,7 +141,8 @@ class ContextRun:
             raise errors.BadRequest(
                 "execute returned True without transaction data: call set_transaction_data"
             )
-        row = Row(builder.data, builder.header, builder.client_high_water_mark)
+        mark = check_mark(builder.client_high_water_mark)
+        row = Row(builder.data, builder.header, mark)
         row.write_locks = builder.write_locks
         row.read_locks = builder.read_locks
         row.append_locks = builder.append_locks

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from waltz_core import errors, raw_records
 from waltz_core.client.callbacks import AsyncCallbacks, PoisonPolicy
 from waltz_core.client.ranges import RangeChunk, RangeQuery
-from waltz_core.client.transaction import AsyncTransaction, DataSource
+from waltz_core.client.transaction import AsyncTransaction, DataSource, check_mark
 from waltz_core.record import BEFORE_FIRST, RECORD_PREFIX, PartitionId, TransactionId
 from waltz_core.wire.messages import Buffer
 
@@ -110,12 +110,7 @@ def mark_of(partition_id: PartitionId, mark: int) -> TransactionId | None:
     """Return what `client_high_water_mark` has answered, None for LATEST."""
     if mark == LATEST:
         return None
-    if mark < BEFORE_FIRST:
-        raise errors.BadRequest(
-            f"client_high_water_mark of partition {partition_id}: expected a transaction id, "
-            f"-1 for none or LATEST, found {mark!r}"
-        )
-    return TransactionId(mark)
+    return check_mark(mark, f"client_high_water_mark of partition {partition_id}")
 
 
 class Applier:

@@ -11,16 +11,18 @@ Rules:
     3. Exactly one of `on_completion`, `on_expiration`, `on_exception` ends a context.
 """
 
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 
 import msgpack
 
 from waltz_core import errors, strict_json
 from waltz_core.checksum import crc32
 from waltz_core.record import (
+    BEFORE_FIRST,
     TRANSACTION_BYTES_MAX,
     ClientId,
     Generation,
@@ -242,6 +244,20 @@ def check_header(header: int) -> int:
     if not _is_int32(header):
         raise errors.BadRequest(f"header: expected a 32-bit integer, found {header!r}")
     return header
+
+
+def check_mark(mark: object, name: str = "client_high_water_mark") -> TransactionId:
+    """Return one partition's mark; raises BadRequest for what is no transaction id and not -1."""
+    try:
+        number = operator.index(cast("SupportsIndex", mark))
+    except TypeError:
+        number = INT64_MIN
+    if isinstance(mark, bool) or not BEFORE_FIRST <= number <= INT64_MAX:
+        raise errors.BadRequest(
+            f"{name}: expected a transaction id, or -1 for none, found {mark!r} "
+            f"({type(mark).__name__})"
+        )
+    return TransactionId(number)
 
 
 def _is_int32(value: object) -> bool:

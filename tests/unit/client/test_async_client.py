@@ -218,6 +218,27 @@ async def test_a_mark_above_the_log_is_the_callers_error():
 
 
 @told
+async def test_a_mark_that_is_none_is_told_at_the_call():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        told = r"expected a transaction id, or -1 for none, found \[0\] \(list\)"
+        with pytest.raises(errors.BadRequest, match=told):
+            await client.append(b"a", partition=0, client_high_water_mark=[0])
+        with pytest.raises(errors.BadRequest, match=told):
+            await client.append_batch(0, batch_of(b"a"), 1, client_high_water_mark=[0])
+        with pytest.raises(errors.BadRequest, match=told):
+            await client.subscribe(Applying(mark=[0]), [0])
+        context = Counting({"value": 0})
+
+        def execute(builder):
+            builder.client_high_water_mark = [0]
+            return Counting.execute(context, builder)
+
+        context.execute = execute
+        with pytest.raises(errors.BadRequest, match=told):
+            await (await client.submit(context))
+
+
+@told
 async def test_a_batch_tells_every_row():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         payload = batch_of(b"a", b"b", b"c", write_locks=[[1], [1], [2]])

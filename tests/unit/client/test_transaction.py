@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from waltz_core import errors
 from waltz_core.checksum import crc32
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
+from waltz_core.client.transaction import check_mark
 from waltz_core.record import TRANSACTION_BYTES_MAX, lock_hash, spread
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "locks.json"
@@ -62,6 +64,13 @@ def test_json_is_written_and_read_as_others_know_it():
         JSON.serialize({"a": [1, float("nan")]})
     with pytest.raises(errors.BadFormat, match=r"transaction data: .*found Infinity at \$\.a"):
         JSON.deserialize(b'{"a": Infinity}')
+
+
+def test_a_mark_is_a_transaction_id_or_none():
+    assert [check_mark(mark) for mark in (-1, 0, np.int64(41))] == [-1, 0, 41]
+    for wrong in ([1], {0: 1}, "1", 1.0, -2, True, 1 << 63):
+        with pytest.raises(errors.BadRequest, match="client_high_water_mark: expected a trans"):
+            check_mark(wrong)
 
 
 def test_a_builder_takes_what_fits_and_nothing_else():
