@@ -8,6 +8,7 @@ Rules:
     2. The append columns keep the rows' order.
 """
 
+import difflib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,27 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
         found = types[MARK_COLUMN].simpleString()
         raise BadRequest(f"column {MARK_COLUMN!r} is to be long; found {found}")
     _check_options(types, options)
+    _check_all_used(types, options)
+
+
+def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> None:
+    """A column that goes nowhere is a mistake: a misspelt lock column would lock nothing."""
+    if options.data_format is not None:
+        return
+    used = {*WRITE_COLUMNS, options.partition_by}
+    if options.results_path is not None:
+        used.update(types if options.result_columns is None else options.result_columns)
+    lost = [name for name in types if name not in used]
+    if not lost:
+        return
+    names = ", ".join(repr(name) for name in lost)
+    near = difflib.get_close_matches(lost[0].lower(), WRITE_COLUMNS, n=1, cutoff=0.75)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    raise BadRequest(
+        f"nothing of the log takes column{'s' * (len(lost) > 1)} {names}{meant}: expected the "
+        f"columns {', '.join(WRITE_COLUMNS)}; pack the others into the payload with option "
+        f"dataFormat=msgpack in place of the column 'data', or leave them out with .drop({names})"
+    )
 
 
 def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None:

@@ -1,5 +1,7 @@
 """From a DataFrame's columns to an append's, and everything that is refused on the way."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 from pyspark.sql.types import StructType
@@ -46,6 +48,23 @@ def schema(**columns: str) -> StructType:
         ),
         ({"data": "binary", "read_locks": "int"}, PLAIN, "'read_locks' is to be array<int>"),
         ({"data": "binary", "client_high_water_mark": "double"}, PLAIN, "is to be long"),
+        ({"data": "binary", "id": "long", "who": "string"}, PLAIN, "takes columns 'id', 'who':"),
+        ({"data": "binary", "id": "long", "who": "string"}, PLAIN, ".drop('id', 'who')"),
+        (
+            {"data": "binary", "write_lock": "array<int>"},
+            PLAIN,
+            "takes column 'write_lock' (did you mean 'write_locks'?)",
+        ),
+        (
+            {"data": "binary", "id": "long", "who": "string"},
+            replace(PLAIN, partition_by="id"),
+            "takes column 'who':",
+        ),
+        (
+            {"data": "binary", "id": "long", "who": "string"},
+            replace(PLAIN, results_path="somewhere", result_columns=("who",)),
+            "takes column 'id':",
+        ),
     ],
 )
 def test_a_wrong_column_is_a_sentence(
@@ -69,6 +88,19 @@ def test_a_right_one_passes() -> None:
     locks = dict.fromkeys(("write_locks", "read_locks", "append_locks"), "array<int>")
     rest = {"header": "int", "partition": "int", "client_high_water_mark": "long"}
     check_schema(schema(data="string", **locks, **rest), PLAIN)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        replace(PLAIN, partition_by="id"),
+        replace(PLAIN, results_path="somewhere"),
+        replace(PLAIN, results_path="somewhere", result_columns=("id",)),
+    ],
+)
+def test_a_column_that_an_option_takes_passes(options: WriteOptions) -> None:
+    check_schema(schema(data="string", id="long"), options)
+    check_schema(schema(id="long"), PACKED)
 
 
 def shaper(options: WriteOptions = PLAIN, **kwargs: bool) -> Shaper:
