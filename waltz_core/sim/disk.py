@@ -211,12 +211,13 @@ class SimFile:
 class SimDisk:
     """A file system in memory. Directories are the parents of files and need no making."""
 
-    def __init__(self, *, capacity_bytes: int | None = None) -> None:
+    def __init__(self, *, capacity_bytes: int | None = None, is_traced: bool = True) -> None:
         self.capacity_bytes = capacity_bytes
         self.boot_count = 0
         self.step_count = 0
         self.read_count = 0
         self.trace: list[str] = []
+        self._is_traced = is_traced
         self._faults: dict[int, Fault] = {}
         self._is_off = False
         self._names: dict[Path, _Inode] = {}
@@ -343,7 +344,8 @@ class SimDisk:
     def step(self, what: str, path: Path) -> Fault | None:
         """Count a step and return the fault that is planned for it."""
         self.step_count += 1
-        self.trace.append(f"{what} {path.name}")
+        if self._is_traced:
+            self.trace.append(f"{what} {path.name}")
         return self._faults.pop(self.step_count, None)
 
     def strike(self, fault: Fault | None, what: str, path: Path) -> None:

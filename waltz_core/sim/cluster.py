@@ -1,0 +1,198 @@
+"""Clients, servers, storages and ZooKeeper in one world, and what is done to them as a whole.
+
+Why it stands alone: faults, workloads, checkers and scenarios all speak of the same cluster; this
+is the object that they share.
+
+Rules:
+    1. One partition. What partitions share in a process (a storage's disk, a server's memory) is
+       tested elsewhere; what makes the log right is within one.
+    2. A run has two phases. In the first, anything goes; in the second everything heals, and then
+       everything must be whole again within a bounded time.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.sim.checkers import Checks
+from waltz_core.sim.clients import SimClient
+from waltz_core.sim.coordinator import SimCoordinator
+from waltz_core.sim.network import Network
+from waltz_core.sim.process import Process
+from waltz_core.sim.schedule import Schedule
+from waltz_core.sim.servers import SimServer
+from waltz_core.sim.storages import RESTART_MS, SimStorage
+from waltz_core.sim.workload import Workload
+from waltz_core.sim.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MS: Final = 1_000
+OPEN_MS_MAX: Final = 90_000
+EQUAL_MS_MAX: Final = 60_000
+AFTERWARDS_MS: Final = 20
+
+
+class SimCluster:
+    """See the module's rules."""
+
+    partition_id: Final = PartitionId(0)
+    key: Final = b"cluster-key-16-b"
+
+    def __init__(self, schedule: Schedule, *, is_traced: bool = False) -> None:
+        self.schedule = schedule
+        self.setup = setup = schedule.setup
+        self.limits, self.store_limits = setup.limits(), setup.store_limits()
+        self.world = World(schedule.seed, is_traced=is_traced)
+        self.rng = self.world.stream("cluster")
+        self.network = Network(self.world, is_bytes=setup.is_bytes)
+        self.checks = Checks(self)
+        self.storages: dict[ReplicaId, SimStorage] = {}
+        self.servers: list[SimServer] = []
+        replicas = tuple(ReplicaId(f"storage{n}:1") for n in range(setup.replicas))
+        self.ever_assigned: dict[ReplicaId, None] = dict.fromkeys(replicas)
+        self.coordinator = SimCoordinator(self, replicas)
+        self.held_down: dict[str, None] = {}  # machines that are not to come back for a while
+        self.is_healing = False
+        for n in range(setup.replicas + setup.spare_storages):
+            replica = ReplicaId(f"storage{n}:1")
+            self.storages[replica] = SimStorage(self, replica)
+        self.servers += [SimServer(self, f"server{n}") for n in range(setup.servers)]
+        self.workload = Workload(self)
+        self.clients = [SimClient(self, f"client{n}") for n in range(setup.clients)]
+        for server in self.servers:
+            server.started()
+
+    # ---- who is there
+
+    @property
+    def processes(self) -> "Sequence[Process]":
+        """All of them, in one order."""
+        return [*self.storages.values(), *self.servers, *self.clients]
+
+    def server_named(self, name: str | None) -> SimServer | None:
+        """Return a server by its name."""
+        return next((each for each in self.servers if each.name == name), None)
+
+    @property
+    def owner(self) -> SimServer | None:
+        """The server that the assignment names."""
+        return self.server_named(self.coordinator.assignment.owner)
+
+    def register_storage(self, replica: ReplicaId, storage_id: bytes) -> None:
+        """Enter a storage's id, if none is registered for its address (`cluster replace` does)."""
+        self.coordinator.storage_ids.setdefault(replica, storage_id)
+
+    def start_clients(self) -> None:
+        """Begin the workload."""
+        for client in self.clients:
+            self.start_client(client)
+
+    def start_client(self, client: SimClient) -> None:
+        """Begin a new life of a client."""
+        self.workload.drop(client)
+        client.is_up = True
+        client.incarnation += 1
+        client.started()
+        self.workload.begin(client)
+
+    def restart_later(self, process: Process) -> None:
+        """Start a process again after a while, as its supervisor does, unless it is held down."""
+        delay_us = self.rng.randrange(*RESTART_MS) * MS
+
+        def start() -> None:
+            if process.name not in self.held_down:
+                process.start()
+
+        self.world.after(delay_us, start)
+
+    def reassign(self, replicas: "tuple[ReplicaId, ...]") -> None:
+        """Change the replica assignment, as `cluster` commands do: one replica at a time."""
+        self.ever_assigned.update(dict.fromkeys(replicas))
+        for replica in replicas:
+            self.storages[replica].serve()
+        self.coordinator.reassign(replicas)
+
+    # ---- healing
+
+    def heal(self) -> None:
+        """End all that is wrong; nothing goes wrong any more."""
+        self.is_healing = True
+        self.world.note("heal")
+        self.network.heal()
+        self.held_down.clear()
+        coordinator = self.coordinator
+        coordinator.is_away, coordinator.lost_answers = False, 0.0
+        coordinator.cut_off.clear()
+        coordinator.watch_delay_ms_max = 20
+        for storage in self.storages.values():
+            storage.disk.capacity_bytes = None
+            storage.disk.forget_plans()
+            storage.fsync_us = 500
+        for process in self.processes:
+            process.slow_us = 0
+            process.resume()
+            if not process.is_up and not isinstance(process, SimClient):
+                process.start()
+        for client in self.clients:
+            if not client.is_up:
+                self.start_client(client)
+
+    def is_whole(self) -> bool:
+        """Whether the partition is served with all of its replicas engaged."""
+        owner = self.owner
+        if owner is None or owner.partition is None or owner.store is None:
+            return False
+        session = owner.store.store.session
+        return (
+            owner.partition.is_open
+            and session is not None
+            and session.is_settled
+            and len(session.engaged) == len(self.coordinator.assignment.replicas)
+            and set(session.claim.assigned) == set(self.coordinator.assignment.replicas)
+        )
+
+    def is_equal(self) -> bool:
+        """Whether nothing is under way, and all replicas hold the whole log."""
+        if self.workload.pending_count or not self.is_whole():
+            return False
+        last = self.checks.history.last
+        logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
+        return all(log is not None and log.synced_max == last for log in logs)
+
+    def is_damaged(self) -> bool:
+        """Whether a replica still has to be mended."""
+        logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
+        return any(log is None or log.damaged or log.suspect for log in logs)
+
+    def why_not(self) -> str:
+        """Say what is not as it should be."""
+        owner = self.owner
+        stages = []
+        if owner is not None and owner.store is not None:
+            session = owner.store.store.session
+            if session is not None:
+                stages = [f"{each.replica}:{each.stage.name}" for each in session.replicas.values()]
+        lasts = {
+            name: "down" if one.log is None else one.log.max_id
+            for name, one in self.storages.items()
+        }
+        refused = {name: str(one.refused) for name, one in self.storages.items() if one.refused}
+        return (
+            f"owner {owner and owner.name}, {stages}, replicas end at {lasts}, the log at "
+            f"{self.checks.history.last}, refused {refused}, "
+            f"{self.workload.pending_count} parcels wait"
+        )
+
+    def run_healed(self) -> None:
+        """Let everything become whole, or say what does not (rule 2)."""
+        world, checks = self.world, self.checks
+        self.heal()
+        if not world.run(OPEN_MS_MAX * MS, until=self.is_whole):
+            checks.fail("Converged", f"not whole: {self.why_not()}")
+        # A little more work, then a rest.
+        world.run(AFTERWARDS_MS * MS)
+        self.workload.is_over = True
+        if not world.run(EQUAL_MS_MAX * MS, until=self.is_equal):
+            checks.fail("Converged", f"not equal: {self.why_not()}")
+        checks.at_end()

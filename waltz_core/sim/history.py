@@ -1,0 +1,189 @@
+"""What has really happened in a run, whoever may believe otherwise.
+
+Why it stands alone: a checker that asked the machines what is committed would believe their faults.
+This keeps its own books, from what was handed to replicas and what was told to applications, and
+everything else is compared with it.
+
+Rules:
+    1. A batch is known by its chain, which covers all before it: books are a tree of batches, and
+       the log is the path that ends in the last chain that anybody exposed.
+    2. The path only grows. A chain that does not lead back to the end of the path is a fork, or a
+       loss, and is told as such.
+    3. A row is known by its author's request id and carries a number that names the operation.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Chain,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.replication.events import Batch
+
+_NUMBER: Final = struct.Struct(">Q")
+NUMBER_BYTES: Final = _NUMBER.size
+# Transaction id, request id (client, generation, partition, sequence), header, length, data CRC.
+_PREFIX: Final = struct.Struct(">qiiiiiiI")
+
+
+class Violation(Exception):
+    """A promise was broken; `rule` is the invariant's name."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule = rule
+
+
+class Row(NamedTuple):
+    """One transaction as it was handed to replicas."""
+
+    key: tuple[int, int]  # client id, sequence number
+    number: int  # of the operation
+
+
+class Node(NamedTuple):
+    """One batch in the tree: where it hangs, and what is in it."""
+
+    before: Chain
+    first: TransactionId
+    last: TransactionId
+    session_id: SessionId
+    rows: tuple[Row, ...]
+    record_crcs: bytes
+
+
+@dataclass(slots=True)
+class Operation:
+    """One row that an application wanted in the log, and what it was told."""
+
+    number: int
+    client: str
+    key: tuple[int, int] | None  # known as soon as it is sent
+    write: tuple[int, ...]
+    read: tuple[int, ...]
+    append: tuple[int, ...]
+    mark: int  # what its author had really seen
+    asked_us: int
+    told: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while it waits
+    transaction_id: int = -1
+
+
+@dataclass(slots=True)
+class History:
+    """The books. `log[i]` is the row of transaction i; `chains[i]` the chain where a batch ends."""
+
+    log: list[Row] = field(default_factory=list)
+    sessions: list[SessionId] = field(default_factory=list)  # that wrote each row of the log
+    chains: dict[int, Chain] = field(default_factory=lambda: {BEFORE_FIRST: GENESIS_CHAIN})
+    nodes: dict[Chain, Node] = field(default_factory=dict)
+    by_session: dict[SessionId, list[Chain]] = field(default_factory=dict)
+    operations: dict[int, Operation] = field(default_factory=dict)
+    at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> id in the log
+
+    @property
+    def last(self) -> int:
+        """The last id that was ever exposed as committed."""
+        return len(self.log) - 1
+
+    def submitted(self, before: Chain, session_id: SessionId, batch: Batch) -> Chain:
+        """Hang a batch into the tree; return the chain after it."""
+        chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
+        rows = tuple(rows_of(batch.records, batch.lengths))
+        node = Node(before, batch.first, batch.last, session_id, rows, batch.record_crcs)
+        known = self.nodes.setdefault(chain, node)
+        if known.rows != rows:
+            raise Violation("LogMatching", f"one chain, two contents at {batch.first}")
+        self.by_session.setdefault(session_id, []).append(chain)
+        return chain
+
+    def exposed(self, last: int, chain: Chain) -> range:
+        """The log was said to reach `last` with this chain; return the ids that are new (rule 2).
+
+        Raises Violation when that is not a longer log than the one that is known.
+        """
+        if last <= self.last:
+            known = self.chains.get(last)
+            if known is None:
+                known = self._cut(last)
+            if known != chain:
+                raise Violation("Fork", f"two chains at {last}, which was committed before")
+            return range(0)
+        path: list[Node] = []
+        at, end = chain, last
+        while end > self.last:
+            node = self._node(at, end)
+            path.append(node)
+            at, end = node.before, node.first - 1
+        if end != self.last or self.chains.get(end) != at:
+            raise Violation("Fork", f"the log at {last} does not contain what ends at {self.last}")
+        first_new = len(self.log)
+        for node in reversed(path):
+            self._grow(node)
+        self.chains[last] = chain
+        return range(first_new, last + 1)
+
+    def _node(self, chain: Chain, last: int) -> Node:
+        node = self.nodes.get(chain)
+        if node is not None and node.last == last:
+            return node
+        # A batch that was cut in the middle has an entry of its own.
+        for whole in list(self.nodes.values()):
+            if whole.first <= last < whole.last:
+                count = last - whole.first + 1
+                crcs = whole.record_crcs[: 4 * count]
+                cut_chain = next_chain(
+                    whole.before, whole.first, TransactionId(last), whole.session_id, crcs
+                )
+                if cut_chain == chain:
+                    cut = whole._replace(
+                        last=TransactionId(last), rows=whole.rows[:count], record_crcs=crcs
+                    )
+                    self.nodes[chain] = cut
+                    return cut
+        raise Violation("LogMatching", f"nobody ever wrote a batch that ends at {last} like this")
+
+    def _cut(self, last: int) -> Chain:
+        """Return the chain at an id in the middle of a batch of the log."""
+        end = min(each for each in self.chains if each > last)
+        node = self.nodes[self.chains[end]]
+        crcs = node.record_crcs[: 4 * (last - node.first + 1)]
+        return next_chain(node.before, node.first, TransactionId(last), node.session_id, crcs)
+
+    def _grow(self, node: Node) -> None:
+        for place, row in enumerate(node.rows, node.first):
+            if row.key in self.at:
+                raise Violation(
+                    "AtMostOnce", f"{row.key} is in the log at {self.at[row.key]} and at {place}"
+                )
+            self.at[row.key] = place
+            self.log.append(row)
+            self.sessions.append(node.session_id)
+        self.chains[node.last] = next_chain(
+            node.before, node.first, node.last, node.session_id, node.record_crcs
+        )
+
+
+def rows_of(records: bytes | memoryview, lengths: bytes | memoryview) -> Sequence[Row]:
+    """Return the rows in a run of records (`lengths`: big-endian int32, one a record)."""
+    rows: list[Row] = []
+    offset = 0
+    for (length,) in struct.iter_unpack(">i", lengths):
+        _, client_id, _, _, sequence, _, data_bytes, _ = _PREFIX.unpack_from(records, offset)
+        number = 0
+        if data_bytes >= NUMBER_BYTES:
+            (number,) = _NUMBER.unpack_from(records, offset + _PREFIX.size)
+        rows.append(Row((client_id, sequence), number))
+        offset += length
+    return rows
+
+
+def data_of(number: int, size: int) -> bytes:
+    """Return the data of an operation: its number, and padding."""
+    return _NUMBER.pack(number) + bytes(max(0, size - NUMBER_BYTES))

@@ -1,0 +1,128 @@
+"""A program on a machine: it runs, is slow, stands still, dies, and starts again.
+
+Why it stands alone: storages, servers and clients die in the same way, and what a dead program had
+planned must not happen.
+
+Rules:
+    1. What was planned by one incarnation never reaches the next one.
+    2. While it stands still nothing is lost: everything is taken in, in order, when it goes on.
+    3. A machine's `wake_at_ms` is looked at after every step; there is at most one timer.
+"""
+
+from typing import TYPE_CHECKING
+
+from waltz_core.sim.world import Action, Planned, World
+
+if TYPE_CHECKING:
+    from waltz_core.sim.network import Link
+
+
+class Process:
+    """See the module's rules. A subclass says what happens in `died`, `started` and `ring`."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.rng = world.stream(name)
+        self.chance = self.rng.random
+        self.is_up = True
+        self.is_paused = False
+        self.incarnation = 1
+        self.slow_us = 0  # before each thing that it takes in
+        self.wall_offset_ms = 0
+        self.links: dict[int, Link] = {}
+        self._held: list[tuple[int, Action]] = []
+        self._free_at_us = 0
+        self._timer: Planned | None = None
+        self._timer_at_ms = 0
+
+    @property
+    def wall_ms(self) -> int:
+        """What its clock on the wall shows."""
+        return 1_000_000 + self.world.now_ms + self.wall_offset_ms
+
+    def take(self, incarnation: int, action: Action) -> None:
+        """Let something come in that was meant for one incarnation (rules 1 and 2)."""
+        if incarnation != self.incarnation or not self.is_up:
+            return
+        if self.is_paused:
+            self._held.append((incarnation, action))
+        elif self.slow_us and self.world.now_us < self._free_at_us:
+            delay_us = self._free_at_us - self.world.now_us
+            self._free_at_us += self.slow_us
+            self.world.after(delay_us, lambda: self._late(incarnation, action))
+        else:
+            if self.slow_us:
+                self._free_at_us = self.world.now_us + self.slow_us
+            action()
+
+    def _late(self, incarnation: int, action: Action) -> None:
+        if incarnation != self.incarnation or not self.is_up:
+            return
+        if self.is_paused:
+            self._held.append((incarnation, action))
+        else:
+            action()
+
+    def after(self, delay_us: int, action: Action) -> Planned:
+        """Plan something that ends with this incarnation."""
+        incarnation = self.incarnation
+        return self.world.after(delay_us, lambda: self.take(incarnation, action))
+
+    def pause(self) -> None:
+        """Stand still (SIGSTOP)."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on, with what came in meanwhile."""
+        if not self.is_paused:
+            return
+        self.is_paused = False
+        held, self._held = self._held, []
+        for incarnation, action in held:
+            self.take(incarnation, action)
+
+    def die(self) -> None:
+        """End at once; what it has sent may still arrive."""
+        self.is_up = self.is_paused = False
+        self.incarnation += 1
+        self._held.clear()
+        self._timer = None
+        self._free_at_us = 0
+        self.died()
+
+    def start(self) -> None:
+        """Start anew; nothing for one that runs."""
+        if self.is_up:
+            return
+        self.is_up = True
+        self.incarnation += 1
+        self.started()
+
+    def set_timer(self, at_ms: int | None) -> None:
+        """Have `ring` called at this time (rule 3)."""
+        if at_ms is None:
+            return
+        timer = self._timer
+        if timer is not None and timer.action is not None:
+            if self._timer_at_ms <= at_ms:
+                return
+            timer.cancel()
+        self._timer_at_ms = at_ms
+        delay_us = max(1, at_ms * 1000 - self.world.now_us)
+        self._timer = self.after(delay_us, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self.ring()
+
+    # ---- what a subclass does
+
+    def died(self) -> None:
+        """Forget what was in memory."""
+
+    def started(self) -> None:
+        """Come up."""
+
+    def ring(self) -> None:
+        """The timer: send the machine its wake-up if it is due, and set the next timer."""

@@ -1,0 +1,75 @@
+"""One seed or one schedule, run to its end: the verdict.
+
+Why it stands alone: tests, the command line, the swarm and the shrinker all run a schedule in the
+same way, and mean the same by "failed".
+"""
+
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+
+from waltz_core.sim import faults
+from waltz_core.sim.cluster import MS, SimCluster
+from waltz_core.sim.history import Violation
+from waltz_core.sim.schedule import Schedule, schedule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run ended. `rule` is None for a good one, else the name of what was broken.
+
+    A machine that has raised (its own assertion, or anything else) broke the rule `Crash`.
+    `steps` counts what happened in the world, `disk_steps` what its disks did.
+    """
+
+    schedule: Schedule
+    rule: str | None
+    text: str
+    counts: Counter[str]
+    steps: int
+    disk_steps: int
+    virtual_ms: int
+    committed: int
+    fingerprint: str
+    trace: str
+    notes: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was broken."""
+        return self.rule is None
+
+
+def run_seed(seed: int, *, is_traced: bool = False) -> Verdict:
+    """Draw a schedule from a seed and run it."""
+    return run(schedule_of(seed, faults.WEIGHTS), is_traced=is_traced)
+
+
+def run(schedule: Schedule, *, is_traced: bool = False) -> Verdict:
+    """Run a schedule: its faults, then healing, then the checks of the end."""
+    cluster = SimCluster(schedule, is_traced=is_traced)
+    rule, text = None, ""
+    try:
+        faults.plan(cluster, schedule)
+        cluster.start_clients()
+        setup = schedule.setup
+        cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
+        cluster.run_healed()
+    except Violation as violation:
+        rule, text = violation.rule, str(violation)
+    except Exception:  # noqa: BLE001 - whatever a machine raises is what is looked for
+        rule, text = "Crash", traceback.format_exc(limit=-6)
+    world = cluster.world
+    return Verdict(
+        schedule=schedule,
+        rule=rule,
+        text=text,
+        counts=cluster.checks.counts,
+        steps=world.step_count,
+        disk_steps=sum(storage.disk.step_count for storage in cluster.storages.values()),
+        virtual_ms=world.now_ms,
+        committed=len(cluster.checks.history.log),
+        fingerprint=world.fingerprint,
+        trace=world.trace,
+        notes=tuple(world.notes),
+    )

@@ -1,0 +1,232 @@
+"""A storage of the simulation: the real service and engine on a disk that can lose things.
+
+Why it stands alone: it is what `storage/daemon.py` is outside: it runs the service's effects, but
+in virtual time, and a power cut may strike between any two steps of its disk.
+
+Rules:
+    1. The service, the engine and the files are the production ones, unchanged.
+    2. A piece of work is done at one moment and answered after the time that a disk takes: between
+       the two the process may die with everything durable and nothing told. What dies in the
+       middle of the work dies at a step of its disk (`SimDisk.plan`).
+    3. A disk belongs to the machine, not to the process: it outlives every incarnation.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import NoSpace, WaltzError
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.sim.disk import PowerLoss, SimDisk, Survival
+from waltz_core.sim.network import FAR, Handlers, Link
+from waltz_core.sim.process import Process
+from waltz_core.storage import service
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.service import Identity, StorageService
+from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
+from waltz_core.wire.messages import AppendRaw, Message, StorageMessage
+
+if TYPE_CHECKING:
+    from waltz_core.sim.cluster import SimCluster
+
+HOME: Final = Path("/waltz")
+QUEUE_BYTES_MAX: Final = 64 * 1024
+RESTART_MS: Final = (1, 400)
+
+
+class SimStorage(Process):
+    """One storage machine: its disk, and the process on it. `replica` is its address."""
+
+    def __init__(self, cluster: "SimCluster", replica: ReplicaId) -> None:
+        super().__init__(cluster.world, replica)
+        self.replica = replica
+        self._cluster = cluster
+        self._checks = cluster.checks
+        self.disk = SimDisk(is_traced=False)
+        self.snapshots: list[tuple[SimDisk, object]] = []
+        self.fsync_us = self.rng.choice((100, 500, 2_000))
+        self.storage_id = self.rng.randbytes(16)
+        self.engine: Engine | None = None
+        self.service: StorageService | None = None
+        self._settings = LogSettings(
+            cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
+        )
+        self.refused: WaltzError | None = None  # why it did not come up
+        self.started()
+
+    def _wall_clock(self) -> int:
+        return self.wall_ms
+
+    @property
+    def log(self) -> PartitionLog | None:
+        """The log of the partition, where the process runs and serves it."""
+        if self.engine is None:
+            return None
+        return self.engine.logs.get(self._cluster.partition_id)
+
+    # ---- life
+
+    def started(self) -> None:
+        """Open the directory and serve the partition."""
+        self.refused = None
+        try:
+            self.engine = Engine.open(
+                self.disk,
+                HOME,
+                self._settings,
+                partition_count=1,
+                new_storage_id=self.storage_id,
+                reserve_bytes=self._cluster.setup.reserve_bytes,
+            )
+        except PowerLoss:
+            self.lose_power()
+            return
+        except WaltzError as error:
+            self._gone(f"does not start: {error}", error)
+            return
+        identity = Identity(self._cluster.key, 1, self.engine.storage_id)
+        self.service = StorageService(identity, queue_bytes_max=QUEUE_BYTES_MAX)
+        self._checks.storage_started(self)
+        self._cluster.register_storage(self.replica, self.engine.storage_id)
+        self.serve()
+
+    def serve(self) -> None:
+        """Open the partition's log, if it is assigned here."""
+        if self.engine is None or self.replica not in self._cluster.ever_assigned:
+            return
+        try:
+            log = self.engine.assign(PartitionId(self._cluster.partition_id))
+        except PowerLoss:
+            self.lose_power()
+            return
+        except WaltzError as error:
+            self.refused = error
+            self.world.note(f"{self.name} does not open the partition: {error}")
+            self._checks.storage_refused(self, error)
+            return
+        assert self.service is not None
+        if log.partition_id not in self.service.partitions:
+            self._checks.log_opened(self, log)
+            self._step(service.Opened(log))
+
+    def died(self) -> None:
+        """The process is gone; its files are as the kernel has them."""
+        if self.engine is not None:
+            self.engine.abandon()
+        self.engine = self.service = None
+
+    def kill(self, *, is_silent: bool = False) -> None:
+        """End the process (`kill -9`): the kernel's pages stay."""
+        if not self.is_up:
+            return
+        self.world.note(f"{self.name} is killed")
+        self.die()
+        self._cluster.network.died(self, is_silent=is_silent)
+
+    def lose_power(self, survival: Survival = Survival.ANY_SECTORS) -> None:
+        """Switch the machine off: what was not synced is lost, or some of it."""
+        self.world.note(f"{self.name} loses power")
+        if self.is_up:
+            # The files of this boot are gone with it, so nothing is left to be closed.
+            self.engine = None
+            self.die()
+            self._cluster.network.died(self, is_silent=self.chance() < 0.5)
+        self.disk.power_loss(survival, self.rng)
+        self._cluster.restart_later(self)
+
+    def _gone(self, text: str, error: WaltzError) -> None:
+        self.world.note(f"{self.name} {text}")
+        self.refused = error
+        self.engine = self.service = None
+        self.is_up = False
+        self.incarnation += 1
+        self._checks.storage_refused(self, error)
+        self._cluster.network.died(self, is_silent=False)
+        self._cluster.restart_later(self)
+
+    # ---- links
+
+    def accept(self, link: Link) -> Handlers:
+        """A server has dialled."""
+        return Handlers(self._heard, self._lost)
+
+    def _heard(self, link: Link, message: Message) -> None:
+        assert isinstance(message, StorageMessage)
+        self._step(Request(ConnectionId(link.number), message))
+
+    def _lost(self, link: Link, reason: str) -> None:
+        self._step(service.Disconnected(ConnectionId(link.number)))
+
+    # ---- the service
+
+    def ring(self) -> None:
+        """See `Process.ring`."""
+        assert self.service is not None
+        wake_at_ms = self.service.wake_at_ms
+        if wake_at_ms is not None and wake_at_ms <= self.world.now_ms:
+            self._step(Wakeup())
+        else:
+            self.set_timer(wake_at_ms)
+
+    def _step(self, event: service.Event) -> None:
+        machine = self.service
+        assert machine is not None
+        for effect in machine.step(event, self.world.now_ms):
+            self._perform(effect)
+            if self.service is not machine:
+                return
+        self.set_timer(machine.wake_at_ms)
+
+    def _perform(self, effect: service.Effect) -> None:
+        match effect:
+            case service.Answer(connection, message):
+                link = self.links.get(connection)
+                if link is not None:
+                    self._cluster.network.send(link, FAR, message)
+            case service.RunWork(work):
+                self._run(work)
+            case service.CloseConnection(connection, reason):
+                link = self.links.get(connection)
+                if link is not None:
+                    self._cluster.network.close(link, FAR, reason)
+                    self.after(0, lambda: self._step(service.Disconnected(connection)))
+            case service.EndProcess(reason):
+                self.world.note(f"{self.name} ends: {reason}")
+                self._checks.count("storage ended itself")
+                self.die()
+                self._cluster.network.died(self, is_silent=False)
+                self._cluster.restart_later(self)
+            case Report():
+                self._checks.reported(self.name, effect)
+            case _:
+                # Reading less is the socket's business, and there is one partition for ever.
+                assert not isinstance(effect, service.Idle)
+
+    def _run(self, work: Work) -> None:
+        """Rule 2."""
+        before = self._checks.before_work(self, work)
+        try:
+            result = self._do(work)
+        except PowerLoss:
+            self._checks.count("power lost at a step of the disk")
+            self.lose_power()
+            return
+        self._checks.worked(self, work, result, before)
+        has_synced = result.sync_s is not None or not result.read_count
+        busy_us = self.fsync_us if has_synced else 30
+        self.after(int(busy_us * (0.5 + self.chance())) + 20, partial(self._done, work, result))
+
+    def _do(self, work: Work) -> WorkResult:
+        """As the daemon does: a full disk still has room for a truncation or a repair."""
+        result = work.run()
+        is_append = work.requests and isinstance(work.requests[0].message, AppendRaw)
+        if not is_append and any(isinstance(each, NoSpace) for each in result.outcomes):
+            assert self.engine is not None
+            self.engine.release_reserve()
+            result = work.run()
+        return result
+
+    def _done(self, work: Work, result: WorkResult) -> None:
+        self._step(service.WorkDone(work, result))
