@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from waltz_spark.api import Snapshot, WriteResult, append, register, session, snapshot
+    from waltz_spark.failures import error_of
 
-__all__ = ["Snapshot", "WriteResult", "append", "register", "session", "snapshot"]
+__all__ = ["Snapshot", "WriteResult", "append", "error_of", "register", "session", "snapshot"]
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        return getattr(import_module("waltz_spark.api"), name)
+        module = "waltz_spark.failures" if name == "error_of" else "waltz_spark.api"
+        return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

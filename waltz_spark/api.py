@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.connections import client_of
+from waltz_spark.failures import error_of
 from waltz_spark.writer.results import COMMITTED, REJECTED, SUMMARY_FILE, open_place
 
 
@@ -72,6 +74,9 @@ def append(
     Raises:
         BadConfig: an option or `high_water_marks` is wrong, or a cluster's Spark needs
             `resultsPath`.
+        BadRequest: the DataFrame cannot be written; the column is named.
+        LockFailed: with `onLockFailure=fail`, a row was refused.
+        Unavailable: the cluster cannot be reached, or took no rows for a minute.
     """
     spark = df.sparkSession
     texts = {name: _text(value) for name, value in options.items()}
@@ -83,7 +88,13 @@ def append(
     # In a thread of the caller's Spark's writer knows no active session, and no Python format then;
     # createDataFrame makes the session active.
     spark.createDataFrame([], "nothing int")
-    df.write.format("waltz").mode("append").options(**texts).save(connect)
+    try:
+        df.write.format("waltz").mode("append").options(**texts).save(connect)
+    except PySparkException as failure:
+        found = error_of(failure)
+        if found is None:
+            raise
+        raise found from failure
     place = open_place(path)
     with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
         summary = json.loads(stream.read())

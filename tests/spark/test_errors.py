@@ -3,6 +3,9 @@
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+import waltz_spark
+from waltz_core import errors
+
 pytestmark = pytest.mark.spark
 
 DATA = "data string"
@@ -56,6 +59,7 @@ def test_an_absent_root(spark: SparkSession, connect: str) -> None:
     ("schema", "values", "options", "sentence"),
     [
         ("payload string", ("x",), {}, "no column 'data'"),
+        ("data string, write_lock int", ("x", 1), {}, "did you mean 'write_locks'"),
         ("data int", (1,), {}, "'data' is to be binary or string; found int"),
         ("data string, header string", ("x", "y"), {}, "'header' is to be int"),
         ("data string, write_locks array<string>", ("x", ["y"]), {}, "array<int>"),
@@ -85,6 +89,23 @@ def test_wrong_writes(
             connect
         )
     assert spark.read.format("waltz").load(connect).count() == before
+
+
+def test_a_sentence_comes_without_a_stack_and_with_its_class(
+    spark: SparkSession, connect: str
+) -> None:
+    outside = rows(spark, "data string, partition int", ("x", 9))
+    with pytest.raises(Exception, match="holds 9") as on_executor:
+        outside.write.format("waltz").mode("append").save(connect)
+    with pytest.raises(Exception, match="no column 'data'") as on_driver:
+        rows(spark, "misspelt string").write.format("waltz").mode("append").save(connect)
+    for caught, told in ((on_executor, "column 'partition' holds 9"), (on_driver, "no column")):
+        assert "Traceback" not in str(caught.value)
+        found = waltz_spark.error_of(caught.value)
+        assert type(found) is errors.BadRequest
+        assert told in str(found)
+    with pytest.raises(errors.BadRequest, match="holds 9"):
+        waltz_spark.append(outside, connect)
 
 
 def test_overwrite_says_why_a_log_cannot(spark: SparkSession, connect: str) -> None:

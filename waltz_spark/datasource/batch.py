@@ -15,6 +15,7 @@ from waltz_core.client import Layout, ReplicaSet
 from waltz_spark import planning
 from waltz_spark.connections import client_at, client_of
 from waltz_spark.datasource.fetch import Shape, fetch
+from waltz_spark.failures import plainly, plainly_each
 from waltz_spark.options import ReadOptions
 
 
@@ -41,6 +42,7 @@ class WaltzBatchReader(DataSourceReader):
         self._options = options
         self._schema = schema
 
+    @plainly
     def partitions(self) -> Sequence[InputPartition]:
         """Resolve the marks, once, and return the tasks.
 
@@ -68,6 +70,7 @@ class WaltzBatchReader(DataSourceReader):
         layout = client.layout()
         return [Task(layout, sources[span.partition], *span) for span in spans]
 
+    @plainly_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield a task's transactions as Arrow batches."""
         if not isinstance(partition, Task):

@@ -13,6 +13,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWrite
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadRequest
+from waltz_spark.failures import plainly
 from waltz_spark.options import LOG_COLUMNS, check_names, parse_read, parse_write
 from waltz_spark.rows import check_log_types, read_schema
 
@@ -28,6 +29,7 @@ class WaltzDataSource(DataSource):
         df.write.format("waltz").mode("append").save("zk1:2181/waltz/payments")
     """
 
+    @plainly
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(dict(options))
         check_names(options)
@@ -37,10 +39,12 @@ class WaltzDataSource(DataSource):
         """Return the name of the format."""
         return "waltz"
 
+    @plainly
     def schema(self) -> str:
         """Return the log's columns, or those that option `columns` names."""
         return read_schema(parse_read(self.options).columns)
 
+    @plainly
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch; `schema` may be the user's own."""
         options = parse_read(self.options)
@@ -55,6 +59,7 @@ class WaltzDataSource(DataSource):
 
         return WaltzBatchReader(options, schema)
 
+    @plainly
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
         """Return the writer of a batch."""
         if overwrite:

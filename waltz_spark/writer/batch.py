@@ -20,6 +20,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import Reason
 from waltz_core.errors import LockFailed
 from waltz_spark.connections import client_at, client_of
+from waltz_spark.failures import plainly
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.appender import Answered, Appender, check_marks
 from waltz_spark.writer.columns import Shaped, Shaper, check_schema
@@ -96,6 +97,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
     # -- in a task ----------------------------------------------------------------------------
 
+    @plainly
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send a task's rows; return what became of them."""
         context = TaskContext.get()
@@ -148,6 +150,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
     # -- on the driver again ------------------------------------------------------------------
 
+    @plainly
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Close the results and say in one line what became of the job."""
         tasks = [message for message in messages if isinstance(message, Written)]

@@ -1,0 +1,75 @@
+"""An error's way from a worker to the user."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from waltz_core import errors
+from waltz_spark.failures import error_of, plainly, plainly_each
+
+HIDE = "SPARK_HIDE_TRACEBACK"
+
+
+@plainly
+def one(error: Exception) -> None:
+    raise error
+
+
+@plainly_each
+def each(error: Exception) -> Iterator[int]:
+    yield 1
+    raise error
+
+
+def test_a_worker_of_spark_leaves_the_stack_of_a_sentence_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
+    for call in (one, lambda error: list(each(error))):
+        monkeypatch.setenv(HIDE, "")
+        with pytest.raises(errors.LockFailed, match="refused"):
+            call(errors.LockFailed("refused"))
+        assert os.environ[HIDE] == "1"
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("a bug"), errors.RemoteProtocolError("a peer's"), errors.WaltzError()]
+)
+def test_a_bug_keeps_its_stack(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
+    monkeypatch.setenv(HIDE, "")
+    with pytest.raises(type(error)):
+        one(error)
+    with pytest.raises(type(error)):
+        list(each(error))
+    assert os.environ[HIDE] == ""
+
+
+def test_the_users_own_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPARK_PYTHON_RUNTIME", raising=False)
+    monkeypatch.setenv(HIDE, "")
+    with pytest.raises(errors.BadRequest):
+        one(errors.BadRequest("no"))
+    assert os.environ[HIDE] == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[PYTHON_EXCEPTION] From the Python worker: waltz_core.errors.LockFailed: a: row\n SQL: 3",
+        "waltz_core.errors.Unreachable: b\n\nTraceback\nwaltz_core.errors.LockFailed: a: row",
+    ],
+)
+def test_the_driver_gets_class_and_sentence_back(text: str) -> None:
+    found = error_of(RuntimeError(text))
+    assert type(found) is errors.LockFailed
+    assert str(found) == "a: row"
+
+
+def test_what_is_not_ours_is_nobodys() -> None:
+    assert error_of(RuntimeError("ValueError: no")) is None
+    assert error_of(RuntimeError("waltz_core.errors.Any: no")) is None
+    assert error_of(RuntimeError("waltz_core.errors.ClassVar: no")) is None
+    own = errors.BadRequest("no")
+    assert error_of(own) is own

@@ -1,0 +1,85 @@
+"""An error's way from a Spark worker to the user: as one sentence, and back as its class.
+
+Why it stands alone: Spark sends an exception to the driver as text, the stack of its worker first.
+Both ends of that way are here: what a worker leaves out, and what the driver reads out of the rest.
+
+Rules:
+    1. An error that says what was expected, what was found and where needs no stack: the sentence
+       comes first. Everything else, which may be our own bug, keeps its stack.
+    2. Nothing but the last words of a worker is changed: Spark ends it after an exception.
+"""
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+from waltz_core import errors
+
+_log = logging.getLogger("waltz")
+
+# What Spark says to its Python workers, and what they look at when they report an exception.
+_WORKER = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
+_HIDE = "SPARK_HIDE_TRACEBACK"
+_SPOKEN = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
+_SENTENCE = re.compile(r"\bwaltz_core\.errors\.(\w+): (.*)")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def plainly(call: Callable[P, T]) -> Callable[P, T]:
+    """Have what a method raises reach the user as its sentence (rule 1)."""
+
+    @functools.wraps(call)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except _SPOKEN as error:
+            _hide_stack(error)
+            raise
+
+    return plain
+
+
+def plainly_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Do the same for what a method raises while its result is iterated over."""
+
+    @functools.wraps(call)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        try:
+            yield from call(*args, **kwargs)
+        except _SPOKEN as error:
+            _hide_stack(error)
+            raise
+
+    return plain
+
+
+def _hide_stack(error: errors.WaltzError) -> None:
+    _log.debug("the stack of what the user is told", exc_info=error)
+    name, worker = _WORKER
+    if os.environ.get(name) == worker:
+        os.environ[_HIDE] = "1"
+
+
+def error_of(failure: BaseException) -> errors.WaltzError | None:
+    """Return our error inside one that Spark has raised on the driver; None when there is none.
+
+        except Exception as failure:
+            if isinstance(waltz_spark.error_of(failure), LockFailed): ...
+
+    It has the class and the sentence; other attributes do not travel.
+    """
+    if isinstance(failure, errors.WaltzError):
+        return failure
+    found = _SENTENCE.findall(str(failure))
+    if not found:
+        return None
+    name, sentence = found[-1]
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.WaltzError)):
+        return None
+    return kind(sentence)
