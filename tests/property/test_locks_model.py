@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from waltz_core.batches import LockColumn
 from waltz_core.record import TransactionId
-from waltz_core.server.locks import LockTable, Requests
+from waltz_core.server.locks import AHEAD, PASSED, LockTable, Requests
 
 Row = tuple[list[int], list[int], list[int], int, bool]  # write, read, append, mark lag, eligible
 LOCKS = st.sampled_from([0, 1, 2, 3, -1, -7, 2**31 - 1, -(2**31)])
@@ -63,12 +63,34 @@ def column(lists: list[list[int]]) -> LockColumn:
     return LockColumn(np.cumsum([0] + [len(r) for r in lists]), np.array(values, dtype=np.int32))
 
 
+def judge_one_by_one(
+    table: LockTable,
+    batch: list[Row],
+    marks: list[int],
+    expected: list[tuple[int, int, bool]],
+    high: TransactionId,
+) -> None:
+    """The same rows, each alone, must have the same verdicts."""
+    next_id = min((each for each, _, _ in expected if each >= 0), default=high + 1)
+    for (write, read, append, _, eligible), mark, (given_id, conflict, ahead) in zip(
+        batch, marks, expected, strict=True
+    ):
+        if not eligible:
+            continue
+        said = table.judge_one(
+            (write, read, append), mark, high_water_mark=high, next_id=TransactionId(next_id)
+        )
+        assert said == (AHEAD if ahead else PASSED if given_id >= 0 else conflict)
+        next_id += said == PASSED
+
+
 @settings(max_examples=400)
 @given(st.sampled_from([1, 2, 5, 31, 1009]), st.integers(-1, 5), steps)
 def test_the_table_judges_like_the_model(
     slot_count: int, high: int, course: list[tuple[list[Row], int, str]]
 ) -> None:
     table, model = LockTable(slot_count, TransactionId(high)), Model(slot_count, high)
+    single = LockTable(slot_count, TransactionId(high))
     next_id = high + 1
     for batch, commits, fate in course:
         marks = [max(-1, high - lag) if lag >= 0 else high + 1 for _, _, _, lag, _ in batch]
@@ -89,14 +111,18 @@ def test_the_table_judges_like_the_model(
         assert found.pending.tolist() == [conflict > high for _, conflict, _ in expected]
         assert found.accepted_count == sum(i >= 0 for i, _, _ in expected)
         assert table._slots.tolist() == model.slots
+        judge_one_by_one(single, batch, marks, expected, TransactionId(high))
+        assert single._slots.tolist() == model.slots
         next_id += found.accepted_count
         high = min(high + commits, next_id - 1)
         if fate == "c":  # The session is lost with what is in flight; the lineage is unbroken.
             table.clamp(TransactionId(high))
+            single.clamp(TransactionId(high))
             model.slots = [min(slot, high) for slot in model.slots]
             next_id = high + 1
         elif fate == "r":
             table.reset(TransactionId(high))
+            single.reset(TransactionId(high))
             model.slots = [high] * slot_count
             next_id = high + 1
         # LockBound: no estimate is above the last id given out.
