@@ -107,6 +107,7 @@ class PartitionStore:
         self._limits = limits
         self._outbox: list[Effect] = []
         self._now_ms = 0
+        self._wake_at_ms: int | None = None
         # Ownership (A).
         self._generation: Generation | None = None
         self._replicas: tuple[ReplicaId, ...] = ()
@@ -185,7 +186,7 @@ class PartitionStore:
     @property
     def wake_at_ms(self) -> int | None:
         """When to send the next `Wakeup`; None for never."""
-        return min(self._wake_times(), default=None)
+        return self._wake_at_ms  # asked more often than it changes
 
     def _wake_times(self) -> Iterator[int]:
         if self._retry_at_ms is not None:
@@ -222,6 +223,7 @@ class PartitionStore:
             case _:
                 assert_never(event)
         self._follow_session()
+        self._wake_at_ms = min(self._wake_times(), default=None)
         effects = self._outbox[:]
         self._outbox.clear()
         return effects

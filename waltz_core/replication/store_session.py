@@ -163,11 +163,12 @@ class StoreSession:
     def wake_times(self, now_ms: int) -> Iterator[int]:
         """Yield the times at which something is due; one that is due already is yielded too."""
         for each in self.replicas.values():
-            oldest_ms = each.oldest_ms
             if each.stage is Stage.ABSENT:
                 yield each.redial_at_ms
-            elif not self._has_time(each) and oldest_ms is not None:
-                yield oldest_ms + self._limits.answer_ms_max
+            elif not self._has_time(each):
+                oldest_ms = each.oldest_ms
+                if oldest_ms is not None:
+                    yield oldest_ms + self._limits.answer_ms_max
         for proof in self._proofs.values():
             yield proof.deadline_ms
         yield from self.repairs.wake_times(now_ms)
