@@ -68,6 +68,10 @@ class FeedCursor:
             self._fed = self._applied = mark
         return self._fed
 
+    def mounting(self) -> None:
+        """A new mount begins: what the server waited for in an older one is over."""
+        self.is_suspended = False
+
     def mounted(self) -> None:
         """A mount with the feed has succeeded: the server waits to be asked."""
         assert self._fed is not None

@@ -249,6 +249,7 @@ class PartitionStream:
         self._mount += 1
         self._mount_id = self._control_id()
         self._mount_has_feed = wants_feed
+        self._cursor.mounting()
         request = messages.MountWriter(self._mount_id, self._connection_sequence, mark, wants_feed)
         out.append(Send(self._link, request))
 

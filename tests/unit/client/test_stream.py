@@ -472,6 +472,20 @@ def test_no_more_is_asked_for_while_the_application_is_far_behind():
     assert effects[1:] == [events.FeedLags(49, 900), events.Ready(900)]
 
 
+def test_nothing_is_asked_of_a_mount_that_is_not_answered_yet():
+    story = Story()
+    request = story.fed(-1)
+    story.hear(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
+    story.hear(m.FeedSuspended(request.req_id))
+    story.tell(events.Applied(24))
+    story.mounted(story.link(), 60)
+    (mount,) = story.sent(m.MountWriter)
+    assert mount.wants_feed
+    assert story.tell(events.Applied(30)) == []
+    story.mounted(mount, 60)
+    assert story.sent(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
+
+
 def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
     story = Story()
     story.tell(events.Subscribe(-1))
