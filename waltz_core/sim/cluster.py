@@ -25,7 +25,7 @@ from waltz_core.sim.workload import Workload
 from waltz_core.sim.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MS: Final = 1_000
 OPEN_MS_MAX: Final = 90_000
@@ -39,14 +39,20 @@ class SimCluster:
     partition_id: Final = PartitionId(0)
     key: Final = b"cluster-key-16-b"
 
-    def __init__(self, schedule: Schedule, *, is_traced: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        is_traced: bool = False,
+        checks: "Callable[[SimCluster], Checks]" = Checks,
+    ) -> None:
         self.schedule = schedule
         self.setup = setup = schedule.setup
         self.limits, self.store_limits = setup.limits(), setup.store_limits()
-        self.world = World(schedule.seed, is_traced=is_traced)
+        self.world = World(schedule.seed, is_traced=is_traced, is_calm=setup.is_calm)
         self.rng = self.world.stream("cluster")
         self.network = Network(self.world, is_bytes=setup.is_bytes)
-        self.checks = Checks(self)
+        self.checks = checks(self)
         self.storages: dict[ReplicaId, SimStorage] = {}
         self.servers: list[SimServer] = []
         replicas = tuple(ReplicaId(f"storage{n}:1") for n in range(setup.replicas))

@@ -57,6 +57,7 @@ class Setup:
     range_bytes_max: int = 1_024
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
+    is_calm: bool = False  # every draw is the middle one, for told stories
 
     def limits(self) -> Limits:
         """What a served partition keeps to."""
