@@ -4,8 +4,8 @@
         transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
 
 Why it stands alone: it is the public API; what is not named here may change from release to
-release. From the top: `async_client` and `sync_client` (the faces), `contexts` (retries), `feed`
-and `catch_up` (the log on its way to the application), `partition` (one partition's shell),
+release. From the top: `async_client` and `sync_client` (the faces), `contexts` (retries), `feed`,
+`catch_up`, `outage` (the log on its way to the application), `partition` (one partition's shell),
 `appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
 `requests` and `ranges` (reading), `connections` and `directory` (where to go).
 """

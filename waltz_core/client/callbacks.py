@@ -9,11 +9,14 @@ Rules:
     2. A partition's transactions are applied one at a time; partitions do not wait for each other.
     3. A transaction that cannot be applied is never passed over in silence: `uncaught_exception`
        decides, and what it returns is done.
+    4. An outage ends no feed unless the application says so: what may work later is tried again for
+       as long as it takes, with a warning in the log now and then.
 """
 
 from abc import ABC, abstractmethod
 from enum import Enum, auto
 
+from waltz_core import errors
 from waltz_core.client.transaction import AsyncTransaction, Transaction
 from waltz_core.record import BEFORE_FIRST
 
@@ -24,6 +27,18 @@ class PoisonPolicy(Enum):
     STOP = auto()  # the partition's feed ends here; the other partitions go on
     SKIP = auto()  # take it as applied
     RETRY = auto()  # apply it again, after a pause that doubles from 10 ms to 10 s
+
+
+def policy_of(error: Exception) -> PoisonPolicy:
+    """Return what is done unless an application decides otherwise (rule 4).
+
+    RETRY while the log cannot be reached (`errors.Unavailable`), and STOP for everything else. An
+    append of the application's own whose outcome is unknown is not made again on its behalf.
+    """
+    in_doubt = (errors.OutcomeUnknown, errors.CoordinatorOutcomeUnknown)
+    if isinstance(error, errors.Unavailable) and not isinstance(error, in_doubt):
+        return PoisonPolicy.RETRY
+    return PoisonPolicy.STOP
 
 
 class Callbacks(ABC):
@@ -46,12 +61,14 @@ class Callbacks(ABC):
         transaction_id: int,
         error: Exception,
     ) -> PoisonPolicy:
-        """Say what to do when `apply_transaction` has raised; `STOP` unless overridden.
+        """Say what to do when `apply_transaction` has raised; `policy_of(error)` unless overridden.
 
-        Also called, with the id after the last one applied, when the feed itself cannot go on
-        (the log is shorter than the application's mark, say); the answer then does not matter.
+        In an outage of the log, when the data cannot be had, it is asked again and again for the
+        same transaction. Also called, with the id after the last one applied, when the feed itself
+        cannot go on (the log is shorter than the application's mark, say); the answer then does
+        not matter.
         """
-        return PoisonPolicy.STOP
+        return policy_of(error)
 
 
 class AsyncCallbacks(ABC):
@@ -74,9 +91,11 @@ class AsyncCallbacks(ABC):
         transaction_id: int,
         error: Exception,
     ) -> PoisonPolicy:
-        """Say what to do when `apply_transaction` has raised; `STOP` unless overridden.
+        """Say what to do when `apply_transaction` has raised; `policy_of(error)` unless overridden.
 
-        Also called, with the id after the last one applied, when the feed itself cannot go on
-        (the log is shorter than the application's mark, say); the answer then does not matter.
+        In an outage of the log, when the data cannot be had, it is asked again and again for the
+        same transaction. Also called, with the id after the last one applied, when the feed itself
+        cannot go on (the log is shorter than the application's mark, say); the answer then does
+        not matter.
         """
-        return PoisonPolicy.STOP
+        return policy_of(error)

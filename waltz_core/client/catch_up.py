@@ -2,12 +2,23 @@
 
 Why it stands alone: an application that comes back after a day is millions of transactions behind.
 It fetches those itself, in ranges of headers and at its own pace; only the rest comes as a feed.
+
+Rules:
+    1. Whoever is asked may be away for as long as he likes: he is asked again until he answers, or
+       until the feed has ended for another reason.
+    2. What no second try can mend ends the feed, and the application is told.
 """
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.feed import Applier, Consumer
+from waltz_core.client.outage import Outage
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.ranges import RangeQuery
 from waltz_core.client.requests import Requests
@@ -15,6 +26,8 @@ from waltz_core.config import ClientConfig
 from waltz_core.raw_records import FEED_HEADER_DTYPE, HEADER_DTYPE
 from waltz_core.record import TransactionId
 from waltz_core.wire.messages import RangeForm
+
+T = TypeVar("T")
 
 
 class CatchUp:
@@ -31,6 +44,7 @@ class CatchUp:
         self._requests = requests
         self._config = config
         self._applier = Applier(partition.partition_id, consumer, partition.applied)
+        self._outage = Outage(partition.partition_id, "range")
         partition.applier = self._applier
         partition.fetch = self._fetch_all
 
@@ -38,7 +52,7 @@ class CatchUp:
         """Feed the application after `mark` (None: the end of the log) until cancelled."""
         if mark is None:
             try:
-                mark = await self._ask_mark()
+                mark = await self._until_answered(self._ask_mark)
             except errors.WaltzError as error:
                 await self._applier.stop(error)
                 return
@@ -51,14 +65,30 @@ class CatchUp:
         lag_max = self._partition.settings.feed_lag_max
         try:
             while last - fed > lag_max // 2:
-                fed = await self._fetch(fed, last)
+                fed = await self._until_answered(partial(self._fetch, fed, last))
                 if fed >= last:
-                    last = await self._ask_mark()
+                    last = await self._until_answered(self._ask_mark)
         except errors.WaltzError as error:
             await self._applier.stop(error)
             return
         if self._applier.stopped is None:
             self._partition.caught_up(fed)
+
+    async def _until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Rule 1; raises what is not `Unavailable`, and what a feed that has ended says."""
+        pause_s = self._config.retry_interval_ms_min / 1000
+        while True:
+            try:
+                answer = await ask()
+            except errors.Unavailable as error:
+                if self._applier.stopped is not None:
+                    raise
+                self._outage.goes_on(error)
+            else:
+                self._outage.is_over()
+                return answer
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
     async def _fetch(self, fed: TransactionId, last: TransactionId) -> TransactionId:
         """Hand on what one range request gives, once the application is near enough."""

@@ -20,7 +20,8 @@ from concurrent.futures import CancelledError
 from typing import NamedTuple, Protocol
 
 from waltz_core import errors, raw_records
-from waltz_core.client.callbacks import AsyncCallbacks, PoisonPolicy
+from waltz_core.client.callbacks import AsyncCallbacks, PoisonPolicy, policy_of
+from waltz_core.client.outage import Outage
 from waltz_core.client.ranges import RangeChunk, RangeQuery
 from waltz_core.client.transaction import AsyncTransaction, DataSource, check_mark
 from waltz_core.record import BEFORE_FIRST, RECORD_PREFIX, PartitionId, TransactionId
@@ -129,6 +130,7 @@ class Applier:
         self._arrived = asyncio.Event()
         self._applied: TransactionId | None = None
         self._waiting: list[tuple[TransactionId, asyncio.Future[None]]] = []
+        self._outage = Outage(partition_id, "data")
         self.stopped: Exception | None = None
 
     @property
@@ -191,7 +193,7 @@ class Applier:
     async def _apply(self, first: TransactionId, words: list[Words]) -> bool:
         """Hand transactions over; False when the feed has ended with one of them."""
         pause_s = RETRY_S_MIN
-        while words:
+        while words and self.stopped is None:
             verdict = await self._consumer.apply(self._partition_id, first, words)
             if verdict.applied_count:
                 self._advance(TransactionId(first + verdict.applied_count - 1))
@@ -199,9 +201,11 @@ class Applier:
                 words = words[verdict.applied_count :]
                 pause_s = RETRY_S_MIN
             if verdict.error is None:
+                self._outage.is_over()
                 continue
             policy = await self._judge(first, verdict.error)
             if policy is PoisonPolicy.STOP:
+                _log.error("feed.stopped partition=%d error=%s", self._partition_id, verdict.error)
                 self.end(verdict.error)
                 return False
             if policy is PoisonPolicy.SKIP:
@@ -214,12 +218,15 @@ class Applier:
         return self.stopped is None
 
     async def _judge(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
-        _log.warning(
-            "feed.not_applied partition=%d transaction=%d",
-            self._partition_id,
-            transaction_id,
-            exc_info=error,
-        )
+        if policy_of(error) is PoisonPolicy.RETRY:
+            self._outage.goes_on(error)
+        else:
+            _log.warning(
+                "feed.not_applied partition=%d transaction=%d",
+                self._partition_id,
+                transaction_id,
+                exc_info=error,
+            )
         try:
             return await self._consumer.uncaught(self._partition_id, transaction_id, error)
         except Exception as another:  # noqa: BLE001 - the application's own

@@ -21,6 +21,7 @@ from waltz_core.client.appends import Appends, Window
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory
 from waltz_core.client.events import Phase, StreamSettings
+from waltz_core.client.outage import QUIET_S, Outage
 from waltz_core.client.stream import PartitionStream
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver
@@ -86,6 +87,7 @@ class ClientPartition:
         # Fetches the feed after one mark up to about another, and says `caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
+        self._outage = Outage(partition_id, "server", quiet_s=QUIET_S)
         self._mount_waiters: list[asyncio.Future[None]] = []
         self._mark_waiters: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._stopped: errors.WaltzError | None = None
@@ -180,8 +182,11 @@ class ClientPartition:
                 if self.fetch is not None:
                     self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")
             case events.OpenLink():
+                if self.stream.is_fed:
+                    self._outage.goes_on(self.stream.trouble)
                 self._spawn(self._open_link(effect), "link")
             case events.Ready():
+                self._outage.is_over()
                 _release(self._mount_waiters)
             case events.NeedClientId():
                 self._spawn(self._renew_client_id(), "client-id")

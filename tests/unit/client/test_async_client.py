@@ -1,8 +1,11 @@
 """The asyncio client against the server's own partition machine, over TCP, in one process."""
 
 import asyncio
+import contextlib
+import logging
 import os
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from waltz_core.client import (
     TransactionContext,
     catch_up,
     lock,
+    outage,
     partition_of,
 )
 from waltz_core.server.events import Limits
@@ -47,10 +51,10 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
-def batch_of(*rows: bytes, write_locks=None) -> bytes:
+def batch_of(*rows: bytes, write_locks=None, header: int = 0) -> bytes:
     none = [[] for _ in rows]
     return encode_append(
-        [0] * len(rows),
+        [header] * len(rows),
         list(rows),
         write_locks=write_locks or none,
         read_locks=none,
@@ -681,6 +685,128 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
         go_on.set()
         await until(lambda: len(callbacks.seen) == 8 * rows)
         assert callbacks.seen == list(range(8 * rows))
+
+
+# ---------------------------------------------------------------------------------------------
+# outages
+
+BRIEF = replace(
+    QUICK, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
+)
+
+
+class Plain(AsyncCallbacks):
+    """Says nothing about failures; the first transaction waits until it may be applied."""
+
+    def __init__(self, mark: int = -1) -> None:
+        self.start = mark
+        self.tries = 0
+        self.seen: list[int] = []
+        self.may_go_on = asyncio.Event()
+
+    async def client_high_water_mark(self, partition):
+        return self.start
+
+    async def apply_transaction(self, transaction):
+        self.tries += 1
+        await self.may_go_on.wait()
+        if transaction.header != 3:
+            await transaction.data()
+        self.seen.append(transaction.transaction_id)
+
+
+@contextlib.contextmanager
+def told_of_outages():
+    """Gather what is logged of them."""
+    told: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+
+    handler, log = Handler(), logging.getLogger(outage.__name__)
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield told
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+@told
+async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
+    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
+        await (await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
+        callbacks = Plain()
+        await client.subscribe(callbacks, [0])
+        await until(lambda: callbacks.tries)
+        with told_of_outages() as logged:
+            await cluster.stop_server(cluster.servers[0])
+            callbacks.may_go_on.set()
+            await until(lambda: callbacks.tries == 4)
+            assert client._partitions[0].applier.stopped is None
+            await cluster.add_server()
+            await until(lambda: callbacks.seen == [0, 1])
+        (waits,) = [line for line in logged if "for=data" in line]
+        assert waits.startswith("feed.waits partition=0 ")
+        assert "no answer within 250 ms" in waits
+        assert logged.index(waits) < logged.index("feed.goes_on partition=0 with=data")
+
+
+@told
+async def test_catching_up_goes_on_after_an_outage():
+    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
+        rows = 10_000
+        payload = batch_of(*[b""] * rows, header=3)
+        for _ in range(5):
+            await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
+        callbacks = Plain()
+        await client.subscribe(callbacks, [0])
+        await until(lambda: callbacks.tries)
+        with told_of_outages() as logged:
+            await cluster.stop_server(cluster.servers[0])
+            callbacks.may_go_on.set()
+            await until(lambda: any("for=range" in line for line in logged))
+            await cluster.add_server()
+            await until(lambda: len(callbacks.seen) == 5 * rows)
+        assert callbacks.seen == list(range(5 * rows))
+
+
+@told
+async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
+    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
+        await (await client.append(b"old", partition=0))
+        callbacks = Plain(mark=LATEST)
+        callbacks.may_go_on.set()
+        with told_of_outages() as logged:
+            await cluster.stop_server(cluster.servers[0])
+            await client.subscribe(callbacks, [0])
+            await until(lambda: logged)
+            await cluster.add_server()
+            await until(lambda: client._partitions[0].stream.is_fed)
+        await client.mount([0])
+        await (await client.append(b"new", partition=0))
+        await until(lambda: callbacks.seen == [1])
+
+
+@told
+async def test_an_application_may_end_its_feed_in_an_outage():
+    class Strict(Plain):
+        async def uncaught_exception(self, partition, transaction_id, error):
+            assert isinstance(error, errors.Unavailable)
+            return PoisonPolicy.STOP
+
+    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
+        await (await client.append(b"a", partition=0))
+        callbacks = Strict()
+        await client.subscribe(callbacks, [0])
+        await until(lambda: callbacks.tries)
+        await cluster.stop_server(cluster.servers[0])
+        callbacks.may_go_on.set()
+        await until(lambda: client._partitions[0].applier.stopped is not None)
+        assert callbacks.tries == 1
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""When an outage is told of, and what is done in one."""
+
+import asyncio
+import logging
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.client.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
+from waltz_core.client.outage import AGAIN_S, Outage
+from waltz_core.record import PartitionId
+
+
+def times_told(
+    caplog: pytest.LogCaptureFixture, *, quiet_s: float, failures_s: list[float | None]
+) -> list[float]:
+    """Return when it was told of; None in place of a time: it works again."""
+    told: list[float] = []
+
+    async def story() -> None:
+        now = [0.0]
+        asyncio.get_running_loop().time = lambda: now[0]  # type: ignore[method-assign]
+        each = Outage(PartitionId(3), "server", quiet_s=quiet_s)
+        for at_s in failures_s:
+            caplog.clear()
+            if at_s is None:
+                each.is_over()
+                continue
+            now[0] = at_s
+            each.goes_on("no answer")
+            if "feed.waits partition=3 for=server" in caplog.text:
+                told.append(at_s)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(story())
+    return told
+
+
+def test_a_short_outage_is_not_told_and_a_long_one_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tries: list[float | None] = [float(at_s) for at_s in range(5, 5 + int(2 * AGAIN_S) + 20, 2)]
+    assert times_told(caplog, quiet_s=10, failures_s=tries) == [15, 75, 135]
+    assert times_told(caplog, quiet_s=0, failures_s=tries) == [5, 65, 125]
+
+
+def test_an_outage_that_is_over_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    assert times_told(caplog, quiet_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
+    assert times_told(caplog, quiet_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "policy"),
+    [
+        (errors.Unreachable(""), PoisonPolicy.RETRY),
+        (errors.CoordinatorUnavailable(""), PoisonPolicy.RETRY),
+        (errors.OutcomeUnknown(""), PoisonPolicy.STOP),
+        (errors.DataLoss(""), PoisonPolicy.STOP),
+        (ValueError(""), PoisonPolicy.STOP),
+    ],
+)
+def test_what_may_work_later_is_tried_again_unless_the_application_says_otherwise(
+    error: Exception, policy: PoisonPolicy
+) -> None:
+    class OnThreads(Callbacks):
+        def apply_transaction(self, transaction: object) -> None:
+            raise NotImplementedError
+
+    class OnTheLoop(AsyncCallbacks):
+        async def apply_transaction(self, transaction: object) -> None:
+            raise NotImplementedError
+
+    assert OnThreads().uncaught_exception(0, 7, error) is policy
+    assert asyncio.run(OnTheLoop().uncaught_exception(0, 7, error)) is policy
