@@ -28,6 +28,10 @@ NOUNS: dict[str, tuple[str, str]] = {
     "zookeeper": ("waltz_core.cli.zookeeper", "run the ZooKeeper that comes with PySpark"),
     "client": ("waltz_core.cli.client", "append, read and watch from the shell"),
     "config": ("waltz_core.cli.config", "show every setting and where it came from"),
+    "simulate": (
+        "waltz_core.cli.simulate",
+        "break everything by seeds, and look for a broken promise",
+    ),
     "bench": ("waltz_core.cli.bench", "load a cluster and print one JSON line of figures"),
 }
 INTERRUPTED = 130

@@ -5,7 +5,7 @@ same way, and mean the same by "failed".
 """
 
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from waltz_core.sim import faults
@@ -45,9 +45,14 @@ def run_seed(seed: int, *, is_traced: bool = False) -> Verdict:
     return run(schedule_of(seed, faults.WEIGHTS), is_traced=is_traced)
 
 
-def run(schedule: Schedule, *, is_traced: bool = False) -> Verdict:
-    """Run a schedule: its faults, then healing, then the checks of the end."""
+def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> Verdict:
+    """Run a schedule: its faults, then healing, then the checks of the end.
+
+    `keeps_all` lines of the trace, and not only the last ones.
+    """
     cluster = SimCluster(schedule, is_traced=is_traced)
+    if keeps_all:
+        cluster.world.notes = deque(cluster.world.notes)
     rule, text = None, ""
     try:
         faults.plan(cluster, schedule)

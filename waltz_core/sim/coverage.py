@@ -1,0 +1,106 @@
+"""What a number of runs have really tried: a quiet simulator proves nothing.
+
+Why it stands alone: seeds are run by tests, by the command line and by processes of a swarm; all of
+them add up here, and all mean the same by "enough was tried".
+
+Rules:
+    1. Every kind of fault has fired, and each of `SOMETIMES` has come to pass, in any
+       `SEEDS_MIN` seeds or more; otherwise the whole run counts as failed (27, Sometimes).
+    2. What is added up is small, whatever the runs were: traces and schedules stay behind.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from waltz_core.sim.faults import WEIGHTS
+from waltz_core.sim.run import Verdict
+
+SEEDS_MIN: Final = 300
+# What must come to pass somewhere, as it is counted (`Checks.count`, reports of the machines).
+SOMETIMES: Final = (
+    "CAS lost reply",
+    "late join",
+    "nack AppendRaw",
+    "nack Prepare",
+    "owner changed",
+    "power lost at a step of the disk",
+    "recovery.waiting",
+    "replica.unknown",
+    "retry after a refusal",
+    "session expired",
+    "storage ended itself",
+    "told COMMITTED",
+    "told LOCK",
+    "told LOST",
+    "told unknown",
+)
+
+
+class Failure(NamedTuple):
+    """A seed that broke a rule, and the sentence about it."""
+
+    seed: int
+    rule: str
+    text: str
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Sums over runs; `steps` are of worlds, `disk_steps` of their disks."""
+
+    seeds: int = 0
+    steps: int = 0
+    disk_steps: int = 0
+    virtual_ms: int = 0
+    committed: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, verdict: Verdict) -> None:
+        """Take one run in."""
+        self.seeds += 1
+        self.steps += verdict.steps
+        self.disk_steps += verdict.disk_steps
+        self.virtual_ms += verdict.virtual_ms
+        self.committed += verdict.committed
+        self.counts.update(verdict.counts)
+        if verdict.rule is not None:
+            failure = Failure(verdict.schedule.seed, verdict.rule, verdict.text)
+            self.failures.append(failure)
+
+    def merge(self, other: "Coverage") -> None:
+        """Take the sums of other runs in."""
+        self.seeds += other.seeds
+        self.steps += other.steps
+        self.disk_steps += other.disk_steps
+        self.virtual_ms += other.virtual_ms
+        self.committed += other.committed
+        self.counts.update(other.counts)
+        self.failures = sorted([*self.failures, *other.failures])
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How often each kind of fault has fired."""
+        return {kind: self.counts[f"fault {kind}"] for kind in sorted(WEIGHTS)}
+
+    def missing(self) -> list[str]:
+        """Return what never came to pass (rule 1); nothing is asked of a few seeds."""
+        if self.seeds < SEEDS_MIN:
+            return []
+        never = [f"fault {kind}" for kind, count in self.faults.items() if not count]
+        return never + [name for name in SOMETIMES if not self.counts[name]]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether no rule was broken and enough was tried."""
+        return not self.failures and not self.missing()
+
+
+def covered(verdicts: Iterable[Verdict]) -> Coverage:
+    """Return the sums of some runs."""
+    sums = Coverage()
+    for verdict in verdicts:
+        sums.add(verdict)
+    return sums

@@ -1,0 +1,89 @@
+"""Many seeds on all cores.
+
+Why it stands alone: it is the simulator's only part that knows of processes and of real time; what
+a seed does is the same in all of them.
+
+Rules:
+    1. Seeds are taken in order, a few at a time; what is returned does not depend on how many
+       processes there were, unless time ends the run.
+    2. A process that dies takes the run with it: a seed that was not heard of is not a good seed.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count, islice
+from multiprocessing import get_context
+from typing import Final
+
+from waltz_core.sim.coverage import Coverage, covered
+from waltz_core.sim.run import run_seed
+
+CHUNK_SEEDS: Final = 8
+TOLD_EVERY_S: Final = 5.0
+
+Told = Callable[[Coverage, float], None]
+
+
+def sweep(
+    first: int,
+    seed_count: int | None = None,
+    *,
+    jobs: int,
+    seconds: float | None = None,
+    told: Told | None = None,
+) -> Coverage:
+    """Run `seed_count` seeds from `first` on, or as many as there is time for.
+
+    `told` hears now and then how far it is, and after how many seconds.
+    """
+    assert seed_count is not None or seconds is not None
+    began_s = told_s = time.monotonic()
+    end_s = None if seconds is None else began_s + seconds
+    chunks = _chunks(first, seed_count, end_s)
+    sums = Coverage()
+    for part in _run_all(chunks, jobs):
+        sums.merge(part)
+        now_s = time.monotonic()
+        if told is not None and now_s - told_s >= TOLD_EVERY_S:
+            told_s = now_s
+            told(sums, now_s - began_s)
+    return sums
+
+
+def _chunks(first: int, seed_count: int | None, end_s: float | None) -> Iterator[range]:
+    starts = count(first, CHUNK_SEEDS)
+    for start in starts:
+        if end_s is not None and time.monotonic() >= end_s:
+            return
+        stop = start + CHUNK_SEEDS
+        if seed_count is not None:
+            stop = min(stop, first + seed_count)
+        if start >= stop:
+            return
+        yield range(start, stop)
+
+
+def _run_all(chunks: Iterator[range], jobs: int) -> Iterator[Coverage]:
+    """Run chunks with a few of them ahead, so that no process waits."""
+    if jobs == 1:
+        yield from map(run_chunk, chunks)
+        return
+    # Started anew, not forked: a copy of a process with threads may hang.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        pending: set[Future[Coverage]] = {
+            pool.submit(run_chunk, chunk) for chunk in islice(chunks, 2 * jobs)
+        }
+        try:
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                pending |= {pool.submit(run_chunk, chunk) for chunk in islice(chunks, len(done))}
+                for future in done:
+                    yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_chunk(seeds: range) -> Coverage:
+    """Run some seeds one after the other."""
+    return covered(map(run_seed, seeds))
