@@ -433,3 +433,27 @@ def test_a_partition_that_cannot_be_opened_does_not_keep_the_others_from_being_s
             stop.set()
 
     on_loop(main())
+
+
+def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_path, monkeypatch):
+    async def main():
+        async with serving(config_for(tmp_path)):
+            pass
+        monkeypatch.setattr(daemon, "OPEN_AGAIN_S_MIN", 0.02)
+        (slots,) = (tmp_path / "0").glob("waltz-x.ctl")
+        content = slots.read_bytes()
+        slots.write_bytes(bytes(8192))
+        storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storage.serve(stop, ready.set_result))
+            address = await ready
+            assert storage.health().details["not_served"] == [0]
+            slots.write_bytes(content)  # an operator has brought it back
+            while not storage.health().is_well:  # noqa: ASYNC110 - nobody tells when it is opened
+                await asyncio.sleep(0.01)
+            async with session(address, 5, 0) as owner:
+                await owner.prepare()
+            stop.set()
+
+    on_loop(main())

@@ -112,6 +112,7 @@ class SimFile:
         self._inode = inode
         self._boot = disk.boot_count
         self._is_open = True
+        disk.open_count += 1
 
     def _check(self) -> None:
         self._disk.check_power()
@@ -203,6 +204,8 @@ class SimFile:
 
     def close(self) -> None:
         """Close it; the lock goes with it."""
+        if self._is_open and self._boot == self._disk.boot_count:
+            self._disk.open_count -= 1
         self._is_open = False
         if self._inode.locked_by is self:
             self._inode.locked_by = None
@@ -216,6 +219,7 @@ class SimDisk:
         self.boot_count = 0
         self.step_count = 0
         self.read_count = 0
+        self.open_count = 0  # files that somebody has open
         self.trace: list[str] = []
         self._is_traced = is_traced
         self._faults: dict[int, Fault] = {}
@@ -312,6 +316,7 @@ class SimDisk:
         self._faults.clear()
         self._is_off = False
         self.boot_count += 1
+        self.open_count = 0
 
     def flip(self, path: Path, offset: int, mask: int = 1) -> None:
         """Let bits rot on the platter, unseen by anybody."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 HOME: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024
 RESTART_MS: Final = (1, 400)
+OPEN_AGAIN_US: Final = 200_000
 
 
 class SimStorage(Process):
@@ -93,11 +94,11 @@ class SimStorage(Process):
         self.serve()
 
     def serve(self) -> None:
-        """Open the partition's log, if it is assigned here."""
+        """Open the partition's log, if it is assigned here; try again later if that fails."""
         if self.engine is None or self.replica not in self._cluster.ever_assigned:
             return
         try:
-            log = self.engine.assign(PartitionId(self._cluster.partition_id))
+            log = self._open_log(self.engine)
         except PowerLoss:
             self.lose_power()
             return
@@ -105,11 +106,22 @@ class SimStorage(Process):
             self.refused = error
             self.world.note(f"{self.name} does not open the partition: {error}")
             self._checks.storage_refused(self, error)
+            self.after(OPEN_AGAIN_US, self.serve)
             return
+        self.refused = None
         assert self.service is not None
         if log.partition_id not in self.service.partitions:
             self._checks.log_opened(self, log)
             self._step(service.Opened(log))
+
+    def _open_log(self, engine: Engine) -> PartitionLog:
+        """As the daemon does: a full disk still has room for opening."""
+        partition_id = PartitionId(self._cluster.partition_id)
+        try:
+            return engine.assign(partition_id)
+        except NoSpace:
+            engine.release_reserve()
+            return engine.assign(partition_id)
 
     def died(self) -> None:
         """The process is gone; its files are as the kernel has them."""

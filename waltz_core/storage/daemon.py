@@ -7,7 +7,8 @@ Rules:
     1. The directory is open, and this storage registered for its address, before any partition is
        served.
     2. A partition is served exactly while the replica assignment names this storage for it. While
-       ZooKeeper is away nothing changes.
+       ZooKeeper is away nothing changes. One that cannot be opened (a full disk, a failing one, a
+       file that somebody has to bring back) is tried again, ever more rarely.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
     4. At the end: read no more, let work under way end, sync, leave the directory marked as clean.
        After a failure of the disk it is left as it is.
@@ -50,6 +51,8 @@ from waltz_core.wire.messages import AppendRaw, Message, Nack, StorageMessage, S
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
+OPEN_AGAIN_S_MIN: Final = 1.0
+OPEN_AGAIN_S_MAX: Final = 60.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 # Reports that somebody should look at; others are counted, and told only when asked for.
@@ -267,8 +270,15 @@ class StorageDaemon:
 
     async def _follow_partitions(self) -> None:
         """Open and drop partitions until they are the assigned ones, whenever those change."""
+        again_s = OPEN_AGAIN_S_MIN
         while True:
-            await self._wanted_changed.wait()
+            is_missing = not self._logs.keys() >= set(self._wanted)
+            try:
+                async with asyncio.timeout(again_s if is_missing else None):
+                    await self._wanted_changed.wait()
+                again_s = OPEN_AGAIN_S_MIN
+            except TimeoutError:
+                again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
             self._wanted_changed.clear()
             wanted = self._wanted
             for partition_id in [each for each in self._logs if each not in wanted]:
@@ -278,9 +288,8 @@ class StorageDaemon:
             self._is_assigned.set()
 
     async def _open(self, partition_id: PartitionId) -> None:
-        assert self._engine is not None
         try:
-            log = await self._in_thread(partial(self._engine.assign, partition_id))
+            log = await self._in_thread(partial(self._open_log, partition_id))
         except errors.WaltzError as error:
             # One partition that cannot be served is no reason not to serve the others.
             fields = (("partition", partition_id), ("error", error))
@@ -290,6 +299,16 @@ class StorageDaemon:
         self._ask(log)
         self._post(service.Opened(log))
         _log.info("storage.partition_opened partition=%s last=%s", partition_id, log.synced_max)
+
+    def _open_log(self, partition_id: PartitionId) -> PartitionLog:
+        """Open a log, on a thread of the pool; a full disk still has room for that."""
+        assert self._engine is not None
+        try:
+            return self._engine.assign(partition_id)
+        except errors.NoSpace:
+            self._engine.release_reserve()
+            _log.warning("storage.reserve_released partition=%s", partition_id)
+            return self._engine.assign(partition_id)
 
     async def _drop(self, partition_id: PartitionId) -> None:
         """Serve a partition no longer; its files stay, and stay open until the process ends."""

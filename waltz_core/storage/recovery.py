@@ -86,6 +86,8 @@ def open_log(
         for segment in segments.all[:-1]:
             segment.close()
     except BaseException:
+        # It may be tried again, and again: no file may stay open.
+        opening.close()
         slots.close()
         raise
     return segments, slots
@@ -242,6 +244,7 @@ class _Opening:
         self._blank = blank
         self._info = info
         self._adopting = info.sequence > slot.original_sequence
+        self._opened: list[Segment] = []
         self._rebuilt: list[Segment] = []
         # Up to the marker the records were vouched for by a slot, ours or the original's. What a
         # batch's entry vouches for is known when the segments are open.
@@ -251,7 +254,7 @@ class _Opening:
     def open_segments(self, firsts: list[TransactionId]) -> Segments:
         """Open all segments, without those that a truncation had begun to remove (rule 1)."""
         intent = self.slot.truncate
-        opened: list[Segment] = []
+        opened = self._opened
         if intent is not None:
             while len(firsts) > 1 and firsts[-1] > intent.last_to_keep:
                 header = self._blank._replace(first=firsts.pop())
@@ -265,13 +268,18 @@ class _Opening:
                 before.cut(before.place_of(first))
                 chain = before.chain_at(before.count)
                 opened[-1].close()
-            opened.append(self._open_segment(first, chain))
+            self._open_segment(first, chain)
         if not opened:
             first_segment = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
             opened.append(first_segment)
         return Segments(self._disk, self._directory, self._blank, opened)
 
-    def _open_segment(self, first: TransactionId, chain_before: Chain) -> Segment:
+    def close(self) -> None:
+        """Close all files again."""
+        for segment in self._opened:
+            segment.close()
+
+    def _open_segment(self, first: TransactionId, chain_before: Chain) -> None:
         """Open a segment; a `.chn` that is missing or wrong is made anew, without batches."""
         header = self._blank._replace(first=first)
         found = self._lineage_header(header)
@@ -288,10 +296,10 @@ class _Opening:
             partition_id=self._blank.partition_id,
             cluster_key=self._blank.cluster_key,
         )
+        self._opened.append(segment)
         segment.lineage.trim()
         if rebuilt:
             self._rebuilt.append(segment)
-        return segment
 
     def _lineage_header(self, header: SegmentHeader) -> LineageHeader | None:
         path = self._directory / segment_name(header.first, ".chn")

@@ -127,16 +127,20 @@ class Segment:
 
     def _opened(self) -> tuple[File, OffsetIndex, LineageFile]:
         if self._files is None:
-            index = self._disk.open(self._path(".idx"))
-            chain = self._disk.open(self._path(".chn"))
-            head = LineageHeader.decode(chain.pread(LINEAGE_HEADER_BYTES, 0))
-            if head.segment[1:] != self._header[1:]:
-                raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
-            self._files = (
-                self._disk.open(self._path(".seg")),
-                OffsetIndex(index),
-                LineageFile(chain, head.chain_before),
-            )
+            with ExitStack() as opened:
+                index = self._disk.open(self._path(".idx"))
+                opened.callback(index.close)
+                chain = self._disk.open(self._path(".chn"))
+                opened.callback(chain.close)
+                head = LineageHeader.decode(chain.pread(LINEAGE_HEADER_BYTES, 0))
+                if head.segment[1:] != self._header[1:]:
+                    raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
+                self._files = (
+                    self._disk.open(self._path(".seg")),
+                    OffsetIndex(index),
+                    LineageFile(chain, head.chain_before),
+                )
+                opened.pop_all()
         return self._files
 
     def _path(self, suffix: str) -> Path:
@@ -190,8 +194,7 @@ class Segment:
         file, index, _ = self._opened()
         self._records_dirty = True
         file.pwrite([records], self.size_bytes)
-        starts = offsets_of(lengths)[:-1] + self.size_bytes
-        index.write(self.next_id - self.first, starts)
+        index.write(self.next_id - self.first, lengths.cumsum() - lengths + self.size_bytes)
         self.size_bytes += len(records)
         self.next_id = TransactionId(self.next_id + int(lengths.size))
 

@@ -5,7 +5,13 @@ from random import Random
 import pytest
 
 from tests.unit.storage.logs import BLANK, KEY, ROOT, make_batches, make_segments, new_disk
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, MissingSegment
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    ChecksumMismatch,
+    DiskFailed,
+    MissingSegment,
+)
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
@@ -269,6 +275,27 @@ def test_an_opening_that_is_interrupted_anywhere_comes_to_the_same_end():
             assert step > 5
             return
     pytest.fail("it was never opened without a crash")
+
+
+def test_an_opening_that_fails_anywhere_leaves_no_file_open():
+    failures_count = 0
+    for step in range(1, 60):
+        disk = new_disk()
+        segments, _, _ = written(disk, [2, 1], [2], acked=2)
+        segments.close()
+        open_count = disk.open_count
+        disk.flip(path_of(3, ".chn"), LINEAGE_HEADER_BYTES + 3)
+        disk.plan(disk.step_count + step, Fault.FAILS)
+        try:
+            segments, slots = opened(disk)
+        except DiskFailed:
+            failures_count += 1
+            assert disk.open_count == open_count
+            segments, slots = opened(disk)
+        segments.close()
+        slots.close()
+        assert disk.open_count == open_count
+    assert failures_count > 10
 
 
 # ---- what is appended
