@@ -14,6 +14,7 @@ Rules:
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
