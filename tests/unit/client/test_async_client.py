@@ -788,7 +788,8 @@ async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
             await until(lambda: client._partitions[0].stream.is_fed)
         await client.mount([0])
         await (await client.append(b"new", partition=0))
-        await until(lambda: callbacks.seen == [1])
+        await until(lambda: callbacks.seen)
+        assert callbacks.seen == [1]
 
 
 @told
