@@ -13,7 +13,6 @@ Rules:
 """
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -57,6 +56,24 @@ class Node(NamedTuple):
     session_id: SessionId
     rows: tuple[Row, ...]
     record_crcs: bytes
+    records: bytes
+    ends: tuple[int, ...]  # where each record ends in `records`
+
+    def cut_to(self, last: int) -> "Node":
+        """Return the batch without what is after an id."""
+        count = last - self.first + 1
+        return self._replace(
+            last=TransactionId(last),
+            rows=self.rows[:count],
+            record_crcs=self.record_crcs[: 4 * count],
+            records=self.records[: self.ends[count - 1]],
+            ends=self.ends[:count],
+        )
+
+    @property
+    def chain(self) -> Chain:
+        """The chain after it."""
+        return next_chain(self.before, self.first, self.last, self.session_id, self.record_crcs)
 
 
 @dataclass(slots=True)
@@ -71,6 +88,7 @@ class Operation:
     append: tuple[int, ...]
     mark: int  # what its author had really seen
     asked_us: int
+    data: bytes = b""
     told: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while it waits
     transaction_id: int = -1
 
@@ -80,10 +98,10 @@ class History:
     """The books. `log[i]` is the row of transaction i; `chains[i]` the chain where a batch ends."""
 
     log: list[Row] = field(default_factory=list)
+    records: list[bytes] = field(default_factory=list)  # as they have to lie on every disk
     sessions: list[SessionId] = field(default_factory=list)  # that wrote each row of the log
     chains: dict[int, Chain] = field(default_factory=lambda: {BEFORE_FIRST: GENESIS_CHAIN})
     nodes: dict[Chain, Node] = field(default_factory=dict)
-    by_session: dict[SessionId, list[Chain]] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
     at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> id in the log
 
@@ -95,12 +113,14 @@ class History:
     def submitted(self, before: Chain, session_id: SessionId, batch: Batch) -> Chain:
         """Hang a batch into the tree; return the chain after it."""
         chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
-        rows = tuple(rows_of(batch.records, batch.lengths))
-        node = Node(before, batch.first, batch.last, session_id, rows, batch.record_crcs)
+        records = bytes(batch.records)
+        rows, ends = rows_of(records, batch.lengths)
+        node = Node(
+            before, batch.first, batch.last, session_id, rows, batch.record_crcs, records, ends
+        )
         known = self.nodes.setdefault(chain, node)
-        if known.rows != rows:
+        if known.records != records:
             raise Violation("LogMatching", f"one chain, two contents at {batch.first}")
-        self.by_session.setdefault(session_id, []).append(chain)
         return chain
 
     def exposed(self, last: int, chain: Chain) -> range:
@@ -129,32 +149,30 @@ class History:
         self.chains[last] = chain
         return range(first_new, last + 1)
 
-    def _node(self, chain: Chain, last: int) -> Node:
+    def node_at(self, chain: Chain, last: int) -> Node | None:
+        """Return the batch that ends at an id with this chain; None if nobody ever wrote it."""
         node = self.nodes.get(chain)
         if node is not None and node.last == last:
             return node
         # A batch that was cut in the middle has an entry of its own.
         for whole in list(self.nodes.values()):
             if whole.first <= last < whole.last:
-                count = last - whole.first + 1
-                crcs = whole.record_crcs[: 4 * count]
-                cut_chain = next_chain(
-                    whole.before, whole.first, TransactionId(last), whole.session_id, crcs
-                )
-                if cut_chain == chain:
-                    cut = whole._replace(
-                        last=TransactionId(last), rows=whole.rows[:count], record_crcs=crcs
-                    )
+                cut = whole.cut_to(last)
+                if cut.chain == chain:
                     self.nodes[chain] = cut
                     return cut
-        raise Violation("LogMatching", f"nobody ever wrote a batch that ends at {last} like this")
+        return None
+
+    def _node(self, chain: Chain, last: int) -> Node:
+        node = self.node_at(chain, last)
+        if node is None:
+            raise Violation("LogMatching", f"nobody ever wrote a batch that ends at {last} so")
+        return node
 
     def _cut(self, last: int) -> Chain:
         """Return the chain at an id in the middle of a batch of the log."""
         end = min(each for each in self.chains if each > last)
-        node = self.nodes[self.chains[end]]
-        crcs = node.record_crcs[: 4 * (last - node.first + 1)]
-        return next_chain(node.before, node.first, TransactionId(last), node.session_id, crcs)
+        return self.nodes[self.chains[end]].cut_to(last).chain
 
     def _grow(self, node: Node) -> None:
         for place, row in enumerate(node.rows, node.first):
@@ -165,14 +183,22 @@ class History:
             self.at[row.key] = place
             self.log.append(row)
             self.sessions.append(node.session_id)
-        self.chains[node.last] = next_chain(
-            node.before, node.first, node.last, node.session_id, node.record_crcs
-        )
+        start = 0
+        for end in node.ends:
+            self.records.append(node.records[start:end])
+            start = end
+        self.chains[node.last] = node.chain
 
 
-def rows_of(records: bytes | memoryview, lengths: bytes | memoryview) -> Sequence[Row]:
-    """Return the rows in a run of records (`lengths`: big-endian int32, one a record)."""
+def rows_of(
+    records: bytes | memoryview, lengths: bytes | memoryview
+) -> tuple[tuple[Row, ...], tuple[int, ...]]:
+    """Return the rows in a run of records, and where each of them ends.
+
+    `lengths` are big-endian int32, one a record.
+    """
     rows: list[Row] = []
+    ends: list[int] = []
     offset = 0
     for (length,) in struct.iter_unpack(">i", lengths):
         _, client_id, _, _, sequence, _, data_bytes, _ = _PREFIX.unpack_from(records, offset)
@@ -181,7 +207,13 @@ def rows_of(records: bytes | memoryview, lengths: bytes | memoryview) -> Sequenc
             (number,) = _NUMBER.unpack_from(records, offset + _PREFIX.size)
         rows.append(Row((client_id, sequence), number))
         offset += length
-    return rows
+        ends.append(offset)
+    return tuple(rows), tuple(ends)
+
+
+def data_in(record: bytes) -> bytes:
+    """Return the application's data in a record."""
+    return record[_PREFIX.size : -4]
 
 
 def data_of(number: int, size: int) -> bytes:
