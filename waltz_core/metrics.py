@@ -124,6 +124,8 @@ class Metrics:
         self._area = area
         self._registry = CollectorRegistry(auto_describe=False)
         self._live: dict[str, Any] = {}
+        # By name and labels, as they were given: finding them anew costs more than counting.
+        self._labelled: dict[tuple[object, ...], Any] = {}
         prefix = f"waltz_{area}_"
         for metric in TABLE.values():
             if metric.name.startswith(prefix):
@@ -160,6 +162,7 @@ class Metrics:
         """Drop everything with these labels, such as a partition that moved away."""
         wanted = {key: str(value) for key, value in labels.items()}
         assert wanted, "forgetting everything is never meant"
+        self._labelled.clear()
         for name, live in self._live.items():
             if wanted.keys() <= set(TABLE[name].labels):
                 live.remove_by_labels(wanted)
@@ -175,8 +178,13 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _at(self, name: str, labels: Mapping[str, str | int]) -> Any:  # noqa: ANN401 - three types
-        live = self._live[name]
-        return live.labels(**labels) if labels or TABLE[name].labels else live
+        if not labels and not TABLE[name].labels:
+            return self._live[name]
+        key = (name, *labels.items())
+        found = self._labelled.get(key)
+        if found is None:
+            found = self._labelled[key] = self._live[name].labels(**labels)
+        return found
 
 
 def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:

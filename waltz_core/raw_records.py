@@ -68,14 +68,14 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
     if len(packed) % 4:
         raise BadFormat(f"record lengths: expected 4 bytes each, found {len(packed)} in all")
     lengths: I64 = np.frombuffer(packed, dtype=">i4").astype(np.int64)
-    if lengths.size and not RECORD_OVERHEAD_BYTES <= lengths.min() <= lengths.max():
-        raise BadFormat(
-            f"record lengths: expected at least {RECORD_OVERHEAD_BYTES}, found {lengths.min()}"
-        )
-    if lengths.size and lengths.max() > RECORD_BYTES_MAX:
-        raise BadFormat(
-            f"record lengths: expected at most {RECORD_BYTES_MAX}, found {lengths.max()}"
-        )
+    if lengths.size:
+        shortest, longest = lengths.min(), lengths.max()
+        if shortest < RECORD_OVERHEAD_BYTES:
+            raise BadFormat(
+                f"record lengths: expected at least {RECORD_OVERHEAD_BYTES}, found {shortest}"
+            )
+        if longest > RECORD_BYTES_MAX:
+            raise BadFormat(f"record lengths: expected at most {RECORD_BYTES_MAX}, found {longest}")
     total = int(lengths.sum())
     if total != records_bytes:
         raise BadFormat(f"record lengths: add up to {total}, found {records_bytes} bytes")
@@ -170,6 +170,29 @@ def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
 # are they what was written
 
 
+def proven_crcs(
+    records: Buffer, lengths: I64, first: TransactionId, *, records_crc: int | None = None
+) -> bytes | None:
+    """Return `record_crcs` if each record has its id, from `first` on, its length and its CRC.
+
+    Else None: `first_bad_record` and `first_gap` tell which one is wrong. There is one pass over
+    the bytes. `records_crc` is what it gives, for a caller who has made it already; what a sender
+    states is not that.
+    """
+    assert len(records) == int(lengths.sum())
+    ends = lengths.cumsum()
+    prefixes = _gather(records, ends - lengths, PREFIX_DTYPE)
+    if not (prefixes["length"] == lengths - RECORD_OVERHEAD_BYTES).all():
+        return None
+    ids = prefixes["head"]["transaction_id"]
+    if not (ids == np.arange(first, first + lengths.size, dtype=np.int64)).all():
+        return None
+    trailers = _gather(records, ends - _TRAILER_BYTES, np.dtype(">u4"))
+    found = crc32(records) if records_crc is None else records_crc
+    # CRC-32 is linear: all records agree with their own CRCs if the run agrees with those.
+    return trailers.tobytes() if found == run_crc(trailers, lengths) else None
+
+
 def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     """Return the index of the first record that its own CRC or length contradicts, else None.
 
@@ -179,12 +202,12 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     assert len(records) == int(lengths.sum())
     if lengths.size == 0:
         return None
-    stated = _gather(records, _starts(lengths) + 28, np.dtype(">i4")).astype(np.int64)
-    wrong_length = np.flatnonzero(stated != lengths - RECORD_OVERHEAD_BYTES)
+    stated = _gather(records, _starts(lengths) + 28, np.dtype(">i4"))
+    wrong_length = (stated != lengths - RECORD_OVERHEAD_BYTES).nonzero()[0]
     suspects = int(wrong_length[0]) if wrong_length.size else int(lengths.size)
-    if suspects == lengths.size and crc32(records) == run_crc(_trailers(records, lengths), lengths):
-        return None
     crcs = _trailers(records, lengths)
+    if suspects == lengths.size and crc32(records) == run_crc(crcs, lengths):
+        return None
     offsets = offsets_of(lengths)
     view = memoryview(records)
     for index in range(suspects):
@@ -203,8 +226,8 @@ def run_crc(crcs: npt.NDArray[np.generic], lengths: I64) -> int:
 
 def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None:
     """Return the index of the first record whose id is not `first` plus its index, else None."""
-    expected = np.arange(first, first + lengths.size, dtype=np.int64)
-    wrong = np.flatnonzero(ids_of(records, lengths) != expected)
+    ids = _gather(records, _starts(lengths), np.dtype(">i8"))
+    wrong = (ids != np.arange(first, first + lengths.size, dtype=np.int64)).nonzero()[0]
     return int(wrong[0]) if wrong.size else None
 
 
@@ -242,11 +265,11 @@ def prefix_crcs(made: U8) -> U32:
 
 
 def _starts(lengths: I64) -> I64:
-    return np.cumsum(lengths) - lengths
+    return lengths.cumsum() - lengths
 
 
 def _trailers(records: Buffer, lengths: I64) -> npt.NDArray[np.generic]:
-    return _gather(records, np.cumsum(lengths) - _TRAILER_BYTES, np.dtype(">u4"))
+    return _gather(records, lengths.cumsum() - _TRAILER_BYTES, np.dtype(">u4"))
 
 
 def _gather(records: Buffer, places: I64, kind: np.dtype) -> npt.NDArray:  # type: ignore[type-arg]

@@ -59,6 +59,17 @@ def test_what_moved_away_is_forgotten():
     assert page.count(b'partition="2"') == 2
 
 
+def test_what_comes_back_counts_from_nothing():
+    metrics, name = Metrics("server"), "waltz_server_appended_transactions_total"
+    for partition in (1, 2):
+        metrics.add(name, 5, partition=partition)
+    metrics.forget(partition=1)
+    metrics.add(name, 2, partition=1)
+    metrics.add(name, 2, partition=2)
+    assert metrics.value(name, partition=1) == 2
+    assert metrics.value(name, partition=2) == 7
+
+
 def test_a_name_or_label_that_is_not_in_the_table_is_our_bug():
     metrics = Metrics("server")
     with pytest.raises(KeyError):

@@ -85,6 +85,39 @@ def test_any_flipped_bit_is_found_in_its_record(rows: list[bytes], data: st.Data
     assert raw_records.first_bad_record(bytes(damaged), lengths) == guilty
 
 
+@given(datas, st.data())
+def test_crcs_are_proven_exactly_where_no_record_is_wrong(
+    rows: list[bytes], data: st.DataObject
+) -> None:
+    """The one look of an append against the two functions that name what is wrong."""
+    first = TransactionId(data.draw(st.integers(0, 5)))
+    records, lengths = run_of(rows, first=data.draw(st.integers(0, 5)))
+    changed = bytearray(records)
+    for place in data.draw(st.lists(st.integers(0, len(records) - 1), max_size=2)):
+        changed[place] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):  # a border elsewhere: beside empty rows bytes may still add up
+        border = data.draw(st.integers(0, lengths.size - 1))
+        shift = min(data.draw(st.integers(0, 3)), int(lengths[border]) - 40)
+        lengths = lengths.copy()
+        lengths[border] -= shift
+        lengths[(border + 1) % lengths.size] += shift
+    run = bytes(changed)
+    is_right = (
+        raw_records.first_bad_record(run, lengths) is None
+        and raw_records.first_gap(run, lengths, first) is None
+    )
+    expected = raw_records.record_crcs(run, lengths) if is_right else None
+    assert raw_records.proven_crcs(memoryview(run), lengths, first) == expected
+    known = raw_records.proven_crcs(run, lengths, first, records_crc=crc32(run))
+    assert known == expected
+
+
+def test_crcs_are_not_proven_by_another_run() -> None:
+    records, lengths = run_of([b"aa", b"bb"])
+    none = raw_records.proven_crcs(records, lengths, TransactionId(0), records_crc=crc32(b"other"))
+    assert none is None
+
+
 def test_the_first_of_several_bad_records_is_named() -> None:
     records, lengths = run_of([b"a" * 9, b"b", b"c", b"d"])
     damaged = bytearray(records)

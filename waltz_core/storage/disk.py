@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
-from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.errors import DiskFailed, NoSpace, WaltzError
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
@@ -113,14 +113,19 @@ def remove_temporary(disk: Disk, directory: Path) -> None:
 
 
 @contextmanager
-def _typed_errors(what: str, path: Path, *, may_be_full: bool = True) -> Iterator[None]:
+def _typed_errors(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{what} {path}: {error.strerror or error}"
-        if may_be_full and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise NoSpace(message) from error
-        raise DiskFailed(message) from error
+        raise _typed(error, what, path) from error
+
+
+def _typed(error: OSError, what: str, path: Path, *, may_be_full: bool = True) -> WaltzError:
+    """Return the error that an error of the operating system becomes (rule 1)."""
+    message = f"{what} {path}: {error.strerror or error}"
+    if may_be_full and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return NoSpace(message)
+    return DiskFailed(message)
 
 
 class RealFile:
@@ -148,16 +153,21 @@ class RealFile:
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of it (rule 3)."""
         left = [memoryview(part).cast("B") for part in parts if len(part)]
-        with _typed_errors("writing", self._path):
+        # Here and in `sync` no context manager: they run for every append.
+        try:
             while left:
                 written = os.pwritev(self._fd, left[:_VECTOR_MAX], offset)
                 offset += written
                 left = _after(left, written)
+        except OSError as error:
+            raise _typed(error, "writing", self._path) from error
 
     def sync(self) -> None:
         """Wait for fdatasync. One that finds no room has lost what it was to write (rule 1)."""
-        with _typed_errors("syncing", self._path, may_be_full=False):
+        try:
             os.fdatasync(self._fd)
+        except OSError as error:
+            raise _typed(error, "syncing", self._path, may_be_full=False) from error
 
     def truncate(self, size: int) -> None:
         """Cut the file."""

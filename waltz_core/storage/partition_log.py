@@ -308,7 +308,7 @@ class PartitionLog:
 
     # ---- appending
 
-    def append(
+    def append(  # noqa: PLR0913 - every one of them is a part of an append
         self,
         session: SessionId,
         first: TransactionId,
@@ -316,8 +316,12 @@ class PartitionLog:
         records: Buffer,
         chain_before: Chain,
         entries: Sequence[LineageEntry],
+        *,
+        records_crc: int | None = None,
     ) -> None:
         """Write whole batches behind the last record; `sync` makes them durable.
+
+        `records_crc` is that of all bytes, where the caller has found it by a pass over them.
 
         Raises:
             SessionFenced: the session is not the promised one.
@@ -332,7 +336,7 @@ class PartitionLog:
                 f"partition {self.partition_id}: expected an append at {self.max_id + 1} after "
                 f"chain {self.chain.hex()}, found one at {first} after {chain_before.hex()}"
             )
-        recovery.check_batches(first, lengths, records, chain_before, entries)
+        recovery.check_batches(first, lengths, records, chain_before, entries, records_crc)
         self._confirm(session)
         before = (self.max_id, self.chain)
         try:
@@ -385,22 +389,20 @@ class PartitionLog:
         self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]
     ) -> None:
         """Write records and batches, rolling over wherever a segment has become too large."""
-        done = 0
-        while done < lengths.size:
+        while lengths.size:
             current = self._segments.current
             room = self._settings.segment_bytes_max - current.size_bytes
             if room < 0:
                 entries = self._roll(entries)
                 continue
-            part = lengths[done:]
-            # Record i is the last one here when the sizes up to and including it exceed the room.
-            count = min(
-                int(np.searchsorted(np.cumsum(part), room, side="right")) + 1, int(part.size)
-            )
-            size = int(part[:count].sum())
-            current.append(part[:count], records[:size])
-            records = records[size:]
-            done += count
+            part, size = lengths, len(records)
+            if size > room:
+                # The first record that ends beyond the room is the last one here.
+                ends = lengths.cumsum()
+                part = lengths[: int(ends.searchsorted(room, side="right")) + 1]
+                size = int(ends[part.size - 1])
+            current.append(part, records[:size])
+            lengths, records = lengths[part.size :], records[size:]
         self._segments.current.append_entries(entries, self.synced_max)
 
     def _roll(self, entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
@@ -491,9 +493,8 @@ class PartitionLog:
         try:
             recovery.finish_truncation(self._segments, intent)
         except (DiskFailed, NoSpace) as error:
-            self._failed = self._broken = (
-                True  # the intent is durable: the next open carries it out
-            )
+            # The intent is durable: the next open carries it out.
+            self._failed = self._broken = True
             raise DiskFailed(f"partition {self.partition_id}: truncating: {error}") from error
         self.synced_max = self.max_id
         self.chain = self._synced_chain = self._segments.chain

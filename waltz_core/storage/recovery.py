@@ -115,8 +115,11 @@ def check_batches(
     records: bytes | memoryview,
     chain_before: Chain,
     entries: Sequence[LineageEntry],
+    records_crc: int | None = None,
 ) -> None:
     """Check that a run of records is what it says, and that its batches cover it.
+
+    `records_crc` is that of all bytes, where a pass over them has been made already.
 
     Raises:
         BadRequest: the ids, the batches or their chain do not fit the records.
@@ -125,12 +128,14 @@ def check_batches(
     where = f"append at {first}"
     if not entries or not lengths.size or int(lengths.sum()) != len(records):
         raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
-    bad = raw_records.first_bad_record(records, lengths)
-    if bad is not None:
-        raise ChecksumMismatch(f"{where}: record {first + bad} is not what was sent")
-    if (gap := raw_records.first_gap(records, lengths, first)) is not None:
+    crcs = raw_records.proven_crcs(records, lengths, first, records_crc=records_crc)
+    if crcs is None:
+        bad = raw_records.first_bad_record(records, lengths)
+        if bad is not None:
+            raise ChecksumMismatch(f"{where}: record {first + bad} is not what was sent")
+        gap = raw_records.first_gap(records, lengths, first)
+        assert gap is not None
         raise BadRequest(f"{where}: expected id {first + gap} in its place, found another")
-    crcs = raw_records.record_crcs(records, lengths)
     wrong = check_chain(entries, first, chain_before, crcs)
     if wrong is not None or entries[-1].last != first + lengths.size - 1:
         raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")

@@ -7,8 +7,8 @@ log says into answers.
 Rules:
     1. One outcome for each request, in their order: an answer, or the error why there is none.
     2. An append counts as done after the sync that covers it, and never before.
-    3. The bytes of an append are held against the CRC that they were sent with; records are never
-       looked at one by one.
+    3. The bytes of an append are held against the CRC that they were sent with, in one pass that
+       serves for the records' own CRCs too; records are never looked at one by one.
     4. After a failed append of a group the later ones are refused with it: they follow on it.
 """
 
@@ -179,6 +179,7 @@ def _append(log: PartitionLog, append: AppendRaw) -> None:
         append.records,
         Chain(append.chain_before),
         append.lineage,
+        records_crc=append.records_crc,
     )
 
 

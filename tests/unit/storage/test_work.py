@@ -1,10 +1,13 @@
 """One outcome for each request, whatever the log says."""
 
+import dataclasses
 import zlib
+from types import SimpleNamespace
 
 import pytest
 
 from tests.storage_owner import Owner, records_of
+from waltz_core import checksum
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.record import BEFORE_FIRST
 from waltz_core.storage.disk import RealDisk
@@ -58,6 +61,59 @@ def test_a_group_that_was_refused_whole_is_not_synced(log):
     assert [type(each) for each in result.outcomes] == [BadRequest, BadRequest]
     assert result.sync_s is None
     assert result.appended_count == 0
+
+
+def test_an_append_is_read_through_once(log, monkeypatch):
+    sizes = []
+
+    def counted(data, value=0):
+        sizes.append(len(data))
+        return zlib.crc32(data, value)
+
+    append = Owner(5).append(50, b"d" * 500)
+    monkeypatch.setattr(checksum, "zlib", SimpleNamespace(crc32=counted))
+    (outcome,) = run(log, append).outcomes
+    assert isinstance(outcome, Appended)
+    assert [size for size in sizes if size > 100] == [len(append.records)]
+
+
+def flipped(records, place):
+    changed = bytearray(records)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+def test_an_append_that_was_changed_on_its_way_is_refused(log):
+    append = Owner(5).append(3)
+    changed = flipped(append.records, 50)
+    wrong = dataclasses.replace(append, records=changed)
+    (outcome,) = run(log, wrong).outcomes
+    assert isinstance(outcome, ChecksumMismatch)
+    expected, found = append.records_crc, zlib.crc32(changed)
+    assert str(outcome) == (
+        f"append from 0: expected CRC {expected:08x} over 132 bytes, found {found:08x}"
+    )
+    assert log.max_id == BEFORE_FIRST
+
+
+def test_a_record_that_was_wrong_when_it_was_sent_is_refused(log):
+    append = Owner(5).append(3)
+    changed = flipped(append.records, 80)
+    wrong = dataclasses.replace(append, records=changed, records_crc=zlib.crc32(changed))
+    (outcome,) = run(log, wrong).outcomes
+    assert isinstance(outcome, ChecksumMismatch)
+    assert str(outcome) == "append at 0: record 1 is not what was sent"
+    assert log.max_id == BEFORE_FIRST
+
+
+def test_records_with_other_ids_are_refused(log):
+    records, _, _ = records_of(0, 2)
+    append = Owner(5).append(3)
+    mixed = records + records_of(7, 1)[0]
+    wrong = dataclasses.replace(append, records=mixed, records_crc=zlib.crc32(mixed))
+    (outcome,) = run(log, wrong).outcomes
+    assert isinstance(outcome, BadRequest)
+    assert str(outcome) == "append at 0: expected id 2 in its place, found another"
 
 
 def test_lengths_that_do_not_fit_the_bytes_are_refused(log):
