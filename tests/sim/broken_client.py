@@ -1,0 +1,121 @@
+"""Rules of the client, each broken alone."""
+
+from tests.sim.switches import Patches, instead, nothing, switch
+from waltz_core.client import stream, verdicts
+from waltz_core.client.cursor import FeedCursor
+from waltz_core.client.monitor import Monitor
+from waltz_core.client.outbox import Waiting
+from waltz_core.client.readback import ReadBack
+from waltz_core.client.stream import PartitionStream
+from waltz_core.errors import OutcomeUnknown
+from waltz_core.wire.messages import Reason
+
+
+@switch
+def doubt_settled_as_failed() -> Patches:
+    """After a mount, what was in doubt counts as failed without a look at the log."""
+    yield instead(Monitor, "unread", nothing)
+
+
+@switch
+def unknown_is_a_refusal() -> Patches:
+    """An outcome that nobody knows counts as a refusal."""
+    original = verdicts.reason_of
+
+    def reason_of(error):
+        return Reason.LOST if isinstance(error, OutcomeUnknown) else original(error)
+
+    yield instead(verdicts, "reason_of", reason_of)
+
+
+@switch
+def broken_link_is_a_refusal() -> Patches:
+    """A parcel whose link breaks counts as not sent."""
+    original = PartitionStream._leave
+
+    def _leave(self, reason, now_ms, out):
+        for pending in list(self._monitor):
+            self._monitor.remove(pending)
+            error = verdicts.not_sent(self._partition_id, 0, reason)
+            out.append(stream.Refused(pending.parcel.token, error))
+        original(self, reason, now_ms, out)
+
+    yield instead(PartitionStream, "_leave", _leave)
+
+
+@switch
+def sequence_numbers_used_again() -> Patches:
+    """After each mount a client counts its rows from the beginning."""
+    original = PartitionStream._mounted
+
+    def _mounted(self, message, now_ms, out):
+        if not len(self._monitor):
+            self._next_sequence = 1
+            self._monitor._last_sequence = 0
+        original(self, message, now_ms, out)
+
+    yield instead(PartitionStream, "_mounted", _mounted)
+
+
+@switch
+def sent_again_on_a_new_link() -> Patches:
+    """What was not answered is sent again after a mount, under new numbers, and not settled."""
+    original = PartitionStream._mounted
+
+    def _mounted(self, message, now_ms, out):
+        for pending in list(self._monitor):
+            self._monitor.remove(pending)
+            self._outbox._waiting.appendleft(Waiting(pending.parcel, pending.deadline_ms))
+        original(self, message, now_ms, out)
+
+    yield instead(PartitionStream, "_mounted", _mounted)
+
+
+@switch
+def lower_mark_believed() -> Patches:
+    """A server whose mark lies below one that is known is believed, and so is an old generation."""
+    mounted, linked = PartitionStream._mounted, PartitionStream._linked
+
+    def _mounted(self, message, now_ms, out):
+        known, self.high_water_mark = self.high_water_mark, -1
+        mounted(self, message, now_ms, out)
+        self.high_water_mark = max(known, self.high_water_mark)
+
+    def _linked(self, event, now_ms, out):
+        self._generation = min(self._generation, event.generation)
+        linked(self, event, now_ms, out)
+
+    yield instead(PartitionStream, "_mounted", _mounted)
+    yield instead(PartitionStream, "_linked", _linked)
+
+
+@switch
+def feed_takes_what_comes() -> Patches:
+    """The feed goes on wherever the server says."""
+    original = FeedCursor.take
+
+    def take(self, message):
+        if self._fed is not None:
+            self._fed = message.first - 1
+        return original(self, message)
+
+    yield instead(FeedCursor, "take", take)
+
+
+@switch
+def history_not_compared() -> Patches:
+    """Whether the log is still the one that the feed came from is not looked at."""
+    yield instead(ReadBack, "history_loss", nothing)
+
+
+@switch
+def spoiled_link_mounted_again() -> Patches:
+    """A link on which an append was never answered is mounted again."""
+    original = PartitionStream._open_link
+
+    def _open_link(self, out):
+        original(self, out)
+        self._spoiled.clear()
+        out[-1] = stream.OpenLink(self.attempt, ())
+
+    yield instead(PartitionStream, "_open_link", _open_link)

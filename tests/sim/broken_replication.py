@@ -1,0 +1,428 @@
+"""Rules of replication and of store sessions, each broken alone."""
+
+from tests.sim.switches import Patches, instead, nothing, switch
+from waltz_core.cluster.model import UNRESOLVED, ReplicaState
+from waltz_core.replication import claim, partition_store, recovery, repair, store_session
+from waltz_core.replication.events import Committed
+from waltz_core.replication.partition_store import PartitionStore, _Waiting
+from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
+from waltz_core.replication.recovery import Origin, Recovery
+from waltz_core.replication.repair import Repair, SetMark
+from waltz_core.replication.repairs import Repairs
+from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, Stage
+from waltz_core.replication.settling import Settling
+from waltz_core.replication.store_session import StoreSession
+from waltz_core.storage.partition_log import PartitionLog
+
+
+@switch
+def quorum_minus_one() -> Patches:
+    """One replica less than a majority is enough."""
+
+    def smaller(count):
+        return max(1, count // 2)
+
+    yield instead(store_session, "quorum_size", smaller)
+
+
+@switch
+def older_replica_votes() -> Patches:
+    """A replica that is older than ZooKeeper says votes with what it has."""
+
+    def is_credible(answer, state, registered_id):
+        return not answer.suspect
+
+    yield instead(recovery, "is_credible", is_credible)
+
+
+@switch
+def unknown_counts_as_no() -> Patches:
+    """A replica that answers and cannot be believed counts as one that has nothing."""
+    original = Recovery.heard
+
+    def heard(self, replica, answer, registered_id):
+        original(self, replica, answer, registered_id)
+        if replica in self.engaged and self._max[replica] is None:
+            self._max[replica] = -1
+
+    yield instead(Recovery, "heard", heard)
+
+
+@switch
+def absent_counts_as_no() -> Patches:
+    """A replica that does not answer counts as one that has nothing."""
+
+    def decide(maxes, *, unknown_count, quorum):
+        return quorum_mark([*maxes, *[-1] * unknown_count], quorum)
+
+    yield instead(recovery, "decide", decide)
+
+
+@switch
+def suspect_is_believed() -> Patches:
+    """A replica that cannot vouch for its log is believed."""
+
+    def is_credible(answer, state, registered_id):
+        return answer.last_session >= state.session_id
+
+    yield instead(recovery, "is_credible", is_credible)
+
+
+@switch
+def damage_is_no_doubt() -> Patches:
+    """A replica with damage above its mark is believed, and need not be mended to be marked."""
+    original = Repair._complete
+
+    def is_credible(answer, state, registered_id):
+        return answer.last_session >= state.session_id and not answer.suspect
+
+    def _complete(self, mark, chain, *, can_mend):
+        self.damaged = []
+        return original(self, mark, chain, can_mend=can_mend)
+
+    yield instead(recovery, "is_credible", is_credible)
+    yield instead(Repair, "_complete", _complete)
+
+
+@switch
+def any_storage_id() -> Patches:
+    """Whichever storage answers at an address is taken for the one that was there."""
+    is_credible = recovery.is_credible
+
+    def of_any(answer, state, registered_id):
+        return is_credible(answer, state, recovery.NO_STORAGE_ID)
+
+    def _prepared(self, each, answer, now_ms):
+        facts = self._facts
+        self._facts = facts._replace(storage_ids={})
+        try:
+            prepared(self, each, answer, now_ms)
+        finally:
+            self._facts = facts
+
+    prepared = StoreSession._prepared
+    yield instead(recovery, "is_credible", of_any)
+    yield instead(StoreSession, "_prepared", _prepared)
+
+
+@switch
+def lowest_mark() -> Patches:
+    """The mark is the lowest of those that a quorum has."""
+
+    def lowest(marks, quorum):
+        return min(marks) if len(marks) >= quorum else None
+
+    yield instead(recovery, "quorum_mark", lowest)
+
+
+@switch
+def decided_by_those_who_answer() -> Patches:
+    """A majority of those who answer decides, however few they are."""
+
+    def decide(maxes, *, unknown_count, quorum):
+        return quorum_mark(maxes, quorum_size(len(maxes))) if maxes else None
+
+    yield instead(recovery, "decide", decide)
+
+
+@switch
+def cut_before_decision() -> Patches:
+    """A replica is cut back to its own mark as soon as it answers (the original's way)."""
+    original = StoreSession._prepared
+
+    def _prepared(self, each, answer, now_ms):
+        original(self, each, answer, now_ms)
+        mark = answer.low_water_mark
+        if each.repair is not None and self.window is None and answer.synced_max > mark:
+            each.repair._floor = mark
+            each.repair.last = answer.synced_max
+            self.recovery._max[each.replica] = mark
+
+    yield instead(StoreSession, "_prepared", _prepared)
+
+
+@switch
+def mark_on_a_short_log() -> Patches:
+    """A low-water mark is set on a replica whose log does not reach it."""
+    next_step, changed, set_mark = (
+        Repair.next_step,
+        Repairs._changed,
+        PartitionLog.set_low_water_mark,
+    )
+
+    def _next_step(self, goal, *, can_mend):
+        step = next_step(self, goal, can_mend=can_mend)
+        if step is not None and goal.chain is not None and self.last < goal.mark:
+            return SetMark(goal.mark, goal.chain)
+        return step
+
+    def _changed(self, each, repair, step, answer):
+        if isinstance(step, SetMark):
+            repair.marked()
+            each.marked(step.mark, step.chain)
+        else:
+            changed(self, each, repair, step, answer)
+
+    def set_low_water_mark(self, session, mark, chain):
+        ours, self.chain = self.chain, chain
+        last, self.synced_max = self.synced_max, mark
+        try:
+            with instead(PartitionLog, "max_id", property(lambda _: mark)):
+                set_mark(self, session, mark, chain)
+        finally:
+            self.chain, self.synced_max = ours, last
+
+    yield instead(Repair, "next_step", _next_step)
+    yield instead(Repairs, "_changed", _changed)
+    yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
+
+
+@switch
+def open_before_second_cas() -> Patches:
+    """A session opens when its states are about to be written."""
+    original = PartitionStore._write
+
+    def _write(self, view, waiting):
+        original(self, view, waiting)
+        if waiting is _Waiting.STATES and self._session.window is None:
+            self._waiting = _Waiting.NOTHING
+            self._wrote(as_written(view))
+
+    yield instead(PartitionStore, "_write", _write)
+
+
+def as_written(view):
+    """Return what a view would be if writing it had succeeded."""
+    return view._replace(
+        metadata_version=view.metadata_version + 1, marker_version=view.marker_version + 1
+    )
+
+
+@switch
+def unknown_cas_taken_as_success() -> Patches:
+    """A write with unknown outcome counts as one that has succeeded."""
+    original = PartitionStore._coordinator_away
+
+    def _coordinator_away(self, waiting, reason):
+        if waiting in (_Waiting.STATES, _Waiting.CLAIM):
+            self._wrote(as_written(self._writing))
+        else:
+            original(self, waiting, reason)
+
+    yield instead(PartitionStore, "_coordinator_away", _coordinator_away)
+
+
+@switch
+def conflict_taken_as_success() -> Patches:
+    """States whose write has met another version count as written."""
+    original = PartitionStore._heard_reading
+
+    def _heard_reading(self, waiting, view):
+        if waiting is _Waiting.STATES_CHECK:
+            self._wrote(self._writing)
+        else:
+            original(self, waiting, view)
+
+    yield instead(PartitionStore, "_heard_reading", _heard_reading)
+
+
+@switch
+def late_replica_counts_at_once() -> Patches:
+    """A replica that is marked late gets appends, and counts, before ZooKeeper knows it."""
+    original = StoreSession._feed
+
+    def _feed(self, each, now_ms):
+        stage, each.stage = each.stage, Stage.ENGAGED
+        original(self, each, now_ms)
+        if each.stage is Stage.ENGAGED:
+            each.stage = stage
+
+    def _commit(self, now_ms):
+        marked = (Stage.ENGAGED, Stage.READY)
+        marks = [each.synced_last for each in self.replicas.values() if each.stage in marked]
+        if self.window.commit(min(quorum_mark(marks, self.quorum), self.window.last)):
+            self._progress_ms = now_ms
+            chain = self.window.committed_chain
+            self._outbox.append(Committed(self.claim.session_id, self.window.committed, chain))
+
+    def submit(self, batch, now_ms):
+        self.window.add(batch, self.claim.session_id, now_ms)
+        for each in self.replicas.values():
+            if each.is_marked:
+                self._feed(each, now_ms)
+
+    yield instead(StoreSession, "_feed", _feed)
+    yield instead(StoreSession, "_commit", _commit)
+    yield instead(StoreSession, "submit", submit)
+    yield instead(StoreSession, "_joined_states", nothing)
+
+
+@switch
+def lost_replica_rejoins() -> Patches:
+    """An engaged replica whose connection broke goes on in the same session."""
+    original = StoreSession._drop
+
+    def _drop(self, each, reason, now_ms, **why):
+        if each.stage is not Stage.ENGAGED or len(self.engaged) <= self.quorum:
+            original(self, each, reason, now_ms, **why)
+            return
+        self.repairs.lost(each)
+        each.close()
+        each.lost(now_ms, self._rng)
+        each.is_tainted = False
+
+    yield instead(StoreSession, "_drop", _drop)
+
+
+@switch
+def connections_are_replaced() -> Patches:
+    """A connection with unanswered changes is replaced within the session."""
+
+    def _forget(self):
+        self.stage, self.repair, self.ticket = Stage.ABSENT, None, NO_TICKET
+        self.unanswered_bytes = 0
+        self._requests.clear()
+
+    yield instead(ReplicaSession, "_forget", _forget)
+
+
+@switch
+def settled_by_id() -> Patches:
+    """Appends of the session before are committed if their ids are at or below the new mark."""
+    original = Settling._settle
+
+    def _settle(self, committed_last):
+        doubt = self._claim.in_doubt
+        original(self, committed_last if doubt is None else min(doubt.last, self._mark))
+
+    yield instead(Settling, "_settle", _settle)
+
+
+@switch
+def empty_metadata_taken_as_new() -> Patches:
+    """A partition that ZooKeeper has forgotten is taken for a new one."""
+
+    def origin_of(metadata, marker):
+        return Origin.RECORDED if metadata is not None and metadata.states else Origin.NEW
+
+    def is_foreign(self, answer):
+        return False
+
+    def refusal(view, replicas, promised):
+        return None
+
+    for module in (partition_store, claim, recovery):
+        yield instead(module, "origin_of", origin_of)
+    yield instead(partition_store, "refusal", refusal)
+    yield instead(Recovery, "is_foreign", is_foreign)
+
+
+@switch
+def older_generation_claims() -> Patches:
+    """A server claims a session for a generation that is over."""
+
+    def is_newer(one, other):
+        return False
+
+    yield instead(partition_store, "is_newer", is_newer)
+    yield instead(claim, "is_newer", is_newer)
+
+
+@switch
+def unbroken_whoever_was_there() -> Patches:
+    """A server believes that nobody else has written between two of its sessions."""
+    original = PartitionStore._claim
+
+    def _claim(self, view):
+        had_one = bool(self._our_names)
+        original(self, view)
+        self._is_unbroken = had_one
+
+    yield instead(PartitionStore, "_claim", _claim)
+
+
+@switch
+def engaged_although_not_ready() -> Patches:
+    """All replicas of the assignment are written down as engaged, ready or not."""
+    original = Recovery.opening_states
+
+    def opening_states(self, session_id, assigned, ready):
+        states = original(self, session_id, assigned, ready)
+        return {replica: ReplicaState(session_id, UNRESOLVED) for replica in states}
+
+    yield instead(Recovery, "opening_states", opening_states)
+
+
+@switch
+def appends_without_order() -> Patches:
+    """A replica that missed an append counts as one that has synced it."""
+
+    def appended(self, request, answer):
+        self.unanswered_bytes -= len(request.records)
+        self.synced_last = max(self.synced_last, request.lineage[-1].last)
+
+    original = ReplicaSession.append_flight
+
+    def append_flight(self, flight, now_ms):
+        if flight.entry.last % 7 == 3:
+            self.next_id, self.next_chain = flight.entry.last + 1, flight.entry.chain
+            self.synced_last = flight.entry.last
+        else:
+            original(self, flight, now_ms)
+
+    yield instead(ReplicaSession, "appended", appended)
+    yield instead(ReplicaSession, "append_flight", append_flight)
+
+
+@switch
+def sent_counts_as_synced() -> Patches:
+    """What was sent to a replica counts as synced there."""
+    original = StoreSession._feed
+
+    def _feed(self, each, now_ms):
+        original(self, each, now_ms)
+        if each.stage is Stage.ENGAGED:
+            each.synced_last = max(each.synced_last, each.next_id - 1)
+            self._commit(now_ms)
+
+    yield instead(StoreSession, "_feed", _feed)
+
+
+@switch
+def lineage_not_compared() -> Patches:
+    """A log that is shorter than the decided one is filled up without a look at its history."""
+
+    def _align(self):
+        self._is_aligned = True
+        return True
+
+    def verify_batches(answer, chain):
+        return answer.lineage[-1].chain
+
+    yield instead(Repair, "_align", _align)
+    yield instead(repair, "verify_batches", verify_batches)
+
+
+@switch
+def mark_told_without_a_session() -> Patches:
+    """A proof of the mark succeeds with the first storage that answers."""
+
+    def verdict(self):
+        return Verdict.COMMITTED if self._voted else Verdict.OPEN
+
+    yield instead(Tally, "verdict", property(verdict))
+
+
+@switch
+def doubt_is_forgotten() -> Patches:
+    """What was in flight in a lost session is taken for lost, without a look at the log."""
+    original = Settling.begin
+
+    def begin(self, each, now_ms):
+        doubt = self._claim.in_doubt
+        if doubt is None or self._stamp_ms is None:
+            original(self, each, now_ms)
+        else:
+            self._settle(doubt.committed)
+
+    yield instead(Settling, "begin", begin)

@@ -1,0 +1,340 @@
+"""Rules of the server, each broken alone."""
+
+import numpy as np
+
+from tests.sim.switches import Patches, instead, nothing, switch
+from waltz_core.server import append
+from waltz_core.server.append import AppendPipeline, Reached
+from waltz_core.server.judging import Piece
+from waltz_core.server.locks import LockTable
+from waltz_core.server.mounts import Mounts
+from waltz_core.server.partition import Partition
+from waltz_core.server.proofs import Proofs
+from waltz_core.server.reads import Reads
+from waltz_core.server.tickets import BatchTicket
+from waltz_core.wire.messages import Reason
+
+
+@switch
+def locks_kept_over_foreign_session() -> Patches:
+    """The lock table is not filled anew when another server may have written."""
+    yield instead(LockTable, "reset", nothing)
+
+
+@switch
+def locks_not_clamped() -> Patches:
+    """Entries of a lost session stay in the lock table."""
+    yield instead(LockTable, "clamp", nothing)
+
+
+@switch
+def locks_written_at_commit() -> Patches:
+    """A lock is entered when its transaction is committed, not when it is judged."""
+    judge, judge_one, committed = LockTable.judge, LockTable.judge_one, AppendPipeline.committed
+    later = {}  # table -> what was entered too early, by id
+
+    def without_entries(self, call, next_id):
+        before = self._slots.copy()
+        found = call()
+        changed = np.flatnonzero(self._slots != before)
+        entries = later.setdefault(id(self), [])
+        entries += [(int(self._slots[slot]), int(slot)) for slot in changed]
+        self._slots[changed] = before[changed]
+        return found
+
+    def judge_later(self, requests, *, high_water_mark, next_id):
+        marks = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return without_entries(self, lambda: judge(self, requests, **marks), next_id)
+
+    def judge_one_later(self, locks, mark, *, high_water_mark, next_id):
+        marks = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return without_entries(self, lambda: judge_one(self, locks, mark, **marks), next_id)
+
+    def committed_then_entered(self, last, chain, *, now_ms):
+        entries = later.pop(id(self._table), [])
+        for entered, slot in entries:
+            if entered <= last:
+                self._table._slots[slot] = max(entered, self._table._slots[slot])
+        later[id(self._table)] = [entry for entry in entries if entry[0] > last]
+        return committed(self, last, chain, now_ms=now_ms)
+
+    yield instead(LockTable, "judge", judge_later)
+    yield instead(LockTable, "judge_one", judge_one_later)
+    yield instead(AppendPipeline, "committed", committed_then_entered)
+
+
+@switch
+def read_locks_unchecked() -> Patches:
+    """Read locks are not looked up."""
+    judge, judge_one = LockTable.judge, LockTable.judge_one
+
+    def judge_rows(self, requests, *, high_water_mark, next_id):
+        none = requests.read._replace(
+            offsets=np.zeros_like(requests.read.offsets), values=requests.read.values[:0]
+        )
+        marks = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return judge(self, requests._replace(read=none), **marks)
+
+    def judge_row(self, locks, mark, *, high_water_mark, next_id):
+        marks = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return judge_one(self, (locks[0], (), locks[2]), mark, **marks)
+
+    yield instead(LockTable, "judge", judge_rows)
+    yield instead(LockTable, "judge_one", judge_row)
+
+
+@switch
+def append_locks_not_entered() -> Patches:
+    """Append locks leave nothing in the table."""
+    judge, judge_one = LockTable.judge, LockTable.judge_one
+
+    def judge_rows(self, requests, *, high_water_mark, next_id):
+        none = requests.append._replace(
+            offsets=np.zeros_like(requests.append.offsets), values=requests.append.values[:0]
+        )
+        marks = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return judge(self, requests._replace(append=none), **marks)
+
+    def judge_row(self, locks, mark, *, high_water_mark, next_id):
+        marks = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return judge_one(self, (locks[0], locks[1], ()), mark, **marks)
+
+    yield instead(LockTable, "judge", judge_rows)
+    yield instead(LockTable, "judge_one", judge_row)
+
+
+@switch
+def conflict_in_flight_told_at_once() -> Patches:
+    """A refusal for a transaction in flight is told before that one is final."""
+    rows, singles = append.judge_rows, append.judge_singles
+
+    def judge_rows(ticket, stop, table, place):
+        piece = rows(ticket, stop, table, place)
+        return (
+            piece if piece.part is not None else Piece(None, [], [*piece.doubtful, *piece.refused])
+        )
+
+    def judge_singles(group, table, place):
+        piece = singles(group, table, place)
+        kept = [ticket for ticket in piece.doubtful if ticket.transaction_id >= 0]
+        told = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
+        return Piece(piece.part, kept, [*piece.refused, *told])
+
+    yield instead(append, "judge_rows", judge_rows)
+    yield instead(append, "judge_singles", judge_singles)
+
+
+@switch
+def rows_see_no_rows_of_their_batch() -> Patches:
+    """A row of a batch is not held against the rows before it."""
+    original = LockTable._estimates
+
+    def _estimates(self, requests, entered_rows, entered_slots):
+        found = original(self, requests, entered_rows, entered_slots)
+        return found._replace(entered=found.before)
+
+    yield instead(LockTable, "_estimates", _estimates)
+
+
+@switch
+def client_ahead_accepted() -> Patches:
+    """A transaction that was computed above the log's mark is let in."""
+    judge, judge_one = LockTable.judge, LockTable.judge_one
+
+    def judge_rows(self, requests, *, high_water_mark, next_id):
+        marks = np.minimum(requests.marks, high_water_mark)
+        known = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return judge(self, requests._replace(marks=marks), **known)
+
+    def judge_row(self, locks, mark, *, high_water_mark, next_id):
+        known = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return judge_one(self, locks, min(mark, high_water_mark), **known)
+
+    yield instead(LockTable, "judge", judge_rows)
+    yield instead(LockTable, "judge_one", judge_row)
+
+
+@switch
+def loss_told_before_settled() -> Patches:
+    """When a session is lost, what it had in flight is told LOST at once."""
+    original = Partition._session_closed
+
+    def _session_closed(self, event, out):
+        original(self, event, out)
+        pipeline = self.pipeline
+        outcomes = []
+        for flight in pipeline._flights:
+            for ticket in flight.tickets:
+                if ticket.settle(pipeline.high_water_mark):
+                    pipeline._mounts.lapse(ticket.req_id.client_id)
+                pipeline._landed(ticket, outcomes)
+            outcomes.extend(Reached(token) for token in flight.waiting)
+        pipeline._forget_flights()
+        self._route(outcomes, out)
+
+    yield instead(Partition, "_session_closed", _session_closed)
+
+
+@switch
+def mount_does_not_wait() -> Patches:
+    """A mount is answered before the client's older appends are final."""
+
+    def barrier(self, token):
+        return [Reached(token)]
+
+    yield instead(AppendPipeline, "barrier", barrier)
+
+
+@switch
+def connection_checked_on_arrival_only() -> Patches:
+    """Whether an append may enter is looked at when it comes, not when its turn comes."""
+    receive, stale = AppendPipeline.receive, AppendPipeline._stale
+    passed = {}
+
+    def receive_checked(self, connection, message, *, cost_bytes, now_ms):
+        if self._mounts.is_ready(message.req_id.client_id, connection):
+            passed[(connection, message.req_id)] = True
+        return receive(self, connection, message, cost_bytes=cost_bytes, now_ms=now_ms)
+
+    def _stale(self, ticket):
+        if passed.pop((ticket.connection, ticket.req_id), False):
+            return None
+        return stale(self, ticket)
+
+    def drop_nothing(self, connection):
+        return []
+
+    yield instead(AppendPipeline, "receive", receive_checked)
+    yield instead(AppendPipeline, "_stale", _stale)
+    yield instead(AppendPipeline, "close", drop_nothing)
+
+
+@switch
+def older_connection_mounts() -> Patches:
+    """A connection that a newer one has fenced off may mount again, and append."""
+    yield instead(Mounts, "_fenced", nothing)
+
+
+@switch
+def lost_row_keeps_its_mount() -> Patches:
+    """After a lost row, what the client had sent behind it is let in."""
+    yield instead(Mounts, "lapse", nothing)
+
+
+@switch
+def cache_filled_at_submission() -> Patches:
+    """What is in flight can be read from the caches, and stays in them when it is lost."""
+    original = Partition._route
+
+    def _route(self, outcomes, out):
+        for outcome in outcomes:
+            if isinstance(outcome, append.SubmitBatch):
+                flight = self.pipeline._flights[-1]
+                self.reads.remember(flight.entry, flight.batch)
+            if not isinstance(outcome, append.BatchCommitted):
+                original(self, [outcome], out)
+
+    yield instead(Partition, "_route", _route)
+    yield instead(Reads, "forget_all", nothing)
+
+
+@switch
+def feed_reaches_what_is_in_flight() -> Patches:
+    """The feed goes up to the last transaction submitted."""
+    original = Partition._route
+
+    def _route(self, outcomes, out):
+        original(self, outcomes, out)
+        for outcome in outcomes:
+            if isinstance(outcome, append.SubmitBatch):
+                flight = self.pipeline._flights[-1] if self.pipeline._flights else None
+                if flight is not None and flight.batch is outcome.batch:
+                    self.reads.remember(flight.entry, flight.batch)
+                    self.reads.advanced(flight.entry.last)
+                    self.feed.advanced(self._session_id, flight.entry.last)
+
+    yield instead(Partition, "_route", _route)
+
+
+@switch
+def appends_taken_after_the_session() -> Patches:
+    """A session that has closed still takes appends; the next one does not look at them."""
+    closed, settled = AppendPipeline.closed, AppendPipeline.settled
+
+    def closed_but_open(self, loss=Reason.LOST):
+        closed(self, loss)
+        self._is_open = True
+
+    def settled_anew(self, opened, last, *, unbroken, stamp_ms=0):
+        self._is_open = False
+        return settled(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
+
+    yield instead(AppendPipeline, "closed", closed_but_open)
+    yield instead(AppendPipeline, "settled", settled_anew)
+
+
+@switch
+def mark_told_without_proof() -> Patches:
+    """A server tells its mark without asking whether a later session exists."""
+
+    def is_fresh(self, now_ms):
+        return True
+
+    def _tell_mark(self, event, out, *, always=False):
+        out.append(self._with_mark(event, self._high_water_mark))
+
+    yield instead(Proofs, "is_fresh", is_fresh)
+    yield instead(Partition, "_tell_mark", _tell_mark)
+
+
+@switch
+def flush_does_not_wait() -> Patches:
+    """A flush is answered before what came before it is final."""
+
+    def flush(self, token):
+        return [Reached(token)]
+
+    yield instead(AppendPipeline, "flush", flush)
+
+
+@switch
+def given_up_taken_for_lost() -> Patches:
+    """A server that gives a partition up tells those who wait that they are not in the log."""
+    original = AppendPipeline.abandon
+
+    def abandon(self):
+        queued, doubtful, outcomes = original(self)
+        return [*queued, *doubtful], [], outcomes
+
+    yield instead(AppendPipeline, "abandon", abandon)
+
+
+@switch
+def doubtful_flights_land() -> Patches:
+    """What a lost session had in flight is told as committed."""
+    original = AppendPipeline.settled
+
+    def settled(self, opened, last, *, unbroken, stamp_ms=0):
+        for flight in self._flights:
+            last = max(last, min(flight.entry.last, opened.high_water_mark))
+        return original(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
+
+    yield instead(AppendPipeline, "settled", settled)
+
+
+@switch
+def generation_unchecked() -> Patches:
+    """An append of an older generation is let in."""
+
+    def _stale(self, ticket):
+        ready = self._mounts.is_ready(ticket.req_id.client_id, ticket.connection)
+        return None if ready else Reason.NOT_MOUNTED
+
+    yield instead(AppendPipeline, "_stale", _stale)
+    yield instead(Mounts, "clear", nothing)
+
+
+@switch
+def batch_answered_before_all_is_final() -> Patches:
+    """A batch is answered when its first flight has landed."""
+    yield instead(BatchTicket, "is_final", property(lambda self: self.is_judged))

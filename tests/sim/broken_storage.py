@@ -1,0 +1,359 @@
+"""Rules of the storage, each broken alone."""
+
+from dataclasses import replace
+
+from tests.sim.switches import Patches, instead, nothing, switch
+from waltz_core.errors import DiskFailed
+from waltz_core.record import BEFORE_FIRST
+from waltz_core.storage import damage, reading, recovery, segment, service, work
+from waltz_core.storage.format import Marker
+from waltz_core.storage.index import LineageFile
+from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.recovery import _Opening
+from waltz_core.storage.segment import Segment
+from waltz_core.storage.segments import Segments
+from waltz_core.storage.service import StorageService
+from waltz_core.wire.messages import AppendRaw, Prepare
+
+
+@switch
+def skip_truncate() -> Patches:
+    """A storage says that it has cut its log, and has not."""
+    original = PartitionLog.truncate
+
+    def truncate(self, session, last_to_keep, base, base_chain):
+        if self.synced_max <= last_to_keep:
+            return original(self, session, last_to_keep, base, base_chain)
+        kept = self._segments.chain_at(last_to_keep)
+        if kept is None:
+            return original(self, session, last_to_keep, base, base_chain)
+        # What it tells is what a cut would have left; the next append goes behind the rest.
+        self.synced_max, self.chain, self._synced_chain = last_to_keep, kept, kept
+        return last_to_keep, kept
+
+    yield instead(PartitionLog, "truncate", truncate)
+
+
+@switch
+def truncate_without_intent() -> Patches:
+    """A truncation is not written down first, and not synced."""
+
+    def _truncate(self, last_to_keep):
+        cut, _ = recovery.cut_of(self._segments, last_to_keep)
+        self._segments.cut(last_to_keep, cut)
+        self.synced_max = self.max_id
+        self.chain = self._synced_chain = self._segments.chain
+        marker = min(self.slot.acked, Marker(self.max_id, self.chain))
+        self._write_slot(replace(self.slot, acked=marker))
+
+    yield instead(PartitionLog, "_truncate", _truncate)
+
+
+@switch
+def truncate_below_mark() -> Patches:
+    """A storage cuts below its confirmed mark."""
+    original = PartitionLog.truncate
+
+    def truncate(self, session, last_to_keep, base, base_chain):
+        mark, self._slots.slot = self.slot, replace(self.slot, low_water_mark=BEFORE_FIRST)
+        try:
+            return original(self, session, last_to_keep, base, base_chain)
+        finally:
+            self._slots.slot = replace(self.slot, low_water_mark=mark.low_water_mark)
+
+    yield instead(PartitionLog, "truncate", truncate)
+
+
+@switch
+def answer_before_fsync() -> Patches:
+    """An append is answered before it is durable."""
+
+    def sync(self):
+        if self._failed:
+            raise DiskFailed("a write failed in this session")
+        self.synced_max, self._synced_chain = self.max_id, self.chain
+        return self.synced_max
+
+    yield instead(PartitionLog, "sync", sync)
+
+
+@switch
+def failed_fsync_ignored() -> Patches:
+    """A sync that fails counts as one that did not."""
+    original = Segment.sync
+
+    def sync(self):
+        try:
+            return original(self)
+        except DiskFailed:
+            self.forget()
+            return 1
+
+    yield instead(Segment, "sync", sync)
+
+
+@switch
+def promise_not_durable() -> Patches:
+    """PREPARE is answered before the promise is on disk."""
+    original = PartitionLog.prepare
+
+    def prepare(self, session, nonce):
+        slots = self._slots
+        write, slots.write = slots.write, lambda slot: setattr(slots, "slot", slot)
+        try:
+            return original(self, session, nonce)
+        finally:
+            slots.write = write
+
+    yield instead(PartitionLog, "prepare", prepare)
+
+
+@switch
+def fence_after_vote() -> Patches:
+    """PREPARE tells what the log has, and fences older sessions only when the next request comes.
+
+    Until then appends of the session before are taken.
+    """
+    admit, check_owner = StorageService._admit_prepare, service._check_owner
+    check_service, check_log = StorageService._check_session, PartitionLog._check_session
+    older = {}  # lane -> the session that may still append, and its connection
+
+    def _admit_prepare(self, request, message):
+        lane = self._lanes.get(message.partition_id)
+        before = None if lane is None else (lane.promised, lane.owner)
+        fence, self._fence = self._fence, nothing
+        try:
+            admit(self, request, message)
+        finally:
+            self._fence = fence
+        if lane is not None and before is not None and before[1] not in (None, request.connection):
+            older[id(lane.log)] = before
+
+    def _check_session(self, lane, message):
+        session = older.get(id(lane.log), (None, None))[0]
+        if isinstance(message, AppendRaw) and message.session_id == session:
+            return
+        if not isinstance(message, AppendRaw | Prepare):
+            older.pop(id(lane.log), None)
+        check_service(self, lane, message)
+
+    def _check_owner(lane, request):
+        if older.get(id(lane.log)) != (request.message.session_id, request.connection):
+            check_owner(lane, request)
+
+    def _check_log_session(self, session):
+        if older.get(id(self), (None, None))[0] != session:
+            check_log(self, session)
+
+    yield instead(StorageService, "_admit_prepare", _admit_prepare)
+    yield instead(StorageService, "_check_session", _check_session)
+    yield instead(service, "_check_owner", _check_owner)
+    yield instead(PartitionLog, "_check_session", _check_log_session)
+
+
+@switch
+def older_sessions_append() -> Patches:
+    """A storage takes appends of sessions older than the promised one."""
+    check_service, check_owner = StorageService._check_session, service._check_owner
+    check_log, fence = PartitionLog._check_session, StorageService._fence
+
+    def _check_session(self, lane, message):
+        if not isinstance(message, AppendRaw) or message.session_id > lane.promised:
+            check_service(self, lane, message)
+
+    def _check_owner(lane, request):
+        if not isinstance(request.message, AppendRaw):
+            check_owner(lane, request)
+
+    def _check_log_session(self, session):
+        if session > self.slot.promised:
+            check_log(self, session)
+
+    def _fence(self, lane, reason, *, keep=None):
+        lane.owner = None  # So that its connection is not closed.
+        fence(self, lane, reason, keep=keep)
+
+    yield instead(StorageService, "_check_session", _check_session)
+    yield instead(StorageService, "_fence", _fence)
+    yield instead(service, "_check_owner", _check_owner)
+    yield instead(PartitionLog, "_check_session", _check_log_session)
+
+
+@switch
+def any_nonce() -> Patches:
+    """A session's number alone is an identity: another owner of the same one is let in."""
+    admit, prepare = StorageService._admit_prepare, PartitionLog.prepare
+
+    def _admit_prepare(self, request, message):
+        lane = self._lanes.get(message.partition_id)
+        if lane is not None and lane.promised == message.session_id:
+            lane.nonce = message.nonce
+        admit(self, request, message)
+
+    def prepare_any(self, session, nonce):
+        return prepare(self, session, self.slot.nonce if session == self.slot.promised else nonce)
+
+    yield instead(StorageService, "_admit_prepare", _admit_prepare)
+    yield instead(PartitionLog, "prepare", prepare_any)
+
+
+@switch
+def mark_confirmed_when_set() -> Patches:
+    """A low-water mark counts as confirmed as soon as it is set."""
+    original = PartitionLog.set_low_water_mark
+
+    def set_low_water_mark(self, session, mark, chain):
+        original(self, session, mark, chain)
+        self._write_slot(replace(self.slot, low_water_mark=mark, provisional=None))
+
+    yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
+
+
+@switch
+def session_kept_at_mark_only_when_engaged() -> Patches:
+    """The session is written down with ENGAGE, not with the mark."""
+    set_mark, confirm = PartitionLog.set_low_water_mark, PartitionLog._confirm
+
+    def set_low_water_mark(self, session, mark, chain):
+        before = self.slot.last_session
+        set_mark(self, session, mark, chain)
+        self._write_slot(replace(self.slot, last_session=before))
+
+    def _confirm(self, session):
+        self._write_slot(replace(self.slot, last_session=session))
+        confirm(self, session)
+
+    def engage(self, session, mark):
+        self._check_session(session)
+        self._confirm(session)
+        self._engaged = session
+
+    yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
+    yield instead(PartitionLog, "_confirm", _confirm)
+    yield instead(PartitionLog, "engage", engage)
+
+
+@switch
+def torn_record_accepted() -> Patches:
+    """After a crash the records are not held against their checksums."""
+    yield instead(segment, "first_bad_record", nothing)
+
+
+@switch
+def damage_cut_as_torn_tail() -> Patches:
+    """A bad record is the end of the log, whatever was synced behind it."""
+    original = Segment.recover
+
+    def recover(self, start_id, must_reach, *, is_last):
+        return original(self, start_id, BEFORE_FIRST if is_last else must_reach, is_last=is_last)
+
+    def recover_records(self, segments):
+        slot = self.slot
+        records(self, segments)
+        self.slot = replace(self.slot, suspect=slot.suspect)
+
+    def settle_lineage(self, segments):
+        slot = self.slot
+        self._vouched = self._marker = BEFORE_FIRST
+        lineage(self, segments)
+        self.slot = replace(self.slot, suspect=slot.suspect)
+
+    records, lineage = _Opening.recover_records, _Opening.settle_lineage
+    yield instead(Segment, "recover", recover)
+    yield instead(_Opening, "recover_records", recover_records)
+    yield instead(_Opening, "settle_lineage", settle_lineage)
+
+
+@switch
+def index_trusted_after_crash() -> Patches:
+    """The index is not held against the records after a crash."""
+
+    def _mend(self, first, starts):
+        place = first - self.first
+        missing = place + starts.size - self.index.count
+        if missing > 0:
+            self.index.write(self.index.count, starts[starts.size - missing :])
+
+    yield instead(Segment, "_mend", _mend)
+
+
+@switch
+def batches_trusted_after_crash() -> Patches:
+    """After a crash the batches' chain is not held against the records."""
+
+    def _holds(self, segments, entry, end, chain):
+        return entry.first == end + 1
+
+    yield instead(_Opening, "_holds", _holds)
+
+
+@switch
+def reads_unchecked() -> Patches:
+    """What is read from disk is not held against its checksums."""
+    yield instead(reading, "first_wrong", nothing)
+
+
+@switch
+def marker_not_kept() -> Patches:
+    """Nothing is remembered of how far the log had come."""
+    original = PartitionLog._write_slot
+
+    def _write_slot(self, slot):
+        original(self, replace(slot, acked=Marker(BEFORE_FIRST, bytes(16))))
+
+    def vouched(self, place):
+        return BEFORE_FIRST
+
+    yield instead(PartitionLog, "_write_slot", _write_slot)
+    yield instead(LineageFile, "vouched", vouched)
+
+
+@switch
+def group_goes_on_after_a_refusal() -> Patches:
+    """Appends of one group behind one that was refused are answered as done."""
+    original = work._append_group
+
+    def _append_group(log, requests, result, clock_s):
+        original(log, requests, result, clock_s)
+        good = [each for each in result.outcomes if not isinstance(each, Exception)]
+        if good:
+            result.outcomes[:] = [
+                replace(good[-1], sequence=request.message.sequence) for request in requests
+            ]
+
+    yield instead(work, "_append_group", _append_group)
+
+
+@switch
+def segments_cut_in_any_order() -> Patches:
+    """A truncation removes the segments' files without syncing their directory."""
+
+    def cut(self, last_to_keep, entry):
+        directory = self._disk.sync_directory
+        self._disk.sync_directory = nothing
+        try:
+            original(self, last_to_keep, entry)
+        finally:
+            self._disk.sync_directory = directory
+
+    original = Segments.cut
+    yield instead(Segments, "cut", cut)
+
+
+@switch
+def repaired_without_check() -> Patches:
+    """Damage is filled with whatever was sent."""
+    yield instead(damage, "check_repaired", nothing)
+    yield instead(damage, "first_wrong", nothing)
+
+
+@switch
+def appends_unchecked() -> Patches:
+    """Appended records are not held against their checksums, their ids and their chain."""
+    yield instead(recovery, "check_batches", nothing)
+
+
+@switch
+def suspect_is_forgotten() -> Patches:
+    """Opening a log that has lost something does not make it suspect."""
+    yield instead(_Opening, "_suspect", nothing)

@@ -1,0 +1,201 @@
+"""Finds broken rules by seeds, and keeps for each a short schedule that shows it.
+
+    python -m tests.sim.mutants --search all          # what has no trace that holds, on all cores
+    python -m tests.sim.mutants --search NAME ...     # these, whatever traces there are
+    python -m tests.sim.mutants --table               # what was found, by whom, how soon
+
+A trace is `traces/<switch>.json`: the schedule, the rule that it breaks with the switch on, and how
+many seeds it took. `test_mutants.py` runs each twice: red with the switch, green without.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.sim import broken_client, broken_replication, broken_server, broken_storage
+from tests.sim.switches import SWITCHES, broken
+from waltz_core.sim.faults import WEIGHTS
+from waltz_core.sim.run import Verdict, run
+from waltz_core.sim.schedule import Schedule, schedule_of
+from waltz_core.sim.shrink import shrink
+
+assert SWITCHES, (broken_client, broken_replication, broken_server, broken_storage)
+TRACES = Path(__file__).parent / "traces"
+SEEDS_MAX = 3_000
+RUN_S_MAX = 60
+SHRINK_RUNS_MAX = 250
+SHRINK_S_MAX = 90.0
+# Found by several seeds, it is shrunk from the one whose rule says most.
+CANDIDATES = 5
+VAGUE = ("Converged", "ClientStopped", "Crash")
+
+
+@dataclass
+class Trace:
+    """What was found about one switch."""
+
+    switch: str
+    rule: str
+    text: str
+    seed: int
+    seeds_needed: int
+    rules: dict[str, int]
+    schedule: Schedule = field(repr=False)
+
+    @property
+    def path(self) -> Path:
+        """Where it is kept."""
+        return TRACES / f"{self.switch}.json"
+
+    def save(self) -> None:
+        """Write it down."""
+        told = {
+            "switch": self.switch,
+            "rule": self.rule,
+            "text": self.text,
+            "seed": self.seed,
+            "seeds_needed": self.seeds_needed,
+            "rules": self.rules,
+            "schedule": json.loads(self.schedule.to_json()),
+        }
+        TRACES.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Trace:
+    """Read a trace."""
+    told = json.loads(path.read_text(encoding="utf-8"))
+    schedule = Schedule.from_json(json.dumps(told.pop("schedule")))
+    return Trace(schedule=schedule, **told)
+
+
+def traces() -> list[Trace]:
+    """Return all that are kept, by name."""
+    return [load(path) for path in sorted(TRACES.glob("*.json"))]
+
+
+def run_broken(name: str, schedule: Schedule) -> Verdict:
+    """Run a schedule with a switch on."""
+    with broken(name):
+        return run(schedule)
+
+
+def holds(trace: Trace) -> bool:
+    """Whether the schedule still shows the switch, and nothing without it."""
+    if trace.switch not in SWITCHES:
+        return False
+    return (
+        run_broken(trace.switch, trace.schedule).rule == trace.rule and run(trace.schedule).is_good
+    )
+
+
+def search(name: str, seeds_max: int) -> Trace | str:
+    """Find a switch by seeds, and shorten the best schedule; a sentence if it is not found."""
+    signal.signal(signal.SIGALRM, _hung)
+    found: list[Verdict] = []
+    needed = 0
+    for seed in range(seeds_max):
+        schedule = schedule_of(seed, WEIGHTS)
+        verdict = _timed(name, schedule)
+        if verdict.is_good or not run(schedule).is_good:
+            continue
+        needed = needed or seed + 1
+        found.append(verdict)
+        if len(found) == CANDIDATES or seed > 3 * needed + 60:
+            break
+    rules = Counter(str(verdict.rule) for verdict in found)
+    for verdict in sorted(found, key=lambda each: _vagueness(each, rules)):
+        short = _shortened(name, verdict)
+        if run(short.schedule).is_good:
+            text = short.text.strip().splitlines()[-1][:300]
+            rule, seed = str(short.rule), verdict.schedule.seed
+            trace = Trace(name, rule, text, seed, needed, dict(rules), short.schedule)
+            trace.save()
+            return trace
+    return f"{name}: not found in {seeds_max} seeds" if not found else f"{name}: no green schedule"
+
+
+def _vagueness(verdict: Verdict, rules: Counter[str]) -> tuple[int, int, int]:
+    rule = str(verdict.rule)
+    return (VAGUE.index(rule) + 1 if rule in VAGUE else 0, -rules[rule], verdict.schedule.seed)
+
+
+def _timed(name: str, schedule: Schedule) -> Verdict:
+    signal.alarm(RUN_S_MAX)
+    try:
+        return run_broken(name, schedule)
+    finally:
+        signal.alarm(0)
+
+
+def _hung(*_: object) -> None:
+    raise TimeoutError(f"a run has taken more than {RUN_S_MAX} s")
+
+
+def _shortened(name: str, verdict: Verdict) -> Verdict:
+    end_s = time.monotonic() + SHRINK_S_MAX
+    return shrink(
+        verdict,
+        runs_max=SHRINK_RUNS_MAX,
+        is_late=lambda: time.monotonic() >= end_s,
+        run_one=lambda schedule: _timed(name, schedule),
+    ).verdict
+
+
+def table() -> str:
+    """Return what was found, as a table in Markdown."""
+    lines = ["| switch | what is broken | seeds | found by | trace |", "|---|---|---|---|---|"]
+    for trace in traces():
+        why = (SWITCHES[trace.switch].__doc__ or "").strip().splitlines()[0]
+        rules = ", ".join(f"{rule}" for rule in sorted(trace.rules, key=trace.rules.get))
+        faults = len(trace.schedule.faults)
+        size = f"{faults} faults, {trace.schedule.setup.duration_ms} ms"
+        lines.append(f"| `{trace.switch}` | {why} | {trace.seeds_needed} | {rules} | {size} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Do what the module's docstring says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--search", nargs="+", metavar="NAME", default=[])
+    parser.add_argument("--seeds", type=int, default=SEEDS_MAX)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.table:
+        sys.stdout.write(f"{table()}\n")
+        return 0
+    names = arguments.search
+    if names == ["all"]:
+        kept = {trace.switch for trace in traces() if holds(trace)}
+        names = [name for name in SWITCHES if name not in kept]
+        _tell(f"{len(kept)} traces hold, {len(names)} to be found")
+    missed = 0
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        for future in as_completed(pool.submit(search, name, arguments.seeds) for name in names):
+            result = future.result()
+            missed += isinstance(result, str)
+            line = result if isinstance(result, str) else _told(result)
+            _tell(line)
+    return 1 if missed else 0
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _told(trace: Trace) -> str:
+    size = f"{len(trace.schedule.faults)} faults {trace.schedule.setup.duration_ms} ms"
+    return f"{trace.switch}: {trace.seeds_needed} seeds, {trace.rules}; {size}; {trace.text[:160]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
