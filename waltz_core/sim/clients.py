@@ -138,7 +138,7 @@ class SimClient(Process):
             return
         self._is_stepping = True
         while self._inbox and self.stream is not None:
-            for effect in self.stream.step(self._inbox.popleft(), self.world.now_ms):
+            for effect in self.stream.step(self._inbox.popleft(), self.now_ms):
                 self._perform(effect)
         self._is_stepping = False
         self._inbox.clear()
@@ -150,7 +150,7 @@ class SimClient(Process):
         if self.stream is None:
             return
         wake_at_ms = self.stream.wake_at_ms
-        if wake_at_ms is not None and wake_at_ms <= self.world.now_ms:
+        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
             self.step(Wakeup())
         else:
             self.set_timer(wake_at_ms)

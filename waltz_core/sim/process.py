@@ -7,6 +7,8 @@ Rules:
     1. What was planned by one incarnation never reaches the next one.
     2. While it stands still nothing is lost: everything is taken in, in order, when it goes on.
     3. A machine's `wake_at_ms` is looked at after every step; there is at most one timer.
+    4. Each has a clock of its own, which may run fast or slow but never goes back; `now_ms` shows
+       it. Another one hangs on the wall, and may show anything.
 """
 
 from typing import TYPE_CHECKING
@@ -30,6 +32,8 @@ class Process:
         self.incarnation = 1
         self.slow_us = 0  # before each thing that it takes in
         self.wall_offset_ms = 0
+        self.pace = 1.0  # how fast its own clock runs
+        self._pace_since_us = (0, 0)  # the world's time and its own, when that began
         self.links: dict[int, Link] = {}
         self._held: list[tuple[int, Action]] = []
         self._free_at_us = 0
@@ -40,6 +44,22 @@ class Process:
     def wall_ms(self) -> int:
         """What its clock on the wall shows."""
         return 1_000_000 + self.world.now_ms + self.wall_offset_ms
+
+    @property
+    def now_ms(self) -> int:
+        """What its own clock shows (rule 4)."""
+        if self.pace == 1.0 and not self._pace_since_us[0]:
+            return self.world.now_us // 1000
+        return self._now_us() // 1000
+
+    def _now_us(self) -> int:
+        since_us, own_us = self._pace_since_us
+        return own_us + int((self.world.now_us - since_us) * self.pace)
+
+    def set_pace(self, pace: float) -> None:
+        """Let its clock run at another pace from now on."""
+        self._pace_since_us = max(1, self.world.now_us), self._now_us()
+        self.pace = pace
 
     def take(self, incarnation: int, action: Action) -> None:
         """Let something come in that was meant for one incarnation (rules 1 and 2)."""
@@ -110,6 +130,8 @@ class Process:
             timer.cancel()
         self._timer_at_ms = at_ms
         delay_us = max(1, at_ms * 1000 - self.world.now_us)
+        if self._pace_since_us[0]:
+            delay_us = max(1, int((at_ms * 1000 - self._now_us()) / self.pace) + 1)
         self._timer = self.after(delay_us, self._ring)
 
     def _ring(self) -> None:

@@ -187,7 +187,7 @@ class SimServer(Process):
             return
         if self.world.is_traced:
             self.world.note(f"{self.name} < {describe(event)}")
-        for effect in machine.step(event, self.world.now_ms):
+        for effect in machine.step(event, self.now_ms):
             self._perform(effect)
         self.cluster.checks.server_stepped(self)
         if self.partition is machine:
@@ -198,7 +198,7 @@ class SimServer(Process):
         if self.partition is None:
             return
         wake_at_ms = self.partition.wake_at_ms
-        if wake_at_ms is not None and wake_at_ms <= self.world.now_ms:
+        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
             self.step(Wakeup())
         else:
             self.set_timer(wake_at_ms)

@@ -177,7 +177,7 @@ class SimStorage(Process):
         """See `Process.ring`."""
         assert self.service is not None
         wake_at_ms = self.service.wake_at_ms
-        if wake_at_ms is not None and wake_at_ms <= self.world.now_ms:
+        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
             self._step(Wakeup())
         else:
             self.set_timer(wake_at_ms)
@@ -185,7 +185,7 @@ class SimStorage(Process):
     def _step(self, event: service.Event) -> None:
         machine = self.service
         assert machine is not None
-        for effect in machine.step(event, self.world.now_ms):
+        for effect in machine.step(event, self.now_ms):
             self._perform(effect)
             if self.service is not machine:
                 return
