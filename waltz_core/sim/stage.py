@@ -46,7 +46,7 @@ class Stage:
 
     def __init__(self, opening: str) -> None:
         found = re.fullmatch(
-            r"begin(?: slowly)? with ([A-E ]+?)(, spare [A-E ]+)?(, servers [STU ]+)?",
+            r"begin(?: slowly)? with ([A-E ]+?)(?:, spare ([A-E ]+?))?(?:, servers ([STU ]+))?",
             opening.strip(),
         )
         if found is None:
@@ -54,8 +54,8 @@ class Stage:
         replicas, spare, servers = ((each or "").split() for each in found.groups())
         setup = Setup(
             replicas=len(replicas),
-            spare_storages=max(0, len(spare) - 1),
-            servers=max(1, len(servers) - 1),
+            spare_storages=len(spare),
+            servers=max(1, len(servers)),
             clients=1,
             segment_bytes_max=1 << 20,
             checkpoint_interval_count=1 << 30,
@@ -176,6 +176,18 @@ class Stage:
                 if {each.name for each in link.ends} == {one, other}:
                     network.mute(link)
 
+    def cut_from_zookeeper(self, name: str) -> None:
+        """Let a server reach everybody but ZooKeeper, which gives it up after a while."""
+        server = self._process(name)
+        assert isinstance(server, SimServer)
+        self.cluster.coordinator.cut_off[server.name] = None
+        self.cluster.coordinator.watch_server(server)
+
+    def mend_network(self) -> None:
+        """Let everything through again."""
+        self.cluster.network.heal()
+        self.cluster.coordinator.cut_off.clear()
+
     # ---- disks
 
     def keep_disk(self, name: str) -> None:
@@ -219,8 +231,8 @@ class Stage:
     def fail_sync(self, name: str) -> None:
         """Let the next sync of a disk fail: what was written stays unknown to the platter."""
         disk = self._storage(name).disk
-        # An append is one write to each of two files, then their syncs.
-        disk.plan(disk.step_count + 3, DiskFault.FAILS)
+        # An append writes records, offsets and lineage, and then syncs.
+        disk.plan(disk.step_count + 4, DiskFault.FAILS)
 
     def rot(self, name: str, transaction_id: str) -> None:
         """Let a bit of a record flip on the platter."""
@@ -266,8 +278,9 @@ class Stage:
 
     def _settled(self, effect: client_events.Settled) -> None:
         count = len(self.cluster.workload.ended(effect.token))
-        self.telling.last_told_us = self.cluster.world.now_us
-        if self.telling.names_ids and (effect.outcome.reasons == Reason.LOST).any():
+        if not self.telling.names_ids:
+            self.telling.last_told_us = self.cluster.world.now_us
+        elif (effect.outcome.reasons == Reason.LOST).any():
             self._append(count)
 
     def _refused(self, effect: client_events.Refused) -> None:
@@ -310,6 +323,7 @@ class Stage:
         """Put the copy in its place."""
         coordinator = self.cluster.coordinator
         coordinator.metadata, coordinator.marker = self._kept
+        self.telling.names.clear()
 
     def forget_states(self) -> None:
         """Let ZooKeeper hold an opened partition without any replica's state."""
@@ -334,7 +348,8 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"pause ([A-ES-U])": Stage.pause,
     r"resume ([A-ES-U])": Stage.resume,
     r"cut ([A-ES-U]) off from ([A-ES-U ]+)": Stage.cut_off,
-    r"mend the network": lambda stage: stage.cluster.network.heal(),
+    r"cut ([STU]) off from ZooKeeper": Stage.cut_from_zookeeper,
+    r"mend the network": Stage.mend_network,
     r"keep a copy of ([A-E])": Stage.keep_disk,
     r"put the copy back in ([A-E])": Stage.old_disk,
     r"put a new disk in ([A-E])( and register it)?": Stage.new_disk,

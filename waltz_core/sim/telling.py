@@ -10,7 +10,9 @@ Rules:
        and in the order of their names: who of them was first does not matter.
     3. Storages are A to E, servers S and T. Ids that depend on when something was done get names,
        h1 for the first that is told; the same id has the same name.
-    4. Whoever holds ids 0 to 9 "has 0..9"; an empty log is "nothing".
+    4. A log that holds ids 0 to 9 is "0..9", an empty one is "nothing".
+    5. What is said again within a session and a step of a story is told once: whoever is refused
+       tries again for ever.
 """
 
 import re
@@ -73,6 +75,7 @@ class Telling(Checks):
         self.on_milestone: Callable[[str], None] = lambda _: None
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}
+        self._said: dict[object, None] = {}  # rule 5
         self._together: dict[str, list[tuple[str, int, int]]] = {}  # by replica
         self._outcomes: dict[str, list[int]] = {}
 
@@ -84,26 +87,34 @@ class Telling(Checks):
         if not self.names_ids:
             self._tell_outcomes()
         lines, self.lines = self.lines, []
+        self._said.clear()
         return lines
 
     def tell(self, text: str) -> None:
-        """Write down a milestone of the whole; nothing when it has just been told."""
-        self._flush()
+        """Write down a milestone of the whole."""
         line = letters(text)
-        if not self.lines or self.lines[-1] != line:
+        if self._is_new(line):
+            self._flush()
             self.lines.append(line)
-            self.last_told_us = self._world.now_us
         self.on_milestone(line)
 
     def _tell_of(self, verb: str, replica: str, first: int, last: int) -> None:
         """Write down what one replica did with some ids (rule 2)."""
-        deeds = self._together.setdefault(letters(replica), [])
-        if deeds and deeds[-1][0] == verb and deeds[-1][2] + 1 == first > 0:
-            first = deeds.pop()[1]
-        if (verb, first, last) not in deeds:
+        name = letters(replica)
+        if self._is_new((verb, name, first, last)):
+            deeds = self._together.setdefault(name, [])
+            if deeds and deeds[-1][0] == verb and deeds[-1][2] + 1 == first > 0:
+                first = deeds.pop()[1]
             deeds.append((verb, first, last))
+        self.on_milestone(f"{verb} {name}")
+
+    def _is_new(self, what: object) -> bool:
+        """Tell whether something was not yet said in this session and step (rule 5)."""
+        if what in self._said:
+            return False
+        self._said[what] = None
         self.last_told_us = self._world.now_us
-        self.on_milestone(f"{verb} {letters(replica)}")
+        return True
 
     def _flush(self) -> None:
         together, self._together = self._together, {}
@@ -223,6 +234,7 @@ class Telling(Checks):
         fields = dict(report.fields)
         match report.name:
             case "session.claimed":
+                self._said.clear()
                 origin = str(fields["origin"])
                 of_what = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
                 self.tell(f"{name} claims session {fields['session']}{of_what}")
@@ -266,7 +278,7 @@ class Telling(Checks):
             return
         first, last = doubt.committed + 1, doubt.last
         kept = self.span(first, min(effect.committed_last, last))
-        self.tell(f"in doubt were {self.span(first, last)}: in the log is {kept}")
+        self.tell(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 
     # ---- applications
 
