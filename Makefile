@@ -6,7 +6,9 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
 RUN := scripts/run
-SEEDS ?= 300
+SEEDS ?=
+FIRST ?= $(shell date +%s)000
+MINUTES ?= 10
 WORKLOAD ?= append-batch
 ARGS ?=
 
@@ -42,10 +44,10 @@ format: ## Put the sources into the one format
 	@scripts/bootstrap dev
 	@$(RUN) ruff check --quiet --fix . ; $(RUN) ruff format .
 
-sim: ## Random schedules with faults through the state machines: make sim SEEDS=20000
-	@scripts/bootstrap dev
-	@HYPOTHESIS_PROFILE=thorough WALTZ_SIM_SEEDS=$(SEEDS) \
-	    $(RUN) python -m pytest --timeout 3600 $(call present,sim property) $(ARGS)
+sim: ## The simulator on all cores with new seeds: make sim MINUTES=60, make sim SEEDS=20000
+	@scripts/bootstrap run
+	@$(RUN) waltz-core simulate $(if $(SEEDS),--seeds $(SEEDS) --first $(FIRST),--minutes $(MINUTES)) \
+	    --report build/sim-report.md $(ARGS)
 
 bench: ## Measure a local cluster: make bench WORKLOAD=replay ARGS='--seconds 10'
 	@scripts/bootstrap run

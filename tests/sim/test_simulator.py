@@ -1,0 +1,232 @@
+"""The simulator itself: is a run repeatable, and does its world break things as it says?"""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import count, pairwise
+from typing import NamedTuple
+
+import pytest
+
+from waltz_core.record import PartitionId, ReqId
+from waltz_core.sim.faults import WEIGHTS
+from waltz_core.sim.network import FAR, NEAR, Handlers, Network
+from waltz_core.sim.process import Process
+from waltz_core.sim.run import run_seed
+from waltz_core.sim.schedule import schedule_of
+from waltz_core.sim.world import World
+from waltz_core.wire.messages import FlushRequest
+
+pytestmark = pytest.mark.sim
+
+TRACES = """
+import json, sys
+from waltz_core.sim.run import run_seed
+verdicts = [run_seed(int(seed), is_traced=True) for seed in sys.argv[1:]]
+print(json.dumps([(each.trace, each.fingerprint, each.committed, each.rule) for each in verdicts]))
+"""
+
+
+def start(hash_seed, *words):
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        stdout=subprocess.PIPE,
+    )
+
+
+def test_a_seed_has_one_trace_in_all_processes():
+    of_bytes = (seed for seed in count() if schedule_of(seed, WEIGHTS).setup.is_bytes)
+    seeds = [3, 14, 15, next(of_bytes), next(of_bytes)]
+    processes = [start(each, "-c", TRACES, *map(str, seeds)) for each in ("1", "2")]
+    first, second = (json.loads(process.communicate(timeout=100)[0]) for process in processes)
+    assert first == second
+    assert len({trace for trace, *_ in first}) == len(seeds), "each seed is another run"
+    assert all(committed for _, _, committed, _ in first)
+
+
+def test_a_trace_does_not_depend_on_what_is_noted():
+    told, silent = run_seed(5, is_traced=True), run_seed(5)
+    assert told.fingerprint == silent.fingerprint
+    assert (told.steps, told.committed, told.counts) == (
+        silent.steps,
+        silent.committed,
+        silent.counts,
+    )
+
+
+# --- the network
+
+
+class Heard(NamedTuple):
+    end: str
+    what: str
+    at_us: int
+
+
+class Two:
+    """Two machines and a link between them."""
+
+    def __init__(self, seed=1, *, is_bytes=False):
+        self.world = World(seed)
+        self.network = Network(self.world, is_bytes=is_bytes)
+        self.near, self.far = Process(self.world, "near"), Process(self.world, "far")
+        self.heard = []
+        self.failed = []
+        self.link = None
+
+    def dial(self):
+        self.network.dial(
+            self.near,
+            self.far,
+            self.handlers("near"),
+            opened=lambda link: setattr(self, "link", link),
+            failed=self.failed.append,
+            accept=lambda link: self.handlers("far"),
+        )
+        self.world.run(5_000_000)
+
+    def handlers(self, end):
+        def hear(what):
+            self.heard.append(Heard(end, what, self.world.now_us))
+
+        return Handlers(
+            lambda link, message: hear(message.req_id.sequence),
+            lambda link, reason: hear(reason),
+        )
+
+    def send(self, end, *numbers):
+        for number in numbers:
+            message = FlushRequest(ReqId(1, 1, PartitionId(0), number))
+            self.network.send(self.link, end, message)
+
+    def told(self, end):
+        return [each.what for each in self.heard if each.end == end]
+
+
+@pytest.fixture(params=[False, True], ids=["objects", "bytes"])
+def two(request):
+    two = Two(is_bytes=request.param)
+    two.dial()
+    assert two.link is not None
+    return two
+
+
+def test_a_link_keeps_the_order(two):
+    two.send(NEAR, *range(50))
+    two.world.run(1_000_000)
+    assert two.told("far") == list(range(50))
+    assert two.told("near") == []
+
+
+def test_what_was_sent_before_the_end_arrives(two):
+    two.send(NEAR, 1, 2)
+    two.network.close(two.link, NEAR, "enough")
+    two.send(NEAR, 3)
+    two.send(FAR, 4)
+    two.world.run(1_000_000)
+    assert two.told("far") == [1, 2, "enough"]
+    assert two.told("near") == []
+    assert two.network.links == {}
+
+
+def test_a_break_is_told_to_both_once(two):
+    two.network.break_link(two.link, "cut")
+    two.network.break_link(two.link, "cut")
+    two.world.run(10_000_000)
+    assert two.told("near") == ["cut"]
+    assert two.told("far") == ["cut"]
+
+
+def test_a_blocked_way_is_found_out_late(two):
+    two.network.block("near", "far")
+    began_us = two.world.now_us
+    two.send(NEAR, 1)
+    two.network.heal()
+    two.send(NEAR, 2)
+    two.world.run(10_000_000)
+    assert two.told("near") == two.told("far") == ["no answer to pings"]
+    assert min(each.at_us for each in two.heard) - began_us >= 200_000
+
+
+def test_nobody_answers_for_a_dead_machine():
+    two = Two()
+    two.far.die()
+    two.dial()
+    assert two.failed == ["connection refused"]
+    two.far.start()
+    two.far.pause()
+    two.dial()
+    assert two.failed[1:] == ["timed out"]
+
+
+def test_a_reset_is_told_and_a_silent_death_is_not(two):
+    began_us = two.world.now_us
+    two.far.die()
+    two.network.died(two.far, is_silent=True)
+    two.world.run(10_000_000)
+    assert two.told("near") == ["no answer to pings"]
+    assert two.heard[0].at_us - began_us >= 200_000
+    other = Two()
+    other.dial()
+    other.far.die()
+    other.network.died(other.far, is_silent=False)
+    other.world.run(1_000_000)
+    assert other.told("near") == ["reset"]
+
+
+# --- processes
+
+
+def test_what_stands_still_loses_nothing(two):
+    two.far.pause()
+    two.send(NEAR, 1, 2, 3)
+    two.world.run(1_000_000)
+    assert two.told("far") == []
+    two.far.resume()
+    assert two.told("far") == [1, 2, 3]
+
+
+def test_the_next_life_hears_nothing_of_the_last_one(two):
+    two.send(NEAR, 1)
+    two.far.after(10, lambda: two.heard.append(Heard("far", "planned", 0)))
+    two.far.die()
+    two.far.start()
+    two.world.run(1_000_000)
+    assert two.told("far") == []
+
+
+def test_a_slow_process_takes_one_thing_after_the_other():
+    world = World(1)
+    process = Process(world, "slow")
+    process.slow_us = 1_000
+    done = []
+    for number in range(4):
+        process.after(10, lambda number=number: done.append((number, world.now_us)))
+    world.run(100_000)
+    assert [number for number, _ in done] == [0, 1, 2, 3]
+    times = [at_us for _, at_us in done]
+    assert all(after - before >= 1_000 for before, after in pairwise(times))
+
+
+def test_a_cancelled_plan_does_not_happen():
+    world = World(1)
+    done = []
+    world.after(20, lambda: done.append("late"))
+    world.after(10, lambda: done.append("early"))
+    world.after(15, lambda: done.append("never")).cancel()
+    assert not world.run(100, until=lambda: len(done) == 3)
+    assert done == ["early", "late"]
+    assert world.now_us == 100
+
+
+def test_streams_of_chance_differ_by_name_and_by_seed():
+    first, second = World(1), World(2)
+    draws = {
+        (world.seed, name): world.stream(name).random()
+        for world in (first, second)
+        for name in ("a", "b")
+    }
+    assert len(set(draws.values())) == 4
+    assert World(1).stream("a").random() == draws[1, "a"]

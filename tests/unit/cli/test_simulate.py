@@ -1,0 +1,89 @@
+"""`waltz-core simulate`: what it refuses, and what it says of a seed."""
+
+import json
+
+import pytest
+
+from waltz_core.cli import simulate
+from waltz_core.cli.main import main
+from waltz_core.sim.coverage import Coverage, Failure
+from waltz_core.sim.schedule import Fault, Schedule, Setup
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--seeds", "0"], "--seeds: expected a number from 1"),
+        (["--seed", "-1"], "--seed: expected a number from 0"),
+        (["--jobs", "0"], "--jobs: expected a number from 1"),
+        (["--minutes", "0"], "--minutes: expected more than 0, found 0.0"),
+        (["--minutes", "nan"], "--minutes: expected more than 0, found nan"),
+        (["--trace"], "--trace: expected with --seed or --schedule, found alone"),
+        (["--shrink", "--seeds", "3"], "--shrink: expected with --seed or --schedule"),
+        (["--seed", "1", "--jobs", "2"], "--jobs: expected with --seeds, found with one run"),
+        (["--schedule", "nowhere.json"], "--schedule nowhere.json: expected a file to read"),
+    ],
+)
+def test_bad_input_gets_one_sentence(capsys, words, sentence):
+    assert main(["simulate", *words]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"waltz-core: {sentence}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", '{"format": 9}', '{"format": 1, "seed": 1, "setup": {"horses": 3}, "faults": []}'],
+)
+def test_a_file_that_is_no_schedule_is_refused(capsys, tmp_path, text):
+    path = tmp_path / "schedule.json"
+    path.write_text(text)
+    assert main(["simulate", "--schedule", str(path)]) == 1
+    assert "schedule: expected" in capsys.readouterr().err
+
+
+def test_a_kind_of_fault_that_is_not_known_is_refused(capsys, tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(Schedule(1, faults=(Fault(1_000, "earthquake", 7),)).to_json())
+    assert main(["simulate", "--schedule", str(path)]) == 1
+    assert "expected kinds of faults, found earthquake" in capsys.readouterr().err
+
+
+def test_a_schedule_is_replayed_with_its_trace(capsys, tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(Schedule(5, Setup(duration_ms=100, clients=1)).to_json())
+    assert main(["simulate", "--schedule", str(path), "--trace"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("seed 5: good, ")
+    assert len(lines) > 100
+    assert main(["simulate", "--schedule", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rule"] is None
+    assert told["trace"] in last
+
+
+def test_a_few_seeds(capsys, tmp_path):
+    report = tmp_path / "build" / "report.md"
+    words = ["simulate", "--seeds", "2", "--first", "3", "--jobs", "1", "--json"]
+    assert main([*words, "--report", str(report)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["seeds"], told["first"], told["failures"], told["never"]) == (2, 3, [], [])
+    assert "| seeds | 2 from 3 on |" in report.read_text()
+
+
+def test_a_failing_seed_is_told_with_all_that_replays_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    broken = Coverage(seeds=1, failures=[Failure(9, "Fork", "two chains at 3")])
+    monkeypatch.setattr(simulate, "sweep", lambda *_, **__: broken)
+
+    def write(verdict):
+        assert verdict.schedule.seed == 9
+        return tmp_path / "short.json"
+
+    monkeypatch.setattr(simulate, "_shorten", write)
+    assert main(["simulate", "--seeds", "1", "--json"]) == 1
+    captured = capsys.readouterr()
+    (failure,) = json.loads(captured.out)["failures"]
+    assert failure["command"] == "waltz-core simulate --seed 9"
+    assert failure["schedule"] == str(tmp_path / "short.json")
+    assert "seed 9 broke Fork: two chains at 3\n  waltz-core simulate --seed 9\n" in captured.err

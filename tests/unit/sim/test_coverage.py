@@ -1,0 +1,74 @@
+"""What counts as having been tried."""
+
+from collections import Counter
+
+from waltz_core.sim.coverage import SEEDS_MIN, SOMETIMES, Coverage, Failure, covered
+from waltz_core.sim.faults import WEIGHTS
+from waltz_core.sim.report import report_of
+from waltz_core.sim.run import Verdict
+from waltz_core.sim.schedule import Schedule
+
+
+def verdict(seed, rule=None, **counts):
+    return Verdict(
+        schedule=Schedule(seed),
+        rule=rule,
+        text=f"{rule}: it was | broken",
+        counts=Counter(counts),
+        steps=10,
+        disk_steps=20,
+        virtual_ms=1_000,
+        committed=3,
+        fingerprint="",
+        trace="",
+        notes=(),
+    )
+
+
+def everything(seeds):
+    names = [*SOMETIMES, *(f"fault {kind}" for kind in WEIGHTS)]
+    return Coverage(seeds=seeds, counts=Counter(dict.fromkeys(names, 1)))
+
+
+def test_runs_add_up():
+    first = covered([verdict(1, fed=2), verdict(2, "Fork", fed=1)])
+    second = covered([verdict(0, "Dense")])
+    first.merge(second)
+    assert (first.seeds, first.steps, first.disk_steps, first.committed) == (3, 30, 60, 9)
+    assert first.counts["fed"] == 3
+    assert first.failures == [
+        Failure(0, "Dense", "Dense: it was | broken"),
+        Failure(2, "Fork", "Fork: it was | broken"),
+    ]
+    assert not first.is_good
+
+
+def test_a_few_seeds_need_not_try_everything():
+    assert Coverage(seeds=SEEDS_MIN - 1).missing() == []
+
+
+def test_many_seeds_must():
+    assert everything(SEEDS_MIN).is_good
+    quiet = Coverage(seeds=SEEDS_MIN)
+    assert len(quiet.missing()) == len(SOMETIMES) + len(WEIGHTS)
+    assert not quiet.is_good
+
+
+def test_a_kind_of_fault_that_never_fires_fails_the_run():
+    sums = everything(SEEDS_MIN)
+    sums.counts["fault kill_storage"] = 0
+    assert sums.missing() == ["fault kill_storage"]
+    assert not sums.is_good
+    assert sums.faults["kill_storage"] == 0
+
+
+def test_the_report_names_what_was_broken_and_what_was_not_tried():
+    sums = everything(SEEDS_MIN)
+    sums.counts["fault cut_link"] = 0
+    sums.merge(covered([verdict(17, "Fork"), verdict(18, "Converged")]))
+    report = report_of(sums, first=5, seconds=10.0)
+    assert "| seeds | 302 from 5 on |" in report
+    assert "| lost, changed or forked | 1 |" in report
+    assert "| doubled | 0 |" in report
+    assert "- fault cut_link" in report
+    assert "| `waltz-core simulate --seed 17` | Fork | Fork: it was \\| broken |" in report
