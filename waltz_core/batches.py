@@ -73,6 +73,11 @@ class LockColumn(NamedTuple):
         """How many locks each row has."""
         return np.diff(self.offsets)
 
+    def part(self, start: int, stop: int) -> "LockColumn":
+        """Return the locks of rows start..stop - 1; the values are a view."""
+        offsets = self.offsets[start : stop + 1]
+        return LockColumn(offsets - offsets[0], self.values[offsets[0] : offsets[-1]])
+
 
 @dataclass(frozen=True, slots=True)
 class AppendRows:
@@ -95,6 +100,22 @@ class AppendRows:
     def count(self) -> int:
         """The number of rows."""
         return int(self.headers.size)
+
+    def part(self, start: int, stop: int) -> "AppendRows":
+        """Return rows start..stop - 1, as views of the same memory."""
+        assert 0 <= start < stop <= self.count
+        if stop - start == self.count:
+            return self
+        return AppendRows(
+            headers=self.headers[start:stop],
+            data=self.data.slice(start, stop - start),
+            lengths=self.lengths[start:stop],
+            crcs=self.crcs[start:stop],
+            write_locks=self.write_locks.part(start, stop),
+            read_locks=self.read_locks.part(start, stop),
+            append_locks=self.append_locks.part(start, stop),
+            marks=None if self.marks is None else self.marks[start:stop],
+        )
 
 
 class EncodedBatch(NamedTuple):

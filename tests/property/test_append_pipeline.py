@@ -1,11 +1,13 @@
 """The append pipeline against a log that loses sessions: what it tells must be true for ever.
 
 Random clients, locks, marks, session losses (with and without a foreign owner in between), cuts in
-the middle of a batch, late commits, remounts. Afterwards the log itself is the witness.
+the middle of a batch, batches taken in pieces, late commits, remounts, closed connections.
+Afterwards the log itself is the witness.
 """
 
 import random
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,10 +29,11 @@ from waltz_core.replication.events import Batch, SessionOpened
 from waltz_core.server.append import AppendPipeline, Outcome, Reached, SubmitBatch
 from waltz_core.server.events import Answer, ConnectionId, Limits
 from waltz_core.server.mounts import Mounts
+from waltz_core.server.pace import LARGE_BYTES, Pace
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 SEEDS = range(150)
-STEPS = 80
+STEPS = 100
 GENERATION = Generation(1)
 FOREIGN = ClientId(99)
 
@@ -43,6 +46,22 @@ class Row:
     write: tuple[int, ...]
     read: tuple[int, ...]
     append: tuple[int, ...]
+
+
+def req_ids_of(batch: Batch) -> list[ReqId]:
+    lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
+    return [ReqId(*each) for each in raw_records.req_ids_of(batch.records, lengths).tolist()]
+
+
+class Pieces(Pace):
+    """Cuts as chance has it: one row, two rows, or whatever the server's own rules say."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+
+    def piece_bytes(self, now_ms: int) -> int | None:
+        return self._rng.choice((1, 110, super().piece_bytes(now_ms)))
 
 
 @dataclass
@@ -58,7 +77,11 @@ class World:
     is_open: bool = False
     unanswered_at_flush: dict[int, set[ReqId]] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
+    submitted: set[ReqId] = field(default_factory=set)
     mount_of: dict[ReqId, ConnectionId] = field(default_factory=dict)
+    closed: set[ConnectionId] = field(default_factory=set)
+    now_ms: int = 0
+    cut: set[ReqId] = field(default_factory=set)  # requests of which a part was in a store batch
 
     def __post_init__(self) -> None:
         self.mounts = Mounts(100)
@@ -68,7 +91,8 @@ class World:
             slice_rows_max=self.rng.choice((2, 8192)),
             in_flight_batches_max=self.rng.choice((2, 64)),
         )
-        self.pipeline = AppendPipeline(limits, self.mounts)
+        self.large_share = self.rng.choice((0.0, 0.7, 1.0))
+        self.pipeline = AppendPipeline(limits, self.mounts, Pieces(self.rng))
         self.connections = {ClientId(1): ConnectionId(10), ClientId(2): ConnectionId(20)}
         self.sequences = dict.fromkeys(self.connections, 1)
         for client, connection in self.connections.items():
@@ -87,7 +111,7 @@ class World:
     def send(self) -> None:
         client = self.rng.choice(list(self.connections))
         connection = self.connections[client]
-        rows = [self.row() for _ in range(self.rng.choice((1, 1, 2, 5)))]
+        rows = [self.row() for _ in range(self.rng.choice((1, 1, 3, 6)))]
         req_id = ReqId(client, GENERATION, PartitionId(0), self.sequence)
         for row in rows:
             self.rows[req_id._replace(sequence=self.sequence)] = row
@@ -99,7 +123,7 @@ class World:
             data = b"x"
             locks = (row.write, row.read, row.append)
             single = AppendRequest(req_id, row.mark, *locks, 0, data, zlib.crc32(data))
-            self.take(self.pipeline.receive(connection, single, cost_bytes=50, now_ms=0))
+            self.take(self.pipeline.receive(connection, single, cost_bytes=50, now_ms=self.now_ms))
             return
         payload = encode_append(
             [0] * len(rows),
@@ -110,17 +134,22 @@ class World:
             marks=[row.mark for row in rows],
         )
         batch = AppendBatch(req_id, -1, payload, zlib.crc32(payload))
-        self.take(self.pipeline.receive(connection, batch, cost_bytes=50, now_ms=0))
+        cost_bytes = LARGE_BYTES if self.rng.random() < self.large_share else 50
+        self.take(
+            self.pipeline.receive(connection, batch, cost_bytes=cost_bytes, now_ms=self.now_ms)
+        )
 
     def turn(self) -> None:
-        self.take(self.pipeline.turn(now_ms=0, wall_ms=0))
+        self.now_ms += self.rng.choice((0, 1, 60))
+        self.take(self.pipeline.turn(now_ms=self.now_ms, wall_ms=0))
 
     def commit(self) -> None:
         if not self.is_open or not self.in_flight:
             return
         for _ in range(self.rng.randint(1, len(self.in_flight))):
             self.append_to_log(self.in_flight.pop(0))
-        self.take(self.pipeline.committed(TransactionId(len(self.log) - 1), self.chain, now_ms=0))
+        last = TransactionId(len(self.log) - 1)
+        self.take(self.pipeline.committed(last, self.chain, now_ms=self.now_ms))
 
     def lose(self) -> None:
         if not self.is_open:
@@ -157,14 +186,27 @@ class World:
         )
         self.is_open = True
         self.take(self.pipeline.settled(opened, TransactionId(settled), unbroken=unbroken))
+        for client, connection in list(self.connections.items()):
+            if not self.mounts.is_ready(client, connection) and self.rng.random() < 0.7:
+                self.remount(client)
 
-    def remount(self) -> None:
-        client = self.rng.choice(list(self.connections))
+    def remount(self, client: ClientId | None = None) -> None:
+        if client is None:
+            client = self.rng.choice(list(self.connections))
         connection = ConnectionId(self.connections[client] + 1)
         self.connections[client] = connection
         self.sequences[client] += 1
         self.mounts.begin(client, connection, self.sequences[client])
         self.mounts.finish(client, connection)
+
+    def close(self) -> None:
+        """A connection breaks: its client mounts on another, and is not answered on this one."""
+        client = self.rng.choice(list(self.connections))
+        connection = self.connections[client]
+        self.mounts.close(connection)
+        self.closed.add(connection)
+        self.take(self.pipeline.close(connection))
+        self.remount(client)
 
     def flush(self) -> None:
         token = len(self.unanswered_at_flush)
@@ -189,14 +231,35 @@ class World:
         for outcome in outcomes:
             if isinstance(outcome, SubmitBatch):
                 self.in_flight.append(outcome.batch)
+                self.note_cut(outcome.batch)
             elif isinstance(outcome, Reached):
                 assert outcome.token not in self.reached
                 self.reached.add(outcome.token)
-                assert self.unanswered_at_flush[outcome.token] <= set(self.answers)
+                waited = self.unanswered_at_flush[outcome.token]
+                open_rows = {row for batch in self.in_flight for row in req_ids_of(batch)}
+                assert not any(self.rows_of(each) & open_rows for each in waited)
+                assert self.due(self.unanswered_at_flush[outcome.token]) <= set(self.answers)
             elif isinstance(outcome, Answer):
                 message = outcome.message
                 assert isinstance(message, AppendResult)
                 self.answered(message)
+
+    def note_cut(self, batch: Batch) -> None:
+        sent = set(req_ids_of(batch))
+        for first in self.requests:
+            rows = self.rows_of(first)
+            if rows & sent and rows & self.submitted:
+                self.cut.add(first)
+        assert not sent & self.submitted, "a row is submitted once"
+        self.submitted |= sent
+
+    def rows_of(self, first: ReqId) -> set[ReqId]:
+        count = self.requests[first]
+        return {first._replace(sequence=first.sequence + number) for number in range(count)}
+
+    def due(self, requests: Collection[ReqId]) -> set[ReqId]:
+        """Return those that have to be answered: their connection has not closed."""
+        return {each for each in requests if self.mount_of[each] not in self.closed}
 
     def answered(self, message: AppendResult) -> None:
         assert message.req_id not in self.answers, "answered twice"
@@ -217,7 +280,7 @@ class World:
     # --- the truth
 
     def check(self) -> None:
-        assert set(self.answers) == set(self.requests)
+        assert self.due(self.requests) <= set(self.answers)
         assert len(set(self.log)) == len(self.log), "AtMostOnce"
         told = set()
         for first, rows in self.answers.items():
@@ -229,7 +292,11 @@ class World:
                 else:
                     assert req_id not in self.log, "OutcomeTruth: refused"
                     assert conflict == -1 or conflict > self.rows[req_id].mark
-        assert told == {req_id for req_id in self.log if req_id.client_id != FOREIGN}
+        untold = {
+            row for each in self.requests if each not in self.answers for row in self.rows_of(each)
+        }
+        committed = {req_id for req_id in self.log if req_id.client_id != FOREIGN}
+        assert told == committed - untold
         self.check_order()
         for place, req_id in enumerate(self.log):
             if req_id.client_id == FOREIGN:
@@ -246,7 +313,7 @@ class World:
         lost: set[ConnectionId] = set()
         for first in self.requests:
             mount = self.mount_of[first]
-            for transaction_id, reason, _ in self.answers[first]:
+            for transaction_id, reason, _ in self.answers.get(first, ()):
                 assert transaction_id == -1 or mount not in lost
                 if reason == Reason.LOST:
                     lost.add(mount)
@@ -256,17 +323,19 @@ def run(seed: int) -> World:
     world = World(random.Random(seed))
     steps = (
         [world.send] * 8
-        + [world.turn] * 5
-        + [world.commit] * 3
-        + [world.lose, world.open, world.open, world.remount, world.flush]
+        + [world.turn] * 10
+        + [world.commit] * 4
+        + [world.lose, world.open, world.open, world.remount, world.close, world.flush]
     )
     for _ in range(STEPS):
         world.rng.choice(steps)()
     # Heal: everything that waits must be told in the end.
     world.open()
-    while world.pipeline.wants_turn or world.in_flight:
+    while world.pipeline.turn_at_ms(world.now_ms) is not None or world.in_flight:
+        world.now_ms += 1
         world.turn()
         world.commit()
+    assert world.pipeline.queued_bytes == world.pipeline.in_flight_bytes == 0
     world.check()
     assert world.reached == set(world.unanswered_at_flush)
     return world
@@ -279,13 +348,21 @@ def test_what_is_told_is_true(seed: int) -> None:
 
 def test_the_schedules_reach_what_they_are_for() -> None:
     reasons = dict.fromkeys(Reason, 0)
-    sessions = 0
+    sessions = cut = cut_short = cut_lost = 0
     for seed in range(40):
         world = run(seed)
         sessions += world.session
+        cut += len(world.cut)
+        for rows in world.answers.values():
+            told = {reason for _, reason, _ in rows}
+            cut_short += {Reason.COMMITTED, Reason.NOT_MOUNTED} <= told
+            cut_lost += {Reason.LOST, Reason.NOT_MOUNTED} <= told
         for rows in world.answers.values():
             for _, reason, _ in rows:
                 reasons[reason] += 1
     for reason in (Reason.COMMITTED, Reason.LOCK, Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED):
         assert reasons[reason] > 20, reason
     assert sessions > 100
+    assert cut > 15
+    assert cut_short > 5
+    assert cut_lost > 3

@@ -158,6 +158,10 @@ def _workload(name: str) -> Workload:
 
 def _bench(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments.workload)
+    for name in ("seconds", "batch", "in_flight", "rows"):
+        if getattr(arguments, name) <= 0:
+            flag = name.replace("_", "-")
+            raise BadConfig(f"--{flag}: expected more than 0, found {getattr(arguments, name)}")
     with ExitStack() as stack:
         cluster: LocalCluster | None = None
         if arguments.directory is not None:
@@ -198,8 +202,8 @@ def make_report(name: str, load: Load, measured: Measured, cpu: dict[str, float]
         rate_per_s=round(measured.rows / measured.seconds, 1),
         mb_per_s=round(measured.bytes / measured.seconds / MIB, 3),
         cpu_us_per_tx=round(sum(hot), 3) if hot else None,
-        p50_ms=_percentile_ms(measured.latencies_s, 0.50),
-        p99_ms=_percentile_ms(measured.latencies_s, 0.99),
+        p50_ms=percentile_ms(measured.latencies_s, 0.50),
+        p99_ms=percentile_ms(measured.latencies_s, 0.99),
         max_gap_s=round(measured.gap_s_max, 4),
         acknowledged=measured.acknowledged,
         lost=measured.lost,
@@ -222,7 +226,8 @@ def make_report(name: str, load: Load, measured: Measured, cpu: dict[str, float]
     )
 
 
-def _percentile_ms(values: list[float], share: float) -> float | None:
+def percentile_ms(values: list[float], share: float) -> float | None:
+    """Return the value that this share of them does not exceed, in ms; None without any."""
     if not values:
         return None
     ordered = sorted(values)

@@ -14,8 +14,12 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
     3. Rows are judged once. What a lost session took with it is told LOST, after `Settled` only.
     4. A lost row ends its client's mount: what the client sent behind it must not overtake it.
     5. All that one turn takes goes to the store as one batch: small requests share a quorum round.
-       A large one goes alone, so that no small one has to wait for its bytes.
+       A large one goes alone, so that no small one has to wait for its bytes; while the server is
+       shared (`pace.py`) a piece at a time, and small ones of others take turns in between.
     6. Ids in flight are consecutive from the high-water mark on.
+    7. Rule 1 holds for each piece: when the mount or the generation has gone, what is left of the
+       request is refused, and what was judged stays as it is. A piece lost with its session ends
+       the mount (rule 4), so nothing behind it in the same request can enter.
 """
 
 from collections import deque
@@ -24,9 +28,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from waltz_core.batches import AppendRows, EncodedBatch, decode_append, encode_records
-from waltz_core.checksum import crc32
-from waltz_core.errors import BadRequest, ChecksumMismatch, TooLarge, WaltzError
+from waltz_core.batches import EncodedBatch
+from waltz_core.errors import TooLarge, WaltzError
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -40,19 +43,15 @@ from waltz_core.record import (
 )
 from waltz_core.replication.events import Batch, SessionOpened
 from waltz_core.server.events import Answer, ConnectionId, Limits, refusal
+from waltz_core.server.judging import Piece, Place, decode, judge_rows, judge_singles, verify
 from waltz_core.server.lanes import Lanes
-from waltz_core.server.locks import Judgement, LockTable, Requests
+from waltz_core.server.locks import LockTable
 from waltz_core.server.mounts import Mounts
-from waltz_core.server.singles import encode_singles, joined, lock_column
+from waltz_core.server.pace import Pace
+from waltz_core.server.singles import joined
 from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket, Ticket
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
-_SEQUENCE_MAX: Final = 0x7FFFFFFF
-# A request of so many bytes goes to the store alone; joining it would also cost a copy.
-ALONE_BYTES: Final = 64 * 1024
-# For so long after a small request had to pass a large one, large ones go one after the other: with
-# all processors busy on a flood, a small append would wait in every process on its way.
-SHARED_MS: Final = 1_000
 TOOK_MAX: Final = 4_096
 
 
@@ -89,6 +88,7 @@ class _Flight:
     batch: Batch
     submitted_ms: int
     tickets: list[Ticket]
+    is_large: bool = False
     waiting: list[int] = field(default_factory=list)
 
 
@@ -99,6 +99,7 @@ class _Draft:
     parts: list[EncodedBatch] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
     out: list[Outcome] = field(default_factory=list)
+    is_large: bool = False
 
 
 @dataclass(slots=True)
@@ -118,16 +119,15 @@ class Figures:
 class AppendPipeline:
     """See the module's rules; `Partition` feeds it and carries out what it returns."""
 
-    def __init__(self, limits: Limits, mounts: Mounts) -> None:
+    def __init__(self, limits: Limits, mounts: Mounts, pace: Pace) -> None:
         self._limits = limits
         self._mounts = mounts
+        self._pace = pace
         self._lanes: Lanes[Ticket] = Lanes()
         self._epochs: deque[Epoch] = deque((Epoch(),))
         self._flights: deque[_Flight] = deque()
         self._in_flight_bytes = 0
         self._large_in_flight = 0
-        self._shared_until_ms = 0
-        self._is_shared = False
         self._table: LockTable | None = None
         self._is_open = False
         self._loss = Reason.LOST
@@ -159,19 +159,13 @@ class AppendPipeline:
         """What was submitted and is not final."""
         return self._in_flight_bytes
 
-    @property
-    def wants_turn(self) -> bool:
+    def turn_at_ms(self, now_ms: int) -> int | None:
+        """When `turn` will do something, if nothing lands before; None while it waits for that."""
+        return self._next(now_ms)[1]
+
+    def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
-        head = self._lanes.peek() if self._is_open and not self._is_held else None
-        if head is None or len(self._flights) >= self._limits.in_flight_batches_max:
-            return False
-        bytes_max = self._limits.in_flight_bytes_max
-        if head.cost_bytes < ALONE_BYTES:
-            # What is small does not wait for the large to land, within reason.
-            return self._in_flight_bytes < 2 * bytes_max
-        if self._is_shared and self._large_in_flight:
-            return False
-        return self._in_flight_bytes < bytes_max
+        return self._next(now_ms)[0] is not None
 
     @property
     def locks(self) -> LockTable | None:
@@ -201,10 +195,9 @@ class AppendPipeline:
             for ticket in flight.tickets:
                 if ticket.settle(last, self._loss):
                     self._mounts.lapse(ticket.req_id.client_id)
-                self._finish(ticket, out)
+                self._landed(ticket, out)
             out.extend(Reached(token) for token in flight.waiting)
-        self._flights.clear()
-        self._in_flight_bytes = self._large_in_flight = 0
+        self._forget_flights()
         self._session_id, self._generation = opened.session_id, opened.generation
         self._chain, self._next_id = opened.chain, TransactionId(opened.high_water_mark + 1)
         if self._table is None:
@@ -226,7 +219,9 @@ class AppendPipeline:
         while self._flights and self._flights[0].entry.last <= last:
             flight = self._flights.popleft()
             self._in_flight_bytes -= len(flight.batch.records)
-            self._large_in_flight -= len(flight.batch.records) >= ALONE_BYTES
+            if flight.is_large:
+                self._large_in_flight -= 1
+                self._pace.landed(flight.submitted_ms, now_ms)
             self.proved_ms = flight.submitted_ms
             if flight.tickets:
                 self.figures.took_ms.append(now_ms - flight.tickets[0].received_ms)
@@ -250,18 +245,23 @@ class AppendPipeline:
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
         """Give the partition up: return what was never submitted, and what may be in the log."""
         self._is_open = False
-        queued = self._lanes.drop_all()
-        in_flight: list[Ticket] = []
         out: list[Outcome] = []
+        queued: list[Ticket] = []
+        # By identity: a batch may be in several flights, and what is left of it in its lane.
+        doubtful: dict[int, Ticket] = {}
         for flight in self._flights:
-            in_flight.extend(flight.tickets)
+            doubtful.update((id(ticket), ticket) for ticket in flight.tickets)
             out.extend(Reached(token) for token in flight.waiting)
-        self._flights.clear()
-        self._in_flight_bytes = self._large_in_flight = 0
+        for ticket in self._lanes.drop_all():
+            if isinstance(ticket, BatchTicket) and ticket.judged_count:
+                doubtful[id(ticket)] = ticket
+            else:
+                queued.append(ticket)
+        self._forget_flights()
         for epoch in self._epochs:
             out.extend(Reached(token) for token in epoch.waiting)
         self._epochs = deque((Epoch(),))
-        return queued, in_flight, out
+        return queued, list(doubtful.values()), out
 
     # -----------------------------------------------------------------------------------------
     # clients
@@ -294,7 +294,10 @@ class AppendPipeline:
         """Drop what a closed connection had waiting; what is in flight goes on, unanswered."""
         out: list[Outcome] = []
         for ticket in self._lanes.drop(connection):
-            self._leave_epoch(ticket, out)
+            if isinstance(ticket, BatchTicket) and ticket.flight_count:
+                ticket.refuse(Reason.NOT_MOUNTED)  # It leaves with its last flight.
+            else:
+                self._leave_epoch(ticket, out)
         return out
 
     def barrier(self, token: int) -> list[Outcome]:
@@ -320,118 +323,93 @@ class AppendPipeline:
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
         """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
-        self._is_shared = now_ms < self._shared_until_ms
         draft = _Draft()
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
-        while self.wants_turn and bytes_left > 0 and rows_left > 0:
-            ticket = self._lanes.peek()
-            assert ticket is not None
-            if ticket.cost_bytes >= ALONE_BYTES and (group or draft.tickets):
+        while bytes_left > 0 and rows_left > 0:
+            ticket, _ = self._next(now_ms)
+            if ticket is None or (ticket.is_large and (group or draft.tickets)):
                 break
-            self._lanes.take()
             bytes_left -= ticket.cost_bytes
-            if ticket.cost_bytes < ALONE_BYTES and self._large_in_flight:
-                self._shared_until_ms = now_ms + SHARED_MS
+            if not ticket.is_large:
+                self._pace.small(ticket.connection, now_ms)
             if isinstance(ticket, SingleTicket):
+                self._lanes.take(with_large=ticket.is_large)
                 rows_left -= 1
                 if self._may_enter(ticket, draft.out):
                     group.append(ticket)
             else:
-                self._judge_singles(group, draft)
+                self._judge_group(group, draft)
                 group = []
-                self._judge_batch(ticket, draft)
-                rows_left -= ticket.ids.size
-            if ticket.cost_bytes >= ALONE_BYTES:
+                rows_left -= self._take_rows(ticket, draft, now_ms)
+            if ticket.is_large:
+                draft.is_large = True
                 break
-        self._judge_singles(group, draft)
+        self._judge_group(group, draft)
         self._submit(draft, now_ms, wall_ms)
         return draft.out
 
-    def _judge_batch(self, ticket: BatchTicket, draft: _Draft) -> None:
-        message, ticket.message = ticket.message, None
-        assert message is not None
-        try:
-            rows = self._decode(message)
-        except WaltzError as error:
-            self._fail(ticket, error, draft.out)
-            return
+    def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
+        """Return the request whose turn it is now, if any, and when one's turn may be."""
+        if not self._is_open or self._is_held:
+            return None, None
+        head = self._lanes.peek()
+        if head is None or len(self._flights) >= self._limits.in_flight_batches_max:
+            return None, None
+        bytes_max, at_ms = self._limits.in_flight_bytes_max, None
+        if head.is_large:
+            if self._in_flight_bytes < bytes_max:
+                at_ms = self._pace.large_at_ms(now_ms)
+                if at_ms == now_ms:
+                    return head, now_ms
+            head = self._lanes.peek(with_large=False)
+        # What is small does not wait for the large to land, within reason.
+        if head is not None and self._in_flight_bytes < 2 * bytes_max:
+            return head, now_ms
+        return None, at_ms
+
+    def _take_rows(self, ticket: BatchTicket, draft: _Draft, now_ms: int) -> int:
+        """Take a batch or a piece of it from its lane, judge it, and return how many rows it had.
+
+        Only a large one is cut: a small one goes whole, with what else waits.
+        """
+        piece_bytes = self._pace.piece_bytes(now_ms) if ticket.is_large else None
+        if not self._open_rows(ticket, draft.out):
+            self._lanes.take(with_large=ticket.is_large)
+            return 0
+        start, stop = ticket.judged_count, ticket.stop_within(piece_bytes)
         if reason := self._stale(ticket):
-            ticket.refuse(reason, rows.count)
-            self._finish(ticket, draft.out)
-            return
-        small_enough = rows.lengths <= TRANSACTION_BYTES_MAX
-        all_small = bool(small_enough.all())
-        marks = message.client_high_water_mark if rows.marks is None else rows.marks
-        judgement = self._judge(
-            Requests(
-                rows.write_locks,
-                rows.read_locks,
-                rows.append_locks,
-                np.maximum(marks, BEFORE_FIRST),
-                None if all_small else small_enough,
-            )
-        )
-        accepted = judgement.accepted
-        reasons = np.where(accepted, np.uint8(Reason.COMMITTED), np.uint8(Reason.LOCK))
-        reasons[judgement.ahead] = Reason.AHEAD
-        if not all_small:
-            reasons[~small_enough] = Reason.TOO_LARGE
-        ticket.ids, ticket.conflicts = judgement.ids, judgement.conflicts
-        ticket.reasons = reasons
-        if judgement.accepted_count:
-            keep = None if judgement.accepted_count == rows.count else accepted
-            draft.parts.append(encode_records(rows, keep, self._next_id, ticket.req_id))
-            self._next_id = TransactionId(self._next_id + judgement.accepted_count)
-            draft.tickets.append(ticket)
-        elif judgement.pending.any():
-            draft.tickets.append(ticket)
+            self._lanes.take(with_large=ticket.is_large)
+            ticket.refuse(reason)
+            self._finish_if_final(ticket, draft.out)
+            return 0
+        if stop < ticket.ids.size:
+            self._lanes.take_part(ticket.cost_up_to(stop) - ticket.cost_up_to(start))
         else:
-            self._finish(ticket, draft.out)
-
-    def _judge_singles(self, group: list[SingleTicket], draft: _Draft) -> None:
-        if not group:
-            return
-        messages = [ticket.message for ticket in group]
-        marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
-        judgement = self._judge(
-            Requests(
-                lock_column([message.write_locks for message in messages]),
-                lock_column([message.read_locks for message in messages]),
-                lock_column([message.append_locks for message in messages]),
-                np.maximum(marks, BEFORE_FIRST),
-            )
-        )
-        kept: list[SingleTicket] = []
-        for ticket, transaction_id, conflict, ahead, pending in zip(
-            group,
-            judgement.ids.tolist(),
-            judgement.conflicts.tolist(),
-            judgement.ahead.tolist(),
-            judgement.pending.tolist(),
-            strict=True,
-        ):
-            if transaction_id >= 0:
-                ticket.transaction_id = transaction_id
-                kept.append(ticket)
-                draft.tickets.append(ticket)
-            elif ahead:
-                self._refuse(ticket, Reason.AHEAD, draft.out)
-            else:
-                ticket.reason, ticket.conflict = Reason.LOCK, conflict
-                if pending:
-                    draft.tickets.append(ticket)
-                else:
-                    self._finish(ticket, draft.out)
-        if kept:
-            draft.parts.append(encode_singles(kept))
-            self._next_id = TransactionId(self._next_id + len(kept))
-
-    def _judge(self, requests: Requests) -> Judgement:
+            self._lanes.take(with_large=ticket.is_large)
         assert self._table is not None
-        return self._table.judge(
-            requests, high_water_mark=self._high_water_mark, next_id=self._next_id
-        )
+        self._add(judge_rows(ticket, stop, self._table, self._place), draft)
+        return stop - start
+
+    def _judge_group(self, group: list[SingleTicket], draft: _Draft) -> None:
+        if group:
+            assert self._table is not None
+            self._add(judge_singles(group, self._table, self._place), draft)
+
+    @property
+    def _place(self) -> Place:
+        return Place(self._high_water_mark, self._next_id)
+
+    def _add(self, piece: Piece, draft: _Draft) -> None:
+        if piece.part is not None:
+            draft.parts.append(piece.part)
+            self._next_id = TransactionId(piece.part.last + 1)
+        for ticket in piece.doubtful:
+            if isinstance(ticket, BatchTicket):
+                ticket.flight_count += 1
+            draft.tickets.append(ticket)
+        for ticket in piece.refused:
+            self._finish_if_final(ticket, draft.out)
 
     def _submit(self, draft: _Draft, now_ms: int, wall_ms: int) -> None:
         if not draft.parts:
@@ -447,9 +425,11 @@ class AppendPipeline:
         )
         entry = LineageEntry(batch.first, batch.last, self._session_id, self._stamp_ms, self._chain)
         assert batch.last + 1 == self._next_id
-        self._flights.append(_Flight(entry, batch, now_ms, draft.tickets))
+        self._flights.append(_Flight(entry, batch, now_ms, draft.tickets, draft.is_large))
         self._in_flight_bytes += len(batch.records)
-        self._large_in_flight += len(batch.records) >= ALONE_BYTES
+        if draft.is_large:
+            self._large_in_flight += 1
+            self._pace.started(draft.tickets[0].connection, now_ms)
         self.figures.batches += 1
         self.figures.accepted += batch.last - batch.first + 1
         draft.out.append(SubmitBatch(batch))
@@ -483,38 +463,31 @@ class AppendPipeline:
         if reason is not None:
             self._refuse(ticket, reason, out)
             return False
-        found, expected = crc32(message.data), message.data_crc
-        if found != expected:
-            self._fail(
-                ticket,
-                ChecksumMismatch(
-                    f"append: expected data with CRC {expected:08x}, found {found:08x}"
-                ),
-                out,
-            )
+        try:
+            verify(message)
+        except WaltzError as error:
+            self._fail(ticket, error, out)
             return False
         return True
 
-    def _decode(self, message: AppendBatch) -> AppendRows:
-        found, expected = crc32(message.payload), message.payload_crc
-        if found != expected:
-            raise ChecksumMismatch(
-                f"append batch: expected a payload with CRC {expected:08x}, found {found:08x}"
-            )
-        limits = self._limits
-        rows = decode_append(
-            message.payload, rows_max=limits.batch_rows_max, bytes_max=limits.batch_bytes_max
-        )
-        sequence = message.req_id.sequence
-        if sequence < 0 or sequence + rows.count - 1 > _SEQUENCE_MAX:
-            raise BadRequest(
-                f"append batch: expected sequence numbers in 0..{_SEQUENCE_MAX}, found "
-                f"{rows.count} from {sequence} on: take a new client id before they run out"
-            )
-        return rows
+    def _open_rows(self, ticket: BatchTicket, out: list[Outcome]) -> bool:
+        """Decode a batch that is not decoded yet; refuse it, and return False, if that fails."""
+        if ticket.message is not None:
+            try:
+                ticket.open(decode(ticket.message, self._limits))
+            except WaltzError as error:
+                ticket.message = None
+                self._fail(ticket, error, out)
+                return False
+        return True
 
     # -----------------------------------------------------------------------------------------
     # endings
+
+    def _forget_flights(self) -> None:
+        self._pace.forgotten(self._large_in_flight)
+        self._flights.clear()
+        self._in_flight_bytes = self._large_in_flight = 0
 
     def _land(self, flight: _Flight, out: list[Outcome], *, is_ours: bool = True) -> None:
         batch = flight.batch
@@ -523,8 +496,18 @@ class AppendPipeline:
         if is_ours:  # Else the log may have been cut and written on since, with other chains.
             out.append(BatchCommitted(flight.entry, batch))
         for ticket in flight.tickets:
-            self._finish(ticket, out)
+            self._landed(ticket, out)
         out.extend(Reached(token) for token in flight.waiting)
+
+    def _landed(self, ticket: Ticket, out: list[Outcome]) -> None:
+        """A flight with rows of this request is final."""
+        if isinstance(ticket, BatchTicket):
+            ticket.flight_count -= 1
+        self._finish_if_final(ticket, out)
+
+    def _finish_if_final(self, ticket: Ticket, out: list[Outcome]) -> None:
+        if isinstance(ticket, SingleTicket) or ticket.is_final:
+            self._finish(ticket, out)
 
     def _finish(self, ticket: Ticket, out: list[Outcome]) -> None:
         """Answer a request whose rows are all final."""
@@ -540,17 +523,9 @@ class AppendPipeline:
 
     def _refuse(self, ticket: Ticket, reason: Reason, out: list[Outcome]) -> None:
         """Refuse all rows of a request that was not judged."""
-        if isinstance(ticket, SingleTicket):
-            ticket.refuse(reason)
-        else:
-            message, ticket.message = ticket.message, None
-            assert message is not None
-            try:
-                rows = self._decode(message)
-            except WaltzError as error:
-                self._fail(ticket, error, out)
-                return
-            ticket.refuse(reason, rows.count)
+        if isinstance(ticket, BatchTicket) and not self._open_rows(ticket, out):
+            return
+        ticket.refuse(reason)
         self._finish(ticket, out)
 
     def _fail(self, ticket: Ticket, error: WaltzError, out: list[Outcome]) -> None:

@@ -36,6 +36,7 @@ from waltz_core.server.events import KIB, MIB, Identity, Limits
 from waltz_core.server.flow import FlowLimits
 from waltz_core.server.host import Host, Surroundings
 from waltz_core.server.locks import slot_count_within
+from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Partition
 from waltz_core.server.replicas import ReadLinks, is_reachable
 from waltz_core.wire.messages import Surface
@@ -119,6 +120,7 @@ class Server:
         self.metrics = Metrics("server", with_process=True)
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
+        self._pace = Pace()
         # Of all partitions together, as one server may come to own them all.
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
@@ -261,6 +263,7 @@ class Server:
             self._limits,
             TransactionCache(self._budget),
             FeedCache(self._feed_cache_bytes),
+            self._pace,
         )
         surroundings = Surroundings(
             coordinator=self._coordinator,

@@ -9,12 +9,16 @@ Rules:
     2. Each lane has a clock that advances by the bytes it was served. The lane whose clock is
        behind goes first. A lane that was empty starts at the time of the lane served last, so
        nobody saves up turns (start-time fair queueing).
+    3. A large request may be taken in parts. It stays at the head of its lane until its last part
+       is taken, and each part is charged for itself.
+    4. While large requests have to wait, lanes with a small one at their head are served without
+       them.
 """
 
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from waltz_core.server.events import ConnectionId
 
@@ -30,8 +34,13 @@ class Waiting(Protocol):
     def cost_bytes(self) -> int:
         """What keeping it costs."""
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it may have to wait while small ones pass (rule 4)."""
+
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)
+_Entry: TypeAlias = tuple[int, int, ConnectionId]  # clock, serial number, whose lane
 
 
 @dataclass(slots=True)
@@ -39,18 +48,21 @@ class _Lane(Generic[WaitingT]):
     items: deque[WaitingT] = field(default_factory=deque)
     bytes: int = 0
     clock: int = 0
+    head_taken_bytes: int = 0  # of the first item, when a part of it was taken
 
 
 class Lanes(Generic[WaitingT]):
     """Queues by connection, and whose turn it is."""
 
-    __slots__ = ("_clock", "_lanes", "_order", "_serial", "bytes")
+    __slots__ = ("_clock", "_lanes", "_large", "_serial", "_small", "bytes")
 
     def __init__(self) -> None:
         # Lanes with something in them, and those emptied whose clock is ahead of `_clock`.
         self._lanes: dict[ConnectionId, _Lane[WaitingT]] = {}
-        # Lanes with something in them (and stale entries), by clock, then by who came first.
-        self._order: list[tuple[int, int, ConnectionId]] = []
+        # Lanes with something in them (and stale entries), by clock, then by who came first; in one
+        # of two heaps, for what is at their head.
+        self._small: list[_Entry] = []
+        self._large: list[_Entry] = []
         self._serial = 0
         self._clock = 0
         self.bytes = 0
@@ -77,39 +89,44 @@ class Lanes(Generic[WaitingT]):
         lane = self._lanes.get(item.connection)
         if lane is None:
             lane = self._lanes[item.connection] = _Lane(clock=self._clock)
-        if not lane.items:
+        was_empty = not lane.items
+        lane.items.append(item)
+        if was_empty:
             lane.clock = max(lane.clock, self._clock)
             self._put_in_order(item.connection, lane)
-        lane.items.append(item)
         lane.bytes += item.cost_bytes
         self.bytes += item.cost_bytes
 
-    def peek(self) -> WaitingT | None:
-        """Return the request whose turn it is; None when nothing waits."""
-        while self._order:
-            clock, _, connection = self._order[0]
-            lane = self._lanes.get(connection)
-            if lane is not None and lane.items and lane.clock == clock:
-                return lane.items[0]
-            heapq.heappop(self._order)
-        return None
+    def peek(self, *, with_large: bool = True) -> WaitingT | None:
+        """Return the request whose turn it is; None when nothing (that is small) waits."""
+        entry = self._first(with_large=with_large)
+        return None if entry is None else self._lanes[entry[2]].items[0]
 
-    def take(self) -> WaitingT | None:
-        """Take the request whose turn it is; None when nothing waits."""
-        if self.peek() is None:
+    def take(self, *, with_large: bool = True) -> WaitingT | None:
+        """Take the request whose turn it is, or what is left of it; None when nothing waits."""
+        lane = self._served(with_large=with_large)
+        if lane is None:
             return None
-        self._clock, _, connection = heapq.heappop(self._order)
-        lane = self._lanes[connection]
         item = lane.items.popleft()
-        lane.bytes -= item.cost_bytes
-        self.bytes -= item.cost_bytes
-        lane.clock += item.cost_bytes
+        self._charge(lane, item.cost_bytes - lane.head_taken_bytes)
+        lane.head_taken_bytes = 0
         if lane.items:
-            self._put_in_order(connection, lane)
+            self._put_in_order(item.connection, lane)
         elif not self.bytes:
             self._lanes.clear()  # Nobody waits, so nobody is ahead of anybody.
-            self._order.clear()
+            self._small.clear()
+            self._large.clear()
         return item
+
+    def take_part(self, part_bytes: int) -> None:
+        """Charge the lane whose turn it is for a part of its request, which stays (rule 3)."""
+        lane = self._served(with_large=True)
+        assert lane is not None
+        item = lane.items[0]
+        lane.head_taken_bytes += part_bytes
+        assert 0 <= part_bytes <= lane.head_taken_bytes < item.cost_bytes
+        self._charge(lane, part_bytes)
+        self._put_in_order(item.connection, lane)
 
     def drop(self, connection: ConnectionId) -> list[WaitingT]:
         """Empty a connection's lane and return what was in it."""
@@ -126,6 +143,39 @@ class Lanes(Generic[WaitingT]):
         assert self.bytes == 0
         return dropped
 
+    def _first(self, *, with_large: bool) -> _Entry | None:
+        """Return the entry of the lane whose turn it is, after taking out stale ones."""
+        small = self._clean(self._small, is_large=False)
+        large = self._clean(self._large, is_large=True) if with_large else None
+        if small is None or large is None:
+            return small or large
+        return min(small, large)
+
+    def _clean(self, order: list[_Entry], *, is_large: bool) -> _Entry | None:
+        while order:
+            clock, _, connection = order[0]
+            lane = self._lanes.get(connection)
+            if lane and lane.items and lane.clock == clock and lane.items[0].is_large == is_large:
+                return order[0]
+            heapq.heappop(order)
+        return None
+
+    def _served(self, *, with_large: bool) -> _Lane[WaitingT] | None:
+        """Return the lane whose turn it is, out of order now, and move the common clock to it."""
+        entry = self._first(with_large=with_large)
+        if entry is None:
+            return None
+        self._clock = max(self._clock, entry[0])  # The large that waited may be behind it.
+        lane = self._lanes[entry[2]]
+        heapq.heappop(self._large if lane.items[0].is_large else self._small)
+        return lane
+
+    def _charge(self, lane: _Lane[WaitingT], part_bytes: int) -> None:
+        lane.bytes -= part_bytes
+        lane.clock += part_bytes
+        self.bytes -= part_bytes
+
     def _put_in_order(self, connection: ConnectionId, lane: _Lane[WaitingT]) -> None:
         self._serial += 1
-        heapq.heappush(self._order, (lane.clock, self._serial, connection))
+        order = self._large if lane.items[0].is_large else self._small
+        heapq.heappush(order, (lane.clock, self._serial, connection))

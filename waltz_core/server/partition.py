@@ -53,6 +53,7 @@ from waltz_core.server.events import (
 )
 from waltz_core.server.feed import Feed
 from waltz_core.server.mounts import Mounts, Place, mark_of
+from waltz_core.server.pace import Pace
 from waltz_core.server.proofs import Proofs
 from waltz_core.server.reads import Reads
 from waltz_core.wire.messages import (
@@ -94,12 +95,13 @@ class Partition:
         limits: Limits,
         transactions: TransactionCache,
         feed_cache: FeedCache,
+        pace: Pace,
     ) -> None:
         self._identity = identity
         self._store = store
         self._limits = limits
         self._mounts = Mounts(limits.fences_max)
-        self.pipeline = AppendPipeline(limits, self._mounts)
+        self.pipeline = AppendPipeline(limits, self._mounts, pace)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
         self._proofs: Proofs[Received] = Proofs(limits.session_timer_ms)
@@ -167,9 +169,10 @@ class Partition:
     @property
     def wake_at_ms(self) -> int | None:
         """When to send the next `Wakeup`."""
-        if self.pipeline.wants_turn or self.feed.wants_turn:
+        if self.feed.wants_turn:
             return self._now_ms
-        times = [self._store.wake_at_ms, self.reads.wake_at_ms]
+        turn_at_ms = self.pipeline.turn_at_ms(self._now_ms)
+        times = [turn_at_ms, self._store.wake_at_ms, self.reads.wake_at_ms]
         if self._until_open:
             times.append(self._until_open[0][0])
         wanted = [time_ms for time_ms in times if time_ms is not None]
@@ -218,7 +221,7 @@ class Partition:
             )
             out.append(answers.refuse(question, error))
         self._route_reads(self.reads.wake(self._now_ms), out)
-        if self.pipeline.wants_turn:
+        if self.pipeline.wants_turn(self._now_ms):
             self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms), out)
         self._feed_turn(out)
 

@@ -6,11 +6,13 @@ settled. Nothing else changes it.
 
 Rules:
     1. A row's outcome is final when its id, or the id that it was refused for, is no longer in
-       flight. A request is answered when all of its rows are final.
+       flight. A request is answered when all of its rows are judged and final.
     2. `settle`: what lies above the settled mark is LOST, whether it was accepted or refused for an
        id that is lost itself. It is not judged again, so nothing can bring it back after its client
        was told (correctness.md, "Room for our rules").
     3. Rows of one request have consecutive sequence numbers, refused ones too.
+    4. A batch may be judged in pieces, from the first row on. A row that no piece has reached has
+       no outcome: it is judged in whatever session comes then, or refused with all behind it.
 """
 
 import struct
@@ -20,9 +22,11 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.record import ReqId, TransactionId
+from waltz_core.batches import AppendRows
+from waltz_core.record import RECORD_OVERHEAD_BYTES, ReqId, TransactionId
 from waltz_core.server.events import Answer, ConnectionId
 from waltz_core.server.locks import NO_CONFLICT, REFUSED
+from waltz_core.server.pace import LARGE_BYTES
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 I64 = npt.NDArray[np.int64]
@@ -60,6 +64,11 @@ class SingleTicket:
         """The request's id, which is the transaction's."""
         return self.message.req_id
 
+    @property
+    def is_large(self) -> bool:
+        """Whether small ones may pass it."""
+        return self.cost_bytes >= LARGE_BYTES
+
     def refuse(self, reason: Reason) -> None:
         """The transaction will not be in the log, and this is final."""
         self.transaction_id, self.reason, self.conflict = REFUSED, reason, NO_CONFLICT
@@ -86,7 +95,11 @@ class SingleTicket:
 
 @dataclass(slots=True)
 class BatchTicket:
-    """Many transactions in one request. `message` goes once it is encoded: it pins the frame."""
+    """Many transactions in one request; rows below `judged_count` have an outcome (rule 4).
+
+    `message` goes when it is decoded, and `rows` when they are all judged: both pin the frame.
+    `flight_count` is the number of store batches that it waits for.
+    """
 
     connection: ConnectionId
     cost_bytes: int
@@ -94,15 +107,64 @@ class BatchTicket:
     req_id: ReqId
     epoch: Epoch
     received_ms: int
+    rows: AppendRows | None = None
+    mark: int = 0
+    judged_count: int = 0
+    flight_count: int = 0
     ids: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     reasons: U8 = field(default_factory=lambda: np.empty(0, np.uint8))
     conflicts: I64 = field(default_factory=lambda: np.empty(0, np.int64))
 
-    def refuse(self, reason: Reason, row_count: int) -> None:
-        """No row will be in the log, and this is final."""
-        self.ids = np.full(row_count, REFUSED, np.int64)
-        self.conflicts = np.full(row_count, NO_CONFLICT, np.int64)
-        self.reasons = np.full(row_count, reason, np.uint8)
+    @property
+    def is_large(self) -> bool:
+        """Whether small ones may pass it, and it may be cut into pieces."""
+        return self.cost_bytes >= LARGE_BYTES
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether all of its rows have an outcome."""
+        return self.rows is None and self.message is None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it can be answered (rule 1)."""
+        return self.is_judged and not self.flight_count
+
+    def open(self, rows: AppendRows) -> None:
+        """Note the decoded rows, of which none is judged."""
+        assert self.message is not None
+        self.mark = self.message.client_high_water_mark
+        self.message, self.rows = None, rows
+        self.ids = np.full(rows.count, REFUSED, np.int64)
+        self.conflicts = np.full(rows.count, NO_CONFLICT, np.int64)
+        self.reasons = np.zeros(rows.count, np.uint8)
+
+    def stop_within(self, piece_bytes: int | None) -> int:
+        """Return the row before which a piece ends that takes about so many bytes, or all."""
+        assert self.rows is not None
+        if piece_bytes is None:
+            return self.rows.count
+        start = self.judged_count
+        # A record is never shorter than this, so no more rows than these can fit.
+        near = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
+        ends = np.cumsum(self.rows.lengths[start:near] + RECORD_OVERHEAD_BYTES)
+        return start + max(1, int(np.searchsorted(ends, piece_bytes, side="right")))
+
+    def cost_up_to(self, row: int) -> int:
+        """Return what share of its cost belongs to the rows before this one."""
+        return self.cost_bytes * row // self.ids.size
+
+    def judged(self, stop: int) -> None:
+        """Note that rows up to `stop` - 1 have an outcome; the last takes the frame with it."""
+        assert self.judged_count < stop <= self.ids.size
+        self.judged_count = stop
+        if stop == self.ids.size:
+            self.rows = None
+
+    def refuse(self, reason: Reason) -> None:
+        """None of the rows that are not judged will be in the log, and this is final."""
+        self.reasons[self.judged_count :] = reason
+        self.judged(self.ids.size)
 
     def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
         """Rule 2; True when a row was lost, which is told as `loss`."""

@@ -43,6 +43,7 @@ from waltz_core.server.events import (
     Received,
     refusal,
 )
+from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Identity, Partition
 from waltz_core.wire.messages import RangeBytes, RangeForm, Surface
 
@@ -212,6 +213,7 @@ class MemoryServer:
                     self._cluster.limits,
                     TransactionCache(CacheBudget(16 * MIB)),
                     FeedCache(4 * MIB),
+                    Pace(),
                 )
                 driver = Driver(partition, lambda effect, n=number: self._perform(n, effect))
                 self.partitions[number] = Hosted(partition, driver, store)

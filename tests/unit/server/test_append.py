@@ -22,8 +22,6 @@ from waltz_core.record import (
 )
 from waltz_core.replication.events import Batch, SessionOpened
 from waltz_core.server.append import (
-    ALONE_BYTES,
-    SHARED_MS,
     AppendPipeline,
     BatchCommitted,
     Outcome,
@@ -32,6 +30,7 @@ from waltz_core.server.append import (
 )
 from waltz_core.server.events import Answer, ConnectionId, Limits
 from waltz_core.server.mounts import Mounts
+from waltz_core.server.pace import LARGE_BYTES, PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
@@ -51,7 +50,9 @@ class World:
 
     def __init__(self, limits: Limits | None = None, *, is_open: bool = True) -> None:
         self.mounts = Mounts(100)
-        self.pipeline = AppendPipeline(limits or Limits(lock_slot_count=1009), self.mounts)
+        self.pace = Pace()
+        limits = limits or Limits(lock_slot_count=1009)
+        self.pipeline = AppendPipeline(limits, self.mounts, self.pace)
         self.session = 0
         self.now_ms = 0
         self.submitted: list[Batch] = []
@@ -102,6 +103,7 @@ class World:
         mark: int = -1,
         write: Sequence[Sequence[int]] | None = None,
         marks: Sequence[int] | None = None,
+        cost: int | None = None,
     ) -> ReqId:
         req_id = ReqId(client, GENERATION, PartitionId(0), self.sequence)
         self.sequence += len(rows)
@@ -116,21 +118,47 @@ class World:
         )
         message = AppendBatch(req_id, mark, payload, zlib.crc32(payload))
         self.early = self.pipeline.receive(
-            A if client == ALICE else B, message, cost_bytes=len(payload), now_ms=self.now_ms
+            A if client == ALICE else B,
+            message,
+            cost_bytes=cost or len(payload),
+            now_ms=self.now_ms,
         )
         return req_id
 
-    def turn(self, now_ms: int = 0, wall_ms: int = 1_000) -> list[Outcome]:
-        out = self.pipeline.turn(now_ms=now_ms, wall_ms=wall_ms)
+    def share(self) -> None:
+        """Have the pace believe that a small request has met another client's large ones."""
+        self.pace.started(ConnectionId(99), self.now_ms)
+        self.pace.forgotten()
+        self.pace.small(B, self.now_ms)
+
+    @property
+    def wants_turn(self) -> bool:
+        return self.pipeline.wants_turn(self.now_ms)
+
+    def turn(self, wall_ms: int = 1_000) -> list[Outcome]:
+        out = self.pipeline.turn(now_ms=self.now_ms, wall_ms=wall_ms)
         self.submitted += [each.batch for each in out if isinstance(each, SubmitBatch)]
         return out
 
-    def turns(self, now_ms: int = 0) -> list[Batch]:
+    def turns(self) -> list[Batch]:
         """Take turns while there is something to do; return what was submitted."""
         before = len(self.submitted)
-        while self.pipeline.wants_turn:
-            self.turn(now_ms)
+        while self.wants_turn:
+            self.turn()
         return self.submitted[before:]
+
+    def piece(self) -> Batch:
+        """Wait as long as the pace wants, take a turn, and return what it submitted."""
+        before = len(self.submitted)
+        self.turn_when_paced()
+        (batch,) = self.submitted[before:]
+        return batch
+
+    def turn_when_paced(self) -> list[Outcome]:
+        at_ms = self.pipeline.turn_at_ms(self.now_ms)
+        assert at_ms is not None
+        self.now_ms = at_ms
+        return self.turn()
 
     def commit(self) -> list[Outcome]:
         """Commit everything that was submitted in this session."""
@@ -384,10 +412,10 @@ def test_a_transaction_over_4_mib_is_too_large() -> None:
 def test_appends_wait_for_a_session_and_then_enter_in_order() -> None:
     world = World(is_open=False)
     first, second = world.single(), world.single()
-    assert not world.pipeline.wants_turn
+    assert not world.wants_turn
     assert world.turn() == []
     world.open(41)
-    assert world.pipeline.wants_turn
+    assert world.wants_turn
     world.turn()
     assert results(world.commit()) == {first: [(42, COMMITTED, -1)], second: [(43, COMMITTED, -1)]}
 
@@ -405,51 +433,216 @@ def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
     assert world.pipeline.queued_bytes == 1100
 
 
-LARGE = bytes(ALONE_BYTES)
+LARGE = bytes(LARGE_BYTES)
 
 
 def test_a_full_window_stops_the_turns_until_something_lands() -> None:
-    world = World(Limits(lock_slot_count=11, in_flight_bytes_max=ALONE_BYTES))
-    world.single(data=LARGE, cost=ALONE_BYTES)
-    world.single(data=LARGE, cost=ALONE_BYTES)
+    world = World(Limits(lock_slot_count=11, in_flight_bytes_max=LARGE_BYTES))
+    world.single(data=LARGE, cost=LARGE_BYTES)
+    world.single(data=LARGE, cost=LARGE_BYTES)
     world.turn()
-    assert not world.pipeline.wants_turn
+    assert not world.wants_turn
     assert len(world.submitted) == 1
     # What is small passes, up to twice the window.
     world.single(BOB)
-    assert world.pipeline.wants_turn
+    assert world.wants_turn
     world.turn()
     assert len(world.submitted) == 2
     world.commit()
-    assert world.pipeline.wants_turn
+    world.now_ms = PAUSE_MS_MAX
+    assert world.wants_turn
 
 
 def test_a_large_request_goes_alone() -> None:
     world = World()
     world.single()
-    world.single(BOB, data=LARGE, cost=ALONE_BYTES)
+    world.single(BOB, data=LARGE, cost=LARGE_BYTES)
     world.single()
     assert [batch.last - batch.first + 1 for batch in world.turns()] == [1, 1, 1]
 
 
-def test_while_small_ones_have_to_pass_large_ones_go_one_by_one() -> None:
+def test_while_small_ones_have_to_pass_large_ones_go_one_by_one_with_pauses() -> None:
     world = World()
     for _ in range(4):
-        world.single(data=LARGE, cost=ALONE_BYTES)
+        world.single(data=LARGE, cost=LARGE_BYTES)
     assert len(world.turns()) == 4
     world.commit()
-    for _ in range(4):
-        world.single(data=LARGE, cost=ALONE_BYTES)
+    for _ in range(3):
+        world.single(data=LARGE, cost=LARGE_BYTES)
     world.turn()
     world.single(BOB)
-    world.turn()
-    world.turn()
-    assert not world.pipeline.wants_turn
+    assert len(world.turns()) == 1
+    world.now_ms = 4
     world.commit()
-    world.turn()
-    assert not world.pipeline.wants_turn
+    assert not world.wants_turn
+    at_ms = world.pipeline.turn_at_ms(4)
+    assert at_ms is not None
+    assert 4 < at_ms <= 4 + PAUSE_MS_MAX
+    # What is small takes its turns meanwhile.
+    world.single(BOB)
+    assert len(world.turns()) == 1
+    world.now_ms = at_ms
+    assert len(world.turns()) == 1
     world.commit()
-    assert len(world.turns(now_ms=SHARED_MS)) == 2
+    world.now_ms = 4 + SHARED_MS
+    assert len(world.turns()) == 1
+
+
+def test_what_is_small_passes_a_large_one_that_waits_even_when_its_turn_comes_first() -> None:
+    world = World()
+    world.share()
+    world.batch([bytes(PIECE_BYTES // 2)] * 3)
+    world.piece()
+    for _ in range(5):
+        world.single(BOB, cost=LARGE_BYTES - 1)
+    assert len(world.turns()) == 1
+    assert world.submitted[-1].last - world.submitted[-1].first == 4
+
+
+# --- pieces
+
+
+def test_while_the_server_is_shared_a_large_batch_goes_in_pieces() -> None:
+    world = World()
+    world.share()
+    rows = [bytes((number,)) * (PIECE_BYTES // 2) for number in range(5)]
+    flood = world.batch(rows, write=[[1], [2], [1], [3], [4]])
+    first = world.piece()
+    small = world.single(BOB)
+    world.turn()
+    assert results(world.commit()) == {small: [(first.last + 1, COMMITTED, -1)]}
+    while not results(out := world.turn_when_paced()):
+        if results(out := world.commit()):
+            break
+        for piece in world.submitted:
+            lengths = raw_records.lengths_from_wire(piece.lengths, len(piece.records))
+            assert raw_records.first_bad_record(piece.records, lengths) is None
+    assert len(world.submitted) >= 3
+    assert [(number, reason) for number, reason, _ in results(out)[flood]] == [
+        (0, COMMITTED),
+        (2, COMMITTED),
+        (-1, LOCK),
+        (3, COMMITTED),
+        (4, COMMITTED),
+    ]
+    assert results(out)[flood][2] == (-1, LOCK, 0)
+    assert world.pipeline.queued_bytes == world.pipeline.in_flight_bytes == 0
+
+
+def records_of(batches: Sequence[Batch]) -> list[tuple[int, bytes]]:
+    """Return sequence number and data of each record."""
+    found = []
+    for batch in batches:
+        lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
+        numbers = raw_records.req_ids_of(batch.records, lengths)["sequence"].tolist()
+        start = 0
+        for number, length in zip(numbers, lengths.tolist(), strict=True):
+            found.append((number, bytes(batch.records[start + 36 : start + length - 4])))
+            start += length
+    return found
+
+
+def test_rows_keep_their_order_and_sequence_numbers_whatever_piece_they_are_in() -> None:
+    world = World()
+    world.share()
+    rows = [bytes((number,)) * (PIECE_BYTES * 3 // 4) for number in range(6)]
+    flood = world.batch(rows)
+    behind = world.single(data=b"behind")
+    while world.pipeline.queued_bytes:
+        before = world.pipeline.queued_bytes
+        world.piece()
+        assert world.pipeline.queued_bytes < before
+        out = world.commit()
+    assert len(world.submitted) > 2
+    sent = [(flood.sequence + number, row) for number, row in enumerate(rows)]
+    assert records_of(world.submitted) == [*sent, (behind.sequence, b"behind")]
+    assert behind in results(out)
+
+
+def flooded(world: World, *, flush: bool = False) -> ReqId:
+    """Share the server, and submit one piece of a batch that has many."""
+    world.share()
+    flood = world.batch([bytes(PIECE_BYTES // 2)] * 4)
+    if flush:
+        world.pipeline.flush(1)
+    world.piece()
+    assert world.pipeline.queued_bytes > 0
+    return flood
+
+
+def test_a_mount_that_goes_between_two_pieces_takes_the_rest_with_it() -> None:
+    world = World()
+    flood = flooded(world)
+    done = world.submitted[0].last + 1
+    world.mounts.begin(ALICE, ConnectionId(11), 2)
+    out = world.commit()
+    assert results(out) == {}
+    world.now_ms += PAUSE_MS_MAX
+    committed = [(number, COMMITTED, -1) for number in range(done)]
+    refused = [(-1, Reason.NOT_MOUNTED, -1)] * (4 - done)
+    assert results(world.turn()) == {flood: committed + refused}
+    assert len(world.submitted) == 1
+
+
+def test_a_lost_piece_keeps_all_behind_it_out() -> None:
+    world = World()
+    flood = flooded(world)
+    lost = world.submitted[0].last + 1
+    world.pipeline.closed()
+    assert results(world.open(-1)) == {}
+    refused = [(-1, Reason.NOT_MOUNTED, -1)] * (4 - lost)
+    world.now_ms += PAUSE_MS_MAX
+    assert results(world.turn()) == {flood: [(-1, LOST, -1)] * lost + refused}
+
+
+def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:
+    world = World()
+    flood = flooded(world)
+    world.commit()
+    mark = world.submitted[-1].last
+    world.pipeline.closed()
+    assert results(world.open(mark)) == {}
+    world.submitted.clear()
+    out: list[Outcome] = []
+    while world.pipeline.queued_bytes:
+        world.piece()
+        out = world.commit()
+    assert [row[:2] for row in results(out)[flood]] == [(number, COMMITTED) for number in range(4)]
+
+
+def test_a_flush_waits_for_all_pieces() -> None:
+    world = World()
+    flooded(world, flush=True)
+    while world.pipeline.queued_bytes:
+        assert Reached(1) not in world.commit()
+        world.piece()
+    assert Reached(1) in world.commit()
+
+
+def test_a_connection_that_closes_between_two_pieces_leaves_its_flush_once() -> None:
+    world = World()
+    flooded(world, flush=True)
+    assert world.pipeline.close(A) == []
+    assert world.pipeline.queued_bytes == 0
+    assert Reached(1) in world.commit()
+    assert world.pipeline.flush(2) == [Reached(2)]
+    again = World()
+    flooded(again, flush=True)
+    again.commit()
+    assert again.pipeline.close(A) == [Reached(1)]
+
+
+def test_giving_up_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
+    world = World()
+    flood = flooded(world)
+    queued = world.single()
+    first, second, _ = world.pipeline.abandon()
+    assert [ticket.req_id for ticket in first] == [queued]
+    assert [ticket.req_id for ticket in second] == [flood]
+    world = World()
+    flood = flooded(world)
+    world.commit()
+    assert [ticket.req_id for ticket in world.pipeline.abandon()[1]] == [flood]
 
 
 def test_a_closed_connection_takes_back_what_was_not_submitted() -> None:

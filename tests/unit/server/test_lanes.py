@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+import pytest
+
 from waltz_core.server.events import ConnectionId
 from waltz_core.server.lanes import Lanes
 
@@ -12,6 +14,10 @@ class Item:
     connection: ConnectionId
     name: str
     cost_bytes: int = 10
+
+    @property
+    def is_large(self) -> bool:
+        return self.cost_bytes > 2_000
 
 
 def item(connection: int, name: str, cost_bytes: int = 10) -> Item:
@@ -83,6 +89,49 @@ def test_bytes_are_counted_by_lane_and_in_all() -> None:
     assert lanes.take() is None
 
 
+def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> None:
+    lanes: Lanes[Item] = Lanes()
+    lanes.push(item(1, "cut", 3_000))
+    lanes.push(item(1, "behind"))
+    lanes.take_part(1_000)
+    assert (lanes.bytes, lanes.bytes_of(ConnectionId(1)), len(lanes)) == (2_010, 2_010, 2)
+    for name in ("b0", "b1"):
+        lanes.push(item(2, name, 900))
+    # The lane of parts is 1,000 ahead: another gets as much first.
+    assert [each.name for each in (lanes.take(), lanes.take()) if each] == ["b0", "b1"]
+    lanes.take_part(0)
+    lanes.take_part(1_999)
+    assert taken(lanes) == ["cut", "behind"]
+    assert lanes.bytes == 0
+    lanes.push(item(1, "next", 3_000))
+    with pytest.raises(AssertionError):
+        lanes.take_part(3_000)
+
+
+def test_what_is_left_of_a_request_is_dropped_with_its_lane() -> None:
+    lanes: Lanes[Item] = Lanes()
+    lanes.push(item(1, "cut", 3_000))
+    lanes.take_part(1_000)
+    assert [each.name for each in lanes.drop(ConnectionId(1))] == ["cut"]
+    assert lanes.bytes == 0
+    lanes.push(item(1, "whole", 3_000))
+    assert taken(lanes) == ["whole"]
+    assert lanes.bytes == 0
+
+
+def test_small_ones_pass_large_ones_that_wait() -> None:
+    lanes: Lanes[Item] = Lanes()
+    lanes.push(item(1, "large", 3_000))
+    lanes.push(item(1, "behind"))
+    assert lanes.peek(with_large=False) is lanes.take(with_large=False) is None
+    for name in ("b0", "b1", "b2"):
+        lanes.push(item(2, name, 2_000))
+    names = [each.name for _ in range(2) if (each := lanes.take(with_large=False))]
+    assert names == ["b0", "b1"]
+    # Its turn has come long ago, and nothing of its own lane passes it.
+    assert taken(lanes) == ["large", "behind", "b2"]
+
+
 def test_any_order_of_events_loses_nothing_and_keeps_each_lane_s_order() -> None:
     rng = random.Random(7)
     lanes: Lanes[Item] = Lanes()
@@ -94,6 +143,10 @@ def test_any_order_of_events_loses_nothing_and_keeps_each_lane_s_order() -> None
             name = f"{connection}:{number}"
             lanes.push(item(connection, name, rng.choice((1, 50, 3_000))))
             waiting[connection].append(name)
+        elif choice < 0.6:
+            head = lanes.peek()
+            if head is not None and head.is_large:
+                lanes.take_part(1)
         elif choice < 0.98:
             found = lanes.take()
             assert (found is None) == (not any(waiting.values()))

@@ -36,6 +36,7 @@ from waltz_core.server.events import (
     Limits,
     Received,
 )
+from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Partition
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason
@@ -76,6 +77,7 @@ class World:
             self.limits,
             TransactionCache(CacheBudget(1 << 20)),
             FeedCache(20 * 1000),
+            Pace(),
         )
         self.now_ms = 0
         self.session = 0

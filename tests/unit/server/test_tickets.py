@@ -2,10 +2,18 @@
 
 import numpy as np
 
-from waltz_core.record import ClientId, Generation, PartitionId, ReqId, TransactionId
-from waltz_core.server.events import ConnectionId
+from waltz_core.batches import decode_append, encode_append
+from waltz_core.record import (
+    RECORD_OVERHEAD_BYTES,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
+from waltz_core.server.events import MIB, ConnectionId
 from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket
-from waltz_core.wire.messages import AppendRequest, AppendResult, Reason
+from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 REQ = ReqId(ClientId(1), Generation(0), PartitionId(0), 7)
 A = ConnectionId(1)
@@ -77,10 +85,59 @@ def test_a_batch_of_which_nothing_is_lost() -> None:
     assert told(rows) == [(4, Reason.COMMITTED, -1), (5, Reason.COMMITTED, -1)]
 
 
+def opened(data: list[bytes]) -> BatchTicket:
+    """A batch that was decoded and of which no row is judged."""
+    none: list[list[int]] = [[] for _ in data]
+    payload = encode_append(
+        [0] * len(data), data, write_locks=none, read_locks=none, append_locks=none
+    )
+    ticket = BatchTicket(A, 60, AppendBatch(REQ, 5, payload, 0), REQ, Epoch(), 0)
+    assert not ticket.is_judged
+    ticket.open(decode_append(payload, rows_max=100, bytes_max=MIB))
+    assert (ticket.message, ticket.mark, ticket.judged_count) == (None, 5, 0)
+    return ticket
+
+
 def test_a_batch_that_is_refused_as_a_whole() -> None:
-    rows = batch([], [], [])
-    rows.refuse(Reason.OVERLOADED, 3)
+    rows = opened([b"a", b"b", b"c"])
+    rows.refuse(Reason.OVERLOADED)
+    assert rows.is_final
     assert told(rows) == [(-1, Reason.OVERLOADED, -1)] * 3
+
+
+def test_a_batch_is_final_when_all_of_it_is_judged_and_nothing_in_flight() -> None:
+    rows = opened([b"a", b"b", b"c"])
+    rows.ids[0] = 7
+    rows.judged(1)
+    rows.flight_count = 1
+    assert not rows.is_final
+    rows.refuse(Reason.NOT_MOUNTED)
+    assert (rows.is_judged, rows.is_final, rows.rows) == (True, False, None)
+    rows.flight_count = 0
+    assert rows.is_final
+    assert told(rows) == [(7, Reason.COMMITTED, -1), *[(-1, Reason.NOT_MOUNTED, -1)] * 2]
+
+
+def test_rows_that_are_not_judged_are_not_lost() -> None:
+    rows = opened([b"a", b"b"])
+    rows.ids[0] = 7
+    rows.judged(1)
+    assert rows.settle(TransactionId(6))
+    assert rows.reasons.tolist() == [Reason.LOST, Reason.COMMITTED]
+    assert not rows.settle(TransactionId(6))
+    rows.refuse(Reason.NOT_MOUNTED)
+    assert told(rows) == [(-1, Reason.LOST, -1), (-1, Reason.NOT_MOUNTED, -1)]
+
+
+def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
+    size = 100 - RECORD_OVERHEAD_BYTES
+    rows = opened([bytes(size)] * 10)
+    assert [rows.stop_within(piece) for piece in (1, 100, 199, 200, 999, None)] == [
+        1, 1, 1, 2, 9, 10
+    ]  # fmt: skip
+    rows.judged(8)
+    assert [rows.stop_within(piece) for piece in (1, 200, 9_999, None)] == [9, 10, 10, 10]
+    assert [rows.cost_up_to(row) for row in (0, 1, 8, 10)] == [0, 6, 48, 60]
 
 
 def test_rows_lost_to_a_full_disk_are_told_as_such() -> None:

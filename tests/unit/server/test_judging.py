@@ -1,0 +1,122 @@
+"""Rows judged and encoded: whole, in pieces, and one by one, with one and the same result."""
+
+import zlib
+
+import pytest
+
+from waltz_core import errors, raw_records
+from waltz_core.batches import EncodedBatch, encode_append
+from waltz_core.record import (
+    BEFORE_FIRST,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
+from waltz_core.server.events import ConnectionId, Limits
+from waltz_core.server.judging import Place, decode, judge_rows, judge_singles, verify
+from waltz_core.server.locks import LockTable
+from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket
+from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
+
+LIMITS = Limits(lock_slot_count=1009, batch_rows_max=6)
+REQ = ReqId(ClientId(1), Generation(1), PartitionId(0), 10)
+A = ConnectionId(1)
+DATA = [b"a", b"bb", b"ccc", b"dddd", b"e"]
+WRITES = [[1], [2], [1], [3], []]
+MARKS = [-1, -1, -1, 5, -1]
+COMMITTED, LOCK, AHEAD = Reason.COMMITTED, Reason.LOCK, Reason.AHEAD
+
+
+def message(req_id: ReqId = REQ, rows: list[bytes] = DATA) -> AppendBatch:
+    none: list[list[int]] = [[] for _ in rows]
+    payload = encode_append(
+        list(range(len(rows))),
+        rows,
+        write_locks=WRITES[: len(rows)] if rows is DATA else none,
+        read_locks=none,
+        append_locks=none,
+        marks=MARKS if rows is DATA else None,
+    )
+    return AppendBatch(req_id, -1, payload, zlib.crc32(payload))
+
+
+def judged(stops: list[int]) -> tuple[BatchTicket, list[EncodedBatch]]:
+    """Judge the five rows in pieces that end at these rows, all with nothing committed."""
+    ticket = BatchTicket(A, 1_000, message(), REQ, Epoch(), 0)
+    ticket.open(decode(message(), LIMITS))
+    table = LockTable(1009, BEFORE_FIRST)
+    next_id = TransactionId(0)
+    parts = []
+    for stop in stops:
+        piece = judge_rows(ticket, stop, table, Place(BEFORE_FIRST, next_id))
+        if piece.part is not None:
+            parts.append(piece.part)
+            assert piece.part.first == next_id
+            next_id = TransactionId(piece.part.last + 1)
+    assert ticket.is_judged
+    return ticket, parts
+
+
+@pytest.mark.parametrize("stops", [[5], [1, 2, 3, 4, 5], [2, 5], [3, 4, 5]])
+def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]) -> None:
+    ticket, parts = judged(stops)
+    assert ticket.ids.tolist() == [0, 1, -1, -1, 2]
+    assert ticket.reasons.tolist() == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
+    assert ticket.conflicts.tolist() == [-1, -1, 0, -1, -1]
+    (whole,) = judged([5])[1]
+    assert b"".join(part.records for part in parts) == bytes(whole.records)
+    assert b"".join(part.record_crcs for part in parts) == whole.record_crcs
+    lengths = raw_records.lengths_from_wire(whole.lengths, len(whole.records))
+    numbers = raw_records.req_ids_of(whole.records, lengths)["sequence"].tolist()
+    assert numbers == [10, 11, 14]
+
+
+def test_a_piece_without_records_waits_only_for_what_it_was_refused_for() -> None:
+    ticket = BatchTicket(A, 1_000, message(), REQ, Epoch(), 0)
+    ticket.open(decode(message(), LIMITS))
+    table = LockTable(1009, BEFORE_FIRST)
+    judge_rows(ticket, 2, table, Place(BEFORE_FIRST, TransactionId(0)))
+    pending = judge_rows(ticket, 3, table, Place(BEFORE_FIRST, TransactionId(2)))
+    assert (pending.part, pending.doubtful, pending.refused) == (None, [ticket], [])
+    ahead = judge_rows(ticket, 4, table, Place(TransactionId(1), TransactionId(2)))
+    assert (ahead.part, ahead.doubtful, ahead.refused) == (None, [], [ticket])
+
+
+def test_single_transactions_are_judged_in_order() -> None:
+    group = [
+        SingleTicket(
+            A,
+            100,
+            AppendRequest(
+                REQ._replace(sequence=number), mark, tuple(write), (), (), number, data, 0
+            ),
+            Epoch(),
+            0,
+        )
+        for number, (data, write, mark) in enumerate(zip(DATA, WRITES, MARKS, strict=True))
+    ]
+    table = LockTable(1009, BEFORE_FIRST)
+    piece = judge_singles(group, table, Place(BEFORE_FIRST, TransactionId(0)))
+    assert piece.part is not None
+    assert [ticket.transaction_id for ticket in group] == [0, 1, -1, -1, 2]
+    assert [ticket.reason for ticket in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
+    assert piece.doubtful == [group[0], group[1], group[2], group[4]]
+    assert piece.refused == [group[3]]
+
+
+def test_what_was_damaged_on_the_way_is_refused() -> None:
+    with pytest.raises(errors.ChecksumMismatch, match="payload with CRC"):
+        decode(AppendBatch(REQ, -1, message().payload, 1), LIMITS)
+    with pytest.raises(errors.ChecksumMismatch, match="data with CRC"):
+        verify(AppendRequest(REQ, -1, (), (), (), 0, b"data", 1))
+
+
+def test_too_many_rows_and_sequence_numbers_that_run_out_are_refused() -> None:
+    with pytest.raises(errors.TooLarge):
+        decode(message(rows=[b"x"] * 7), LIMITS)
+    last = REQ._replace(sequence=0x7FFFFFFF - 4)
+    assert decode(message(last), LIMITS).count == 5
+    with pytest.raises(errors.BadRequest, match="sequence numbers"):
+        decode(message(last._replace(sequence=last.sequence + 1)), LIMITS)

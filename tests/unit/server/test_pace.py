@@ -1,0 +1,88 @@
+"""When large batches may start: at once, or one at a time with pauses while small ones pass."""
+
+import pytest
+
+from waltz_core.server.events import ConnectionId
+from waltz_core.server.pace import PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
+
+FLOOD, MODEST = ConnectionId(1), ConnectionId(2)
+
+
+def shared(now_ms: int = 0) -> Pace:
+    """A pace that has seen a small request beside another client's large one."""
+    pace = Pace()
+    pace.started(FLOOD, now_ms)
+    pace.landed(now_ms, now_ms)
+    pace.small(MODEST, now_ms)
+    return pace
+
+
+def test_large_ones_alone_are_not_held_back() -> None:
+    pace = Pace()
+    for now_ms in range(5):
+        assert pace.large_at_ms(now_ms) == now_ms
+        assert pace.piece_bytes(now_ms) is None
+        pace.started(FLOOD, now_ms)
+
+
+def test_small_ones_alone_hold_nothing_back() -> None:
+    pace = Pace()
+    pace.small(MODEST, 0)
+    assert pace.large_at_ms(0) == 0
+    assert pace.piece_bytes(0) is None
+
+
+def test_a_client_s_own_small_requests_do_not_hold_back_its_large_ones() -> None:
+    pace = Pace()
+    pace.started(FLOOD, 0)
+    pace.small(FLOOD, 1)
+    assert pace.large_at_ms(1) == 1
+
+
+def test_large_ones_of_long_ago_hold_nothing_back() -> None:
+    pace = Pace()
+    pace.started(FLOOD, 0)
+    pace.landed(0, 5)
+    pace.small(MODEST, SHARED_MS)
+    assert pace.piece_bytes(SHARED_MS) is None
+
+
+def test_while_shared_large_ones_go_in_pieces_one_at_a_time() -> None:
+    pace = shared()
+    assert pace.piece_bytes(100) == PIECE_BYTES
+    pace.started(FLOOD, 100)
+    asked_ms = 100
+    for _ in range(3):
+        next_ms = pace.large_at_ms(asked_ms)
+        assert next_ms > asked_ms
+        asked_ms = next_ms
+
+
+@pytest.mark.parametrize("took_ms", [0, 1, 7, 2_000])
+def test_after_each_piece_there_is_a_pause_in_proportion_but_not_for_ever(took_ms: int) -> None:
+    pace = shared()
+    pace.small(MODEST, 100)
+    pace.started(FLOOD, 100)
+    landed_ms = 100 + took_ms
+    pace.landed(100, landed_ms)
+    pace.small(MODEST, landed_ms)
+    pause_ms = pace.large_at_ms(landed_ms) - landed_ms
+    assert min(max(took_ms, 1), PAUSE_MS_MAX) <= pause_ms <= PAUSE_MS_MAX
+    assert pace.large_at_ms(landed_ms + pause_ms) == landed_ms + pause_ms
+
+
+def test_a_piece_that_never_lands_holds_nothing_back_once_forgotten() -> None:
+    pace = shared()
+    pace.started(FLOOD, 100)
+    pace.forgotten()
+    assert pace.large_at_ms(100) == 100
+    with pytest.raises(AssertionError):
+        pace.forgotten()
+
+
+def test_without_small_ones_sharing_ends() -> None:
+    pace = shared(50)
+    assert pace.piece_bytes(50 + SHARED_MS - 1) == PIECE_BYTES
+    pace.started(FLOOD, 50 + SHARED_MS)
+    assert pace.large_at_ms(50 + SHARED_MS) == 50 + SHARED_MS
+    assert pace.piece_bytes(50 + SHARED_MS) is None

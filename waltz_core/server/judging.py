@@ -1,0 +1,152 @@
+"""From a request to records: decode it, judge its rows by their locks, encode what is accepted.
+
+Why it stands alone: these are the steps that cost time by the row, and they decide nothing about
+turns, sessions or answers. `append.py` says what is judged and when; here it is done, for a batch
+or a piece of one by whole arrays, for single transactions in plain Python.
+
+Rules:
+    1. The judged rows' tickets get their ids, reasons and conflicts here, and nothing else does.
+    2. Row i of a request has sequence number `req_id.sequence + i`, whatever piece it is in.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from waltz_core.batches import AppendRows, EncodedBatch, decode_append, encode_records
+from waltz_core.checksum import crc32
+from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX, TransactionId
+from waltz_core.server.events import Limits
+from waltz_core.server.locks import LockTable, Requests
+from waltz_core.server.singles import encode_singles, lock_column
+from waltz_core.server.tickets import BatchTicket, SingleTicket, Ticket
+from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
+
+_SEQUENCE_MAX: Final = 0x7FFFFFFF
+
+
+class Piece(NamedTuple):
+    """What judging has made: records, if any row was accepted, and what is to become of tickets.
+
+    `doubtful` wait for something in flight, these records included; `refused` are judged and wait
+    for nothing of this piece.
+    """
+
+    part: EncodedBatch | None
+    doubtful: list[Ticket]
+    refused: list[Ticket]
+
+
+class Place(NamedTuple):
+    """Where the log stands: everything from `high_water_mark + 1` up to `next_id` is in flight."""
+
+    high_water_mark: TransactionId
+    next_id: TransactionId
+
+
+def decode(message: AppendBatch, limits: Limits) -> AppendRows:
+    """Check and return the rows of a batch.
+
+    Raises:
+        ChecksumMismatch: the payload is not what was sent.
+        TooLarge: there are too many rows, or bytes of them.
+        BadRequest: it is no batch, or its sequence numbers run out.
+    """
+    found, expected = crc32(message.payload), message.payload_crc
+    if found != expected:
+        raise ChecksumMismatch(
+            f"append batch: expected a payload with CRC {expected:08x}, found {found:08x}"
+        )
+    rows = decode_append(
+        message.payload, rows_max=limits.batch_rows_max, bytes_max=limits.batch_bytes_max
+    )
+    sequence = message.req_id.sequence
+    if sequence < 0 or sequence + rows.count - 1 > _SEQUENCE_MAX:
+        raise BadRequest(
+            f"append batch: expected sequence numbers in 0..{_SEQUENCE_MAX}, found "
+            f"{rows.count} from {sequence} on: take a new client id before they run out"
+        )
+    return rows
+
+
+def verify(message: AppendRequest) -> None:
+    """Raise ChecksumMismatch when the data of a single transaction is not what was sent."""
+    found, expected = crc32(message.data), message.data_crc
+    if found != expected:
+        raise ChecksumMismatch(f"append: expected data with CRC {expected:08x}, found {found:08x}")
+
+
+def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: Place) -> Piece:
+    """Judge the rows of a batch that follow the judged ones, up to `stop` - 1."""
+    assert ticket.rows is not None
+    start = ticket.judged_count
+    rows = ticket.rows.part(start, stop)
+    small_enough = rows.lengths <= TRANSACTION_BYTES_MAX
+    all_small = bool(small_enough.all())
+    marks = ticket.mark if rows.marks is None else rows.marks
+    judgement = table.judge(
+        Requests(
+            rows.write_locks,
+            rows.read_locks,
+            rows.append_locks,
+            np.maximum(marks, BEFORE_FIRST),
+            None if all_small else small_enough,
+        ),
+        high_water_mark=place.high_water_mark,
+        next_id=place.next_id,
+    )
+    accepted = judgement.accepted
+    reasons = np.where(accepted, np.uint8(Reason.COMMITTED), np.uint8(Reason.LOCK))
+    reasons[judgement.ahead] = Reason.AHEAD
+    if not all_small:
+        reasons[~small_enough] = Reason.TOO_LARGE
+    ticket.ids[start:stop] = judgement.ids
+    ticket.conflicts[start:stop] = judgement.conflicts
+    ticket.reasons[start:stop] = reasons
+    ticket.judged(stop)
+    if judgement.accepted_count:
+        keep = None if judgement.accepted_count == rows.count else accepted
+        req_id = ticket.req_id._replace(sequence=ticket.req_id.sequence + start)
+        return Piece(encode_records(rows, keep, place.next_id, req_id), [ticket], [])
+    if judgement.pending.any():
+        return Piece(None, [ticket], [])
+    return Piece(None, [], [ticket])
+
+
+def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> Piece:
+    """Judge single transactions, in order."""
+    messages = [ticket.message for ticket in group]
+    marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
+    judgement = table.judge(
+        Requests(
+            lock_column([message.write_locks for message in messages]),
+            lock_column([message.read_locks for message in messages]),
+            lock_column([message.append_locks for message in messages]),
+            np.maximum(marks, BEFORE_FIRST),
+        ),
+        high_water_mark=place.high_water_mark,
+        next_id=place.next_id,
+    )
+    kept: list[SingleTicket] = []
+    doubtful: list[Ticket] = []
+    refused: list[Ticket] = []
+    for ticket, transaction_id, conflict, ahead, pending in zip(
+        group,
+        judgement.ids.tolist(),
+        judgement.conflicts.tolist(),
+        judgement.ahead.tolist(),
+        judgement.pending.tolist(),
+        strict=True,
+    ):
+        if transaction_id >= 0:
+            ticket.transaction_id = transaction_id
+            kept.append(ticket)
+            doubtful.append(ticket)
+        elif ahead:
+            ticket.refuse(Reason.AHEAD)
+            refused.append(ticket)
+        else:
+            ticket.reason, ticket.conflict = Reason.LOCK, conflict
+            (doubtful if pending else refused).append(ticket)
+    return Piece(encode_singles(kept) if kept else None, doubtful, refused)
