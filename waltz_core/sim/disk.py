@@ -8,17 +8,19 @@ Rules:
     1. Only `sync` and `sync_directory` carry anything over, and only their own file or directory.
     2. A power loss keeps any subset of the sectors written since, and any of the sizes in between;
        of the changes of names it keeps the first few, as a journal does.
-    3. A sector (512 bytes) is written as a whole or not at all.
+    3. A sector (512 bytes) is written as a whole or not at all, by a write that fails too.
     4. A sync that fails leaves its sectors marked clean: the program sees them, the platter never
        will, and the next sync says nothing about it (ext4, XFS and Btrfs do the same).
-    5. Every call that changes something is a step. A fault is planned for a step by its number.
+    5. Every call that changes something is a step. A fault is planned for a step by its number, or
+       for the next step of a kind, or for a read; whoever has planned it is told when it strikes.
+    6. A disk that lies says that it has synced what it has not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.errors import DiskFailed, NoSpace
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk import Buffer, File
 
 SECTOR_BYTES: Final = 512
+Struck = Callable[[], None]
 
 
 class PowerLoss(BaseException):
@@ -48,6 +51,18 @@ class Fault(Enum):
     POWER_LOSS = auto()
     FAILS = auto()
     DISK_FULL = auto()
+
+
+class Contents(NamedTuple):
+    """All that is on a platter, as a backup has it."""
+
+    files: dict[Path, bytes]
+    directories: frozenset[Path]
+
+
+class _Plan(NamedTuple):
+    fault: Fault
+    struck: Struck | None
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +139,7 @@ class SimFile:
         self._check()
         assert size >= 0
         assert offset >= 0
-        self._disk.read_count += 1
+        self._disk.reading(self._path)
         return bytes(self._inode.seen[offset : offset + size])
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
@@ -137,7 +152,7 @@ class SimFile:
         if fault is Fault.POWER_LOSS:
             data = data[: max(0, _sector_floor(offset + len(data) // 2) - offset)]  # rule 3
         elif fault is Fault.FAILS:
-            data = data[: len(data) // 2]
+            data = data[: len(data) // 2 if _spans_sectors(offset, len(data)) else 0]
         elif fault is Fault.DISK_FULL:
             data = data[: len(data) // 2 if growth > 0 else 0]
         elif room < 0:
@@ -156,6 +171,8 @@ class SimFile:
         self._check()
         inode = self._inode
         fault = self._disk.step("sync", self._path)
+        if fault is None and self._disk.is_lying:
+            return
         if fault is None:
             inode.carry_over(sorted(inode.dirty), len(inode.seen))
         if fault is not Fault.POWER_LOSS:
@@ -221,8 +238,11 @@ class SimDisk:
         self.read_count = 0
         self.open_count = 0  # files that somebody has open
         self.trace: list[str] = []
+        self.is_lying = False
         self._is_traced = is_traced
-        self._faults: dict[int, Fault] = {}
+        self._plans: dict[int, _Plan] = {}  # by step
+        self._call_plans: list[tuple[Collection[str], _Plan]] = []
+        self._read_plans: dict[int, Struck | None] = {}  # by read
         self._is_off = False
         self._names: dict[Path, _Inode] = {}
         self._kept_names: dict[Path, _Inode] = {}
@@ -291,14 +311,25 @@ class SimDisk:
 
     # ---- faults
 
-    def plan(self, step: int, fault: Fault) -> None:
+    def plan(self, step: int, fault: Fault, struck: Struck | None = None) -> None:
         """Let something happen at a step (rule 5); steps count from 1 since the disk was made."""
         assert step > self.step_count
-        self._faults[step] = fault
+        self._plans[step] = _Plan(fault, struck)
+
+    def plan_call(self, names: Collection[str], fault: Fault, struck: Struck | None = None) -> None:
+        """Let something happen at the next step of one of these kinds, as the trace names them."""
+        self._call_plans.append((names, _Plan(fault, struck)))
+
+    def plan_read(self, count: int, struck: Struck | None = None) -> None:
+        """Let the `count`th read from now on fail, once."""
+        assert count > 0
+        self._read_plans[self.read_count + count] = struck
 
     def forget_plans(self) -> None:
         """Let nothing more happen."""
-        self._faults.clear()
+        self._plans.clear()
+        self._call_plans.clear()
+        self._read_plans.clear()
 
     def power_loss(self, survival: Survival, rng: "Random") -> None:
         """Switch the machine off and on again; open files are gone (rule 2)."""
@@ -313,7 +344,7 @@ class SimDisk:
             change.apply(self._kept_names)
         self._journal.clear()
         self._names = dict(self._kept_names)
-        self._faults.clear()
+        self.forget_plans()
         self._is_off = False
         self.boot_count += 1
         self.open_count = 0
@@ -324,6 +355,41 @@ class SimDisk:
         for content in (inode.seen, inode.kept):
             if offset < len(content):
                 content[offset] ^= mask
+
+    def overwrite(self, path: Path, offset: int, content: bytes) -> None:
+        """Let other bytes be there than were written, unseen by anybody; no file grows."""
+        inode = self._names[path]
+        for each in (inode.seen, inode.kept):
+            part = content[: max(0, len(each) - offset)]
+            each[offset : offset + len(part)] = part
+
+    def cut(self, path: Path, size: int) -> None:
+        """Let a file be shorter than it was, unseen by anybody."""
+        inode = self._names[path]
+        del inode.seen[size:], inode.kept[size:]
+
+    def remove(self, path: Path) -> None:
+        """Let a file be gone, unseen by anybody."""
+        self._names.pop(path, None)
+        self._kept_names.pop(path, None)
+
+    def contents(self) -> Contents:
+        """Return what is on the platter now."""
+        files = {path: bytes(inode.kept) for path, inode in self._kept_names.items()}
+        return Contents(files, frozenset(self._directories))
+
+    def become(self, contents: Contents) -> None:
+        """Put a backup, or nothing, in the place of all that is here; nobody has a file open."""
+        self._names = {
+            path: _Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
+        }
+        self._kept_names = dict(self._names)
+        self._directories = set(contents.directories)
+        self._journal.clear()
+        self.forget_plans()
+        self._is_off = self.is_lying = False
+        self.boot_count += 1
+        self.open_count = 0
 
     def content(self, path: Path) -> bytes:
         """Return what a program would read of a file."""
@@ -351,7 +417,30 @@ class SimDisk:
         self.step_count += 1
         if self._is_traced:
             self.trace.append(f"{what} {path.name}")
-        return self._faults.pop(self.step_count, None)
+        plan = self._plans.pop(self.step_count, None) if self._plans else None
+        if plan is None and self._call_plans:
+            plan = self._next_call_plan(what)
+        if plan is None:
+            return None
+        if plan.struck is not None:
+            plan.struck()
+        return plan.fault
+
+    def _next_call_plan(self, what: str) -> _Plan | None:
+        for place, (names, plan) in enumerate(self._call_plans):
+            if what in names:
+                del self._call_plans[place]
+                return plan
+        return None
+
+    def reading(self, path: Path) -> None:
+        """Count a read, and raise the error that is planned for it."""
+        self.read_count += 1
+        if self._read_plans and self.read_count in self._read_plans:
+            struck = self._read_plans.pop(self.read_count)
+            if struck is not None:
+                struck()
+            raise DiskFailed(f"reading {path}: input/output error")
 
     def strike(self, fault: Fault | None, what: str, path: Path) -> None:
         """Raise the error of a fault."""
@@ -370,6 +459,10 @@ class SimDisk:
             return 0
         used = sum(len(one.seen) for one in self._names.values())
         return self.capacity_bytes - used - growth
+
+
+def _spans_sectors(offset: int, size: int) -> bool:
+    return size > 0 and offset // SECTOR_BYTES != (offset + size - 1) // SECTOR_BYTES
 
 
 def _sector_floor(offset: int) -> int:

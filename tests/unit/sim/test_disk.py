@@ -99,11 +99,15 @@ def test_a_failed_sync_lies_to_the_next_one(disk):
     assert disk.content(PATH)[:1] == b"a"
 
 
-def test_a_failed_write_is_half_written(disk):
+def test_a_failed_write_is_half_written_but_for_a_sector(disk):
     disk.plan(disk.step_count + 1, Fault.FAILS)
     with pytest.raises(DiskFailed):
-        disk.open(PATH).pwrite([b"bbbb"], 0)
-    assert disk.content(PATH)[:4] == b"bbaa"
+        disk.open(PATH).pwrite([b"bbbb"], SECTOR_BYTES - 2)
+    assert disk.content(PATH)[SECTOR_BYTES - 3 : SECTOR_BYTES + 2] == b"abbaa"
+    disk.plan(disk.step_count + 1, Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        disk.open(PATH).pwrite([b"cccc"], 0)
+    assert disk.content(PATH)[:4] == b"aaaa"
 
 
 def test_a_full_disk_takes_what_fits_and_reads_go_on():
@@ -150,4 +154,57 @@ def test_rot_is_on_the_platter_and_unseen_by_the_steps(disk):
     assert disk.content(PATH)[3] == ord("a") ^ 0x80
     disk.power_loss(Survival.NOTHING, Random(1))
     assert disk.content(PATH)[3] == ord("a") ^ 0x80
+    assert disk.step_count == steps
+
+
+def test_a_fault_can_be_planned_for_a_kind_of_call_or_for_a_read_and_tells_when_it_strikes(disk):
+    struck = []
+    disk.plan_call({"rename", "sync"}, Fault.FAILS, lambda: struck.append("call"))
+    disk.plan_read(2, lambda: struck.append("read"))
+    file = disk.open(PATH)
+    file.pwrite([b"b"], 0)
+    assert file.pread(1, 0) == b"b"
+    assert struck == []
+    with pytest.raises(DiskFailed, match="reading"):
+        file.pread(1, 0)
+    with pytest.raises(DiskFailed, match="sync"):
+        file.sync()
+    assert struck == ["read", "call"]
+    assert file.pread(1, 0) == b"b"
+    file.sync()
+
+
+def test_a_disk_that_lies_has_synced_nothing(disk):
+    disk.is_lying = True
+    file = disk.open(PATH)
+    file.pwrite([b"b"], 0)
+    file.sync()
+    assert disk.content(PATH)[:1] == b"b"
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.content(PATH)[:1] == b"a"
+
+
+def test_a_backup_is_what_was_on_the_platter(disk):
+    file = disk.open(PATH)
+    file.pwrite([b"b"], 0)
+    backup = disk.contents()
+    file.sync()
+    other = ROOT / "other"
+    disk.put(other, b"new")
+    disk.become(backup)
+    assert disk.content(PATH)[:1] == b"a"
+    assert not disk.exists(other)
+    with pytest.raises(AssertionError, match="before the power loss"):
+        file.size()
+
+
+def test_pages_change_and_files_shrink_unseen_by_the_steps(disk):
+    steps, size = disk.step_count, len(disk.content(PATH))
+    disk.overwrite(PATH, size - 2, b"xyz")
+    assert disk.content(PATH)[-3:] == b"axy"
+    disk.cut(PATH, 5)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.content(PATH) == b"aaaaa"
+    disk.remove(PATH)
+    assert not disk.exists(PATH)
     assert disk.step_count == steps
