@@ -481,7 +481,9 @@ class Partition:
     ) -> None:
         if isinstance(event, replication.MarkProved):
             questions, proofs = self._proofs.proved(event.token, self._now_ms)
-            out.extend(self._with_mark(each, event.high_water_mark) for each in questions)
+            # The mark of now, not of when the proof began: a client may know it already.
+            assert event.high_water_mark <= self._high_water_mark
+            out.extend(self._with_mark(each, self._high_water_mark) for each in questions)
         else:
             questions, proofs = self._proofs.failed(event.token, self._now_ms)
             unproved = errors.SessionLost(

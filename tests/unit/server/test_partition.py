@@ -727,6 +727,20 @@ def test_a_fresh_mark_is_told_at_once_and_an_old_one_is_proved_first() -> None:
     assert world.answer(stale) == messages.HighWaterMarkResponse(stale, -1)
 
 
+def test_a_proven_mark_is_never_behind_what_was_told_meanwhile() -> None:
+    """A proof confirms the session; the mark of when it began may be old when it ends."""
+    world = ready()
+    asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
+    (proof,) = world.store.of(replication.ProveMark)
+    world.append()
+    world.run()
+    world.commit()
+    world.say(replication.MarkProved(proof.token, TransactionId(-1)))
+    message = world.answer(asked)
+    assert isinstance(message, messages.ReplicasResponse)
+    assert message.high_water_mark == 0
+
+
 def test_an_opening_is_a_proof_as_of_its_write_and_not_of_its_news() -> None:
     """A server that is paused while its states are written may be replaced before it hears so."""
     world = World()
