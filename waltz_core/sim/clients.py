@@ -48,6 +48,10 @@ _SEQUENCE_BELOW: Final = -(1 << 30)
 Answered = Callable[[ClientMessage | None], None]
 
 
+def _ignore(_: ClientMessage | None) -> None:
+    """Nobody waits for the answer but the checkers."""
+
+
 class SimClient(Process):
     """One client process; the workload makes it do things, and hears through `told`."""
 
@@ -105,6 +109,7 @@ class SimClient(Process):
     def subscribe(self, mark: TransactionId) -> None:
         """Ask for the feed after a mark."""
         self.fed = mark
+        self.cluster.checks.client_follows(self)
         self.step(events.Subscribe(mark))
 
     @property
@@ -113,7 +118,7 @@ class SimClient(Process):
         assert self.stream is not None
         return self.stream.high_water_mark
 
-    def ask(self, make: Callable[[ReqId], ClientMessage], answered: Answered) -> None:
+    def ask(self, make: Callable[[ReqId], ClientMessage], answered: Answered = _ignore) -> None:
         """Send a request beside the stream; None is answered when the link breaks."""
         if not self._links:
             answered(None)
@@ -127,7 +132,11 @@ class SimClient(Process):
             _SEQUENCE_BELOW - self._ask_count,
         )
         self._asked[req_id] = link, answered
-        self.cluster.network.send(link, NEAR, make(req_id))
+        self._send(link, make(req_id))
+
+    def _send(self, link: Link, message: ClientMessage) -> None:
+        self.cluster.checks.client_sent(self, link, message)
+        self.cluster.network.send(link, NEAR, message)
 
     # ---- the stream
 
@@ -161,7 +170,7 @@ class SimClient(Process):
             case events.Send():
                 link = self._links.get(effect.link)
                 if link is not None:
-                    self.cluster.network.send(link, NEAR, effect.message)
+                    self._send(link, effect.message)
             case events.Settled():
                 checks.settled(self, effect)
                 self.on_settled(effect)
@@ -208,6 +217,7 @@ class SimClient(Process):
             if server is None:
                 fail("nobody owns the partition")
                 return
+            self.cluster.checks.dialled(self.name, server.name)
             for link in self._links.values():
                 if link.ends[1] is server and link.number not in effect.spoiled:
                     self._linked(effect, link, assignment)
@@ -257,6 +267,7 @@ class SimClient(Process):
         assert isinstance(message, ClientMessage)
         if self.world.is_traced:
             self.world.note(f"{self.name} < {message_in_words(message)}")
+        self.cluster.checks.client_heard(self, link, message)
         found = self._asked.pop(message.req_id, None)
         if found is not None:
             found[1](None if isinstance(message, ErrorResponse) else message)

@@ -162,6 +162,8 @@ class SimCluster:
         """Whether nothing is under way, and all replicas hold the whole log."""
         if self.workload.pending_count or not self.is_whole():
             return False
+        if not self.checks.outcomes.are_all_fed():
+            return False
         last = self.checks.history.last
         logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
         return all(log is not None and log.synced_max == last for log in logs)

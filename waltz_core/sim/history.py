@@ -14,7 +14,7 @@ Rules:
 
 import struct
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -82,7 +82,7 @@ class Operation:
 
     number: int
     client: str
-    key: tuple[int, int] | None  # known as soon as it is sent
+    row: Any  # what the application wanted, for a new try
     write: tuple[int, ...]
     read: tuple[int, ...]
     append: tuple[int, ...]

@@ -105,6 +105,11 @@ class SimServer(Process):
         self._fetches: dict[int, tuple[ReplicaId, int, Fetch]] = {}  # by sequence
         self._fetch_count = 0
 
+    @property
+    def fetch_count(self) -> int:
+        """How many reads of storages are under way."""
+        return len(self._fetches)
+
     # ---- life
 
     def started(self) -> None:
@@ -284,6 +289,7 @@ class SimServer(Process):
         key = session_id, replica
         assert key not in self._sessions
         self._sessions[key] = None
+        self.cluster.checks.dialled(self.name, replica)
         storage = self.cluster.storages.get(replica)
         if storage is None:
             self.after(500, lambda: self._session_lost(key, "no such host"))
@@ -299,6 +305,7 @@ class SimServer(Process):
         def said(link: Link, message: Message) -> None:
             if self._sessions.get(key) is link:
                 assert isinstance(message, StorageMessage)
+                self.cluster.checks.replica_answered(session_id, replica, message)
                 self.step(events.ReplicaAnswered(session_id, replica, message))
 
         self.cluster.network.dial(

@@ -323,7 +323,7 @@ class Stage:
         """Put the copy in its place."""
         coordinator = self.cluster.coordinator
         coordinator.metadata, coordinator.marker = self._kept
-        self.telling.names.clear()
+        self.telling.zookeeper_changed()
 
     def forget_states(self) -> None:
         """Let ZooKeeper hold an opened partition without any replica's state."""

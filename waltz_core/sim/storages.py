@@ -97,6 +97,7 @@ class SimStorage(Process):
         """Open the partition's log, if it is assigned here; try again later if that fails."""
         if self.engine is None or self.replica not in self._cluster.ever_assigned:
             return
+        bytes_before = self._checks.log_opening(self)
         try:
             log = self._open_log(self.engine)
         except PowerLoss:
@@ -111,7 +112,7 @@ class SimStorage(Process):
         self.refused = None
         assert self.service is not None
         if log.partition_id not in self.service.partitions:
-            self._checks.log_opened(self, log)
+            self._checks.log_opened(self, log, bytes_before)
             self._step(service.Opened(log))
 
     def _open_log(self, engine: Engine) -> PartitionLog:

@@ -23,7 +23,7 @@ from waltz_core.client import events as client_events
 from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata, ReplicaState
 from waltz_core.errors import OutcomeUnknown, WaltzError
 from waltz_core.machine import Report
-from waltz_core.record import NO_SESSION, ReplicaId, TransactionId
+from waltz_core.record import NO_SESSION, ReplicaId
 from waltz_core.replication import events
 from waltz_core.sim.checkers import Checks
 from waltz_core.wire.messages import AppendRaw, Prepare, Reason, Repair, SetLowWaterMark, Truncate
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
     from waltz_core.sim.clients import SimClient
     from waltz_core.sim.cluster import SimCluster
+    from waltz_core.sim.promises.replicas import Before
     from waltz_core.sim.servers import SimServer
     from waltz_core.sim.storages import SimStorage
     from waltz_core.storage.work import Work, WorkResult
@@ -113,7 +114,7 @@ class Telling(Checks):
         if what in self._said:
             return False
         self._said[what] = None
-        self.last_told_us = self._world.now_us
+        self.last_told_us = self.world.now_us
         return True
 
     def _flush(self) -> None:
@@ -160,10 +161,10 @@ class Telling(Checks):
         storage: "SimStorage",
         work: "Work",
         result: "WorkResult",
-        synced_before: TransactionId,
+        before: "Before",
     ) -> None:
         """See `Checks.worked`; live appends are no milestones."""
-        super().worked(storage, work, result, synced_before)
+        super().worked(storage, work, result, before)
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             if isinstance(outcome, WaltzError):
                 continue
@@ -183,7 +184,7 @@ class Telling(Checks):
                     pass
 
     def _is_engaged(self, name: str, message: AppendRaw) -> bool:
-        metadata = self._cluster.coordinator.metadata
+        metadata = self.cluster.coordinator.metadata
         state = None if metadata is None else metadata.states.get(ReplicaId(name))
         return state is not None and state[1] == UNRESOLVED and state[0] == message.session_id
 
@@ -295,7 +296,7 @@ class Telling(Checks):
         """See `Checks.refused`."""
         super().refused(client, effect)
         what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
-        count = len(self._cluster.workload.operations_of(effect.token))
+        count = len(self.cluster.workload.operations_of(effect.token))
         self._outcomes.setdefault(what, []).extend([-1] * count)
 
 

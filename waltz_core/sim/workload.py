@@ -7,6 +7,10 @@ and new marks, try again after a refusal, follow the feed, ask for marks, die an
 Rules:
     1. Each client works in a loop of its own, drawn from its own chance.
     2. Every row has a number that nobody else has, and is in the books before it is sent.
+    3. A deal (`ledger.py`) reads the state at the mark that it is sent with, as an application
+       does that has applied the feed up to there.
+    4. A row that claims a mark beyond the log has no locks but append locks: nothing is computed
+       from what is not there.
 """
 
 import zlib
@@ -16,8 +20,17 @@ from waltz_core.batches import encode_append
 from waltz_core.client import events
 from waltz_core.client.monitor import Parcel, Single
 from waltz_core.record import BEFORE_FIRST, TransactionId
-from waltz_core.sim.history import Operation, data_of
-from waltz_core.wire.messages import Reason
+from waltz_core.sim.history import NUMBER_BYTES, Operation, data_of
+from waltz_core.sim.ledger import Deal, Kind
+from waltz_core.wire.messages import (
+    FlushRequest,
+    HighWaterMarkRequest,
+    RangeForm,
+    RangeRequest,
+    Reason,
+    ReplicasRequest,
+    TransactionDataRequest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +40,12 @@ if TYPE_CHECKING:
 
 # The write, read and append locks of one row.
 Locks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Ask = Locks | Deal
 PENDING_MAX: Final = 4
 RETRIES_MAX: Final = 3
+DEAL_SHARE: Final = 0.4
+QUESTION_SHARE: Final = 0.06
+AHEAD_SHARE: Final = 0.004
 
 
 class Workload:
@@ -55,32 +72,39 @@ class Workload:
         """Let a client that has just started do something, again and again."""
         _Application(self, self._cluster, client).begin()
 
-    def parcel(self, client: "SimClient", rows: "Sequence[Locks]", mark: int) -> Parcel:
-        """Enter rows in the books (write, read and append locks of each) and pack them."""
+    def parcel(self, client: "SimClient", rows: "Sequence[Ask]", mark: int) -> Parcel:
+        """Enter rows in the books (deals, or write, read and append locks) and pack them."""
         self._tokens += 1
-        operations = []
-        for write, read, append in rows:
-            self._numbers += 1
-            operation = Operation(
-                self._numbers, client.name, None, write, read, append, mark, self._world.now_us
-            )
-            operations.append(operation)
-            self._cluster.checks.history.operations[self._numbers] = operation
+        operations = [self._operation(client.name, row, mark) for row in rows]
         self._parcels[self._tokens] = operations
-        size = 8 + 8 * (self._numbers % 5)
         if len(operations) == 1:
-            write, read, append = rows[0]
-            data = data_of(operations[0].number, size)
-            content = Single(7, data, write, read, append)
-            return Parcel(self._tokens, 1, TransactionId(mark), content, zlib.crc32(data))
+            one = operations[0]
+            content = Single(7, one.data, one.write, one.read, one.append)
+            return Parcel(self._tokens, 1, TransactionId(mark), content, zlib.crc32(one.data))
         payload = encode_append(
             [7] * len(rows),
-            [data_of(each.number, size) for each in operations],
+            [each.data for each in operations],
             write_locks=[each.write for each in operations],
             read_locks=[each.read for each in operations],
             append_locks=[each.append for each in operations],
         )
         return Parcel(self._tokens, len(rows), TransactionId(mark), payload, zlib.crc32(payload))
+
+    def _operation(self, author: str, row: Ask, mark: int) -> Operation:
+        self._numbers += 1
+        number, checks = self._numbers, self._cluster.checks
+        if isinstance(row, Deal):
+            write, read = row.write, row.read
+            append: tuple[int, ...] = ()
+            data = data_of(number, NUMBER_BYTES) + checks.ledger.body(row, mark)
+        else:
+            write, read, append = row
+            data = data_of(number, NUMBER_BYTES * (1 + number % 3))
+        operation = Operation(
+            number, author, row, write, read, append, mark, self._world.now_us, data
+        )
+        checks.history.operations[number] = operation
+        return operation
 
     def ended(self, token: int) -> "list[Operation]":
         """Take a parcel out: its outcome is known, or never will be."""
@@ -120,6 +144,8 @@ class _Application:
     def _go(self) -> None:
         if self._workload.is_over:
             return
+        if self._chance() < QUESTION_SHARE:
+            self._question()
         if self._waiting < PENDING_MAX:
             roll = self._chance()
             if roll >= self._cluster.setup.batch_share:
@@ -129,6 +155,27 @@ class _Application:
                 self._append(rows, self._mark())
         self._later()
 
+    def _question(self) -> None:
+        """Ask for a mark, for a range, or for one transaction; the checkers look at the answers."""
+        client, roll = self._client, self._chance()
+        last = max(0, client.mark)
+        if roll < 0.3:
+            client.ask(lambda req_id: ReplicasRequest(req_id, linearizable=True))
+        elif roll < 0.4:
+            client.ask(lambda req_id: ReplicasRequest(req_id, linearizable=False))
+        elif roll < 0.55:
+            client.ask(HighWaterMarkRequest)
+        elif roll < 0.75:
+            client.ask(FlushRequest)
+        elif roll < 0.85:
+            place = TransactionId(int(self._chance() * (last + 1)))
+            client.ask(lambda req_id: TransactionDataRequest(req_id, place))
+        else:
+            form = RangeForm.WHOLE if self._chance() < 0.7 else RangeForm.HEADERS
+            wanted = (7,) if self._chance() < 0.3 else ()
+            first = int(self._chance() * (last + 1))
+            client.ask(lambda req_id: RangeRequest(req_id, first, last, 600, form, wanted))
+
     def _mark(self) -> int:
         """The mark that the application has seen: mostly all, sometimes less."""
         mark: int = self._client.mark
@@ -136,8 +183,17 @@ class _Application:
             mark = max(BEFORE_FIRST, mark - int(self._chance() * 10))
         return mark
 
-    def _row(self) -> Locks:
+    def _row(self) -> Ask:
+        if self._chance() < DEAL_SHARE:
+            return self._deal()
         return self._some(0.5), self._some(0.3), self._some(0.2)
+
+    def _deal(self) -> Deal:
+        keys, roll = self._cluster.setup.keys, self._chance()
+        one = int(self._chance() * keys)
+        if roll < 0.4:
+            return Deal(Kind.TRANSFER, one, (one + 1 + int(self._chance() * (keys - 1))) % keys)
+        return Deal(Kind.PUSH, one, one) if roll < 0.7 else Deal(Kind.GUARD, one, one ^ 1)
 
     def _some(self, share: float) -> tuple[int, ...]:
         if self._chance() >= share:
@@ -146,15 +202,17 @@ class _Application:
         count = 1 if self._chance() < 0.8 else 2
         return tuple(sorted({int(self._chance() * keys) for _ in range(count)}))
 
-    def _append(self, rows: "Sequence[Locks]", mark: int) -> None:
+    def _append(self, rows: "Sequence[Ask]", mark: int) -> None:
         self._waiting += 1
+        if self._chance() < AHEAD_SHARE:
+            rows, mark = [((), (), (1,))], self._client.mark + 5
         self._client.append(self._workload.parcel(self._client, rows, mark))
 
     def _settled(self, effect: events.Settled) -> None:
         operations = self._workload.ended(effect.token)
         self._waiting -= 1
         again = [
-            (each.write, each.read, each.append)
+            each.row
             for each, reason in zip(operations, effect.outcome.reasons.tolist(), strict=True)
             if reason == Reason.LOCK
         ]

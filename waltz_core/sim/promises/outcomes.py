@@ -1,0 +1,173 @@
+"""What applications are told, held against the log: outcomes, feeds, marks.
+
+Why it stands alone: this is the whole of what a user sees. It needs no replica, no session and no
+server to be judged: only the log and the people.
+
+Rules:
+    1. The log is the books' one; it grows here, and each new row is looked at once, as it comes in.
+    2. An application's mark is what it has really seen, whatever its client claims.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from waltz_core.client import events
+from waltz_core.errors import OutcomeUnknown, WaltzError
+from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
+from waltz_core.sim.history import Operation, data_in
+from waltz_core.wire.messages import Reason
+
+if TYPE_CHECKING:
+    from waltz_core.sim.clients import SimClient
+    from waltz_core.sim.promises.answers import Answers
+    from waltz_core.sim.promises.locking import Locking
+    from waltz_core.sim.promises.witness import Witness
+
+
+class Outcomes:
+    """All applications."""
+
+    def __init__(self, witness: "Witness", answers: "Answers", locking: "Locking") -> None:
+        self._witness = witness
+        self._answers = answers
+        self._locking = locking
+        self._marks: dict[str, int] = {}
+        self.followers: dict[str, SimClient] = {}  # who has asked for the feed
+
+    # ---- the log (rule 1)
+
+    def exposed(self, last: TransactionId, chain: Chain) -> None:
+        """1. AckUnique: somebody says that the log reaches an id, with this chain there."""
+        for transaction_id in self._witness.history.exposed(last, chain):
+            self._in_the_log(transaction_id)
+
+    def submitted(self, chain: Chain) -> None:
+        """16. NotAhead: nobody has computed from what is not in the log."""
+        history = self._witness.history
+        for row in history.nodes[chain].rows:
+            operation = history.operations.get(row.number)
+            if operation is not None and operation.mark > history.last:
+                self._witness.fail(
+                    "NotAhead", f"{operation} is taken, the log ends at {history.last}"
+                )
+
+    def _in_the_log(self, transaction_id: int) -> None:
+        """11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""
+        witness, history = self._witness, self._witness.history
+        operation = history.operations.get(history.log[transaction_id].number)
+        if operation is None:
+            witness.fail("LogMatching", f"nobody asked for what is at {transaction_id}")
+        if data_in(history.records[transaction_id]) != operation.data:
+            witness.fail("LogMatching", f"{operation} is not what lies at {transaction_id}")
+        if operation.told == "no":
+            witness.fail("OutcomeTruth", f"{operation} was told no, and is at {transaction_id}")
+        if operation.transaction_id not in {-1, transaction_id}:
+            witness.fail("AtMostOnce", f"{operation} is at {transaction_id}, too")
+        operation.transaction_id = transaction_id
+        self._check_serial(operation, transaction_id)
+        self._witness.ledger.take(transaction_id, operation.data)
+
+    def _check_serial(self, operation: Operation, transaction_id: int) -> None:
+        """17. LockSerial and 16. NotAhead, by the author's true mark (rule 2)."""
+        last_writer = self._locking.last_writer
+        for lock in (*operation.write, *operation.read):
+            writer = last_writer(lock, transaction_id)
+            if writer > operation.mark:
+                self._witness.fail(
+                    "LockSerial",
+                    f"{transaction_id} with lock {lock} at mark {operation.mark}, written at "
+                    f"{writer}",
+                )
+        if operation.mark >= transaction_id:
+            self._witness.fail("NotAhead", f"{transaction_id} was computed at {operation.mark}")
+        self._locking.written(operation, transaction_id)
+
+    # ---- clients
+
+    def started(self, client: "SimClient") -> None:
+        """A client begins a life."""
+        self._marks[client.name] = BEFORE_FIRST
+        self.followers.pop(client.name, None)
+
+    def died(self, client: "SimClient") -> None:
+        """What it waited for is nobody's any more."""
+        self.followers.pop(client.name, None)
+        for operation in self._witness.history.operations.values():
+            if operation.client == client.name and not operation.told:
+                operation.told = "gone"
+
+    def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
+        """15. HwmMono: a mark that a client is shown never goes back, nor beyond the log."""
+        if mark < self._marks[client.name]:
+            self._witness.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
+        self._not_beyond(client, mark)
+        self._marks[client.name] = mark
+
+    def _not_beyond(self, client: "SimClient", mark: int) -> None:
+        last = self._witness.history.last
+        if mark > last:
+            self._witness.fail("HwmMono", f"{client.name} was shown {mark}, the log ends at {last}")
+
+    def settled(self, client: "SimClient", effect: events.Settled) -> None:
+        """11. OutcomeTruth: what an application is told is so."""
+        witness, outcome = self._witness, effect.outcome
+        assert isinstance(outcome.reasons, np.ndarray)
+        for operation, transaction_id, reason, conflict in zip(
+            witness.cluster.workload.operations_of(effect.token),
+            outcome.transaction_ids.tolist(),
+            outcome.reasons.tolist(),
+            outcome.conflicting.tolist(),
+            strict=True,
+        ):
+            witness.counts[f"told {Reason(reason).name}"] += 1
+            if transaction_id >= 0:
+                self._told_yes(operation, transaction_id)
+            else:
+                self._told_no(operation, Reason(reason), conflict)
+        self._not_beyond(client, outcome.high_water_mark)
+
+    def _told_yes(self, operation: Operation, transaction_id: int) -> None:
+        history = self._witness.history
+        if transaction_id > history.last or (
+            history.log[transaction_id].number != operation.number
+        ):
+            self._witness.fail("OutcomeTruth", f"{operation} was told {transaction_id}")
+        operation.told = "ok"
+        self._answers.acknowledged(transaction_id)
+
+    def _told_no(self, operation: Operation, reason: Reason, conflict: int) -> None:
+        if operation.transaction_id >= 0:
+            self._witness.fail("OutcomeTruth", f"{operation} is in the log, told {reason!r}")
+        if reason == Reason.LOCK and conflict > self._witness.history.last:
+            self._witness.fail("OutcomeTruth", f"refused for {conflict}, which is not final")
+        operation.told = "no"
+
+    def refused(self, client: "SimClient", token: int, error: WaltzError) -> None:
+        """11. OutcomeTruth, of a parcel without an outcome: nobody knows, or surely not."""
+        is_unknown = isinstance(error, OutcomeUnknown)
+        self._witness.count("told unknown" if is_unknown else "told not sent")
+        for operation in self._witness.cluster.workload.operations_of(token):
+            operation.told = "unknown" if is_unknown else "no"
+            if not is_unknown and operation.transaction_id >= 0:
+                self._witness.fail("OutcomeTruth", f"{operation} is in the log, told {error}")
+
+    # ---- the feed
+
+    def fed(self, client: "SimClient", effect: events.Fed) -> None:
+        """13. Dense and 14. ClientPrefix."""
+        witness, log = self._witness, self._witness.history.log
+        if effect.first != client.fed + 1:
+            witness.fail("Dense", f"{client.name} was fed {effect.first} after {client.fed}")
+        heads = np.frombuffer(effect.headers, dtype=">i4").reshape(-1, 5)
+        if len(heads) != effect.count:
+            witness.fail("Dense", f"{client.name} was fed {len(heads)} headers as {effect.count}")
+        for place, (client_id, _, _, sequence, _) in enumerate(heads.tolist(), effect.first):
+            if place >= len(log) or log[place].key != (client_id, sequence):
+                witness.fail("ClientPrefix", f"{client.name} was fed another one at {place}")
+        witness.counts["fed"] += effect.count
+
+    def are_all_fed(self) -> bool:
+        """25. Converged: whoever follows the feed has come to its end."""
+        last = self._witness.history.last
+        return all(each.fed == last for each in self.followers.values())

@@ -1,0 +1,411 @@
+"""Store sessions: who claims them, what they decide, when they are open, what they commit.
+
+Why it stands alone: this is correctness.md 2.1 as seen from ZooKeeper, from the promises on the
+disks, and from the answers that have reached the owner. What the owner makes of them is compared
+with what follows from them here, by a count of its own.
+
+Rules:
+    1. What ZooKeeper holds is known from the writes that it has applied (`wrote`).
+    2. A replica is fenced when its disk has promised the session, whoever was told of that.
+    3. A decision is looked at once, at the first sign of it: the report, or the first message that
+       changes a replica. Everything later has to agree with it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata, ReplicaState
+from waltz_core.machine import Report
+from waltz_core.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication import events
+from waltz_core.wire.messages import (
+    Appended,
+    AppendRaw,
+    Engage,
+    Prepared,
+    Repair,
+    SetLowWaterMark,
+    StorageMessage,
+    Truncate,
+)
+from waltz_core.wire.messages import ReplicaState as ReplicaAnswer
+
+if TYPE_CHECKING:
+    from waltz_core.sim.promises.witness import Witness
+    from waltz_core.sim.servers import SimServer
+
+_CHANGING = (AppendRaw, Engage, Repair, SetLowWaterMark, Truncate)
+
+
+class Claimed(NamedTuple):
+    """What the first compare-and-set of a session has found and written."""
+
+    server: str
+    nonce: bytes
+    states: Mapping[ReplicaId, ReplicaState]
+
+    @property
+    def engaged(self) -> list[str]:
+        """Who was engaged in the session before."""
+        return [str(name) for name, state in self.states.items() if state[1] == UNRESOLVED]
+
+    @property
+    def quorum(self) -> int:
+        """How many are a quorum of the last assignment; 0 without a history."""
+        return len(self.states) // 2 + 1 if self.states else 0
+
+
+class Decided(NamedTuple):
+    """The least mark that the answers allow, and how many engaged replicas were unknown."""
+
+    least: int
+    unknown_count: int
+
+
+class Sessions:
+    """All store sessions of the partition."""
+
+    def __init__(self, witness: "Witness") -> None:
+        self._witness = witness
+        self.claims: dict[SessionId, Claimed] = {}
+        self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
+        self.ever_engaged: dict[SessionId, dict[str, None]] = {}
+        self.engaged_now: dict[str, None] = {}
+        self._nonces: dict[bytes, SessionId] = {}
+        self._tried: dict[SessionId, dict[bytes, None]] = {}
+        self._version = 0
+        self._last_claimants: list[str] = []
+        # Off the disks: the highest promise and mark-setting session ever, who synced which chain.
+        self._promised: dict[str, SessionId] = {}
+        self._last_session: dict[str, SessionId] = {}
+        self._synced: dict[Chain, dict[str, None]] = {}
+        # What has reached the owner.
+        self._prepared: dict[tuple[SessionId, str], list[Prepared]] = {}
+        self._reached: dict[tuple[SessionId, str], int] = {}
+        self.decided: dict[SessionId, Decided] = {}
+        self._marks: dict[SessionId, int] = {}
+        self._submitted: dict[SessionId, None] = {}
+
+    # ---- ZooKeeper (rule 1)
+
+    def wrote(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """20. MetaShape; remembers claims, which sessions are open, and who is engaged in them."""
+        if after.session_id == before.session_id:
+            self._check_states(server, before, after, marker)
+        else:
+            self._check_claim(server, before, after, marker)
+        version = self._witness.cluster.coordinator.metadata_version
+        if version != self._version + 1:
+            self._bad(f"version {self._version}, then {version}")
+        self._version = version
+        self.engaged_now = dict.fromkeys(_engaged(after))
+
+    def _bad(self, text: str) -> None:
+        self._witness.fail("MetaShape", text)
+
+    def _check_claim(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """The first compare-and-set: the next session, a new nonce, and nothing else."""
+        session = after.session_id
+        if session != before.session_id + 1 or after.generation < before.generation:
+            self._bad(f"a claim from {before} to {after}")
+        if marker.session_id != session or marker.nonce in self._nonces:
+            self._bad(f"claim {session} with the marker of {marker.session_id}, or an old nonce")
+        if dict(after.states) != dict(before.states):
+            self._bad(f"a claim changes states from {before.states} to {after.states}")
+        self._nonces[marker.nonce] = session
+        self.claims[session] = Claimed(server, marker.nonce, after.states)
+        if before.session_id in self.opened and before.session_id not in self._submitted:
+            self._witness.count("session with 0 appends")
+        if len(self._tried.get(session, ())) > 1:
+            self._witness.count("nonce mismatch")
+        claimants = self._last_claimants
+        if not claimants or claimants[-1] != server:
+            claimants.append(server)
+            if claimants[-3:-2] == [server]:
+                self._witness.count("owner bounce")
+
+    def _check_states(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """The second and any later one: who is engaged now, and where the others were closed."""
+        session = after.session_id
+        claim = self.claims.get(session)
+        if claim is None or (claim.server, claim.nonce) != (server, marker.nonce):
+            self._bad(f"{server} writes states of {session}, claimed by {claim}")
+            return
+        engaged = _engaged(after)
+        if len(engaged) < len(after.states) // 2 + 1:
+            self._bad(f"too few are engaged: {after}")
+        if {after.states[ReplicaId(name)].session_id for name in engaged} != {session}:
+            self._bad(f"engaged in more than session {session}: {after}")
+        ever = self.ever_engaged.setdefault(session, {})
+        if not set(ever) <= set(engaged):
+            self._bad(f"{session} goes on without one of {list(ever)}: {after}")
+        self._check_closed(claim, after)
+        for name in engaged:
+            if self._last_session.get(name, NO_SESSION) < session:
+                self._witness.fail(
+                    "EngagedOnly", f"{name} is written as engaged in {session}, its mark is not set"
+                )
+        if ever and len(engaged) > len(ever):
+            self._witness.count("late join")
+        ever.update(dict.fromkeys(engaged))
+        self.opened[session] = after
+
+    def _check_closed(self, claim: Claimed, after: PartitionMetadata) -> None:
+        """Who is not ready is closed at the mark, or was closed before and stays so."""
+        mark = self._marks.get(after.session_id, BEFORE_FIRST)
+        for name, state in after.states.items():
+            if state[1] == UNRESOLVED:
+                continue
+            old = claim.states.get(name)
+            wanted = ReplicaState(NO_SESSION, TransactionId(mark)) if old is None else old
+            if old is not None and old[1] == UNRESOLVED:
+                wanted = ReplicaState(old.session_id, TransactionId(mark))
+            if state != wanted:
+                self._bad(f"{name} is written as {state}, not {wanted}")
+
+    def zookeeper_changed(self) -> None:
+        """Other data lies in ZooKeeper: later sessions never were, and their ids come again."""
+        coordinator = self._witness.cluster.coordinator
+        metadata = coordinator.metadata
+        last = NO_SESSION if metadata is None else metadata.session_id
+        self._version = coordinator.metadata_version
+        by_session: list[dict[SessionId, Any]] = [
+            self.claims,
+            self.opened,
+            self.ever_engaged,
+            self.decided,
+            self._marks,
+        ]
+        for each in by_session:
+            for session in [one for one in each if one > last]:
+                del each[session]
+        by_replica: list[dict[tuple[SessionId, str], Any]] = [self._prepared, self._reached]
+        for those in by_replica:
+            for key in [one for one in those if one[0] > last]:
+                del those[key]
+
+    # ---- disks (rule 2)
+
+    def bound(self, name: str, promised: SessionId, last_session: SessionId) -> None:
+        """A replica's slot says this now."""
+        self._promised[name] = max(promised, self._promised.get(name, NO_SESSION))
+        self._last_session[name] = max(last_session, self._last_session.get(name, NO_SESSION))
+
+    def written(
+        self, name: str, session: SessionId, nonce: bytes, lineage: Sequence[LineageEntry]
+    ) -> None:
+        """4. SingleWriter, 7. GateCAS2: batches lie synced on a replica, written in a session."""
+        claim = self.claims.get(session)
+        if claim is None or claim.nonce != nonce:
+            self._witness.fail(
+                "SingleWriter", f"{name} takes appends of {session} from somebody else"
+            )
+        for entry in lineage:
+            if entry.session_id == session and session not in self.opened:
+                self._witness.fail(
+                    "GateCAS2", f"{name} has an append of {session}, which is not open"
+                )
+            self._synced.setdefault(entry.chain, {})[name] = None
+
+    def not_synced(self, name: str, above: int) -> None:
+        """A replica no longer has what it had above an id."""
+        nodes = self._witness.history.nodes
+        for chain, names in self._synced.items():
+            if name in names and (node := nodes.get(chain)) is not None and node.last > above:
+                del names[name]
+
+    # ---- what reaches the owner, and what it sends
+
+    def heard(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
+        """A storage's answer has come to the owner."""
+        if isinstance(answer, Prepared):
+            self._prepared.setdefault((session, replica), []).append(answer)
+        elif isinstance(answer, Appended | ReplicaAnswer):
+            key = session, replica
+            self._reached[key] = max(answer.synced_max, self._reached.get(key, BEFORE_FIRST))
+
+    def sent(self, server: "SimServer", effect: events.SendToReplica) -> None:
+        """9. A replica is changed only in a session that has decided (rule 3)."""
+        message, session = effect.message, effect.session_id
+        if not isinstance(message, _CHANGING):
+            return
+        self._decide(session)
+        if isinstance(message, SetLowWaterMark):
+            self._check_mark(session, message.mark)
+        if isinstance(message, Engage) and effect.replica not in self.ever_engaged.get(session, ()):
+            self._witness.fail(
+                "EngagedOnly", f"{effect.replica} is told to be engaged in {session}"
+            )
+        if isinstance(message, AppendRaw):
+            self._check_own_append(server, effect.replica, message)
+
+    def _check_own_append(self, server: "SimServer", replica: str, message: AppendRaw) -> None:
+        """7. GateCAS2, and 2.1 I: live appends go to those who are engaged."""
+        session = SessionId(message.session_id)
+        lasts = [each.last for each in message.lineage if each.session_id == session]
+        if not lasts:
+            return
+        if session not in self.opened:
+            self._witness.fail("GateCAS2", f"{server.name} appends to {session}, not open yet")
+        late = lasts[-1] > self._witness.history.last
+        if late and replica not in self.ever_engaged[session]:
+            self._witness.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
+
+    def _decide(self, session: SessionId) -> Decided:
+        """5. FenceFirst and the formula of 6. DecisionCovers, by a count of our own."""
+        found = self.decided.get(session)
+        if found is not None:
+            return found
+        claim = self.claims.get(session)
+        if claim is None:
+            self._witness.fail("SingleWriter", f"session {session} acts, and nobody claimed it")
+        engaged, quorum = claim.engaged, claim.quorum
+        unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
+        if engaged and len(unfenced) >= quorum:
+            self._witness.fail("FenceFirst", f"{session} decides, {unfenced} may still acknowledge")
+        known = [
+            last
+            for name in engaged
+            if (last := self._known_max(session, name, claim.states[ReplicaId(name)])) is not None
+        ]
+        unknown_count = len(engaged) - len(known)
+        least = BEFORE_FIRST
+        if engaged:
+            if unknown_count >= quorum:
+                self._witness.fail("DecisionCovers", f"{session} decides on {known} alone")
+            known.sort(reverse=True)
+            least = TransactionId(known[quorum - unknown_count - 1])
+        if unknown_count:
+            self._witness.count("U>0")
+        decided = self.decided[session] = Decided(least, unknown_count)
+        return decided
+
+    def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
+        """Return where a replica ends that can be believed, None for all others."""
+        registered = self._witness.cluster.coordinator.storage_ids.get(ReplicaId(name))
+        last = -2
+        for answer in self._prepared.get((session, name), ()):
+            damage = memoryview(answer.damaged).cast("B")
+            ends = [int.from_bytes(damage[at : at + 8], "big") for at in range(8, len(damage), 16)]
+            if (
+                answer.suspect
+                or answer.last_session < state.session_id
+                or registered not in (None, answer.storage_id)
+                or any(end > answer.low_water_mark for end in ends)
+                or answer.synced_max < last
+            ):
+                return None
+            last = answer.synced_max
+        return None if last == -2 else last
+
+    def _check_mark(self, session: SessionId, mark: int) -> None:
+        """6. DecisionCovers, of a mark that a session goes by."""
+        known = self._marks.get(session)
+        if known is not None and mark != known:
+            self._witness.fail("DecisionCovers", f"{session} goes by {known}, then by {mark}")
+        if known is not None:
+            return  # The log may have grown since, in this very session.
+        self._marks[session] = mark
+        decided, last = self._decide(session), self._witness.history.last
+        if mark < decided.least or mark < last:
+            self._witness.fail(
+                "DecisionCovers",
+                f"{session} goes by {mark}; {decided.least} may be acknowledged, "
+                f"{last} is in the log",
+            )
+
+    # ---- what the owner says
+
+    def submitted(self, server: "SimServer", session: SessionId) -> None:
+        """7. GateCAS2: a batch is handed to the store."""
+        if session not in self.opened:
+            self._witness.fail("GateCAS2", f"{server.name} submits to {session}, not open yet")
+        self._submitted[session] = None
+
+    def stepped(self, server: "SimServer", effect: events.Effect) -> None:
+        """One thing that the store says."""
+        match effect:
+            case events.WriteMetadata(metadata=metadata, marker=marker):
+                tried = self._tried.setdefault(metadata.session_id, {})
+                claim = self.claims.get(metadata.session_id)
+                is_new = marker.nonce not in tried
+                if is_new and claim is not None and claim.nonce != marker.nonce:
+                    self._witness.count("nonce mismatch")
+                tried[marker.nonce] = None
+            case Report(name="recovery.decided"):
+                self._decide(SessionId(int(str(dict(effect.fields)["session"]))))
+            case events.SessionOpened():
+                self._session_opened(server, effect)
+            case events.Settled():
+                self._check_open(effect.session_id, "Settled")
+            case events.Committed():
+                self._committed(effect)
+            case _:
+                pass
+
+    def _check_open(self, session: SessionId, what: str) -> None:
+        if session not in self.opened:
+            self._witness.fail("GateCAS2", f"{what} of session {session} before it is open")
+
+    def _session_opened(self, server: "SimServer", effect: events.SessionOpened) -> None:
+        """4. SingleWriter, 6. DecisionCovers, 7. GateCAS2."""
+        session = effect.session_id
+        self._check_open(session, "SessionOpened")
+        self._witness.count("session opened")
+        self._check_mark(session, effect.high_water_mark)
+        if effect.high_water_mark < self._witness.history.last:
+            self._witness.fail(
+                "DecisionCovers",
+                f"{session} opens at {effect.high_water_mark}, "
+                f"{self._witness.history.last} is in the log",
+            )
+        writer = self.claims[session].server
+        if writer != server.name:
+            self._witness.fail("SingleWriter", f"{writer} and {server.name} in {session}")
+
+    def _committed(self, effect: events.Committed) -> None:
+        """2. AckQuorum: on disks. 8. EngagedOnly: in what the owner may have counted."""
+        session, last = effect.session_id, effect.last
+        self._check_open(session, "Committed")
+        quorum = len(self.opened[session].states) // 2 + 1
+        engaged = self.ever_engaged[session]
+        holders = [name for name in self._synced.get(effect.chain, ()) if name in engaged]
+        if len(holders) < quorum:
+            self._witness.fail("AckQuorum", f"{last} of {session} is on {holders} only")
+        voters = [
+            name for name in engaged if self._reached.get((session, name), BEFORE_FIRST) >= last
+        ]
+        if len(voters) < quorum:
+            self._witness.fail(
+                "EngagedOnly", f"{last} of {session}: of {list(engaged)} only {voters} have said so"
+            )
+
+
+def _engaged(metadata: PartitionMetadata) -> list[str]:
+    return [name for name, state in metadata.states.items() if state[1] == UNRESOLVED]

@@ -1,0 +1,39 @@
+"""What has to come to pass somewhere in a batch of runs: a quiet simulator proves nothing.
+
+Why it stands alone: a checker that never had anything to look at is green for ever. This is the
+list of states that are worth the trouble, each counted by the one who sees it.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+# As they are counted: by checkers, by the simulated ZooKeeper, or by a report of a machine.
+SOMETIMES: Final = (
+    "undecidable wait",
+    "U>0",
+    "torn tail",
+    "damage repaired",
+    "late join",
+    "CAS lost reply",
+    "nonce mismatch",
+    "lock wait",
+    "told LOCK",
+    "told AHEAD",
+    "session with 0 appends",
+    "segment roll during recovery",
+    "owner bounce",
+    "NO_SPACE",
+    "flushed",
+    "proven mark",
+    "read",
+    "read alone",
+    "told LOST",
+    "told unknown",
+)
+# Reports of machines under the names above.
+REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}
+
+
+def never(counts: Mapping[str, int]) -> list[str]:
+    """Return what never came to pass in runs with these counts, in the order of the list."""
+    return [each for each in SOMETIMES if not counts.get(each)]
