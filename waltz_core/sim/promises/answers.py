@@ -4,8 +4,8 @@ Why it stands alone: every message that leaves a server for a client passes here
 the server made it, and whether the client will believe it or not.
 
 Rules:
-    1. What depends on the log (a mark, an outcome, a record) is told only while a store session is
-       open and settled, or of the log before it closed in that very step.
+    1. An outcome or a mark is told only while a store session is open and settled, or when it
+       closed in that very step. Records that are in the log are told of any session that was open.
     2. A mark without a proof may be as old as the session timer, and no older.
     3. A flush is answered when everything that came before it on its connection has been answered.
 """
@@ -51,9 +51,10 @@ _NEEDS_SESSION: Final = (
     HighWaterMarkResponse,
     LockFailure,
     Mounted,
-    RangeData,
     ReplicasResponse,
 )
+# What lies in the log for good may be told later than the session that it was asked in.
+_FINAL: Final = (FeedBatch, RangeData)
 _WITHOUT_SESSION: Final = bytes((Reason.NOT_MOUNTED, Reason.TOO_LARGE, Reason.OVERLOADED))
 _READY: Final = 0
 _FROM_THE_LOG: Final = (ClientAhead.code, LockFailed.code)
@@ -148,7 +149,7 @@ class Answers:
 
     def _check_session(self, name: str, message: ClientMessage, session: SessionId) -> None:
         """7. GateCAS2: only an open session has a name to be told."""
-        allowed = self._sessions.opened if isinstance(message, FeedBatch) else self._in_step[name]
+        allowed = self._sessions.opened if isinstance(message, _FINAL) else self._in_step[name]
         if session not in allowed:
             self._witness.fail(
                 "GateCAS2", f"{name} tells {type(message).__name__} of session {session}"
