@@ -9,7 +9,7 @@ Rules:
     2. Row i of a request has sequence number `req_id.sequence + i`, whatever piece it is in.
 """
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,12 +18,14 @@ from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX, TransactionId
 from waltz_core.server.events import Limits
-from waltz_core.server.locks import LockTable, Requests
+from waltz_core.server.locks import AHEAD, NO_CONFLICT, PASSED, REFUSED, LockTable, Requests
 from waltz_core.server.singles import encode_singles, lock_column
 from waltz_core.server.tickets import BatchTicket, SingleTicket, Ticket
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
+# So few single transactions are judged in plain Python: arrays would cost more than they save.
+FEW: Final = 16
 
 
 class Piece(NamedTuple):
@@ -116,6 +118,48 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: Place) -
 
 def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> Piece:
     """Judge single transactions, in order."""
+    judge = _judge_one_by_one if len(group) <= FEW else _judge_together
+    kept: list[SingleTicket] = []
+    doubtful: list[Ticket] = []
+    refused: list[Ticket] = []
+    for ticket, (transaction_id, conflict) in zip(group, judge(group, table, place), strict=True):
+        if transaction_id >= 0:
+            ticket.transaction_id = transaction_id
+            kept.append(ticket)
+            doubtful.append(ticket)
+        elif conflict == AHEAD:
+            ticket.refuse(Reason.AHEAD)
+            refused.append(ticket)
+        else:
+            ticket.reason, ticket.conflict = Reason.LOCK, conflict
+            (doubtful if conflict > place.high_water_mark else refused).append(ticket)
+    return Piece(encode_singles(kept) if kept else None, doubtful, refused)
+
+
+# Id, and what it was refused for: an id, or AHEAD.
+_Verdict: TypeAlias = tuple[int, int]
+
+
+def _judge_one_by_one(group: list[SingleTicket], table: LockTable, place: Place) -> list[_Verdict]:
+    verdicts: list[_Verdict] = []
+    next_id = place.next_id
+    for ticket in group:
+        message = ticket.message
+        said = table.judge_one(
+            (message.write_locks, message.read_locks, message.append_locks),
+            max(message.client_high_water_mark, BEFORE_FIRST),
+            high_water_mark=place.high_water_mark,
+            next_id=next_id,
+        )
+        if said == PASSED:
+            verdicts.append((next_id, NO_CONFLICT))
+            next_id = TransactionId(next_id + 1)
+        else:
+            verdicts.append((REFUSED, said))
+    return verdicts
+
+
+def _judge_together(group: list[SingleTicket], table: LockTable, place: Place) -> list[_Verdict]:
     messages = [ticket.message for ticket in group]
     marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
     judgement = table.judge(
@@ -128,25 +172,5 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> 
         high_water_mark=place.high_water_mark,
         next_id=place.next_id,
     )
-    kept: list[SingleTicket] = []
-    doubtful: list[Ticket] = []
-    refused: list[Ticket] = []
-    for ticket, transaction_id, conflict, ahead, pending in zip(
-        group,
-        judgement.ids.tolist(),
-        judgement.conflicts.tolist(),
-        judgement.ahead.tolist(),
-        judgement.pending.tolist(),
-        strict=True,
-    ):
-        if transaction_id >= 0:
-            ticket.transaction_id = transaction_id
-            kept.append(ticket)
-            doubtful.append(ticket)
-        elif ahead:
-            ticket.refuse(Reason.AHEAD)
-            refused.append(ticket)
-        else:
-            ticket.reason, ticket.conflict = Reason.LOCK, conflict
-            (doubtful if pending else refused).append(ticket)
-    return Piece(encode_singles(kept) if kept else None, doubtful, refused)
+    conflicts = np.where(judgement.ahead, AHEAD, judgement.conflicts)
+    return list(zip(judgement.ids.tolist(), conflicts.tolist(), strict=True))

@@ -14,6 +14,7 @@ from waltz_core.record import (
     ReqId,
     TransactionId,
 )
+from waltz_core.server import judging
 from waltz_core.server.events import ConnectionId, Limits
 from waltz_core.server.judging import Place, decode, judge_rows, judge_singles, verify
 from waltz_core.server.locks import LockTable
@@ -84,7 +85,9 @@ def test_a_piece_without_records_waits_only_for_what_it_was_refused_for() -> Non
     assert (ahead.part, ahead.doubtful, ahead.refused) == (None, [], [ticket])
 
 
-def test_single_transactions_are_judged_in_order() -> None:
+@pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
+def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "FEW", few)
     group = [
         SingleTicket(
             A,
