@@ -61,6 +61,7 @@ class SimClient(Process):
         self.client_id = 0
         self.stream: PartitionStream | None = None
         self.fed = BEFORE_FIRST  # the last transaction taken in by the application
+        self.apply_us_max = 3_000  # how long the application takes for what it is fed
         self._links: dict[int, Link] = {}  # open ones to servers, by number
         self._asked: dict[ReqId, tuple[Link, Answered]] = {}
         self._ask_count = 0
@@ -206,7 +207,7 @@ class SimClient(Process):
         self.step(events.Renewed(client_id))
 
     def _apply_later(self, mark: TransactionId) -> None:
-        delay_us = int(200 + self.chance() * 3_000)
+        delay_us = int(200 + self.chance() * self.apply_us_max)
         self.after(delay_us, lambda: self.step(events.Applied(mark)))
 
     # ---- links
