@@ -93,10 +93,10 @@ class Stage:
     def play(self, commands: str) -> list[str]:
         """Do what a step says, wait until nothing happens any more, and tell what did."""
         telling, world = self.telling, self.cluster.world
-        telling.last_told_us = world.now_us
         for command in commands.split(";"):
             if command and not command.startswith("begin "):
                 self.do(command.strip())
+        telling.last_told_us = world.now_us
         quiet_us = QUIET_MS * MS
         world.run(STEP_MS_MAX * MS, until=lambda: world.now_us - telling.last_told_us > quiet_us)
         return telling.take_lines()
@@ -176,6 +176,10 @@ class Stage:
                 if {each.name for each in link.ends} == {one, other}:
                     network.mute(link)
 
+    def cut_one_way(self, name: str, other: str) -> None:
+        """Let nothing through from one machine to another; the way back is open."""
+        self.cluster.network.block(self._process(name).name, self._process(other).name)
+
     def cut_from_zookeeper(self, name: str) -> None:
         """Let a server reach everybody but ZooKeeper, which gives it up after a while."""
         server = self._process(name)
@@ -187,6 +191,10 @@ class Stage:
         """Let everything through again."""
         self.cluster.network.heal()
         self.cluster.coordinator.cut_off.clear()
+
+    def set_clock(self, name: str, sign: str) -> None:
+        """Let a clock on the wall jump by an hour."""
+        self._process(name).wall_offset_ms += 3_600_000 * (-1 if sign == "back" else 1)
 
     # ---- disks
 
@@ -348,8 +356,10 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"pause ([A-ES-U])": Stage.pause,
     r"resume ([A-ES-U])": Stage.resume,
     r"cut ([A-ES-U]) off from ([A-ES-U ]+)": Stage.cut_off,
+    r"let nothing from ([A-ES-U]) reach ([A-ES-U])": Stage.cut_one_way,
     r"cut ([STU]) off from ZooKeeper": Stage.cut_from_zookeeper,
     r"mend the network": Stage.mend_network,
+    r"set the clock of ([A-ES-U]) an hour (back|forward)": Stage.set_clock,
     r"keep a copy of ([A-E])": Stage.keep_disk,
     r"put the copy back in ([A-E])": Stage.old_disk,
     r"put a new disk in ([A-E])( and register it)?": Stage.new_disk,

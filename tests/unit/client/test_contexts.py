@@ -1,0 +1,82 @@
+"""What a transaction context may claim to have seen, when others write while it computes."""
+
+import asyncio
+
+from tests.unit.client.memory_cluster import memory_cluster
+from waltz_core.client import AsyncCallbacks, TransactionContext, lock
+
+PATIENCE_S = 20
+LOCKS = [lock("counter")]
+
+
+class Following(AsyncCallbacks):
+    """Keeps the last value of the log, and tells when something was applied."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.is_applied = asyncio.Event()
+
+    async def client_high_water_mark(self, partition: int) -> int:
+        return -1
+
+    async def apply_transaction(self, transaction) -> None:
+        self.value = await transaction.value()
+        self.is_applied.set()
+
+    async def uncaught_exception(self, partition, transaction_id, error):
+        raise error
+
+
+class Interrupted(TransactionContext):
+    """Adds one to the value, and is overtaken by another writer in its first attempt."""
+
+    def __init__(self, following: Following, other_writes) -> None:
+        super().__init__()
+        self.following = following
+        self.other_writes = other_writes
+        self.marks: list[int] = []
+        self.refusals = 0
+
+    def partition_id(self, partition_count: int) -> int:
+        return 0
+
+    async def execute(self, builder) -> bool:
+        value = self.following.value
+        if not self.marks:
+            await self.other_writes()
+        self.marks.append(builder.client_high_water_mark)
+        builder.set_transaction_data(value + 1)
+        builder.set_write_locks(LOCKS)
+        return True
+
+    def on_lock_failure(self) -> None:
+        self.refusals += 1
+
+
+def test_the_mark_of_a_context_is_from_before_it_computes():
+    """Another writer's row is in the log, and applied, while the context computes: no update lost.
+
+    A mark taken after the computation would let a value through that was computed from an old one.
+    """
+
+    async def story() -> None:
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            memory_cluster() as cluster,
+            cluster.client().opened() as one,
+            cluster.client().opened() as two,
+        ):
+            following = Following()
+            await one.subscribe(following)
+
+            async def other_writes() -> None:
+                await (await two.append(bytes([10]), partition=0, write_locks=LOCKS))
+                await following.is_applied.wait()
+
+            context = Interrupted(following, other_writes)
+            assert await (await one.submit(context)) == 1
+            assert context.marks == [-1, 0]
+            assert context.refusals == 1
+            assert [data for _, _, data in cluster.logs[0].rows()] == [bytes([10]), bytes([11])]
+
+    asyncio.run(story())

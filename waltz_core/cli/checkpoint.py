@@ -1,0 +1,164 @@
+"""The workload `checkpoint`: what a new session costs those who append all the time.
+
+Why it stands alone: it measures pauses, not speed: a session every quarter of a million
+transactions raises the low-water marks, and appends stand still while one follows another.
+
+Rules:
+    1. One writer has one partition to itself and always a few batches in flight: every answer is
+       a sign of life, and the longest silence around a new session is what that session cost.
+    2. It goes on until it has seen a new session, for a minute if it has to: without one there is
+       nothing to tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+import uvloop
+
+from waltz_core import raw_records
+from waltz_core.batches import encode_append
+from waltz_core.client import AsyncWaltzClient, RangeForm, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_core.client import BatchOutcome
+
+PARTITION = 0
+WAIT_S_MAX = 60.0
+LOOK_S = 0.01
+
+
+class _Run:
+    """When answers came, and when the session was seen to be another one."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began = time.perf_counter()
+        self.until = self.began + seconds
+        self.answered_s: list[float] = []
+        self.latencies_s: list[float] = []
+        self.changed_s: list[tuple[float, float]] = []  # no later than, no earlier than
+        self.ids: list[int] = []
+        self.refused = 0
+
+    @property
+    def is_over(self) -> bool:
+        now = time.perf_counter()
+        return now >= self.until and (bool(self.changed_s) or now >= self.began + WAIT_S_MAX)
+
+    def gaps_s(self) -> list[float]:
+        """Return the longest silence around each new session."""
+        times = np.array(self.answered_s)
+        starts, ends = times[:-1], times[1:]
+        return [
+            float((ends - starts)[(ends >= before) & (starts <= after)].max(initial=0.0))
+            for before, after in self.changed_s
+        ]
+
+
+def checkpoint(load: Load, meter: Meter) -> Measured:
+    """Append batches to one partition until sessions have changed; tell the pauses."""
+    return uvloop.run(_checkpoint(load, meter))
+
+
+async def _checkpoint(load: Load, meter: Meter) -> Measured:
+    from waltz_core.cli.bench import Measured, percentile_ms  # noqa: PLC0415 - it imports us
+
+    async with AsyncWaltzClient.connect(load.connect) as client:
+        await (await client.append(b"", partition=PARTITION))
+        start = await client.high_water_mark(PARTITION)
+        run = _Run(load.seconds)
+        meter.start()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_watch(client, run))
+            group.create_task(_append(client, load, run))
+        took = time.perf_counter() - run.began
+        meter.stop()
+        lost, doubled = await _check(client, run, start)
+    gaps_s = run.gaps_s()
+    usual_s = np.diff(run.answered_s).tolist()
+    return Measured(
+        rows=len(run.ids),
+        seconds=took,
+        bytes=len(run.ids) * load.payload_bytes,
+        latencies_s=run.latencies_s,
+        gap_s_max=max(usual_s, default=0.0),
+        acknowledged=len(run.ids),
+        lost=lost,
+        doubled=doubled,
+        errors=run.refused,
+        extra={
+            "checkpoints": len(gaps_s),
+            "checkpoint_gaps_ms": [round(each * 1000, 2) for each in gaps_s],
+            "usual_gap_p50_ms": percentile_ms(usual_s, 0.5),
+            "usual_gap_p99_ms": percentile_ms(usual_s, 0.99),
+        },
+    )
+
+
+async def _watch(client: AsyncWaltzClient, run: _Run) -> None:
+    """Look which session it is, again and again."""
+    seen = (await client.replicas(PARTITION)).session_id
+    looked_s = time.perf_counter()
+    while not run.is_over:
+        await asyncio.sleep(LOOK_S)
+        found = (await client.replicas(PARTITION)).session_id
+        now = time.perf_counter()
+        if found != seen:
+            run.changed_s.append((looked_s, now))
+        seen, looked_s = found, now
+
+
+async def _append(client: AsyncWaltzClient, load: Load, run: _Run) -> None:
+    """Keep some batches in flight (rule 1)."""
+    count = load.batch_rows
+    none: list[list[int]] = [[] for _ in range(count)]
+    payload = encode_append(
+        [0] * count,
+        [bytes(load.payload_bytes)] * count,
+        write_locks=none,
+        read_locks=none,
+        append_locks=none,
+    )
+    mark = await client.high_water_mark(PARTITION)
+    waiting: deque[tuple[float, Awaitable[BatchOutcome]]] = deque()
+    while waiting or not run.is_over:
+        while len(waiting) < load.in_flight and not run.is_over:
+            sent_s = time.perf_counter()
+            future = await client.append_batch(
+                PARTITION, payload, count, client_high_water_mark=mark
+            )
+            waiting.append((sent_s, future))
+        if not waiting:
+            return
+        sent_s, answer = waiting.popleft()
+        outcome = await answer
+        now = time.perf_counter()
+        run.answered_s.append(now)
+        run.latencies_s.append(now - sent_s)
+        is_in = outcome.reasons == Reason.COMMITTED
+        run.ids += outcome.transaction_ids[is_in].tolist()
+        run.refused += int((~is_in).sum())
+        mark = outcome.high_water_mark
+
+
+async def _check(client: AsyncWaltzClient, run: _Run, start: int) -> tuple[int, int]:
+    """Read back what was written; return how many ids are lost, and how many rows doubled."""
+    last = await client.high_water_mark(PARTITION)
+    ids, requests = [], []
+    async for chunk in client.read_range(PARTITION, start + 1, last, form=RangeForm.HEADERS):
+        heads = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
+        ids.append(heads["transaction_id"].astype(np.int64))
+        requests.append(heads["req_id"])
+    if not ids:
+        return len(run.ids), 0
+    rows = np.concatenate(requests)
+    lost = np.setdiff1d(np.array(run.ids, np.int64), np.concatenate(ids)).size
+    doubled = len(rows) - len(np.unique(rows)) + len(run.ids) - len(set(run.ids))
+    return int(lost), int(doubled)
