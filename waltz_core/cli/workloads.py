@@ -19,6 +19,7 @@ import uvloop
 
 from waltz_core import raw_records
 from waltz_core.batches import encode_append
+from waltz_core.cli.checkpoint import checkpoint
 from waltz_core.cli.flood import flood
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.record import BEFORE_FIRST
@@ -296,4 +297,5 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "replay": replay,
     "false-refusals": false_refusals,
     "flood": flood,
+    "checkpoint": checkpoint,
 }
