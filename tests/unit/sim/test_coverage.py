@@ -2,8 +2,9 @@
 
 from collections import Counter
 
-from waltz_core.sim.coverage import SEEDS_MIN, SOMETIMES, Coverage, Failure, covered
+from waltz_core.sim.coverage import SEEDS_MIN, Coverage, Failure, covered
 from waltz_core.sim.faults import WEIGHTS
+from waltz_core.sim.promises.sometimes import SOMETIMES
 from waltz_core.sim.report import report_of
 from waltz_core.sim.run import Verdict
 from waltz_core.sim.schedule import Schedule
