@@ -244,7 +244,10 @@ class Partition:
         elif self._is_open:
             self._answer(event, out)
         else:
-            self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
+            self._wait_for_session(event)
+
+    def _wait_for_session(self, event: Received) -> None:
+        self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
 
     def _answer(self, event: Received, out: list[Effect]) -> None:
         assert self._is_open
@@ -316,6 +319,13 @@ class Partition:
             mark=self._high_water_mark if mark == LATEST_MARK else TransactionId(mark),
             until=self._high_water_mark,
         )
+
+    def _mount_reached(self, event: Received, out: list[Effect]) -> None:
+        """The feed has come to the mark (rule 3 c); the session may be gone meanwhile (a)."""
+        if self._is_open:
+            self._mounted(event, out)
+        else:
+            self._wait_for_session(event)
 
     def _mounted(self, event: Received, out: list[Effect]) -> None:
         message = event.message
@@ -552,7 +562,7 @@ class Partition:
                     fetches = self.reads.headers(outcome.first, outcome.last)
                     self._route_reads(fetches, out)
                 case feed.MountReached():
-                    self._mounted(outcome.question, out)
+                    self._mount_reached(outcome.question, out)
                 case _:
                     assert_never(outcome)
 
@@ -569,9 +579,7 @@ class Partition:
                 self._drained(token, out)
             else:
                 # The session is gone since; the mount starts over with the next one.
-                question = self._mounting.pop(token).question
-                deadline_ms = self._now_ms + self._limits.open_wait_ms
-                self._until_open.append((deadline_ms, question))
+                self._wait_for_session(self._mounting.pop(token).question)
             return
         event = self._flushing.pop(token, None)
         if event is None:
@@ -579,4 +587,4 @@ class Partition:
         if self._is_open:
             self._tell_mark(event, out)
         else:
-            self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
+            self._wait_for_session(event)

@@ -471,6 +471,21 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
     assert len(heads) == 3 * 28
 
 
+def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() -> None:
+    world = ready()
+    world.fill(5)
+    message = messages.MountWriter(world.req_id(BOB), 1, 1, wants_feed=True)
+    mount = world.send(B, message)
+    world.close()
+    world.run()
+    assert not world.is_answered(mount)
+    world.open(4)
+    world.run()
+    told = world.answer(mount)
+    assert isinstance(told, messages.Mounted)
+    assert told.session_id == world.session
+
+
 def test_a_grant_feeds_as_it_commits_and_is_suspended_at_its_end() -> None:
     world = World(feed_grant_count_min=3)
     world.open()
