@@ -77,6 +77,7 @@ class Replicas:
         self.kept: dict[str, int] = {}
         self.rotten: dict[str, None] = {}  # a fault has changed bytes on their platters
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
+        self._cutting: dict[str, tuple[int, Before]] = {}  # truncations that are under way
         self._work_count = 0
 
     # ---- starting
@@ -84,6 +85,10 @@ class Replicas:
     def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """3. PromiseMono, over restarts; rule 1."""
         self._check_durable(storage.name, log)
+        cutting = self._cutting.pop(storage.name, None)
+        if cutting is not None and log.max_id <= cutting[0]:
+            # It died in the middle of a truncation, which opening has carried to its end.
+            self._cut(storage, log, *cutting)
         kept = self.kept.get(storage.name, BEFORE_FIRST)
         if log.synced_max < kept and not log.suspect:
             self._witness.fail(
@@ -114,7 +119,9 @@ class Replicas:
             if keep >= log.max_id or message.session_id != log.promised:
                 return _NOTHING
             _, entries = log.lineage(TransactionId(max(0, keep + 1)), log.max_id)
-            return Before(cut=tuple(entry for entry in entries if entry.last > keep))
+            before = Before(cut=tuple(entry for entry in entries if entry.last > keep))
+            self._cutting[storage.name] = keep, before
+            return before
         if isinstance(message, SetLowWaterMark):
             return Before(synced_max=log.synced_max)
         if isinstance(message, AppendRaw) and _is_catch_up(message):
@@ -134,12 +141,13 @@ class Replicas:
             elif isinstance(message, SetLowWaterMark):
                 self._marked(storage, message, before)
             elif isinstance(message, Truncate):
-                self._cut(storage, work.log, message, before)
+                self._cut(storage, work.log, message.last_to_keep, before)
             elif isinstance(message, Repair):
                 self._witness.count("damage repaired")
             else:
                 self._answered(storage, outcome)
         if work.requests:
+            self._cutting.pop(storage.name, None)
             self._check_durable(storage.name, work.log)
         self._work_count += 1
         if self._work_count % LOOK_EVERY == 0:
@@ -179,10 +187,10 @@ class Replicas:
             )
 
     def _cut(
-        self, storage: "SimStorage", log: "PartitionLog", message: Truncate, before: Before
+        self, storage: "SimStorage", log: "PartitionLog", keep: int, before: Before
     ) -> None:
         """9. NoCutCommitted: what was cut is not, with the same chain, in the log."""
-        keep, chains = message.last_to_keep, self._witness.history.chains
+        chains = self._witness.history.chains
         for entry in before.cut:
             if chains.get(entry.last) == entry.chain:
                 self._witness.fail(
