@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from waltz_core.errors import BadFormat
+from waltz_core.replication import recovery
+from waltz_core.sim.history import Violation
 from waltz_core.sim.scenario import stories_in, told_again
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
@@ -36,3 +39,63 @@ def test_file_has_one_form(path):
         path.write_text(written, encoding="utf-8")
     assert written == text or IS_TOLD_ANEW
     assert len({each.title for each in stories}) == len(stories)
+
+
+BEGINNING = "A few words.\n\n## A storage dies\nAnd more.\n\n> begin with A B C; append 1\n"
+
+
+def told(steps: str) -> list[str]:
+    """Return what comes of the last of some steps."""
+    (story,) = stories_in(f"## A title\n\n{steps}\n")[1]
+    return told_again(story).steps[-1].lines
+
+
+def test_a_file_is_read_and_written():
+    intro, (story,) = stories_in(BEGINNING + "    told: 0 in the log\n> kill C\n")
+    assert intro == "A few words.\n\n"
+    assert story.words == ["And more."]
+    assert [(each.commands, each.lines) for each in story.steps] == [
+        ("begin with A B C; append 1", ["told: 0 in the log"]),
+        ("kill C", []),
+    ]
+    assert intro + story.text == BEGINNING + "    told: 0 in the log\n> kill C\n"
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ("> append 1", "expected it to begin with replicas, found 'append 1'"),
+        ("> begin with A B C\n> burn C", "expected a command, found 'burn C'"),
+        ("> begin with A B C\nand then", "expected a step or what came of it: 'and then'"),
+    ],
+)
+def test_what_is_no_story_is_told(steps, sentence):
+    with pytest.raises(BadFormat, match=sentence):
+        told(steps)
+
+
+def test_a_story_that_tells_something_else_is_noticed():
+    (story,) = stories_in(BEGINNING + "    told: 0..1 in the log\n")[1]
+    assert told_again(story).text != story.text
+    assert told_again(story).steps[0].lines == ["told: 0 in the log"]
+
+
+def test_the_checkers_look_on(monkeypatch):
+    """A promise that is broken within a story is no matter of how it is told."""
+    monkeypatch.setattr(recovery, "decide", lambda maxes, **_: min(maxes, default=None))
+    with pytest.raises(Violation, match="DecisionCovers"):
+        told(
+            "> begin with A B C; append 5\n"
+            "> pause A; append 1; wait 20 ms; kill S; kill A\n"
+            "> start A; start S"
+        )
+
+
+def test_what_replicas_do_at_once_is_told_in_the_order_of_their_names():
+    lines = told("> begin slowly with A B C")
+    assert lines[2] == "A B C: fenced with nothing, marked at nothing"
+
+
+def test_ids_of_a_load_have_names():
+    lines = told("> begin with A B C\n> writes go on\n> checkpoint\n> checkpoint")
+    assert "S opens session 2 with 0..h2" in lines
