@@ -43,6 +43,7 @@ Locks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Ask = Locks | Deal
 PENDING_MAX: Final = 4
 RETRIES_MAX: Final = 3
+HEALING_PACE: Final = 20
 DEAL_SHARE: Final = 0.4
 QUESTION_SHARE: Final = 0.06
 AHEAD_SHARE: Final = 0.004
@@ -139,6 +140,9 @@ class _Application:
 
     def _later(self) -> None:
         think_us = self._cluster.setup.think_ms * 1_000
+        if self._cluster.is_healing and not self._cluster.is_whole():
+            # All that is left to be seen is whether it becomes whole, and that may take long.
+            think_us *= HEALING_PACE
         self._client.after(int(self._chance() * 2 * think_us) + 100, self._go)
 
     def _go(self) -> None:
