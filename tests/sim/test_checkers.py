@@ -1,0 +1,922 @@
+"""Each checker fails when it should: it is told of something that must never be."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from waltz_core.client import events as client_events
+from waltz_core.client.monitor import BatchOutcome
+from waltz_core.cluster.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
+from waltz_core.errors import ClientAhead, DataLoss, LockFailed, Unreachable
+from waltz_core.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
+from waltz_core.replication import events
+from waltz_core.server.events import Answer, refusal
+from waltz_core.server.locks import LockTable
+from waltz_core.sim.cluster import MS, SimCluster
+from waltz_core.sim.history import Node, Row, Violation, data_in, data_of
+from waltz_core.sim.ledger import Deal, Kind, Ledger
+from waltz_core.sim.promises.bounds import CLAIMS_MAX, DIALS_MAX
+from waltz_core.sim.promises.replicas import Before, segments_of
+from waltz_core.sim.promises.sometimes import SOMETIMES, never
+from waltz_core.sim.schedule import Schedule, Setup
+from waltz_core.storage.work import Request, Work, WorkResult
+from waltz_core.wire import messages as m
+
+BUSY_MS = 90
+QUESTION = ReqId(1, 0, 0, -(1 << 30) - 5)
+
+
+class World:
+    """A cluster that has worked for a while without any fault, and shortcuts into it."""
+
+    def __init__(self, *, is_over: bool = False, **setup) -> None:
+        chosen = {"replicas": 3, "spare_storages": 0, "servers": 2, "clients": 2, "think_ms": 4}
+        self.cluster = SimCluster(Schedule(7, Setup(**{**chosen, **setup})))
+        self.cluster.start_clients()
+        self.cluster.world.run(BUSY_MS * MS)
+        if is_over:
+            self.cluster.run_healed()
+        self.checks = self.cluster.checks
+        self.history = self.checks.history
+        self.sessions = self.checks.sessions
+        self.coordinator = self.cluster.coordinator
+        self.owner = self.cluster.owner
+        self.session = self.coordinator.metadata.session_id
+        self.nonce = self.coordinator.marker.nonce
+        self.storage = next(iter(self.cluster.storages.values()))
+        self.client = self.cluster.clients[0]
+        self.link = next(iter(self.client.links.values()))
+        assert self.history.last > 10
+        assert len(self.sessions.opened) == 1
+
+    def answer(self, message) -> None:
+        """A message leaves the owner for the first client."""
+        self.checks.answered(self.owner, Answer(self.link.number, message, 0))
+
+    def says(self, *effects, server=None) -> None:
+        """The owner's store says something."""
+        self.checks.stepped(server or self.owner, self.owner.store.store, effects)
+
+    def sends(self, kind, *fields, session=None, replica="storage0:1") -> None:
+        session = self.session if session is None else session
+        message = kind(session, 1, 0, *fields)
+        effect = events.SendToReplica(session, ReplicaId(replica), message)
+        self.checks.sent_to_replica(self.owner, effect)
+
+    def claim(self) -> int:
+        """A next session is claimed; return its id."""
+        metadata = self.coordinator.metadata
+        session = metadata.session_id + 1
+        after = replace(metadata, session_id=session)
+        self.writes(after, bytes(15) + bytes((session,)), server=self.owner.name)
+        self.coordinator.metadata = after
+        return session
+
+    def writes(self, after, nonce=None, server=None) -> None:
+        """ZooKeeper takes a write."""
+        before = self.coordinator.metadata
+        marker = PartitionMarker(MarkerState.OPEN, after.session_id, nonce or self.nonce)
+        self.coordinator.metadata_version += 1
+        self.checks.wrote(server or self.owner.name, before, after, marker)
+
+    def works(self, kind, *fields, outcome=None, before=None, session=None) -> None:
+        """A storage has done a piece of work; what became of it is made up."""
+        session = self.session if session is None else session
+        request = Request(1, kind(session, 1, 0, *fields))
+        work = Work(self.storage.log, (request,), self.storage.engine.storage_id)
+        outcome = m.SuccessResponse(session, 1, 0) if outcome is None else outcome
+        before = self.checks.before_work(self.storage, work) if before is None else before
+        self.checks.worked(self.storage, work, WorkResult(outcomes=[outcome]), before)
+
+    def prepared(self, session, replica, synced_max, **other) -> None:
+        """A replica's answer to the fence has come to the owner."""
+        fields = {
+            "storage_id": self.cluster.storages[replica].engine.storage_id,
+            "last_session": self.session,
+            "low_water_mark": -1,
+            "mark_confirmed": True,
+            "synced_max": synced_max,
+            "chain": bytes(16),
+            "suspect": False,
+            "damaged": b"",
+        }
+        answer = m.Prepared(session, 1, 0, **{**fields, **other})
+        self.checks.replica_answered(session, replica, answer)
+
+    def fence(self, session, *replicas) -> None:
+        """The disks of these have promised the session."""
+        for replica in replicas:
+            self.sessions.bound(replica, session, self.session)
+
+    def last_operation(self):
+        return self.history.operations[self.history.log[-1].number]
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def fails(rule):
+    return pytest.raises(Violation, match=f"^{rule}:")
+
+
+REPLICAS = ("storage0:1", "storage1:1", "storage2:1")
+
+# ---------------------------------------------------------------------------------------------
+# 1, 2, 8: what is acknowledged
+
+
+def test_ack_unique(world):
+    with fails("Fork"):
+        world.checks.outcomes.exposed(world.history.last, bytes(16))
+
+
+def test_a_log_that_does_not_contain_the_one_before_is_a_fork(world):
+    history, last = world.history, world.history.last + 1
+    rows = (*history.log, Row((9, 9), 9))
+    node = Node(GENESIS_CHAIN, 0, last, 0, rows, bytes(4 * len(rows)), b"", ())
+    history.nodes[node.chain] = node
+    with fails("Fork"):
+        world.checks.outcomes.exposed(node.last, node.chain)
+
+
+def committed(world):
+    """A commit that has happened already, told once more."""
+    last = world.history.last
+    return events.Committed(world.session, last, world.history.chains[last])
+
+
+def test_ack_quorum(world):
+    world.says(committed(world))
+    world.sessions.not_synced("storage0:1", -1)
+    world.sessions.not_synced("storage1:1", -1)
+    with fails("AckQuorum"):
+        world.says(committed(world))
+
+
+def test_engaged_only_counts_who_has_answered(world):
+    for name in REPLICAS[:2]:
+        world.sessions._reached[world.session, name] = -1
+    with fails("EngagedOnly"):
+        world.says(committed(world))
+
+
+def test_engaged_only_counts_who_is_engaged(world):
+    del world.sessions.ever_engaged[world.session]["storage0:1"]
+    del world.sessions.ever_engaged[world.session]["storage1:1"]
+    with fails("AckQuorum"):
+        world.says(committed(world))
+
+
+def test_nobody_is_told_to_be_engaged_before_zookeeper_has_it(world):
+    session = world.claim()
+    world.fence(session, *REPLICAS)
+    for replica in REPLICAS:
+        world.prepared(session, replica, 1_000)
+    with fails("EngagedOnly"):
+        world.sends(m.Engage, 1_000, session=session)
+
+
+# ---------------------------------------------------------------------------------------------
+# 3, 4: what is promised
+
+
+@pytest.mark.parametrize(("field", "back"), [("promised", 1), ("last_session", 1)])
+def test_promise_mono(world, field, back):
+    name = world.storage.name
+    world.checks.replicas._check_durable(name, world.storage.log)
+    before = world.checks.replicas.durable[name]
+    ahead = before._replace(**{field: getattr(before, field) + back})
+    world.checks.replicas.durable[name] = ahead
+    with fails("PromiseMono"):
+        world.checks.log_opened(world.storage, world.storage.log)
+
+
+def test_what_was_synced_is_there_after_a_restart_or_the_replica_is_suspect(world):
+    log = world.storage.log
+    world.checks.replicas.kept[world.storage.name] = log.synced_max + 1
+    with fails("PromiseMono"):
+        world.checks.log_opened(world.storage, log)
+    world.checks.rolled_back(world.storage)
+    world.checks.log_opened(world.storage, log)
+
+
+def entry(world, session=None, chain=bytes(16)):
+    first = world.history.last + 1
+    return LineageEntry(first, first, world.session if session is None else session, 0, chain)
+
+
+def append(world, one):
+    return m.AppendRaw, one.first, b"\0\0\0\x28", bytes(40), 0, bytes(16), (one,)
+
+
+def test_single_writer_on_disks(world):
+    claim = world.sessions.claims[world.session]
+    world.sessions.claims[world.session] = claim._replace(nonce=b"another")
+    with fails("SingleWriter"):
+        world.works(*append(world, entry(world)))
+
+
+def test_single_writer_of_states(world):
+    with fails("MetaShape"):
+        world.writes(world.coordinator.metadata, server="server9")
+
+
+def test_nobody_acts_in_a_session_that_nobody_claimed(world):
+    with fails("SingleWriter"):
+        world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=world.session + 1)
+
+
+# ---------------------------------------------------------------------------------------------
+# 5, 6: what is decided
+
+
+def test_fence_first(world):
+    session = world.claim()
+    world.fence(session, "storage0:1")
+    world.prepared(session, "storage0:1", 1_000)
+    world.prepared(session, "storage1:1", 1_000)
+    with fails("FenceFirst"):
+        world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
+
+
+def test_decision_waits_while_a_quorum_is_unknown(world):
+    session = world.claim()
+    world.fence(session, *REPLICAS)
+    world.prepared(session, "storage0:1", 1_000)
+    with fails("DecisionCovers"):
+        world.sends(m.Truncate, 1_000, -1, bytes(16), session=session)
+
+
+@pytest.mark.parametrize(
+    "doubt",
+    [
+        {"suspect": True},
+        {"last_session": NO_SESSION},
+        {"storage_id": b"0" * 16},
+        {"damaged": np.array([0, 3], dtype=">i8").tobytes()},
+    ],
+)
+def test_decision_believes_nobody_who_cannot_be_believed(world, doubt):
+    session = world.claim()
+    world.fence(session, *REPLICAS)
+    world.prepared(session, "storage0:1", 1_000)
+    world.prepared(session, "storage1:1", 1_000, **doubt)
+    with fails("DecisionCovers"):
+        world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
+
+
+def test_decision_covers_what_an_unknown_replica_may_have(world):
+    session = world.claim()
+    world.fence(session, *REPLICAS)
+    # With the third one unknown, what one of them has may be on two.
+    world.prepared(session, "storage0:1", 2_000)
+    world.prepared(session, "storage1:1", 1_000)
+    with fails("DecisionCovers"):
+        world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
+    assert world.sessions.decided[session].least == 2_000
+    assert world.sessions.decided[session].unknown_count == 1
+
+
+def test_decision_covers_the_log(world):
+    session = world.claim()
+    world.fence(session, *REPLICAS)
+    for replica in REPLICAS:
+        world.prepared(session, replica, world.history.last - 1)
+    with fails("DecisionCovers"):
+        world.sends(m.SetLowWaterMark, world.history.last - 1, bytes(16), session=session)
+
+
+def test_decision_stays(world):
+    session = world.claim()
+    world.fence(session, *REPLICAS)
+    for replica in REPLICAS:
+        world.prepared(session, replica, 1_000)
+    world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
+    with fails("DecisionCovers"):
+        world.sends(m.SetLowWaterMark, 1_001, bytes(16), session=session)
+
+
+# ---------------------------------------------------------------------------------------------
+# 7: nothing before the second compare-and-set
+
+
+def test_gate_no_append_reaches_a_disk(world):
+    session = world.claim()
+    world.storage.log._slots.slot = replace(
+        world.storage.log.slot, nonce=world.sessions.claims[session].nonce
+    )
+    with fails("GateCAS2"):
+        world.works(*append(world, entry(world, session)), session=session)
+
+
+def test_gate_no_append_is_sent(world):
+    session = world.claim()
+    world.fence(session, *REPLICAS)
+    for replica in REPLICAS:
+        world.prepared(session, replica, 1_000)
+    with fails("GateCAS2"):
+        world.sends(*append(world, entry(world, session)), session=session)
+
+
+def test_gate_no_session_is_opened(world):
+    session = world.claim()
+    opened = events.SessionOpened(session, 1, 1_000, bytes(16), unbroken=False)
+    with fails("GateCAS2"):
+        world.says(opened)
+
+
+def test_gate_nothing_is_submitted(world):
+    with fails("GateCAS2"):
+        world.checks.submitted(world.owner, events.Submit(world.session + 1, None))
+
+
+def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
+    ids, conflicts = (np.array([one], dtype=">i8").tobytes() for one in (transaction_id, conflict))
+    return m.AppendResult(QUESTION, 0, ids, bytes((reason,)), conflicts)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        outcome(m.Reason.COMMITTED, transaction_id=1),
+        outcome(m.Reason.LOST),
+        outcome(m.Reason.LOCK, conflict=1),
+        m.Mounted(QUESTION, 0, 1, 1, 1, 1),
+        m.MountResponse(QUESTION, 0),
+        m.FlushResponse(QUESTION, 1),
+        m.HighWaterMarkResponse(QUESTION, 1),
+        m.ReplicasResponse(QUESTION, 0, 1, (), bytes(16), 1),
+        m.LockFailure(QUESTION, 1),
+        refusal(1, QUESTION, 0, ClientAhead("ahead")).message,
+        refusal(1, QUESTION, 0, LockFailed("locked")).message,
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_gate_nothing_is_told_without_a_session(world, message):
+    world.says(events.SessionClosed(world.session, "over"))
+    world.checks.server_stepped(world.owner)
+    with fails("GateCAS2"):
+        world.answer(message)
+
+
+def test_gate_some_refusals_need_no_session(world):
+    world.says(events.SessionClosed(world.session, "over"))
+    world.checks.server_stepped(world.owner)
+    mark = world.history.last
+    world.answer(replace(outcome(m.Reason.NOT_MOUNTED), high_water_mark=mark))
+    world.answer(replace(outcome(m.Reason.OVERLOADED), high_water_mark=mark))
+
+
+def test_gate_no_session_is_named_that_is_not_open(world):
+    with fails("GateCAS2"):
+        world.answer(m.Mounted(QUESTION, world.session + 1, 1, 1, 1, 1))
+
+
+# ---------------------------------------------------------------------------------------------
+# 9, 10, 22, 23, 24: what lies on disks
+
+
+def test_no_cut_committed(world):
+    log = world.storage.log
+    _, entries = log.lineage(0, log.max_id)
+    with fails("NoCutCommitted"):
+        world.works(m.Truncate, -1, -1, bytes(16), before=Before(cut=entries))
+
+
+def test_no_cut_below_the_mark(world):
+    log = world.storage.log
+    log._slots.slot = replace(log.slot, low_water_mark=5)
+    with fails("NoCutCommitted"):
+        world.works(m.Truncate, 4, -1, bytes(16), before=Before())
+
+
+def test_no_cut_is_even_asked_for_below_the_mark(world):
+    with fails("NoCutCommitted"):
+        world.works(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"), before=Before())
+
+
+def test_lwm_full(world):
+    with fails("LwmFull"):
+        world.works(m.SetLowWaterMark, 1, bytes(16))
+
+
+def test_identity_of_a_disk_that_takes_something(world):
+    world.coordinator.storage_ids[world.storage.replica] = b"another"
+    with fails("Identity"):
+        world.works(m.SetLowWaterMark, world.storage.log.synced_max, bytes(16))
+
+
+def test_identity_told_by_a_storage(world):
+    told = m.Prepared(0, 1, 0, bytes(16), 0, -1, True, -1, bytes(16), False, b"")
+    with fails("Identity"):
+        world.works(m.Prepare, bytes(16), bytes(16), bytes(16), 1, outcome=told)
+
+
+def test_log_matching_of_two_replicas(world):
+    one = entry(world)
+    world.checks.replicas._chain_of[one.last, one.session_id] = b"another"
+    with fails("LogMatching"):
+        world.works(*append(world, one))
+
+
+def test_log_matching_of_what_nobody_wrote(world):
+    with fails("LogMatching"):
+        world.checks.outcomes.exposed(world.history.last + 1, bytes(16))
+
+
+def test_log_matching_of_what_was_asked_for(world):
+    record = world.history.records[-1]
+    operation = world.last_operation()
+    assert data_in(record) == operation.data
+    operation.data += b"other"
+    with fails("LogMatching"):
+        world.checks.outcomes._in_the_log(world.history.last)
+
+
+def rot(world):
+    """Let one bit of the first record be another one."""
+    path = segments_of(world.storage)[0]
+    world.storage.disk.flip(path, 128 + 30)
+
+
+def test_fixed_at_the_end():
+    world = World(is_over=True)
+    rot(world)
+    with fails("Fixed"):
+        world.checks.at_end()
+
+
+def test_fixed_now_and_then(world):
+    log = world.storage.log
+    log._slots.slot = replace(log.slot, low_water_mark=5)
+    world.checks.replicas.look_at(world.storage, log)
+    rot(world)
+    with fails("Fixed"):
+        world.checks.replicas.look_at(world.storage, log)
+    world.checks.rotted(world.storage)
+    world.checks.replicas.look_at(world.storage, log)
+
+
+# ---------------------------------------------------------------------------------------------
+# 11, 12, 13, 14, 15: what applications are told
+
+
+class Settled:
+    """An outcome told to the first client, of an operation that the workload has just made."""
+
+    def __init__(self, world, *, reason, transaction_id=-1, conflict=-1, mark=0):
+        workload = world.cluster.workload
+        self.parcel = workload.parcel(world.client, [((1,), (), ())], 0)
+        (self.operation,) = workload.operations_of(self.parcel.token)
+        self.effect = client_events.Settled(
+            self.parcel.token,
+            BatchOutcome(
+                mark,
+                np.array([transaction_id]),
+                np.array([reason], np.uint8),
+                np.array([conflict]),
+            ),
+        )
+
+
+def test_outcome_truth_of_a_yes(world):
+    told = Settled(world, reason=m.Reason.COMMITTED, transaction_id=1)
+    with fails("OutcomeTruth"):
+        world.checks.settled(world.client, told.effect)
+
+
+def test_outcome_truth_of_a_no(world):
+    told = Settled(world, reason=m.Reason.LOST)
+    told.operation.transaction_id = 3
+    with fails("OutcomeTruth"):
+        world.checks.settled(world.client, told.effect)
+
+
+def test_outcome_truth_of_a_no_for_ever(world):
+    operation = world.last_operation()
+    operation.told = "no"
+    with fails("OutcomeTruth"):
+        world.checks.outcomes._in_the_log(world.history.last)
+
+
+def test_outcome_truth_of_a_refusal(world):
+    told = Settled(world, reason=m.Reason.LOST)
+    told.operation.transaction_id = 3
+    effect = client_events.Refused(told.parcel.token, Unreachable("never sent"))
+    with fails("OutcomeTruth"):
+        world.checks.refused(world.client, effect)
+
+
+def test_a_refusal_names_what_is_final(world):
+    told = Settled(world, reason=m.Reason.LOCK, conflict=world.history.last + 1)
+    with fails("OutcomeTruth"):
+        world.checks.settled(world.client, told.effect)
+    with fails("OutcomeTruth"):
+        told = outcome(m.Reason.LOCK, conflict=world.history.last + 1)
+        world.answer(replace(told, high_water_mark=world.history.last))
+
+
+def test_at_most_once_by_the_request(world):
+    node = world.history.nodes[world.history.chains[world.history.last]]
+    with fails("AtMostOnce"):
+        world.history._grow(node)
+
+
+def test_at_most_once_by_the_operation(world):
+    operation = world.last_operation()
+    operation.transaction_id = 1
+    with fails("AtMostOnce"):
+        world.checks.outcomes._in_the_log(world.history.last)
+
+
+def fed(world, first, count, *, skip=0):
+    headers = b"".join(one[8:28] for one in world.history.records[first + skip :][:count])
+    return client_events.Fed(first, count, headers)
+
+
+def test_dense(world):
+    world.client.fed = 3
+    world.checks.fed(world.client, fed(world, 4, 2))
+    with fails("Dense"):
+        world.checks.fed(world.client, fed(world, 5, 2))
+
+
+def test_client_prefix(world):
+    world.client.fed = 3
+    with fails("ClientPrefix"):
+        world.checks.fed(world.client, fed(world, 4, 2, skip=1))
+
+
+def test_hwm_mono_of_a_client(world):
+    world.checks.mark_moved(world.client, world.history.last)
+    with fails("HwmMono"):
+        world.checks.mark_moved(world.client, world.history.last - 1)
+    with fails("HwmMono"):
+        world.checks.mark_moved(world.client, world.history.last + 1)
+
+
+def test_hwm_mono_of_a_connection(world):
+    world.answer(m.HighWaterMarkResponse(QUESTION, world.history.last))
+    with fails("HwmMono"):
+        world.answer(m.HighWaterMarkResponse(QUESTION, world.history.last - 1))
+    with fails("HwmMono"):
+        world.answer(m.HighWaterMarkResponse(QUESTION, world.history.last + 1))
+
+
+# ---------------------------------------------------------------------------------------------
+# stale marks, flushes
+
+
+def test_a_plain_mark_is_no_older_than_the_session_timer(world):
+    last = world.history.last
+    world.checks.answers._marks.clear()
+    world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
+    world.checks.answers.acknowledged(last)
+    timer_ms = world.cluster.limits.session_timer_ms
+    world.cluster.world.now_us += (timer_ms + 2) * MS
+    with fails("StaleMark"):
+        world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
+
+
+def test_a_proven_mark_has_what_was_acknowledged_before(world):
+    last = world.history.last
+    world.checks.answers.acknowledged(last)
+    asked = m.ReplicasRequest(QUESTION, linearizable=True)
+    for mark, is_stale in ((last, False), (last - 1, True)):
+        world.checks.client_sent(world.client, world.link, asked)
+        told = m.ReplicasResponse(QUESTION, world.session, mark, (), bytes(16), 1)
+        if is_stale:
+            with fails("StaleMark"):
+                world.checks.client_heard(world.client, world.link, told)
+        else:
+            world.checks.client_heard(world.client, world.link, told)
+
+
+def test_a_flush_covers_what_came_before_it(world):
+    append_id = ReqId(1, 0, 0, 77_777)
+    request = m.AppendRequest(append_id, 0, (), (), (), 7, b"", 0)
+    world.checks.client_sent(world.client, world.link, request)
+    world.checks.client_sent(world.client, world.link, m.FlushRequest(QUESTION))
+    with fails("Flush"):
+        world.checks.client_heard(world.client, world.link, m.FlushResponse(QUESTION, 1))
+
+
+# ---------------------------------------------------------------------------------------------
+# 16, 17, 18, 19: locks
+
+
+def test_not_ahead_when_it_is_taken(world):
+    node = next(reversed(world.history.nodes.values()))
+    world.history.operations[node.rows[0].number].mark = world.history.last + 1
+    with fails("NotAhead"):
+        world.checks.outcomes.submitted(node.chain)
+
+
+def test_not_ahead_in_the_log(world):
+    operation = world.last_operation()
+    operation.mark, operation.write, operation.read = world.history.last, (), ()
+    with fails("NotAhead"):
+        world.checks.outcomes._in_the_log(world.history.last)
+
+
+def test_lock_serial(world):
+    operation = world.last_operation()
+    world.checks.locking._writers[99] = [world.history.last - 1]
+    operation.mark, operation.read = world.history.last - 2, (99,)
+    with fails("LockSerial"):
+        world.checks.outcomes._in_the_log(world.history.last)
+
+
+def deal(ledger, number, mark, *things):
+    return data_of(number, 8) + ledger.body(Deal(*things), mark)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((Kind.TRANSFER, 0, 1), (Kind.TRANSFER, 1, 2)),
+        ((Kind.PUSH, 3, 3), (Kind.PUSH, 3, 3)),
+        ((Kind.GUARD, 0, 1), (Kind.GUARD, 1, 0)),
+    ],
+)
+def test_serializable(first, second):
+    """Two deals computed at one mark: the second has not seen what the first has done."""
+    ledger = Ledger()
+    one, other = deal(ledger, 5, -1, *first), deal(ledger, 6, -1, *second)
+    ledger.take(0, one)
+    with fails("Serializable"):
+        ledger.take(1, other)
+    ledger.take(1, deal(ledger, 6, 0, *second))
+    ledger.audit()
+    assert ledger.deal_count == 2
+
+
+def test_serializable_by_what_must_hold_in_any_order():
+    ledger = Ledger()
+    ledger.take(0, deal(ledger, 5, -1, Kind.TRANSFER, 0, 1))
+    ledger.audit()
+    ledger._thing(Kind.TRANSFER, 0).values[-1] += 1
+    with fails("Serializable"):
+        ledger.audit()
+    ledger = Ledger()
+    ledger.take(0, deal(ledger, 5, -1, Kind.GUARD, 0, 1))
+    ledger._thing(Kind.GUARD, 1).values[-1] = 0
+    with fails("Serializable"):
+        ledger.audit()
+
+
+def test_serializable_is_replayed_from_a_disk():
+    world = World(is_over=True)
+    taken = list(world.checks.replicas.data_on(world.storage))
+    assert taken == [data_in(record) for record in world.history.records]
+    assert world.checks.counts["deals"] > 10
+
+
+def written_lock(world):
+    return next(
+        lock for lock, ids in world.checks.locking._writers.items() if ids[-1] <= world.history.last
+    )
+
+
+def test_lock_bound(world):
+    lock = written_lock(world)
+    world.checks.locking.check_lock(world.owner, lock)
+    world.owner.partition.pipeline._table = LockTable(1009, -1)
+    with fails("LockBound"):
+        world.checks.locking.check_lock(world.owner, lock)
+
+
+def test_reserve_held(world):
+    world.checks.locking.check_table(world.owner)
+    world.owner.partition.pipeline._table.reset(world.history.last + 1_000)
+    with fails("ReserveHeld"):
+        world.checks.locking.check_table(world.owner)
+    with fails("ReserveHeld"):
+        world.checks.locking.check_lock(world.owner, written_lock(world))
+
+
+# ---------------------------------------------------------------------------------------------
+# 20: what ZooKeeper holds
+
+
+def changed(world, **states):
+    """What ZooKeeper holds, with other states of some storages."""
+    metadata = world.coordinator.metadata
+    now = {**metadata.states}
+    for number, state in states.items():
+        now[ReplicaId(f"storage{number[1:]}:1")] = state
+    return replace(metadata, states=now)
+
+
+def test_meta_shape_of_a_claim(world):
+    metadata = world.coordinator.metadata
+    for session, nonce in ((metadata.session_id + 2, b"1"), (metadata.session_id + 1, world.nonce)):
+        with fails("MetaShape"):
+            world.writes(replace(metadata, session_id=session), nonce)
+    with fails("MetaShape"):
+        world.writes(replace(changed(world, s0=ReplicaState(0, 3)), session_id=1), b"2")
+
+
+def test_meta_shape_of_the_version(world):
+    world.coordinator.metadata_version += 1
+    with fails("MetaShape"):
+        world.writes(world.coordinator.metadata)
+
+
+def test_meta_shape_of_who_is_engaged(world):
+    closed = ReplicaState(world.session, world.history.last)
+    with fails("MetaShape"):
+        world.writes(changed(world, s0=closed, s1=closed))
+    with fails("MetaShape"):
+        world.writes(changed(world, s0=closed))
+    with fails("MetaShape"):
+        world.writes(changed(world, s0=ReplicaState(world.session - 1, UNRESOLVED)))
+
+
+def test_meta_shape_of_who_is_closed(world):
+    with fails("MetaShape"):
+        world.writes(changed(world, s9=ReplicaState(NO_SESSION, world.history.last - 1)))
+
+
+def test_engaged_only_with_a_mark_on_its_disk(world):
+    world.sessions._last_session["storage0:1"] = NO_SESSION
+    with fails("EngagedOnly"):
+        world.writes(world.coordinator.metadata)
+
+
+# ---------------------------------------------------------------------------------------------
+# 21: nothing rotten is served
+
+
+def raw_range(world, form, records):
+    log = world.storage.log
+    chain, entries = log.lineage(0, log.max_id)
+    lengths = b"" if form else b"\0"
+    count = log.max_id + 1
+    return m.RangeBytes(0, 1, 0, 0, count, form, lengths, records, 0, chain, entries)
+
+
+@pytest.mark.parametrize("form", [m.RangeForm.WHOLE, m.RangeForm.HEADERS])
+def test_no_rot_served_by_a_storage(world, form):
+    size = 28 if form else None
+    nodes = [
+        world.history.node_at(entry.chain, entry.last)
+        for entry in world.storage.log.lineage(0, world.storage.log.max_id)[1]
+    ]
+    starts = [zip((0, *node.ends), node.ends, strict=False) for node in nodes]
+    good = b"".join(
+        node.records[at:end][:size]
+        for node, ends in zip(nodes, starts, strict=True)
+        for at, end in ends
+    )
+    world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=raw_range(world, form, good))
+    bad = raw_range(world, form, good[:20] + b"?" + good[21:])
+    with fails("NoRotServed"):
+        world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
+    with fails("NoRotServed"):
+        bad = raw_range(world, form, good + b"?")
+        world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
+
+
+def test_no_rot_served_of_a_batch_that_nobody_wrote(world):
+    told = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
+    with fails("NoRotServed"):
+        world.works(m.LineageRequest, 0, 1, outcome=told)
+    told = m.RangeBytes(0, 1, 0, 0, 1, 0, b"", b"", 0, bytes(16), (entry(world),))
+    with fails("NoRotServed"):
+        world.works(m.RangeRaw, 0, 9, 9, 0, False, True, outcome=told)
+
+
+@pytest.mark.parametrize("form", [m.RangeForm.WHOLE, m.RangeForm.HEADERS])
+def test_no_rot_served_by_a_server(world, form):
+    size = 28 if form else None
+    good = b"".join(record[:size] for record in world.history.records[2:4])
+    mark = world.history.last
+
+    def told(records):
+        return m.RangeData(QUESTION, 2, 2, 4, form, b"", records, world.session, mark, ())
+
+    world.answer(told(good))
+    for bad in (good[:9] + b"?" + good[10:], good + b"?", b"\x7f" + good[1:]):
+        with fails("NoRotServed"):
+            world.answer(told(bad))
+
+
+def test_no_rot_served_in_the_feed(world):
+    good = b"".join(record[8:28] for record in world.history.records[2:4])
+    last = world.history.last
+
+    def told(headers, chain_at=-1, chain=bytes(16)):
+        return m.FeedBatch(QUESTION, 2, 2, headers, world.session, chain_at, chain)
+
+    world.answer(told(good, last, world.history.chains[last]))
+    with fails("NoRotServed"):
+        world.answer(told(good[:-1] + b"?"))
+    with fails("NoRotServed"):
+        world.answer(told(good, last))
+
+
+def test_no_rot_served_alone(world):
+    good = data_in(world.history.records[3])
+    world.answer(m.TransactionDataResponse(QUESTION, 3, (good, None)))
+    world.answer(m.TransactionDataResponse(QUESTION, 3, (None, "not there")))
+    with fails("NoRotServed"):
+        world.answer(m.TransactionDataResponse(QUESTION, 3, (good + b"?", None)))
+
+
+# ---------------------------------------------------------------------------------------------
+# 25, 26, 27: the end, the bounds, and what must have happened
+
+
+def test_converged_a_replica_with_another_end():
+    world = World(is_over=True)
+    world.history.log.append(world.history.log[-1])
+    with fails("Converged"):
+        world.checks.at_end()
+
+
+def test_converged_a_suspect_replica():
+    world = World(is_over=True)
+    log = world.storage.log
+    log._slots.slot = replace(log.slot, suspect=True)
+    with fails("Converged"):
+        world.checks.at_end()
+
+
+def test_converged_an_application_that_was_never_told():
+    world = World(is_over=True)
+    world.checks.at_end()
+    world.last_operation().told = ""
+    with fails("Converged"):
+        world.checks.at_end()
+
+
+def test_converged_a_feed_that_is_not_at_its_end():
+    world = World(is_over=True)
+    world.checks.client_follows(world.client)
+    world.client.fed = world.history.last - 1
+    assert not world.checks.outcomes.are_all_fed()
+    with fails("Converged"):
+        world.checks.at_end()
+
+
+def test_converged_a_stream_that_has_ended(world):
+    with fails("ClientStopped"):
+        world.checks.client_stopped(world.client, ClientAhead("the log is gone"))
+
+
+def test_bounded_tries(world):
+    for _ in range(DIALS_MAX - 1):
+        world.checks.dialled("somebody", "another")
+    world.cluster.world.now_us += 500 * MS
+    world.checks.dialled("somebody", "another")
+    with fails("Bounded"):
+        world.checks.dialled("somebody", "another")
+    world.cluster.world.now_us += 600 * MS
+    world.checks.dialled("somebody", "another")
+    with fails("Bounded"):
+        for _ in range(CLAIMS_MAX + 1):
+            world.says(events.ReadMetadata(1))
+
+
+def test_bounded_lag(world):
+    one = entry(world, NO_SESSION)
+    limit = world.cluster.store_limits.lag_bytes_max
+    with fails("Bounded"):
+        for sequence in range(100):
+            records = bytes(limit // 2)
+            message = m.AppendRaw(
+                world.session, 9_000 + sequence, 0, 0, b"", records, 0, bytes(16), (one,)
+            )
+            effect = events.SendToReplica(world.session, REPLICAS[0], message)
+            world.checks.sent_to_replica(world.owner, effect)
+
+
+@pytest.mark.parametrize("field", ["queue_bytes_max", "in_flight_bytes_max", "fetches_max"])
+def test_bounded_queues(world, field):
+    limits = {"queue_bytes_max": 1, "in_flight_bytes_max": 1 << 20, "fetches_max": 2}
+    world.cluster.limits = SimpleNamespace(**{**limits, field: -1})
+    with fails("Bounded"):
+        world.checks.bounds.stepped(world.owner)
+
+
+def test_sometimes():
+    counts = dict.fromkeys(SOMETIMES, 1)
+    assert never(counts) == []
+    del counts["late join"]
+    counts["NO_SPACE"] = 0
+    assert never(counts) == ["late join", "NO_SPACE"]
+
+
+def test_checkers_change_nothing():
+    """A run is the same whether anybody looks at the replicas' records or not."""
+    plain, looked = World(), World()
+    looked.checks.replicas.look_at(looked.storage, looked.storage.log)
+    looked.checks.locking.check_table(looked.owner)
+    for each in (plain, looked):
+        each.cluster.world.run(50 * MS)
+    assert plain.cluster.world.fingerprint == looked.cluster.world.fingerprint
