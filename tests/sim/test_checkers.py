@@ -387,6 +387,14 @@ def test_no_cut_committed(world):
         world.works(m.Truncate, -1, -1, bytes(16), before=Before(cut=entries))
 
 
+def test_no_cut_that_an_opening_carries_to_its_end(world):
+    log = world.storage.log
+    _, entries = log.lineage(0, log.max_id)
+    world.checks.replicas._cutting[world.storage.name] = log.max_id, Before(cut=entries)
+    with fails("NoCutCommitted"):
+        world.checks.log_opened(world.storage, log)
+
+
 def test_no_cut_below_the_mark(world):
     log = world.storage.log
     log._slots.slot = replace(log.slot, low_water_mark=5)

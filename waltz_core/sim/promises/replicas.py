@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from waltz_core.errors import DataLoss, NoSpace, WaltzError
+from waltz_core.errors import DataLoss, DiskFailed, NoSpace, WaltzError
 from waltz_core.record import (
     BEFORE_FIRST,
+    NO_SESSION,
     RECORD_HEADER,
     RECORD_PREFIX,
     Chain,
@@ -85,9 +86,9 @@ class Replicas:
     def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """3. PromiseMono, over restarts; rule 1."""
         self._check_durable(storage.name, log)
-        cutting = self._cutting.pop(storage.name, None)
+        cutting = self._cutting.get(storage.name)
         if cutting is not None and log.max_id <= cutting[0]:
-            # It died in the middle of a truncation, which opening has carried to its end.
+            # It failed in the middle of a truncation, which opening has carried to its end.
             self._cut(storage, log, *cutting)
         kept = self.kept.get(storage.name, BEFORE_FIRST)
         if log.synced_max < kept and not log.suspect:
@@ -101,6 +102,7 @@ class Replicas:
         """A fault has taken this replica's disk back: what it promised is gone."""
         self.durable.pop(storage.name, None)
         self.kept.pop(storage.name, None)
+        self._cutting.pop(storage.name, None)
         self._sessions.not_synced(storage.name, BEFORE_FIRST)
 
     def rotted(self, storage: "SimStorage") -> None:
@@ -147,7 +149,6 @@ class Replicas:
             else:
                 self._answered(storage, outcome)
         if work.requests:
-            self._cutting.pop(storage.name, None)
             self._check_durable(storage.name, work.log)
         self._work_count += 1
         if self._work_count % LOOK_EVERY == 0:
@@ -155,6 +156,8 @@ class Replicas:
 
     def _refused(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
         self._witness.counts[f"nack {type(message).__name__}"] += 1
+        if isinstance(message, Truncate) and not isinstance(error, DiskFailed):
+            self._cutting.pop(storage.name, None)
         if isinstance(error, NoSpace):
             self._witness.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
@@ -190,6 +193,7 @@ class Replicas:
         self, storage: "SimStorage", log: "PartitionLog", keep: int, before: Before
     ) -> None:
         """9. NoCutCommitted: what was cut is not, with the same chain, in the log."""
+        self._cutting.pop(storage.name, None)
         chains = self._witness.history.chains
         for entry in before.cut:
             if chains.get(entry.last) == entry.chain:
@@ -210,12 +214,18 @@ class Replicas:
             self.check_range(storage.name, outcome)
         elif isinstance(outcome, LineageResponse):
             for entry in outcome.lineage:
+                if self._is_made_up(storage.name, entry):
+                    continue
                 if self._witness.history.node_at(entry.chain, entry.last) is None:
                     self._witness.fail("NoRotServed", f"{storage.name} tells of {entry}")
         elif isinstance(outcome, Prepared):
             assert storage.engine is not None
             if outcome.storage_id != storage.engine.storage_id:
                 self._witness.fail("Identity", f"{storage.name} tells the id of another one")
+
+    def _is_made_up(self, name: str, entry: LineageEntry) -> bool:
+        """Whether a batch may be one that stands for others whose entries could not be read."""
+        return name in self.rotten and entry.session_id == NO_SESSION
 
     def _check_identity(self, storage: "SimStorage", what: str) -> None:
         """22. Identity: nothing is changed on a disk that is not the registered one."""
@@ -252,6 +262,8 @@ class Replicas:
         is_whole = answer.form == RangeForm.WHOLE
         for entry in answer.lineage:
             node = nodes.node_at(entry.chain, entry.last)
+            if node is None and self._is_made_up(name, entry):
+                return
             if node is None:
                 self._witness.fail("NoRotServed", f"{name} has a batch that nobody wrote: {entry}")
             starts = (0, *node.ends)
