@@ -50,6 +50,7 @@ class Checks(Witness):
         self.locking = Locking(self)
         self.outcomes = Outcomes(self, self.answers, self.locking)
         self.bounds = Bounds(self)
+        self._opening: dict[str, int] = {}  # how much lay on disks before they were opened
         self._heads: dict[tuple[str, SessionId], Chain] = {}  # where a server appends next
 
     def reported(self, name: str, report: Report) -> None:
@@ -70,11 +71,12 @@ class Checks(Witness):
         self.count(f"storage refused: {type(error).__name__}")
 
     def log_opening(self, storage: "SimStorage") -> int:
-        """A log is about to be opened; `log_opened` gets what is returned."""
-        return self.replicas.bytes_of(storage)
+        """A directory, and then its log, is about to be opened; `log_opened` gets the result."""
+        return self._opening.setdefault(storage.name, self.replicas.bytes_of(storage))
 
     def log_opened(self, storage: "SimStorage", log: PartitionLog, bytes_before: int = 0) -> None:
         """A log is open; opening may have cut a torn tail."""
+        self._opening.pop(storage.name, None)
         if self.replicas.bytes_of(storage) < bytes_before:
             self.count("torn tail")
         self.replicas.opened(storage, log)

@@ -189,9 +189,7 @@ class Replicas:
                 "LwmFull", f"{storage.name}: mark {message.mark} at {before.synced_max}"
             )
 
-    def _cut(
-        self, storage: "SimStorage", log: "PartitionLog", keep: int, before: Before
-    ) -> None:
+    def _cut(self, storage: "SimStorage", log: "PartitionLog", keep: int, before: Before) -> None:
         """9. NoCutCommitted: what was cut is not, with the same chain, in the log."""
         self._cutting.pop(storage.name, None)
         chains = self._witness.history.chains

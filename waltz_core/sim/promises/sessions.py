@@ -246,9 +246,27 @@ class Sessions:
         """A storage's answer has come to the owner."""
         if isinstance(answer, Prepared):
             self._prepared.setdefault((session, replica), []).append(answer)
+            self._notice_wait(session)
         elif isinstance(answer, Appended | ReplicaAnswer):
             key = session, replica
             self._reached[key] = max(answer.synced_max, self._reached.get(key, BEFORE_FIRST))
+
+    def _notice_wait(self, session: SessionId) -> None:
+        """Count a session that knows too little though a replica has answered that it knows not."""
+        claim = self.claims.get(session)
+        if claim is None or session in self.decided:
+            return
+        answered = [name for name in claim.engaged if (session, name) in self._prepared]
+        known = self._known(session, claim)
+        if len(known) < len(answered) and len(claim.engaged) - len(known) >= claim.quorum:
+            self._witness.count("undecidable wait")
+
+    def _known(self, session: SessionId, claim: Claimed) -> list[int]:
+        """Return where the engaged replicas end that can be believed."""
+        lasts = [
+            self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
+        ]
+        return [last for last in lasts if last is not None]
 
     def sent(self, server: "SimServer", effect: events.SendToReplica) -> None:
         """9. A replica is changed only in a session that has decided (rule 3)."""
@@ -289,11 +307,7 @@ class Sessions:
         unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
         if engaged and len(unfenced) >= quorum:
             self._witness.fail("FenceFirst", f"{session} decides, {unfenced} may still acknowledge")
-        known = [
-            last
-            for name in engaged
-            if (last := self._known_max(session, name, claim.states[ReplicaId(name)])) is not None
-        ]
+        known = self._known(session, claim)
         unknown_count = len(engaged) - len(known)
         least = BEFORE_FIRST
         if engaged:
