@@ -18,11 +18,12 @@ import pytest
 from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors, net
+from waltz_core.cluster import model
 from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
-from waltz_core.record import BEFORE_FIRST, PartitionId, ReplicaId
+from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, SessionId
 from waltz_core.storage import daemon
 from waltz_core.storage.daemon import StaticCluster, StorageDaemon, serve
 from waltz_core.wire.messages import (
@@ -376,18 +377,19 @@ def new_cluster(address, key=KEY):
 
 
 @pytest.mark.zookeeper
+async def is_served(address, session_id, partition_id=0):
+    async with session(address, session_id, partition_id) as owner:
+        message = owner.owner.make(
+            Prepare, owner.owner.nonce, bytes(16), KEY.bytes, PARTITION_COUNT
+        )
+        return isinstance(await owner.ask(message), Prepared)
+
+
 def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
     connect = f"{zookeeper}/storage-daemon"
     port = free_port()
     address = f"127.0.0.1:{port}"
     config = config_for(tmp_path / "data", connect=connect, port=port)
-
-    async def prepared(partition_id):
-        async with session(address, 5, partition_id) as owner:
-            message = owner.owner.make(
-                Prepare, owner.owner.nonce, bytes(16), KEY.bytes, PARTITION_COUNT
-            )
-            return isinstance(await owner.ask(message), Prepared)
 
     async def main():
         async with connected(connect) as coordinator:
@@ -396,8 +398,8 @@ def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
             await coordinator.create_cluster(new_cluster(address))
             async with serving(config, None) as told:
                 assert told == address
-                assert await prepared(0)
-                assert not await prepared(1)
+                assert await is_served(address, 5)
+                assert not await is_served(address, 5, 1)
                 (registered,) = (await coordinator.read_storage_ids()).items()
                 assert registered[0] == address
                 await coordinator.update_replica_assignment(
@@ -405,11 +407,49 @@ def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
                         {ReplicaId(address): (PartitionId(0), PartitionId(1))}
                     )
                 )
-                while not await prepared(1):  # noqa: ASYNC110 - nobody tells when it is opened
+                while not await is_served(address, 5, 1):  # noqa: ASYNC110 - nobody tells when it is opened
                     await asyncio.sleep(0.01)
             other = config_for(tmp_path / "other", connect=connect, port=port)
             with pytest.raises(errors.StorageIdMismatch, match="is registered in ZooKeeper"):
                 await serve(other, stop=asyncio.Event())
+
+    on_loop(main())
+
+
+def test_what_is_taken_away_is_served_until_a_session_has_left_it_out(tmp_path, zookeeper):
+    """The next session has to hear a replica that goes: nobody else may have what it holds."""
+    connect = f"{zookeeper}/storage-leaves"
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    config = config_for(tmp_path / "data", connect=connect, port=port)
+    other = ReplicaId("127.0.0.1:1")
+
+    async def assign(coordinator, *replicas):
+        partitions = dict.fromkeys(map(ReplicaId, replicas), (PartitionId(0),))
+        await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(partitions))
+
+    async def write_states(coordinator, *replicas):
+        view = await coordinator.read_partition(PartitionId(0))
+        state = model.ReplicaState(SessionId(5), model.UNRESOLVED)
+        states = dict.fromkeys(map(ReplicaId, replicas), state)
+        metadata = model.PartitionMetadata(Generation(0), SessionId(5), states)
+        marker = model.PartitionMarker(model.MarkerState.OPEN, SessionId(5), bytes(16))
+        await coordinator.write_partition(PartitionId(0), metadata, marker, view.versions)
+
+    async def main():
+        async with connected(connect) as coordinator:
+            await coordinator.create_cluster(new_cluster(address))
+            async with serving(config, None):
+                assert await is_served(address, 6)
+                await assign(coordinator, address, other)
+                await write_states(coordinator, address, other)
+                await assign(coordinator, other)
+            # Nor does it matter that the process starts when the partition is another's already.
+            async with serving(config, None):
+                assert await is_served(address, 7)
+                await write_states(coordinator, other)
+                while await is_served(address, 7):  # noqa: ASYNC110 - nobody tells when it is not
+                    await asyncio.sleep(0.05)
 
     on_loop(main())
 

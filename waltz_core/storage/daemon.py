@@ -6,9 +6,11 @@ What may be answered is `service.py`'s; here it is only carried.
 Rules:
     1. The directory is open, and this storage registered for its address, before any partition is
        served.
-    2. A partition is served exactly while the replica assignment names this storage for it. While
-       ZooKeeper is away nothing changes. One that cannot be opened (a full disk, a failing one, a
-       file that somebody has to bring back) is tried again, ever more rarely.
+    2. A partition is served while the replica assignment names this storage for it, and afterwards
+       for as long as its metadata does: the session that leaves this storage out has to hear first
+       what it holds (correctness.md 2.1 C and D). While ZooKeeper is away nothing changes. One that
+       cannot be opened (a full disk, a failing one, a file that somebody has to bring back) is
+       tried again, ever more rarely.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
     4. At the end: read no more, let work under way end, sync, leave the directory marked as clean.
        After a failure of the disk it is left as it is.
@@ -20,7 +22,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -269,23 +271,43 @@ class StorageDaemon:
         self._wanted_changed.set()
 
     async def _follow_partitions(self) -> None:
-        """Open and drop partitions until they are the assigned ones, whenever those change."""
+        """Open and drop partitions until they are the right ones (rule 2)."""
         again_s = OPEN_AGAIN_S_MIN
         while True:
-            is_missing = not self._logs.keys() >= set(self._wanted)
+            is_settled = self._logs.keys() == set(self._wanted)
             try:
-                async with asyncio.timeout(again_s if is_missing else None):
+                async with asyncio.timeout(None if is_settled else again_s):
                     await self._wanted_changed.wait()
                 again_s = OPEN_AGAIN_S_MIN
             except TimeoutError:
                 again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
             self._wanted_changed.clear()
             wanted = self._wanted
+            wanted = (*wanted, *await self._leaving(wanted))
             for partition_id in [each for each in self._logs if each not in wanted]:
                 await self._drop(partition_id)
             for partition_id in [each for each in wanted if each not in self._logs]:
                 await self._open(partition_id)
             self._is_assigned.set()
+
+    async def _leaving(self, assigned: Collection[PartitionId]) -> list[PartitionId]:
+        """Return the partitions that were taken away, but not yet by a session of their owner."""
+        assert self._engine is not None
+        leaving: list[PartitionId] = []
+        if self._coordinator is None:
+            return leaving
+        for partition_id in self._engine.assigned():
+            if partition_id in assigned:
+                continue
+            try:
+                metadata = (await self._coordinator.read_partition(partition_id)).metadata
+                is_named = metadata is not None and ReplicaId(self.address) in metadata.states
+            except errors.WaltzError as error:
+                _log.warning("storage.metadata_unread partition=%s error=%s", partition_id, error)
+                is_named = partition_id in self._logs
+            if is_named:
+                leaving.append(partition_id)
+        return leaving
 
     async def _open(self, partition_id: PartitionId) -> None:
         try:
