@@ -26,7 +26,7 @@ FILES_LONGER_ON_PURPOSE = {
 # Whose files have a unit test file each, of the same name, but for shells: those name one of
 # SHELL_MODULES, and tests with real daemons cover them.
 MIRRORED = ("replication", "wire", "storage", "cluster", "server")
-SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "kazoo")
+SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "multiprocessing", "kazoo")
 # Files that only declare; whoever uses them tests them.
 DECLARATIONS = {
     "waltz_core/cluster/znodes.py",
