@@ -323,18 +323,6 @@ def doubtful_flights_land() -> Patches:
 
 
 @switch
-def generation_unchecked() -> Patches:
-    """An append of an older generation is let in."""
-
-    def _stale(self, ticket):
-        ready = self._mounts.is_ready(ticket.req_id.client_id, ticket.connection)
-        return None if ready else Reason.NOT_MOUNTED
-
-    yield instead(AppendPipeline, "_stale", _stale)
-    yield instead(Mounts, "clear", nothing)
-
-
-@switch
 def batch_answered_before_all_is_final() -> Patches:
     """A batch is answered when its first flight has landed."""
     yield instead(BatchTicket, "is_final", property(lambda self: self.is_judged))

@@ -13,7 +13,7 @@ from waltz_core.storage.recovery import _Opening
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
 from waltz_core.storage.service import StorageService
-from waltz_core.wire.messages import AppendRaw, Prepare
+from waltz_core.wire.messages import AppendRaw, SetLowWaterMark
 
 
 @switch
@@ -110,7 +110,7 @@ def promise_not_durable() -> Patches:
 
 @switch
 def fence_after_vote() -> Patches:
-    """PREPARE tells what the log has, and fences older sessions only when the next request comes.
+    """PREPARE tells what the log has, and fences older sessions later, with the mark.
 
     Until then appends of the session before are taken.
     """
@@ -133,7 +133,7 @@ def fence_after_vote() -> Patches:
         session = older.get(id(lane.log), (None, None))[0]
         if isinstance(message, AppendRaw) and message.session_id == session:
             return
-        if not isinstance(message, AppendRaw | Prepare):
+        if isinstance(message, SetLowWaterMark):
             older.pop(id(lane.log), None)
         check_service(self, lane, message)
 
