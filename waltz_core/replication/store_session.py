@@ -433,10 +433,12 @@ class StoreSession:
         error = from_code(nack.error_code, nack.message)
         reason = f"{type(error).__name__}: {nack.message}"
         promised = SessionId(nack.promised)
-        is_fenced = isinstance(error, SessionFenced) and promised > self.claim.session_id
+        is_bound = isinstance(error, SessionFenced)
+        is_fenced = is_bound and promised > self.claim.session_id
+        is_same = is_bound and promised == self.claim.session_id
         if is_fenced and self.claim.behind.get(each.replica) != promised:
             self.end(Ending(Cause.FENCED, reason, each.replica, promised=promised))
-        elif isinstance(request.message, messages.Prepare) and promised == self.claim.session_id:
+        elif is_same and isinstance(request.message, messages.Prepare):
             self._met_rival(each, reason, now_ms)
         elif self.repairs.mend_refused(request.ticket, each):
             self._report("replica.not_mended", replica=each.replica, reason=reason)

@@ -399,3 +399,22 @@ def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():
     assert "bound to 7" in bench.all_told(SessionClosed)[0].reason
     bench.wait(30)
     assert isinstance(bench.questions[0], events.ReadMetadata)
+
+
+def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
+    """What the storage is bound to is this session; only its disk could not say so."""
+    bench = Bench()
+    bench.own()
+    while not all(bench.requests.get(name) for name in (A, B, C)):
+        bench.ask_zookeeper() if bench.questions else bench.connect()
+    for name in (A, B):
+        message = bench.requests[name].popleft()
+        assert isinstance(message, wire.Prepare)
+        nack = wire.Nack(0, message.sequence, 0, errors.DiskFailed.code, 0, "input/output error")
+        bench.step(events.ReplicaAnswered(0, name, nack))
+    assert bench.reports("partition.refused") == []
+    assert bench.store.session is not None
+    for _ in range(20):
+        bench.wait(1_000)
+        bench.run()
+    assert bench.store.open_session is not None
