@@ -18,7 +18,7 @@ from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.history import Node, Row, Violation, data_in, data_of
 from waltz_core.sim.ledger import Deal, Kind, Ledger
 from waltz_core.sim.promises.bounds import CLAIMS_MAX, DIALS_MAX
-from waltz_core.sim.promises.replicas import Before, segments_of
+from waltz_core.sim.promises.replicas import segments_of
 from waltz_core.sim.promises.sometimes import SOMETIMES, never
 from waltz_core.sim.schedule import Schedule, Setup
 from waltz_core.storage.work import Request, Work, WorkResult
@@ -81,13 +81,13 @@ class World:
         self.coordinator.metadata_version += 1
         self.checks.wrote(server or self.owner.name, before, after, marker)
 
-    def works(self, kind, *fields, outcome=None, before=None, session=None) -> None:
+    def works(self, kind, *fields, outcome=None, session=None) -> None:
         """A storage has done a piece of work; what became of it is made up."""
         session = self.session if session is None else session
         request = Request(1, kind(session, 1, 0, *fields))
         work = Work(self.storage.log, (request,), self.storage.engine.storage_id)
         outcome = m.SuccessResponse(session, 1, 0) if outcome is None else outcome
-        before = self.checks.before_work(self.storage, work) if before is None else before
+        before = self.checks.before_work(self.storage, work)
         self.checks.worked(self.storage, work, WorkResult(outcomes=[outcome]), before)
 
     def prepared(self, session, replica, synced_max, **other) -> None:
@@ -381,30 +381,28 @@ def test_gate_no_session_is_named_that_is_not_open(world):
 
 
 def test_no_cut_committed(world):
-    log = world.storage.log
-    _, entries = log.lineage(0, log.max_id)
     with fails("NoCutCommitted"):
-        world.works(m.Truncate, -1, -1, bytes(16), before=Before(cut=entries))
+        world.works(m.Truncate, 5, -1, bytes(16))
 
 
 def test_no_cut_that_an_opening_carries_to_its_end(world):
     log = world.storage.log
-    _, entries = log.lineage(0, log.max_id)
-    world.checks.replicas._cutting[world.storage.name] = log.max_id, Before(cut=entries)
+    world.checks.replicas._cutting[world.storage.name] = 5
+    world.checks.log_opened(world.storage, log)
     with fails("NoCutCommitted"):
-        world.checks.log_opened(world.storage, log)
+        world.checks.log_opened(world.storage, SimpleNamespace(max_id=5, slot=log.slot))
 
 
 def test_no_cut_below_the_mark(world):
     log = world.storage.log
     log._slots.slot = replace(log.slot, low_water_mark=5)
     with fails("NoCutCommitted"):
-        world.works(m.Truncate, 4, -1, bytes(16), before=Before())
+        world.works(m.Truncate, 4, -1, bytes(16))
 
 
 def test_no_cut_is_even_asked_for_below_the_mark(world):
     with fails("NoCutCommitted"):
-        world.works(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"), before=Before())
+        world.works(m.Truncate, 4, -1, bytes(16), outcome=DataLoss("below"))
 
 
 def test_lwm_full(world):

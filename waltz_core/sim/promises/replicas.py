@@ -7,6 +7,7 @@ Rules:
     1. What a storage has answered as synced is on its disk until a later session cuts it, or a
        fault that takes disks back (`rolled_back`) has struck.
     2. Records are compared with the books as bytes: no checksum and no chain is believed.
+    3. Nothing is read through a log: that could fail, or mend something, and would be seen.
 """
 
 from collections.abc import Iterator
@@ -60,7 +61,6 @@ class Before(NamedTuple):
     """What was to be seen of a log before a piece of work, where that is needed."""
 
     synced_max: TransactionId = BEFORE_FIRST
-    cut: tuple[LineageEntry, ...] = ()  # what a truncation is about to take away
     segment_count: int = 0
 
 
@@ -78,7 +78,7 @@ class Replicas:
         self.kept: dict[str, int] = {}
         self.rotten: dict[str, None] = {}  # a fault has changed bytes on their platters
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
-        self._cutting: dict[str, tuple[int, Before]] = {}  # truncations that are under way
+        self._cutting: dict[str, int] = {}  # truncations under way, and what they keep
         self._work_count = 0
 
     # ---- starting
@@ -87,9 +87,9 @@ class Replicas:
         """3. PromiseMono, over restarts; rule 1."""
         self._check_durable(storage.name, log)
         cutting = self._cutting.get(storage.name)
-        if cutting is not None and log.max_id <= cutting[0]:
+        if cutting is not None and log.max_id <= cutting:
             # It failed in the middle of a truncation, which opening has carried to its end.
-            self._cut(storage, log, *cutting)
+            self._cut(storage, log, cutting)
         kept = self.kept.get(storage.name, BEFORE_FIRST)
         if log.synced_max < kept and not log.suspect:
             self._witness.fail(
@@ -116,14 +116,8 @@ class Replicas:
         if not work.requests:
             return _NOTHING
         message, log = work.requests[0].message, work.log
-        if isinstance(message, Truncate):
-            keep = TransactionId(message.last_to_keep)
-            if keep >= log.max_id or message.session_id != log.promised:
-                return _NOTHING
-            _, entries = log.lineage(TransactionId(max(0, keep + 1)), log.max_id)
-            before = Before(cut=tuple(entry for entry in entries if entry.last > keep))
-            self._cutting[storage.name] = keep, before
-            return before
+        if isinstance(message, Truncate) and message.session_id == log.promised:
+            self._cutting[storage.name] = message.last_to_keep
         if isinstance(message, SetLowWaterMark):
             return Before(synced_max=log.synced_max)
         if isinstance(message, AppendRaw) and _is_catch_up(message):
@@ -143,7 +137,7 @@ class Replicas:
             elif isinstance(message, SetLowWaterMark):
                 self._marked(storage, message, before)
             elif isinstance(message, Truncate):
-                self._cut(storage, work.log, message.last_to_keep, before)
+                self._cut(storage, work.log, message.last_to_keep)
             elif isinstance(message, Repair):
                 self._witness.count("damage repaired")
             else:
@@ -189,15 +183,14 @@ class Replicas:
                 "LwmFull", f"{storage.name}: mark {message.mark} at {before.synced_max}"
             )
 
-    def _cut(self, storage: "SimStorage", log: "PartitionLog", keep: int, before: Before) -> None:
+    def _cut(self, storage: "SimStorage", log: "PartitionLog", keep: int) -> None:
         """9. NoCutCommitted: what was cut is not, with the same chain, in the log."""
         self._cutting.pop(storage.name, None)
-        chains = self._witness.history.chains
-        for entry in before.cut:
-            if chains.get(entry.last) == entry.chain:
-                self._witness.fail(
-                    "NoCutCommitted", f"{storage.name} keeps {keep}, cuts {entry.last}"
-                )
+        history = self._witness.history
+        for last in range(keep + 1, history.last + 1):
+            chain = history.chains.get(last)
+            if chain is not None and self._sessions.has_synced(storage.name, chain):
+                self._witness.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
         if keep < log.slot.low_water_mark:
             self._witness.fail(
                 "NoCutCommitted", f"{storage.name} keeps {keep} of {log.slot.low_water_mark}"

@@ -87,6 +87,7 @@ class Sessions:
         self._promised: dict[str, SessionId] = {}
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}
+        self._lasts: dict[Chain, int] = {}  # where the batches with these chains end
         # What has reached the owner.
         self._prepared: dict[tuple[SessionId, str], list[Prepared]] = {}
         self._reached: dict[tuple[SessionId, str], int] = {}
@@ -232,12 +233,16 @@ class Sessions:
                     "GateCAS2", f"{name} has an append of {session}, which is not open"
                 )
             self._synced.setdefault(entry.chain, {})[name] = None
+            self._lasts[entry.chain] = entry.last
+
+    def has_synced(self, name: str, chain: Chain) -> bool:
+        """Tell whether a batch was ever synced on a replica, and not cut or lost since."""
+        return name in self._synced.get(chain, ())
 
     def not_synced(self, name: str, above: int) -> None:
         """A replica no longer has what it had above an id."""
-        nodes = self._witness.history.nodes
         for chain, names in self._synced.items():
-            if name in names and (node := nodes.get(chain)) is not None and node.last > above:
+            if name in names and self._lasts[chain] > above:
                 del names[name]
 
     # ---- what reaches the owner, and what it sends
