@@ -910,6 +910,12 @@ def test_bounded_queues(world, field):
         world.checks.bounds.stepped(world.owner)
 
 
+def test_bounded_queue_of_a_storage(world):
+    world.storage.service.queued_bytes = 1 << 20
+    with fails("Bounded"):
+        world.works(m.Heartbeat)
+
+
 def test_sometimes():
     counts = dict.fromkeys(SOMETIMES, 1)
     assert never(counts) == []

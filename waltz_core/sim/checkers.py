@@ -96,6 +96,7 @@ class Checks(Witness):
     def worked(self, storage: "SimStorage", work: Work, result: WorkResult, before: Before) -> None:
         """A piece of work is done, and is answered in a moment."""
         self.replicas.worked(storage, work, result, before)
+        self.bounds.worked(storage)
 
     # -----------------------------------------------------------------------------------------
     # ZooKeeper

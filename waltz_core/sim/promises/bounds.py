@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from waltz_core.record import SessionId
     from waltz_core.sim.promises.witness import Witness
     from waltz_core.sim.servers import SimServer
+    from waltz_core.sim.storages import SimStorage
 
 SECOND_US: Final = 1_000_000
 # What one frame may add to what was within its limit.
 FRAME_BYTES: Final = 16 * 1024
-# In one virtual second; delays begin at about 20 ms and are drawn from half of that on.
-CLAIMS_MAX: Final = 30
-DIALS_MAX: Final = 120
+# In one virtual second, several times what is usual: delays begin at about 20 ms and double.
+CLAIMS_MAX: Final = 20
+DIALS_MAX: Final = 50
+# What a storage may have waiting: its own limit, and what two sessions have sent before it hears.
+QUEUE_BYTES_MAX: Final = 64 * 1024
 
 
 class Bounds:
@@ -78,6 +81,15 @@ class Bounds:
         unanswered = self._unanswered.get((session, replica))
         if unanswered is not None:
             unanswered.pop(answer.sequence, None)
+
+    def worked(self, storage: "SimStorage") -> None:
+        """Look at the queue of a storage."""
+        lag_bytes_max = self._witness.cluster.store_limits.lag_bytes_max
+        limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES)
+        if storage.service is not None and storage.service.queued_bytes > limit:
+            self._witness.fail(
+                "Bounded", f"{storage.name}: {storage.service.queued_bytes} bytes queued"
+            )
 
     def stepped(self, server: "SimServer") -> None:
         """Look at the queues of a server."""
