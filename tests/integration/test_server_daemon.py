@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -16,8 +18,10 @@ from waltz_core import errors, net
 from waltz_core.batches import encode_append
 from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.znodes import Delete
 from waltz_core.config import ServerConfig
 from waltz_core.record import ClientId, Generation, PartitionId, ReplicaId, ReqId
+from waltz_core.server import daemon
 from waltz_core.server.daemon import Server
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, Surface
@@ -311,6 +315,39 @@ def test_a_storage_that_dies_and_returns_costs_no_append() -> None:
             await until(lambda: world.storages[0].logs[0].last == done - 1)
             assert await client.mark() == done - 1
             assert world.storages[0].logs[0].records == world.storages[1].logs[0].records
+
+    run(main())
+
+
+def test_a_storage_that_is_replaced_is_taken_in_without_a_new_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    soon = partial(dataclasses.replace, redial_ms_min=10, redial_ms_max=20, refused_retry_ms=30)
+    limits_of = daemon.store_limits_of
+    monkeypatch.setattr(daemon, "store_limits_of", lambda config: soon(limits_of(config)))
+
+    async def main() -> None:
+        async with cluster() as (world, server):
+            client = await connect(server)
+            await client.mount()
+            await client.append(3)
+            replaced = world.storages[1]
+            await replaced.stop()
+            await until(lambda: not server.hosts[PartitionId(0)].partition.is_open)
+            await until(lambda: server.hosts[PartitionId(0)].partition.is_open)
+            session = server.hosts[PartitionId(0)].partition.session_id
+            replaced.logs.clear()
+            replaced.storage_id = UUID(int=99)
+            await replaced.start()
+            coordinator = world.zookeeper.coordinator(ROOT)
+            path = coordinator.paths.storage_id(ReplicaId(replaced.address))
+            await world.zookeeper.session().write([Delete(path, 0)])
+            registered = await coordinator.register_storage_id(
+                ReplicaId(replaced.address), replaced.storage_id
+            )
+            assert registered == replaced.storage_id
+            await until(lambda: 0 in replaced.logs and replaced.logs[0].last == 2)
+            assert server.hosts[PartitionId(0)].partition.session_id == session
 
     run(main())
 

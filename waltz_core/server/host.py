@@ -196,6 +196,15 @@ class Host:
         fields = " ".join(f"{name}={value}" for name, value in report.fields)
         _log.info("%s partition=%s %s", report.name, self.partition_id, fields)
         self._around.metrics.report(report)
+        if report.name == "replica.refused":
+            self._around.tasks.create_task(self._learn_storage_ids())
+
+    async def _learn_storage_ids(self) -> None:
+        """A storage may have been replaced since the session began; the next dial is for it."""
+        try:
+            await self._around.refresh_storage_ids()
+        except WaltzError as error:
+            _log.info("partition.storage_ids_unknown reason=%s", error)
 
     def show(self) -> None:
         """Bring this partition's metrics up to date."""
