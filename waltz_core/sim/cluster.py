@@ -7,12 +7,26 @@ Rules:
     1. One partition. What partitions share in a process (a storage's disk, a server's memory) is
        tested elsewhere; what makes the log right is within one.
     2. A run has two phases. In the first, anything goes; in the second everything heals, and then
-       everything must be whole again within a bounded time.
+       everything must be whole again within a bounded time. Without a budget (`budget.py`) nothing
+       needs to become whole: it is enough that nothing is wrong.
+    3. An operator looks after what cannot heal by itself: puts disks back that were swapped, gives
+       a storage whose disk is not its own, or is beyond reading, an empty directory and a new
+       identity, has logs read whole. Nothing is accepted of which nobody knows what it is.
 """
 
 from typing import TYPE_CHECKING, Final
 
+from waltz_core.errors import (
+    BadFormat,
+    ChecksumMismatch,
+    ClusterKeyMismatch,
+    MissingSegment,
+    StorageIdMismatch,
+    WaltzError,
+)
 from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.replication import events
+from waltz_core.sim.budget import Budget, read_whole
 from waltz_core.sim.checkers import Checks
 from waltz_core.sim.clients import SimClient
 from waltz_core.sim.coordinator import SimCoordinator
@@ -31,6 +45,16 @@ MS: Final = 1_000
 OPEN_MS_MAX: Final = 90_000
 EQUAL_MS_MAX: Final = 60_000
 AFTERWARDS_MS: Final = 20
+OPERATOR_MS: Final = 3_000
+HALTED_MS: Final = 8_000
+# What does not end by itself, however often it is tried.
+BEYOND_READING: Final = (
+    BadFormat,
+    ChecksumMismatch,
+    ClusterKeyMismatch,
+    MissingSegment,
+    StorageIdMismatch,
+)
 
 
 class SimCluster:
@@ -56,8 +80,9 @@ class SimCluster:
         self.storages: dict[ReplicaId, SimStorage] = {}
         self.servers: list[SimServer] = []
         replicas = tuple(ReplicaId(f"storage{n}:1") for n in range(setup.replicas))
-        self.ever_assigned: dict[ReplicaId, None] = dict.fromkeys(replicas)
         self.coordinator = SimCoordinator(self, replicas)
+        self.budget = Budget(self)
+        self.swapped: dict[str, SimStorage] = {}  # by name: who has a disk that is another's
         self.held_down: dict[str, None] = {}  # machines that are not to come back for a while
         self.is_healing = False
         for n in range(setup.replicas + setup.spare_storages):
@@ -85,9 +110,19 @@ class SimCluster:
         """The server that the assignment names."""
         return self.server_named(self.coordinator.assignment.owner)
 
-    def register_storage(self, replica: ReplicaId, storage_id: bytes) -> None:
-        """Enter a storage's id, if none is registered for its address (`cluster replace` does)."""
-        self.coordinator.storage_ids.setdefault(replica, storage_id)
+    @property
+    def replicas(self) -> tuple[ReplicaId, ...]:
+        """The assigned ones."""
+        return self.coordinator.assignment.replicas
+
+    @property
+    def is_zookeeper_away(self) -> bool:
+        """Whether nobody reaches ZooKeeper."""
+        return self.coordinator.is_away
+
+    def register_storage(self, replica: ReplicaId, storage_id: bytes) -> bytes:
+        """Enter a storage's id for its address, if there is none; return the registered one."""
+        return self.coordinator.storage_ids.setdefault(replica, storage_id)
 
     def start_clients(self) -> None:
         """Begin the workload."""
@@ -114,10 +149,64 @@ class SimCluster:
 
     def reassign(self, replicas: "tuple[ReplicaId, ...]") -> None:
         """Change the replica assignment, as `cluster` commands do: one replica at a time."""
-        self.ever_assigned.update(dict.fromkeys(replicas))
-        for replica in replicas:
-            self.storages[replica].serve()
         self.coordinator.reassign(replicas)
+        for storage in self.storages.values():
+            storage.after(self.coordinator.watch_us(), storage.hear_of_assignment)
+
+    def kill(self, process: "SimStorage | SimServer") -> None:
+        """`kill -9`; its supervisor starts it again."""
+        if process.is_up and not self.is_healing:
+            process.kill()
+            self.restart_later(process)
+
+    # ---- the operator (rule 3)
+
+    def swap_disks(self, one: SimStorage, other: SimStorage) -> None:
+        """Put each of two disks in the other's machine; nobody's data is lost."""
+        for each in (one, other):
+            each.kill()
+        one.disk, other.disk = other.disk, one.disk
+        one.refused = other.refused = None
+        for each, its in ((one, other), (other, one)):
+            if each.name in self.swapped:
+                del self.swapped[each.name]
+            else:
+                self.swapped[each.name] = its
+            self.restart_later(each)
+
+    def operate(self) -> None:
+        """Look after what cannot heal by itself."""
+        for name in list(self.swapped):
+            if name in self.swapped:
+                storage = next(each for each in self.storages.values() if each.name == name)
+                self.swap_disks(storage, self.swapped[name])
+        for storage in self.storages.values():
+            is_hopeless = isinstance(storage.refused, BEYOND_READING)
+            if self.is_healing and storage.log is not None and storage.log.suspect:
+                is_hopeless = storage.replica in self.budget.lost
+            if is_hopeless and storage.name not in self.held_down:
+                if storage.replica not in self.budget.lost:
+                    self.checks.fail("Converged", f"{storage.name} refuses: {storage.refused}")
+                self.replace(storage)
+
+    def replace(self, storage: SimStorage) -> None:
+        """Give a storage an empty directory, and enter its new identity for its address."""
+        self.checks.count("storage replaced")
+        self.world.note(f"{storage.name} is replaced")
+        storage.kill()
+        self.budget.spend(storage)
+        storage.start_anew()
+        self.coordinator.storage_ids[storage.replica] = storage.storage_id
+        self.restart_later(storage)
+
+    def read_all(self) -> None:
+        """Have every log read whole, so that it knows what is damaged."""
+        for storage in self.storages.values():
+            if storage.log is not None:
+                try:
+                    read_whole(storage.log)
+                except WaltzError as error:
+                    self.world.note(f"{storage.name} cannot be read whole: {error}")
 
     # ---- healing
 
@@ -131,12 +220,14 @@ class SimCluster:
         coordinator.is_away, coordinator.lost_answers = False, 0.0
         coordinator.cut_off.clear()
         coordinator.watch_delay_ms_max = 20
+        coordinator.lost_watches = coordinator.stale_reads = 0.0
         for storage in self.storages.values():
-            storage.disk.capacity_bytes = None
-            storage.disk.forget_plans()
-            storage.fsync_us = 500
+            storage.heal()
+        for server in self.servers:
+            server.dies_at = None
         for process in self.processes:
             process.slow_us = 0
+            process.set_pace(1.0)
             process.resume()
             if not process.is_up and not isinstance(process, SimClient):
                 process.start()
@@ -168,10 +259,12 @@ class SimCluster:
         logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
         return all(log is not None and log.synced_max == last for log in logs)
 
-    def is_damaged(self) -> bool:
-        """Whether a replica still has to be mended."""
-        logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
-        return any(log is None or log.damaged or log.suspect for log in logs)
+    def is_mended(self) -> bool:
+        """Whether no replica has anything that is to be mended."""
+        logs = [self.storages[each].log for each in self.replicas]
+        return self.is_whole() and all(
+            log is not None and not log.damaged and not log.suspect for log in logs
+        )
 
     def why_not(self) -> str:
         """Say what is not as it should be."""
@@ -181,6 +274,11 @@ class SimCluster:
             session = owner.store.store.session
             if session is not None:
                 stages = [f"{each.replica}:{each.stage.name}" for each in session.replicas.values()]
+        damaged = {
+            name: (one.log.suspect, one.log.damaged)
+            for name, one in self.storages.items()
+            if one.log is not None and (one.log.suspect or one.log.damaged)
+        }
         lasts = {
             name: "down" if one.log is None else one.log.max_id
             for name, one in self.storages.items()
@@ -188,19 +286,52 @@ class SimCluster:
         refused = {name: str(one.refused) for name, one in self.storages.items() if one.refused}
         return (
             f"owner {owner and owner.name}, {stages}, replicas end at {lasts}, the log at "
-            f"{self.checks.history.last}, refused {refused}, "
+            f"{self.checks.history.last}, refused {refused}, suspect or damaged {damaged}, "
             f"{self.workload.pending_count} parcels wait"
         )
 
     def run_healed(self) -> None:
         """Let everything become whole, or say what does not (rule 2)."""
-        world, checks = self.world, self.checks
         self.heal()
-        if not world.run(OPEN_MS_MAX * MS, until=self.is_whole):
-            checks.fail("Converged", f"not whole: {self.why_not()}")
+        if self.setup.is_unbounded:
+            self._run_halted()
+            return
+        world, checks = self.world, self.checks
+        self._run_until_whole()
+        self._run_until_mended()
         # A little more work, then a rest.
         world.run(AFTERWARDS_MS * MS)
         self.workload.is_over = True
         if not world.run(EQUAL_MS_MAX * MS, until=self.is_equal):
             checks.fail("Converged", f"not equal: {self.why_not()}")
         checks.at_end()
+
+    def _run_until_whole(self) -> None:
+        """Let the operator look now and then, until the partition is whole."""
+        for _ in range(OPEN_MS_MAX // OPERATOR_MS):
+            if self.world.run(OPERATOR_MS * MS, until=self.is_whole):
+                return
+            self.operate()
+        self.checks.fail("Converged", f"not whole: {self.why_not()}")
+
+    def _run_until_mended(self) -> None:
+        """Have all logs read whole; a new session mends what is found."""
+        for _ in range(OPEN_MS_MAX // OPERATOR_MS):
+            self.read_all()
+            if self.is_mended():
+                return
+            self.checks.count("damage to be mended at the end")
+            owner = self.owner
+            if owner is not None and self.is_whole():
+                owner.step(events.Checkpoint())
+            self.world.run(OPERATOR_MS * MS, until=self.is_mended)
+            self.operate()
+        self.checks.fail("Converged", f"not mended: {self.why_not()}")
+
+    def _run_halted(self) -> None:
+        """Let everything go on for a while: nothing wrong may be said, that is all."""
+        for _ in range(HALTED_MS // OPERATOR_MS):
+            self.world.run(OPERATOR_MS * MS)
+            self.operate()
+        self.world.run(OPERATOR_MS * MS)
+        self.checks.count("healed without a budget" if self.is_whole() else "halted safely")

@@ -9,6 +9,10 @@ Rules:
     3. The assignment names one owner with one generation; a server hears of it when its watch
        fires, which may be long after, and a server whose session has expired is not told that until
        it can ask again.
+    4. A watch fires once for all that has changed since it was set, and brings what holds when it
+       is read; what a server reads later is never older. A watch that got lost with a connection
+       is set again, and read for, with the next one.
+    5. A client may be told what held some time ago.
 """
 
 from dataclasses import dataclass
@@ -33,6 +37,8 @@ Told: TypeAlias = (
     events.MetadataRead | events.MetadataWritten | events.MetadataConflict | events.MetadataUnknown
 )
 SESSION_MS: Final = 1_000
+LOST_WATCH_US: Final = (500_000, 4_000_000)
+VIEWS_MAX: Final = 6
 NAME: Final = "zookeeper"
 
 
@@ -67,7 +73,14 @@ class SimCoordinator:
         self.is_away = False
         self.lost_answers = 0.0
         self.watch_delay_ms_max = 20
+        self.lost_watches = 0.0
+        self.stale_reads = 0.0  # of the clients'
         self.cut_off: dict[str, None] = {}  # servers that cannot reach it
+        self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
+        self._views = [self.assignment]  # what held before, newest last
+        self._firing: dict[str, int] = {}  # whose watch will fire, and in which incarnation
+        self._told_at_us: dict[str, int] = {}
+        self._writers: list[str] = []  # who changed the partition's node, without repetitions
 
     # ---- the partition's nodes (rule 1)
 
@@ -89,6 +102,15 @@ class SimCoordinator:
             self._answer(server, answer)
 
         self._world.after(self._delay_us(), look)
+
+    def read_storage_ids(self, server: "SimServer") -> None:
+        """Bring the identities that are registered; nothing while it is away."""
+
+        def look() -> None:
+            if not self._is_unreachable(server):
+                server.storage_ids.update(self.storage_ids)
+
+        server.after(self._delay_us(), look)
 
     def write(self, server: "SimServer", effect: events.WriteMetadata) -> None:
         """Compare and set both nodes; rule 2 when answers get lost."""
@@ -122,11 +144,24 @@ class SimCoordinator:
             self._cluster.checks.count("CAS conflict")
             return events.MetadataConflict(effect.attempt)
         before = self.metadata or PartitionMetadata()
+        if self._cluster.setup.is_unbounded:
+            self.past_nodes.append((self.metadata, self.marker))
         self.metadata, self.marker = effect.metadata, effect.marker
         self.metadata_version += 1
         self.marker_version += 1
         self._cluster.checks.wrote(server.name, before, effect.metadata, effect.marker)
+        self._count_bounces(server)
         return events.MetadataWritten(effect.attempt, self.metadata_version, self.marker_version)
+
+    def _count_bounces(self, server: "SimServer") -> None:
+        """Count what makes duels and returns worth having (27, Sometimes)."""
+        checks, writers = self._cluster.checks, self._writers
+        if server.name != self.assignment.owner:
+            checks.count("claim of a server that owns nothing any more")
+        if not writers or writers[-1] != server.name:
+            writers.append(server.name)
+            if len(writers) > 2 and writers[-3] == server.name:
+                checks.count("owner bounce")
 
     def _answer(self, server: "SimServer", event: Told) -> None:
         server.after(self._delay_us(), lambda: server.step(event))
@@ -202,6 +237,7 @@ class SimCoordinator:
         if now.owner is not None and now.owner != owner:
             self._cluster.checks.count("owner changed")
         self.assignment = Assignment(owner, generation, now.replicas)
+        self._views = [*self._views, self.assignment][-VIEWS_MAX:]
         self._tell_all()
 
     def reassign(self, replicas: tuple[ReplicaId, ...]) -> None:
@@ -209,31 +245,70 @@ class SimCoordinator:
         now = self.assignment
         self._world.note(f"zookeeper: replicas {' '.join(replicas)}")
         self.assignment = Assignment(now.owner, now.generation, replicas)
+        self._views = [*self._views, self.assignment][-VIEWS_MAX:]
         self._tell_all()
 
     def _tell_all(self) -> None:
         for server in self._cluster.servers:
             self._tell(server)
 
-    def _tell(self, server: "SimServer") -> None:
-        """Let a server's watch fire; it then reads what holds at that time."""
+    def _tell(self, server: "SimServer", *, is_new: bool = False) -> None:
+        """Let a server's watch fire; it then reads what holds at that time (rule 4)."""
+        name = server.name
+        if not is_new and self._firing.get(name) == server.incarnation:
+            self._cluster.checks.count("watch coalesced")
+            return
+        self._firing[name] = server.incarnation
 
         def fire() -> None:
             if self._is_unreachable(server):
                 server.after(100_000, fire)
                 return
+            self._firing.pop(name, None)
             seen = self.assignment
-            if self.alive.get(server.name):
-                server.after(self._delay_us(), lambda: server.assigned(seen))
+            if self.alive.get(name):
+                at_us = max(
+                    self._world.now_us + self._delay_us(), self._told_at_us.get(name, 0) + 1
+                )
+                self._told_at_us[name] = at_us
+                server.after(at_us - self._world.now_us, lambda: server.assigned(seen))
 
-        delay_us = self._rng.randrange(1, self.watch_delay_ms_max * 1000 + 1)
-        server.after(delay_us, fire)
+        server.after(self.watch_us(), fire)
+
+    def watch_us(self) -> int:
+        """Return after how long somebody hears that a node has changed."""
+        if self.lost_watches and self._chance() < self.lost_watches:
+            self._cluster.checks.count("watch lost")
+            return self._rng.randint(*LOST_WATCH_US)
+        return self._rng.randrange(1, self.watch_delay_ms_max * 1000 + 1)
+
+    # ---- what happens to all of it
+
+    def restart(self, expired: "list[SimServer]") -> None:
+        """It comes back after a stop of all its nodes; some sessions did not outlive that."""
+        self.is_away = False
+        for server in self._cluster.servers:
+            if server in expired and self.alive.get(server.name):
+                self.expire(server)
+            else:
+                self._tell(server, is_new=True)
+
+    def put_back(self, metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> None:
+        """Somebody puts other data into the partition's nodes, or (None) removes one."""
+        self._world.note(f"zookeeper: the nodes become {metadata} and {marker}")
+        self.metadata_version = -1 if metadata is None else self.metadata_version + 1
+        self.marker_version = -1 if marker is None else self.marker_version + 1
+        self.metadata, self.marker = metadata, marker
+        self._cluster.checks.zookeeper_changed()
 
     # ---- clients
 
     def owner_for(self, client: "Process", answer: "Callable[[Assignment], None]") -> None:
-        """Tell a client who owns the partition; it may already be another one."""
+        """Tell a client who owns the partition; it may already be another one (rule 5)."""
         seen = self.assignment
+        if self.stale_reads and self._chance() < self.stale_reads:
+            seen = self._rng.choice(self._views)
+            self._cluster.checks.count("stale read")
         client.after(self._delay_us(), lambda: answer(seen))
 
     def next_client_id(self) -> int:

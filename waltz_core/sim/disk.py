@@ -175,7 +175,7 @@ class SimFile:
             return
         if fault is None:
             inode.carry_over(sorted(inode.dirty), len(inode.seen))
-        if fault is not Fault.POWER_LOSS:
+        if fault is not Fault.POWER_LOSS and not self._disk.is_lying:
             inode.dirty.clear()
         if fault is Fault.DISK_FULL:
             fault = Fault.FAILS  # to the storage it is all the same why a sync fails
@@ -239,6 +239,7 @@ class SimDisk:
         self.open_count = 0  # files that somebody has open
         self.trace: list[str] = []
         self.is_lying = False
+        self.on_full: Struck | None = None  # told whenever there is no room
         self._is_traced = is_traced
         self._plans: dict[int, _Plan] = {}  # by step
         self._call_plans: list[tuple[Collection[str], _Plan]] = []
@@ -356,6 +357,13 @@ class SimDisk:
             if offset < len(content):
                 content[offset] ^= mask
 
+    def stop_lying(self) -> None:
+        """Bring to the platter what was said to be there."""
+        self.is_lying = False
+        for inode in self._names.values():
+            inode.carry_over(sorted(inode.dirty), len(inode.seen))
+            inode.dirty.clear()
+
     def overwrite(self, path: Path, offset: int, content: bytes) -> None:
         """Let other bytes be there than were written, unseen by anybody; no file grows."""
         inode = self._names[path]
@@ -448,6 +456,8 @@ class SimDisk:
             self._is_off = True
             raise PowerLoss
         if fault is Fault.DISK_FULL:
+            if self.on_full is not None:
+                self.on_full()
             raise NoSpace(f"{what} {path}: no space left on device")
         if fault is Fault.FAILS:
             raise DiskFailed(f"{what} {path}: input/output error")

@@ -31,6 +31,7 @@ CLIENT_VERSION: Final = 5
 STORAGE_VERSION: Final = 1
 KEEP_ALIVE_US: Final = (200_000, 3_000_000)
 DIAL_TIMEOUT_US: Final = (100_000, 1_000_000)
+TAIL_US: Final = (20_000, 1_000_000)
 
 
 class Handlers(NamedTuple):
@@ -67,6 +68,7 @@ class Network:
         self.links: dict[int, Link] = {}
         self.blocked: set[tuple[str, str]] = set()  # never iterated
         self.slow_us = 0
+        self.tail_share = 0.0  # of the messages that take very long
         self.mute_count = 0
 
     # ---- opening
@@ -128,6 +130,8 @@ class Network:
         return at_us - self._world.now_us
 
     def _delay_us(self) -> int:
+        if self.tail_share and self._chance() < self.tail_share:
+            return self._rng.randint(*TAIL_US)
         roll = self._chance()
         if roll > 0.99:
             return int(800 + (roll - 0.99) * 2_000_000) + self.slow_us
@@ -164,6 +168,13 @@ class Network:
         if link.is_open[FAR]:
             delay_us = self._in_order(link, NEAR) if self._chance() < 0.5 else self._delay_us()
             self._world.after(delay_us, lambda: self._lose(link, FAR, reason))
+
+    def cut_within(self, link: Link, end: int, rng: "Random") -> None:
+        """End it while something is on its way to an end, which hears the first part of that."""
+        rest_us = link.at_us[1 - end] - self._world.now_us
+        assert rest_us > 0
+        self._world.after(rng.randrange(rest_us), lambda: self._lose(link, end, "cut"))
+        self._world.after(self._delay_us(), lambda: self._lose(link, 1 - end, "cut"))
 
     def mute(self, link: Link) -> None:
         """Let nothing through any more, and tell nobody for a while (rule 4)."""
@@ -209,7 +220,7 @@ class Network:
     def heal(self) -> None:
         """Let everything through again; links that were mute stay so until they are given up."""
         self.blocked.clear()
-        self.slow_us = 0
+        self.slow_us, self.tail_share = 0, 0.0
 
     def _is_blocked(self, near: Process, far: Process) -> bool:
         blocked = self.blocked

@@ -57,6 +57,7 @@ class Setup:
     range_bytes_max: int = 1_024
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
+    is_unbounded: bool = False  # losses may hit any number of replicas, and ZooKeeper (budget.py)
     is_calm: bool = False  # every draw is the middle one, for told stories
 
     def limits(self) -> Limits:
@@ -157,6 +158,7 @@ def schedule_of(
         slice_rows_max=rng.choice((2, 64)),
         lag_bytes_max=rng.choice((600, 4_096, 65_536)),
         range_bytes_max=rng.choice((300, 1_024)),
+        is_unbounded=rng.random() < 0.05,
     )
     share = rng.choice((0.3, 0.6, 0.9))
     kinds = [kind for kind in weights if rng.random() < share]

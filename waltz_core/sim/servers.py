@@ -10,7 +10,7 @@ Rules:
     3. A partition that was released is owned again after a pause, while it is still assigned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -104,6 +104,8 @@ class SimServer(Process):
         self._readers: dict[ReplicaId, Link | None] = {}
         self._fetches: dict[int, tuple[ReplicaId, int, Fetch]] = {}  # by sequence
         self._fetch_count = 0
+        # Where it is to die: what it sends or hears, whether after that, and whom that is told.
+        self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
 
     @property
     def fetch_count(self) -> int:
@@ -132,6 +134,21 @@ class SimServer(Process):
         self.die()
         self.cluster.network.died(self, is_silent=is_silent)
         self.cluster.coordinator.watch_server(self)
+
+    def _dies(self, thing: object, *, is_after: bool) -> bool:
+        """Die if it is to die here."""
+        if self.dies_at is None:
+            return False
+        point, is_wanted_after, struck = self.dies_at
+        if isinstance(thing, events.SendToReplica | events.ReplicaAnswered):
+            thing = thing.message
+        if type(thing).__name__ != point or is_after != is_wanted_after:
+            return False
+        self.dies_at = None
+        struck()
+        self.kill()
+        self.cluster.restart_later(self)
+        return True
 
     def assigned(self, assignment: "Assignment") -> None:
         """The assignment in force, as this server has just read it."""
@@ -192,9 +209,17 @@ class SimServer(Process):
             return
         if self.world.is_traced:
             self.world.note(f"{self.name} < {describe(event)}")
+        if self.dies_at is not None and self._dies(event, is_after=False):
+            return
         for effect in machine.step(event, self.now_ms):
+            if self.dies_at is not None and self._dies(effect, is_after=False):
+                return
             self._perform(effect)
+            if self.dies_at is not None and self._dies(effect, is_after=True):
+                return
         self.cluster.checks.server_stepped(self)
+        if self.dies_at is not None and self._dies(event, is_after=True):
+            return
         if self.partition is machine:
             self.set_timer(machine.wake_at_ms)
 
@@ -234,6 +259,8 @@ class SimServer(Process):
                 self.after(RELEASED_PAUSE_US, lambda: self._own_again(ownership))
             case Report():
                 self.cluster.checks.reported(self.name, effect)
+                if effect.name == "replica.refused":
+                    self.cluster.coordinator.read_storage_ids(self)
             case _:
                 raise AssertionError(f"an effect for nobody: {effect!r}")
 

@@ -9,16 +9,20 @@ Rules:
        the two the process may die with everything durable and nothing told. What dies in the
        middle of the work dies at a step of its disk (`SimDisk.plan`).
     3. A disk belongs to the machine, not to the process: it outlives every incarnation.
+    4. As the daemon: it does not come up while ZooKeeper is away, nor at an address that is
+       registered for another storage; it serves the partition while that is assigned to it, as far
+       as it has heard, and on until the owner has left it out of the replica states.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.errors import NoSpace, WaltzError
+from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import PartitionId, ReplicaId
-from waltz_core.sim.disk import PowerLoss, SimDisk, Survival
+from waltz_core.record import PartitionId, ReplicaId, SessionId
+from waltz_core.sim.disk import Contents, PowerLoss, SimDisk, Survival
 from waltz_core.sim.network import FAR, Handlers, Link
 from waltz_core.sim.process import Process
 from waltz_core.storage import service
@@ -29,12 +33,24 @@ from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
 from waltz_core.wire.messages import AppendRaw, Message, StorageMessage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from waltz_core.sim.cluster import SimCluster
 
 HOME: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024
 RESTART_MS: Final = (1, 400)
 OPEN_AGAIN_US: Final = 200_000
+LEAVING_AGAIN_US: Final = 1_000_000
+NO_CONTENTS: Final = Contents({}, frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A backup of a disk, and the session that its replica had a mark of."""
+
+    contents: Contents
+    last_session: SessionId
 
 
 class SimStorage(Process):
@@ -46,7 +62,10 @@ class SimStorage(Process):
         self._cluster = cluster
         self._checks = cluster.checks
         self.disk = SimDisk(is_traced=False)
-        self.snapshots: list[tuple[SimDisk, object]] = []
+        self.snapshots: list[Snapshot] = []
+        self.trusts_fsync = True
+        # Where it is to die: at what request, whether with that done, and whom that is told.
+        self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
         self.fsync_us = self.rng.choice((100, 500, 2_000))
         self.storage_id = self.rng.randbytes(16)
         self.engine: Engine | None = None
@@ -55,6 +74,7 @@ class SimStorage(Process):
             cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
         )
         self.refused: WaltzError | None = None  # why it did not come up
+        self._is_dropping = False
         self.started()
 
     def _wall_clock(self) -> int:
@@ -71,32 +91,80 @@ class SimStorage(Process):
 
     def started(self) -> None:
         """Open the directory and serve the partition."""
-        self.refused = None
+        self._is_dropping = False
         try:
-            self.engine = Engine.open(
-                self.disk,
-                HOME,
-                self._settings,
-                partition_count=1,
-                new_storage_id=self.storage_id,
-                reserve_bytes=self._cluster.setup.reserve_bytes,
-            )
+            self._come_up()
         except PowerLoss:
             self.lose_power()
             return
         except WaltzError as error:
             self._gone(f"does not start: {error}", error)
             return
+        self.refused = None
+        assert self.engine is not None
         identity = Identity(self._cluster.key, 1, self.engine.storage_id)
         self.service = StorageService(identity, queue_bytes_max=QUEUE_BYTES_MAX)
         self._checks.storage_started(self)
-        self._cluster.register_storage(self.replica, self.engine.storage_id)
-        self.serve()
+        self.follow()
 
-    def serve(self) -> None:
-        """Open the partition's log, if it is assigned here; try again later if that fails."""
-        if self.engine is None or self.replica not in self._cluster.ever_assigned:
+    def _come_up(self) -> None:
+        """Open the directory and take the address (rule 4)."""
+        if self._cluster.is_zookeeper_away:
+            raise CoordinatorUnavailable("ZooKeeper is away")
+        self._checks.log_opening(self)
+        engine = self.open_engine(self.disk)
+        registered = self._cluster.register_storage(self.replica, engine.storage_id)
+        if registered != engine.storage_id:
+            engine.abandon()
+            raise StorageIdMismatch(
+                f"{self.replica} is registered for {registered.hex()}, the directory is that of "
+                f"{engine.storage_id.hex()}"
+            )
+        self.engine = engine
+
+    def open_engine(self, disk: SimDisk) -> Engine:
+        """Open the directory on a disk; raises what `Engine.open` does, or PowerLoss."""
+        return Engine.open(
+            disk,
+            HOME,
+            replace(self._settings, trust_fsync=self.trusts_fsync),
+            partition_count=1,
+            new_storage_id=self.storage_id,
+            reserve_bytes=self._cluster.setup.reserve_bytes,
+        )
+
+    def follow(self) -> None:
+        """Serve the partition if it is assigned here, or leaves; else no longer (rule 4)."""
+        if self.service is None or self._is_dropping:
             return
+        is_served = self._cluster.partition_id in self.service.partitions
+        is_leaving = self.replica not in self._cluster.replicas and self._is_named()
+        if is_leaving:
+            self.after(LEAVING_AGAIN_US, self.follow)
+        if is_leaving or self.replica in self._cluster.replicas:
+            if not is_served:
+                self._serve()
+        elif is_served:
+            self._is_dropping = True
+            self._step(service.Dropped(PartitionId(self._cluster.partition_id)))
+
+    def _is_named(self) -> bool:
+        """Whether it holds the partition, and the last session has it among its replicas."""
+        assert self.engine is not None
+        metadata = self._cluster.coordinator.metadata
+        is_held = self._cluster.partition_id in self.engine.assigned()
+        return is_held and metadata is not None and self.replica in metadata.states
+
+    def hear_of_assignment(self) -> None:
+        """Its watch has fired."""
+        if self._cluster.is_zookeeper_away:
+            self.after(100_000, self.hear_of_assignment)
+        else:
+            self.follow()
+
+    def _serve(self) -> None:
+        """Open the partition's log; try again later if that fails."""
+        assert self.engine is not None
         bytes_before = self._checks.log_opening(self)
         try:
             log = self._open_log(self.engine)
@@ -107,13 +175,12 @@ class SimStorage(Process):
             self.refused = error
             self.world.note(f"{self.name} does not open the partition: {error}")
             self._checks.storage_refused(self, error)
-            self.after(OPEN_AGAIN_US, self.serve)
+            self.after(OPEN_AGAIN_US, self.follow)
             return
         self.refused = None
         assert self.service is not None
-        if log.partition_id not in self.service.partitions:
-            self._checks.log_opened(self, log, bytes_before)
-            self._step(service.Opened(log))
+        self._checks.log_opened(self, log, bytes_before)
+        self._step(service.Opened(log))
 
     def _open_log(self, engine: Engine) -> PartitionLog:
         """As the daemon does: a full disk still has room for opening."""
@@ -138,8 +205,12 @@ class SimStorage(Process):
         self.die()
         self._cluster.network.died(self, is_silent=is_silent)
 
-    def lose_power(self, survival: Survival = Survival.ANY_SECTORS) -> None:
+    def lose_power(
+        self, survival: Survival = Survival.ANY_SECTORS, *, with_lies: bool = False
+    ) -> None:
         """Switch the machine off: what was not synced is lost, or some of it."""
+        if self.disk.is_lying and not with_lies:
+            survival = Survival.EVERYTHING  # what such a disk loses is in the budget of its fault
         self.world.note(f"{self.name} loses power")
         if self.is_up:
             # The files of this boot are gone with it, so nothing is left to be closed.
@@ -148,6 +219,24 @@ class SimStorage(Process):
             self._cluster.network.died(self, is_silent=self.chance() < 0.5)
         self.disk.power_loss(survival, self.rng)
         self._cluster.restart_later(self)
+
+    def start_anew(self) -> None:
+        """Have an empty disk, and be another storage from now on; the process is down."""
+        assert not self.is_up
+        self.disk.become(NO_CONTENTS)
+        self.snapshots.clear()
+        self.refused = None
+        self.storage_id = self.rng.randbytes(16)
+
+    def heal(self) -> None:
+        """Let nothing go wrong with the machine and its disk any more."""
+        disk = self.disk
+        disk.capacity_bytes = disk.on_full = None
+        disk.stop_lying()
+        disk.forget_plans()
+        self.fsync_us = 500
+        self.dies_at = None
+        self.trusts_fsync = True
 
     def _gone(self, text: str, error: WaltzError) -> None:
         self.world.note(f"{self.name} {text}")
@@ -213,12 +302,16 @@ class SimStorage(Process):
                 self._cluster.restart_later(self)
             case Report():
                 self._checks.reported(self.name, effect)
+            case service.Idle():
+                self._is_dropping = False
+                self.after(0, self.follow)
             case _:
-                # Reading less is the socket's business, and there is one partition for ever.
-                assert not isinstance(effect, service.Idle)
+                pass  # Reading less is the socket's business.
 
     def _run(self, work: Work) -> None:
         """Rule 2."""
+        if self._dies(work, is_after=False):
+            return
         before = self._checks.before_work(self, work)
         try:
             result = self._do(work)
@@ -227,9 +320,24 @@ class SimStorage(Process):
             self.lose_power()
             return
         self._checks.worked(self, work, result, before)
+        if self._dies(work, is_after=True):
+            return
         has_synced = result.sync_s is not None or not result.read_count
         busy_us = self.fsync_us if has_synced else 30
         self.after(int(busy_us * (0.5 + self.chance())) + 20, partial(self._done, work, result))
+
+    def _dies(self, work: Work, *, is_after: bool) -> bool:
+        """Die if it is to die here."""
+        if self.dies_at is None or not work.requests:
+            return False
+        point, is_wanted_after, struck = self.dies_at
+        if type(work.requests[0].message).__name__ != point or is_after != is_wanted_after:
+            return False
+        self.dies_at = None
+        struck()
+        self.kill()
+        self._cluster.restart_later(self)
+        return True
 
     def _do(self, work: Work) -> WorkResult:
         """As the daemon does: a full disk still has room for a truncation or a repair."""

@@ -1,0 +1,117 @@
+"""What may be lost at once: the budget of faults that take away what a replica had promised.
+
+Why it stands alone: a world in which every disk may be lost proves nothing, for no quorum survives
+it; and a budget that is too careful proves as little. What is enough is one sentence per loss, and
+here are the sentences.
+
+Rules:
+    1. A loss that a replica notices (its disk is empty, or from before its last session, or it
+       cannot read its slots) may happen when every other engaged replica can be believed: then
+       each acknowledged transaction is still on one of them.
+    2. A loss that nobody can notice (the end of a log gone, within a session, without a trace) may
+       happen only when all others hold all that this replica holds, too (correctness.md 2.4,
+       rows 2 and 8).
+    3. A replica that has lost something can be believed again when a later session has engaged it
+       and a copy of its disk, read whole, is without a fault.
+    4. Without a budget (`Setup.is_unbounded`) losses of the first kind may happen at any time. Then
+       the partition may halt; a wrong answer is still wrong.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaState
+from waltz_core.errors import WaltzError
+from waltz_core.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.sim.disk import SimDisk
+from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.reading import READ_BYTES
+
+if TYPE_CHECKING:
+    from waltz_core.sim.cluster import SimCluster
+    from waltz_core.sim.storages import SimStorage
+
+_NOTHING: Final = PartitionMetadata()
+
+
+class Budget:
+    """See the module's rules."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        self._cluster = cluster
+        # Who has lost something, and the session that ZooKeeper knew at that time.
+        self.lost: dict[ReplicaId, SessionId] = {}
+
+    @property
+    def _metadata(self) -> PartitionMetadata:
+        return self._cluster.coordinator.metadata or _NOTHING
+
+    def session_of(self, storage: "SimStorage") -> SessionId:
+        """Return the session in which ZooKeeper has a replica."""
+        state = self._metadata.states.get(storage.replica)
+        return NO_SESSION if state is None else state.session_id
+
+    def allows(self, victim: "SimStorage", *, is_silent: bool = False) -> bool:
+        """Whether a replica may lose something now (rules 1, 2 and 4)."""
+        if victim.name in self._cluster.swapped:
+            return False  # Its disk is another's.
+        if self._cluster.setup.is_unbounded and not is_silent:
+            return True
+        metadata = self._metadata
+        others = [
+            (self._cluster.storages[ReplicaId(name)], state)
+            for name, state in metadata.states.items()
+            if state.closing_high_water_mark == UNRESOLVED and name != victim.replica
+        ]
+        if len(metadata.states) < 2 or not others:
+            return False
+        if not all(self._is_believed(storage, state) for storage, state in others):
+            return False
+        return not is_silent or self._all_hold(victim, [storage for storage, _ in others])
+
+    def has_lost(self, storage: "SimStorage") -> bool:
+        """Whether a replica has lost something, and nobody knows yet that it is mended."""
+        return storage.replica in self.lost
+
+    def spend(self, victim: "SimStorage") -> None:
+        """A replica loses something."""
+        self.lost[victim.replica] = self._metadata.session_id
+        self._cluster.checks.rolled_back(victim)
+
+    def _is_believed(self, storage: "SimStorage", state: ReplicaState) -> bool:
+        log = storage.log
+        if log is None or log.suspect or log.damaged or log.last_session < state.session_id:
+            return False
+        since = self.lost.get(storage.replica)
+        if since is None:
+            return True
+        if state.session_id <= since or not is_sound(storage):
+            return False
+        del self.lost[storage.replica]
+        return True
+
+    def _all_hold(self, victim: "SimStorage", others: "list[SimStorage]") -> bool:
+        if victim.log is None:
+            return False
+        last = max(victim.log.max_id, self._cluster.checks.history.last)
+        return all(other.log is not None and other.log.synced_max >= last for other in others)
+
+
+def is_sound(storage: "SimStorage") -> bool:
+    """Whether all that is on the platter can be read and vouched for; nothing is changed."""
+    copy = SimDisk(is_traced=False)
+    copy.become(storage.disk.contents())
+    try:
+        engine = storage.open_engine(copy)
+        log = engine.log(PartitionId(0))
+        read_whole(log)
+    except WaltzError:
+        return False
+    return not log.suspect and not log.damaged
+
+
+def read_whole(log: PartitionLog) -> None:
+    """Read all of a log, so that it knows what is damaged; raises WaltzError if it cannot be."""
+    at = TransactionId(0)
+    while at <= log.synced_max:
+        log.lineage(at, at)
+        at = log.verify(at, READ_BYTES)

@@ -1,0 +1,302 @@
+"""What goes wrong with disks: they fail, fill up, lie, rot, come back old, empty or as another's.
+
+Why it stands alone: it is one subject of `faults.py`, whose rules hold here; whoever loses what was
+promised asks the budget (`budget.py`) first.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import WaltzError
+from waltz_core.sim.budget import read_whole
+from waltz_core.sim.cluster import MS, SimCluster
+from waltz_core.sim.disk import Contents, Survival
+from waltz_core.sim.disk import Fault as DiskFault
+from waltz_core.sim.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
+from waltz_core.sim.striking import any_storage, counted, keep_down
+from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME
+from waltz_core.storage.format import SLOT_BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from random import Random
+
+SNAPSHOTS_MAX: Final = 3
+PAGE_BYTES: Final = 4_096
+# Does it to a file of this size, which is not empty.
+Spoil = Callable[[SimStorage, Path, int], None]
+
+
+# ---- errors and speed
+
+
+def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A call that changes something fails, once."""
+    disk = any_storage(cluster, rng).disk
+    struck = counted(cluster, "failing_disk")
+    disk.plan(disk.step_count + rng.randint(1, 12), DiskFault.FAILS, struck)
+    return False
+
+
+def failing_call(cluster: SimCluster, rng: "Random") -> bool:
+    """A call of a rare kind fails, once."""
+    name = rng.choice(("create", "rename", "truncate", "unlink", "syncdir", "allocate"))
+    fault = rng.choice((DiskFault.FAILS, DiskFault.POWER_LOSS))
+    disk = any_storage(cluster, rng).disk
+    disk.plan_call((name,), fault, counted(cluster, "failing_call"))
+    return False
+
+
+def failing_read(cluster: SimCluster, rng: "Random") -> bool:
+    """A read fails, once."""
+    disk = any_storage(cluster, rng).disk
+    disk.plan_read(rng.randint(1, 30), counted(cluster, "failing_read"))
+    return False
+
+
+def full_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk has no room for a while, maybe with a restart in the middle of that."""
+    storage = any_storage(cluster, rng)
+    disk = storage.disk
+    used = sum(len(content) for content in disk.files().values())
+    disk.capacity_bytes = used + rng.choice((0, 100, 2_000))
+    disk.on_full = counted(cluster, "full_disk")
+
+    def empty() -> None:
+        disk.capacity_bytes = disk.on_full = None
+
+    empty_after_ms = rng.randrange(100, 2_000)
+    cluster.world.after(empty_after_ms * MS, empty)
+    if rng.random() < 0.4:
+        cluster.world.after(rng.randrange(empty_after_ms) * MS, lambda: cluster.kill(storage))
+    return False
+
+
+def slow_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk syncs at another pace."""
+    any_storage(cluster, rng).fsync_us = rng.choice((100, 500, 5_000, 100_000))
+    return True
+
+
+# ---- losses that are in the budget
+
+
+def take_snapshot(cluster: SimCluster, rng: "Random") -> bool:
+    """Somebody makes a backup of a disk; no harm is done by that."""
+    storage = any_storage(cluster, rng)
+    log = storage.log
+    if log is None or storage.disk.is_lying:
+        return False
+    snapshot = Snapshot(storage.disk.contents(), log.last_session)
+    storage.snapshots = [*storage.snapshots, snapshot][-SNAPSHOTS_MAX:]
+    return True
+
+
+def roll_back_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk comes back from a backup."""
+    storages = [each for each in cluster.storages.values() if each.snapshots]
+    if not storages:
+        return False
+    storage = rng.choice(storages)
+    snapshot = rng.choice(storage.snapshots)
+    is_silent = snapshot.last_session >= cluster.budget.session_of(storage)
+    if not cluster.budget.allows(storage, is_silent=is_silent):
+        return False
+    cluster.checks.count("rolled back within a session" if is_silent else "rolled back")
+    _replace_disk(cluster, storage, snapshot.contents, rng)
+    return True
+
+
+def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk is lost; the new one belongs to nobody until an operator says whose it is."""
+    storage = any_storage(cluster, rng)
+    if not cluster.budget.allows(storage):
+        return False
+    _replace_disk(cluster, storage, NO_CONTENTS, rng)
+    storage.storage_id = rng.randbytes(16)
+    _operate_later(cluster, rng)
+    return True
+
+
+def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk is overwritten with a copy of another storage's."""
+    one, other = any_storage(cluster, rng), any_storage(cluster, rng)
+    if one is other or not cluster.budget.allows(one):
+        return False
+    _replace_disk(cluster, one, other.disk.contents(), rng)
+    _operate_later(cluster, rng)
+    return True
+
+
+def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
+    """Two machines have each other's disk, until somebody sees it; nothing is lost."""
+    one, other = any_storage(cluster, rng), any_storage(cluster, rng)
+    if one is other:
+        return False
+    if any(each.name in cluster.swapped or cluster.budget.has_lost(each) for each in (one, other)):
+        return False
+    cluster.swap_disks(one, other)
+    _operate_later(cluster, rng)
+    return True
+
+
+def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk says that it has synced, then the power goes; maybe its operator knows such disks."""
+    storage = any_storage(cluster, rng)
+    disk = storage.disk
+    if disk.is_lying:
+        return False
+    disk.is_lying = True
+    is_known = rng.random() < 0.5
+
+    def lose_power() -> None:
+        if disk is not storage.disk or not disk.is_lying:
+            return
+        if storage.is_up and cluster.budget.allows(storage, is_silent=not is_known):
+            cluster.budget.spend(storage)
+            cluster.checks.count("fault lying_disk")
+            storage.trusts_fsync = not is_known
+            storage.lose_power(Survival.NOTHING, with_lies=True)
+        disk.stop_lying()
+
+    def trust_again() -> None:
+        storage.trusts_fsync = True
+
+    lies_ms = rng.randrange(5, 800)
+    cluster.world.after(lies_ms * MS, lose_power)
+    cluster.world.after((lies_ms + 1_000) * MS, trust_again)
+    return False
+
+
+def rot(cluster: SimCluster, rng: "Random") -> bool:
+    """A bit flips in any file, while the storage runs or while it is down."""
+
+    def flip(storage: SimStorage, path: Path, size: int) -> None:
+        for _ in range(rng.choice((1, 1, 3))):
+            storage.disk.flip(path, rng.randrange(size), 1 << rng.randrange(8))
+
+    return _spoil(cluster, rng, flip)
+
+
+def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
+    """A page reads as zeros."""
+
+    def wipe(storage: SimStorage, path: Path, size: int) -> None:
+        page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
+        storage.disk.overwrite(path, page, bytes(PAGE_BYTES))
+
+    return _spoil(cluster, rng, wipe)
+
+
+def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
+    """A page has gone to another place than it was meant for: of this file or of another."""
+
+    def misdirect(storage: SimStorage, path: Path, size: int) -> None:
+        source = storage.disk.content(rng.choice(_files(storage)))
+        start = rng.randrange(max(1, len(source))) // PAGE_BYTES * PAGE_BYTES
+        page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
+        storage.disk.overwrite(path, page, source[start : start + PAGE_BYTES])
+
+    return _spoil(cluster, rng, misdirect)
+
+
+def stale_page(cluster: SimCluster, rng: "Random") -> bool:
+    """A page is as it was a while ago: it was never written since, whatever the disk has said."""
+
+    def age(storage: SimStorage, path: Path, size: int) -> None:
+        old = next((each.contents.files.get(path, b"") for each in storage.snapshots), b"")
+        page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
+        storage.disk.overwrite(path, page, old[page : page + PAGE_BYTES].ljust(PAGE_BYTES, b"\0"))
+
+    return _spoil(cluster, rng, age)
+
+
+def cut_file(cluster: SimCluster, rng: "Random") -> bool:
+    """A file is shorter than it was, or gone."""
+
+    def cut(storage: SimStorage, path: Path, size: int) -> None:
+        if rng.random() < 0.2:
+            storage.disk.remove(path)
+        else:
+            storage.disk.cut(path, rng.choice((0, rng.randrange(size), size - 1)))
+
+    return _spoil(cluster, rng, cut, is_at_rest=True)
+
+
+def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
+    """One of a partition's two slots cannot be read."""
+
+    def spoil(storage: SimStorage, path: Path, size: int) -> None:
+        at = SLOT_BLOCK_BYTES * rng.randrange(2) + rng.randrange(200)
+        storage.disk.flip(path, min(at, size - 1))
+
+    return _spoil(cluster, rng, spoil, names=(SLOTS_NAME,))
+
+
+def scrub(cluster: SimCluster, rng: "Random") -> bool:
+    """Somebody reads a whole log, and what is damaged there becomes known."""
+    log = any_storage(cluster, rng).log
+    if log is None:
+        return False
+    with suppress(WaltzError):
+        read_whole(log)
+    return True
+
+
+# ---- how
+
+
+def _replace_disk(
+    cluster: SimCluster, storage: SimStorage, contents: Contents, rng: "Random"
+) -> None:
+    storage.kill(is_silent=rng.random() < 0.3)
+    cluster.budget.spend(storage)
+    storage.disk.become(contents)
+    storage.snapshots.clear()
+    storage.refused = None
+    keep_down(cluster, storage, rng, 1_000)
+
+
+def _operate_later(cluster: SimCluster, rng: "Random") -> None:
+    cluster.world.after(rng.randrange(100, 3_000) * MS, cluster.operate)
+
+
+def _files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[Path]:
+    """Return the files that matter, each kind as often as the others, in order."""
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted(storage.disk.files()):
+        if path.parent not in {HOME, HOME / "0"} or path.name.endswith(".reserve"):
+            continue
+        if not names or path.name in names:
+            kinds.setdefault(path.suffix if path.parent != HOME else CONTROL_NAME, []).append(path)
+    most = max((len(paths) for paths in kinds.values()), default=0)
+    return [path for paths in kinds.values() for path in paths * (most // len(paths))]
+
+
+def _spoil(
+    cluster: SimCluster,
+    rng: "Random",
+    how: Spoil,
+    *,
+    names: tuple[str, ...] = (),
+    is_at_rest: bool = False,
+) -> bool:
+    """Spoil a file of a storage, if the loss of anything in it may go unnoticed."""
+    storage = any_storage(cluster, rng)
+    if storage.disk.is_lying or not cluster.budget.allows(storage, is_silent=True):
+        return False
+    files = [path for path in _files(storage, names) if storage.disk.content(path)]
+    if not files:
+        return False
+    path = rng.choice(files)
+    if is_at_rest or rng.random() < 0.5:
+        storage.kill(is_silent=rng.random() < 0.2)
+        keep_down(cluster, storage, rng, 500)
+    cluster.budget.spend(storage)
+    cluster.checks.rotted(storage)
+    cluster.world.note(f"{storage.name}: {path} is spoiled")
+    how(storage, path, len(storage.disk.content(path)))
+    cluster.checks.count(f"spoiled {path.suffix if path.parent != HOME else path.name}")
+    _operate_later(cluster, rng)
+    return True

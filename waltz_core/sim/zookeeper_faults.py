@@ -1,0 +1,205 @@
+"""What goes wrong with ZooKeeper, and what operators do.
+
+Why it stands alone: it is one subject of `faults.py`, whose rules hold here. What takes ZooKeeper's
+data away strikes in worlds without a budget only.
+"""
+
+from typing import TYPE_CHECKING
+
+from waltz_core.replication import events
+from waltz_core.sim.cluster import MS, SimCluster
+from waltz_core.sim.striking import pause_ms
+
+if TYPE_CHECKING:
+    from random import Random
+
+
+# ---- answers, sessions, watches
+
+
+def lost_answers(cluster: SimCluster, rng: "Random") -> bool:
+    """ZooKeeper's answers get lost for a while."""
+    cluster.coordinator.lost_answers = 0.5
+
+    def recover() -> None:
+        cluster.coordinator.lost_answers = 0.0
+
+    cluster.world.after(rng.randrange(10, 400) * MS, recover)
+    return True
+
+
+def zookeeper_away(cluster: SimCluster, rng: "Random") -> bool:
+    """ZooKeeper answers nobody."""
+    cluster.coordinator.is_away = True
+
+    def recover() -> None:
+        cluster.coordinator.is_away = False
+
+    cluster.world.after(rng.randrange(10, 1_500) * MS, recover)
+    return True
+
+
+def zookeeper_restart(cluster: SimCluster, rng: "Random") -> bool:
+    """All its nodes stop and start; watches are set again, some sessions are gone."""
+    cluster.coordinator.is_away = True
+    expired = [server for server in cluster.servers if rng.random() < 0.5]
+    back_ms = rng.randrange(50, 1_500)
+    cluster.world.after(back_ms * MS, lambda: cluster.coordinator.restart(expired))
+    return True
+
+
+def expire_session(cluster: SimCluster, rng: "Random") -> bool:
+    """A server's session ends though it lives."""
+    server = rng.choice(cluster.servers)
+    if not server.is_up or not cluster.coordinator.alive.get(server.name):
+        return False
+    cluster.coordinator.expire(server)
+    return True
+
+
+def cut_off_server(cluster: SimCluster, rng: "Random") -> bool:
+    """A server does not reach ZooKeeper, while all else works."""
+    server = rng.choice(cluster.servers)
+    coordinator = cluster.coordinator
+    coordinator.cut_off[server.name] = None
+    coordinator.watch_server(server)
+    cluster.world.after(
+        rng.randrange(50, 3_000) * MS, lambda: coordinator.cut_off.pop(server.name, None)
+    )
+    return True
+
+
+def late_watches(cluster: SimCluster, rng: "Random") -> bool:
+    """News of the assignment take long."""
+    cluster.coordinator.watch_delay_ms_max = rng.choice((100, 1_000, 3_000))
+
+    def recover() -> None:
+        cluster.coordinator.watch_delay_ms_max = 20
+
+    cluster.world.after(rng.randrange(100, 2_000) * MS, recover)
+    return True
+
+
+def lost_watches(cluster: SimCluster, rng: "Random") -> bool:
+    """Watches get lost with their connections."""
+    cluster.coordinator.lost_watches = 0.6
+
+    def recover() -> None:
+        cluster.coordinator.lost_watches = 0.0
+
+    cluster.world.after(rng.randrange(100, 2_000) * MS, recover)
+    return True
+
+
+def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
+    """Clients are told what held a while ago."""
+    cluster.coordinator.stale_reads = 0.7
+
+    def recover() -> None:
+        cluster.coordinator.stale_reads = 0.0
+
+    cluster.world.after(rng.randrange(100, 3_000) * MS, recover)
+    return True
+
+
+# ---- its data
+
+
+def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
+    """Somebody puts older data into the partition's nodes."""
+    coordinator = cluster.coordinator
+    if not cluster.setup.is_unbounded or not coordinator.past_nodes:
+        return False
+    coordinator.put_back(*rng.choice(coordinator.past_nodes))
+    return True
+
+
+def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
+    """Somebody deletes one of the partition's nodes, or both."""
+    coordinator = cluster.coordinator
+    if not cluster.setup.is_unbounded or coordinator.metadata is None:
+        return False
+    what = rng.choice(("metadata", "marker", "both"))
+    metadata = coordinator.metadata if what == "marker" else None
+    marker = coordinator.marker if what == "metadata" else None
+    coordinator.put_back(metadata, marker)
+    return True
+
+
+# ---- operators
+
+
+def move_partition(cluster: SimCluster, rng: "Random") -> bool:
+    """The assignment gives the partition to any living server, maybe to the same one."""
+    coordinator = cluster.coordinator
+    living = [name for name, is_alive in coordinator.alive.items() if is_alive]
+    if not living:
+        return False
+    coordinator.give(rng.choice(living))
+    return True
+
+
+def duel(cluster: SimCluster, rng: "Random") -> bool:
+    """The owner stands still or hears nothing while the partition goes away and comes back."""
+    coordinator = cluster.coordinator
+    owner = cluster.owner
+    others = [
+        name
+        for name, is_alive in coordinator.alive.items()
+        if is_alive and owner is not None and name != owner.name
+    ]
+    if owner is None or owner.is_paused or not owner.is_up or not others:
+        return False
+    if rng.random() < 0.5:
+        owner.pause()
+        cluster.world.after(pause_ms(rng) * MS, owner.resume)
+    else:
+        coordinator.watch_delay_ms_max = 1_000
+    coordinator.give(rng.choice(others))
+
+    def come_back() -> None:
+        coordinator.watch_delay_ms_max = 20
+        if coordinator.alive.get(owner.name) and rng.random() < 0.7:
+            coordinator.give(owner.name)
+
+    cluster.world.after(rng.randrange(5, 600) * MS, come_back)
+    return True
+
+
+def change_replicas(cluster: SimCluster, rng: "Random") -> bool:
+    """One replica more, or less, or one in the place of another."""
+    coordinator = cluster.coordinator
+    now = list(coordinator.assignment.replicas)
+    held = {} if coordinator.metadata is None else coordinator.metadata.states
+    if set(held) != set(now):
+        return False  # One step at a time.
+    spare = [each for each in cluster.storages if each not in now]
+    roll = rng.random()
+    if roll < 0.4 and len(now) > 2:
+        now.remove(rng.choice(now))
+    elif spare and len(now) >= 2:
+        if roll > 0.8 and len(now) > 2:
+            now.remove(rng.choice(now))
+        now.append(rng.choice(spare))
+    else:
+        return False
+    cluster.reassign(tuple(now))
+    return True
+
+
+def change_replicas_with_one_away(cluster: SimCluster, rng: "Random") -> bool:
+    """A replica is away while the assignment changes, maybe the one that joins or leaves."""
+    if not change_replicas(cluster, rng):
+        return False
+    storage = rng.choice(list(cluster.storages.values()))
+    cluster.kill(storage)
+    return True
+
+
+def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
+    """A new session is asked for, under load."""
+    owner = cluster.owner
+    if owner is None or owner.partition is None or not owner.partition.is_open or owner.is_paused:
+        return False
+    owner.step(events.Checkpoint())
+    return True
