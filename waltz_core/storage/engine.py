@@ -12,6 +12,7 @@ Rules:
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -167,9 +168,13 @@ class Engine:
             file.close()
 
     def release_reserve(self) -> None:
-        """Give the reserved room back to the disk, for a truncation or a repair."""
-        self._disk.unlink(self.directory / RESERVE_NAME)
-        self._disk.sync_directory(self.directory)
+        """Give the reserved room back to the disk, for a truncation or a repair.
+
+        A disk that fails at that loses nothing: whoever needed the room is told that there is none.
+        """
+        with suppress(DiskFailed):
+            self._disk.unlink(self.directory / RESERVE_NAME)
+            self._disk.sync_directory(self.directory)
 
     def refill_reserve(self, reserve_bytes: int) -> None:
         """Reserve room again, as far as there is any."""

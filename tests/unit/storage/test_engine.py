@@ -4,10 +4,12 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, NoSpace, UnknownPartition
+from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
@@ -45,6 +47,24 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     assert (tmp_path / "a" / "b" / "waltz-x.reserve").stat().st_size == 4096
     engine.release_reserve()
     assert not (tmp_path / "a" / "b" / "waltz-x.reserve").exists()
+    engine.close()
+
+
+def test_a_reserve_that_cannot_be_given_back_ends_nothing():
+    disk = SimDisk()
+    engine = Engine.open(
+        disk,
+        Path("/waltz"),
+        SETTINGS,
+        partition_count=1,
+        new_storage_id=bytes(16),
+        reserve_bytes=4096,
+    )
+    for _ in range(2):
+        disk.plan(disk.step_count + 1, Fault.FAILS)
+        engine.release_reserve()
+    log = engine.assign(0)
+    assert log.max_id == -1
     engine.close()
 
 
