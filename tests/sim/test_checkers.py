@@ -369,6 +369,8 @@ def test_gate_some_refusals_need_no_session(world):
     mark = world.history.last
     world.answer(replace(outcome(m.Reason.NOT_MOUNTED), high_water_mark=mark))
     world.answer(replace(outcome(m.Reason.OVERLOADED), high_water_mark=mark))
+    with fails("GateCAS2"):
+        world.answer(replace(outcome(m.Reason.AHEAD), high_water_mark=mark))
 
 
 def test_gate_no_session_is_named_that_is_not_open(world):
