@@ -45,9 +45,14 @@ class Trace:
     rule: str
     text: str
     seed: int
-    seeds_needed: int
+    seeds: list[int]  # that found it; the first of them in so many tries
     rules: dict[str, int]
     schedule: Schedule = field(repr=False)
+
+    @property
+    def seeds_needed(self) -> int:
+        """How many seeds it took."""
+        return self.seeds[0] + 1
 
     @property
     def path(self) -> Path:
@@ -61,7 +66,7 @@ class Trace:
             "rule": self.rule,
             "text": self.text,
             "seed": self.seed,
-            "seeds_needed": self.seeds_needed,
+            "seeds": self.seeds,
             "rules": self.rules,
             "schedule": json.loads(self.schedule.to_json()),
         }
@@ -100,23 +105,22 @@ def search(name: str, seeds_max: int) -> Trace | str:
     """Find a switch by seeds, and shorten the best schedule; a sentence if it is not found."""
     signal.signal(signal.SIGALRM, _hung)
     found: list[Verdict] = []
-    needed = 0
     for seed in range(seeds_max):
         schedule = schedule_of(seed, WEIGHTS)
         verdict = _timed(name, schedule)
         if verdict.is_good or not run(schedule).is_good:
             continue
-        needed = needed or seed + 1
         found.append(verdict)
-        if len(found) == CANDIDATES or seed > 3 * needed + 60:
+        if len(found) == CANDIDATES or seed > 3 * found[0].schedule.seed + 60:
             break
+    seeds = [verdict.schedule.seed for verdict in found]
     rules = Counter(str(verdict.rule) for verdict in found)
     for verdict in sorted(found, key=lambda each: _vagueness(each, rules)):
         short = _shortened(name, verdict)
         if run(short.schedule).is_good:
             text = short.text.strip().splitlines()[-1][:300]
             rule, seed = str(short.rule), verdict.schedule.seed
-            trace = Trace(name, rule, text, seed, needed, dict(rules), short.schedule)
+            trace = Trace(name, rule, text, seed, seeds, dict(rules), short.schedule)
             trace.save()
             return trace
     return f"{name}: not found in {seeds_max} seeds" if not found else f"{name}: no green schedule"
