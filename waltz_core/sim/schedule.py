@@ -20,6 +20,7 @@ from typing import Any, Final
 from waltz_core.errors import BadFormat
 from waltz_core.replication.limits import Limits as StoreLimits
 from waltz_core.server.events import Limits
+from waltz_core.server.pace import LARGE_BYTES
 from waltz_core.sim.world import chance_of
 
 FORMAT: Final = 1
@@ -55,6 +56,7 @@ class Setup:
     slice_rows_max: int = 64
     lag_bytes_max: int = 4_096
     range_bytes_max: int = 1_024
+    has_large_batches: bool = False  # every batch counts as one that may go in pieces
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
     is_unbounded: bool = False  # losses may hit any number of replicas, and ZooKeeper (budget.py)
@@ -64,7 +66,7 @@ class Setup:
         """What a served partition keeps to."""
         return Limits(
             lock_slot_count=self.lock_slot_count,
-            queue_bytes_max=64 * 1024,
+            queue_bytes_max=8 * LARGE_BYTES if self.has_large_batches else 64 * 1024,
             in_flight_batches_max=8,
             slice_rows_max=self.slice_rows_max,
             feed_frame_count_max=8,
@@ -159,6 +161,8 @@ def schedule_of(
         lag_bytes_max=rng.choice((600, 4_096, 65_536)),
         range_bytes_max=rng.choice((300, 1_024)),
         is_unbounded=rng.random() < 0.05,
+        # From a stream of its own, so that seeds mean what they did before there was this.
+        has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
     )
     share = rng.choice((0.3, 0.6, 0.9))
     kinds = [kind for kind in weights if rng.random() < share]

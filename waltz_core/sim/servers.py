@@ -36,7 +36,7 @@ from waltz_core.server.events import (
     Received,
     refusal,
 )
-from waltz_core.server.pace import Pace
+from waltz_core.server.pace import LARGE_BYTES, Pace
 from waltz_core.server.partition import Partition
 from waltz_core.sim.network import FAR, NEAR, Handlers, Link
 from waltz_core.sim.process import Process
@@ -58,7 +58,16 @@ if TYPE_CHECKING:
 
 RELEASED_PAUSE_US: Final = 300_000
 READ_TIMEOUT_US: Final = 2_000_000
+PIECE_BYTES: Final = 150
 _NOBODY: Final = -1
+
+
+class SmallPieces(Pace):
+    """Batches are small here, and so are the pieces that they are cut into."""
+
+    def piece_bytes(self, now_ms: int) -> int | None:
+        """As the real one, where there is any."""
+        return None if super().piece_bytes(now_ms) is None else PIECE_BYTES
 
 
 class ObservedStore:
@@ -196,7 +205,7 @@ class SimServer(Process):
             cluster.limits,
             TransactionCache(CacheBudget(64 * 1024)),
             FeedCache(64 * 1024),
-            Pace(),
+            SmallPieces(),
         )
         cluster.checks.partition_made(self)
 
@@ -282,6 +291,8 @@ class SimServer(Process):
         cost_bytes = 512
         if isinstance(message, AppendBatch):
             cost_bytes += len(message.payload)
+            if self.cluster.setup.has_large_batches:
+                cost_bytes += LARGE_BYTES
         elif isinstance(message, AppendRequest):
             cost_bytes += len(message.data)
         if self.partition is None:

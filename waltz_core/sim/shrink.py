@@ -21,6 +21,8 @@ DURATION_MS_MIN: Final = 50
 # What each part of a set-up is tried with, the best first.
 SMALLER: Final[tuple[tuple[str, tuple[float, ...]], ...]] = (
     ("is_bytes", (False,)),
+    ("is_unbounded", (False,)),
+    ("has_large_batches", (False,)),
     ("replicas", (1, 3)),
     ("spare_storages", (0, 1)),
     ("servers", (1, 2)),
