@@ -57,6 +57,7 @@ _NEEDS_SESSION: Final = (
 _FINAL: Final = (FeedBatch, RangeData)
 _WITHOUT_SESSION: Final = bytes((Reason.NOT_MOUNTED, Reason.TOO_LARGE, Reason.OVERLOADED))
 _READY: Final = 0
+_LOSSES: Final = (Reason.LOST, Reason.NO_SPACE)
 _FROM_THE_LOG: Final = (ClientAhead.code, LockFailed.code)
 _FEED_HEADER: Final = 20
 
@@ -71,6 +72,8 @@ class Answers:
         self._open: dict[str, SessionId] = {}
         self._in_step: dict[str, dict[SessionId, None]] = {}
         self._marks: dict[int, int] = {}  # told on each connection
+        # Client and connection -> its first row that was lost since it has mounted there.
+        self._lost: dict[tuple[int, int], int] = {}
         self._mark_before: dict[str, int] = {}  # of each server, before the step
         self._mark: dict[str, int] = {}
         self._pace: dict[str, float] = {}  # the slowest that each server's clock has run
@@ -134,6 +137,9 @@ class Answers:
                 self._check_data(name, message)
             case AppendResult():
                 self._check_result(name, message)
+                self._check_order(name, answer.connection, message)
+            case MountResponse() | Mounted():
+                self._lost.pop((message.req_id.client_id, answer.connection), None)
             case _:
                 pass
 
@@ -231,6 +237,17 @@ class Answers:
                 self._witness.fail("OutcomeTruth", f"{name} refuses for {conflict}, not final")
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
                 self._witness.count("lock wait")
+
+    def _check_order(self, name: str, connection: int, message: AppendResult) -> None:
+        """A lost row ends its client's mount: what was sent behind it does not get in."""
+        req_id, reasons = message.req_id, bytes(message.reasons)
+        key = req_id.client_id, connection
+        lost = self._lost.get(key)
+        if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
+            self._witness.fail("Overtaken", f"{name} tells {req_id} committed, {lost} was lost")
+        rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
+        if rows and lost is None:
+            self._lost[key] = req_id.sequence + rows[0]
 
     # ---- what clients ask, and are told
 
