@@ -262,27 +262,6 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
     return rows
 
 
-def single_row(
-    header: int, data: Buffer, data_crc: int, *, locks: Sequence[Sequence[int]]
-) -> AppendRows:
-    """Return the one row of a plain append request; `locks` are its write, read, append locks.
-
-    Raises:
-        BadRequest: the data does not fit its CRC.
-    """
-    if zlib.crc32(data) != data_crc:
-        raise BadRequest(
-            f"append: expected data with CRC {data_crc:08x}, found {zlib.crc32(data):08x}"
-        )
-    lengths = np.array([len(data)], dtype=np.int64)
-    write, read, append = (
-        LockColumn(np.array([0, len(hashes)]), np.array(hashes, dtype=np.int32)) for hashes in locks
-    )
-    headers, crcs = np.array([header], dtype=np.int32), np.array([data_crc], dtype=np.uint32)
-    rows = _as_binary(bytes(data), lengths)
-    return AppendRows(headers, rows, lengths, crcs, write, read, append, marks=None)
-
-
 def _brief(error: BaseException) -> str:
     """Return what pyarrow says, which may quote the whole input, at a length fit for an answer."""
     return str(error).partition("\n")[0][:300]

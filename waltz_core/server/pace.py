@@ -19,14 +19,15 @@ from waltz_core.server.events import ConnectionId
 
 # A request of so many bytes is large.
 LARGE_BYTES: Final = 64 * 1024
-# While the server is shared, a large batch is cut into pieces of so many bytes. Smaller ones cost
-# more than they spare: each is a quorum round, with all that is done once for every batch.
-PIECE_BYTES: Final = 128 * 1024
+# While the server is shared, a large batch is cut into pieces of so many bytes. Half of that costs
+# as many quorum rounds more as it spares; twice that can be felt by whoever meets one.
+PIECE_BYTES: Final = 64 * 1024
 # For so long after a small request met large ones the server counts as shared.
 SHARED_MS: Final = 3_000
-# A piece is followed by a pause of so many times as long as it took.
-PAUSE_FACTOR: Final = 1
-PAUSE_MS_MAX: Final = 50
+# A piece is followed by a pause of so many times as long as it took (measured with all processes on
+# two processors: below that, small requests meet the pieces of two servers at once too often).
+PAUSE_FACTOR: Final = 6
+PAUSE_MS_MAX: Final = 100
 # How soon to ask again while a piece of another partition is in flight.
 ASK_AGAIN_MS: Final = 2
 

@@ -3,7 +3,7 @@
 import pytest
 
 from waltz_core.server.events import ConnectionId
-from waltz_core.server.pace import PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
+from waltz_core.server.pace import PAUSE_FACTOR, PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
 
 FLOOD, MODEST = ConnectionId(1), ConnectionId(2)
 
@@ -67,7 +67,7 @@ def test_after_each_piece_there_is_a_pause_in_proportion_but_not_for_ever(took_m
     pace.landed(100, landed_ms)
     pace.small(MODEST, landed_ms)
     pause_ms = pace.large_at_ms(landed_ms) - landed_ms
-    assert min(max(took_ms, 1), PAUSE_MS_MAX) <= pause_ms <= PAUSE_MS_MAX
+    assert pause_ms == min(PAUSE_FACTOR * max(took_ms, 1), PAUSE_MS_MAX)
     assert pace.large_at_ms(landed_ms + pause_ms) == landed_ms + pause_ms
 
 
