@@ -21,7 +21,13 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.cluster.model import UNRESOLVED, ReplicaState
-from waltz_core.errors import Damaged, RemoteProtocolError, SessionFenced, from_code
+from waltz_core.errors import (
+    Damaged,
+    RemoteProtocolError,
+    ReplicaSuspect,
+    SessionFenced,
+    from_code,
+)
 from waltz_core.machine import Report
 from waltz_core.record import (
     PartitionId,
@@ -438,6 +444,9 @@ class StoreSession:
         is_same = is_bound and promised == self.claim.session_id
         if is_fenced and self.claim.behind.get(each.replica) != promised:
             self.end(Ending(Cause.FENCED, reason, each.replica, promised=promised))
+        elif isinstance(error, ReplicaSuspect) and isinstance(request.message, messages.Prepare):
+            # It does not know to whom it has promised this session, but takes the next one.
+            self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._met_rival(each, reason, now_ms)
         elif self.repairs.mend_refused(request.ticket, each):

@@ -354,6 +354,8 @@ assert _SLOT.size == 168
 assert _SLOT.size + DAMAGED_MAX * _RANGE.size + _CRC.size <= SLOT_BYTES
 _DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)
+# Of a session that may have been promised to somebody whose name is lost.
+NOBODYS_NONCE: Final = b"\xff" * 16
 
 
 class Mark(NamedTuple):

@@ -41,6 +41,7 @@ from waltz_core.storage.disk import Disk, create_durably, remove_temporary
 from waltz_core.storage.format import (
     LINEAGE_HEADER_BYTES,
     NO_NONCE,
+    NOBODYS_NONCE,
     IdRange,
     LineageHeader,
     Marker,
@@ -58,7 +59,6 @@ from waltz_core.storage.segments import Segments
 
 I64 = npt.NDArray[np.int64]
 ADOPTED_BATCH_IDS: Final = 1024
-_NOBODYS_NONCE: Final = b"\xff" * 16
 
 
 def open_log(
@@ -478,7 +478,7 @@ class _Opening:
         if fell_back:
             seen = max(slot.promised, slot.last_session, self._info.session_id)
             seen = max(seen, end.session_id if end is not None else NO_SESSION)
-            slot = replace(slot, promised=SessionId(seen + 1), nonce=_NOBODYS_NONCE)
+            slot = replace(slot, promised=SessionId(seen + 1), nonce=NOBODYS_NONCE)
         return replace(
             slot,
             acked=marker,

@@ -32,6 +32,7 @@ from waltz_core.errors import (
     BadRequest,
     ClusterKeyMismatch,
     NotMounted,
+    ReplicaSuspect,
     SessionFenced,
     StorageIdMismatch,
     UnknownPartition,
@@ -39,6 +40,7 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import NO_SESSION, PartitionId, SessionId
+from waltz_core.storage.format import NOBODYS_NONCE
 from waltz_core.storage.partition_log import MARKER_INTERVAL_MS, PartitionLog
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
 from waltz_core.wire.messages import (
@@ -290,6 +292,11 @@ class StorageService:
         session = SessionId(message.session_id)
         if not 0 <= session <= lane.promised + SESSION_JUMP_MAX:
             raise BadRequest(f"session {session}: expected one soon after {lane.promised}")
+        if session == lane.promised and lane.nonce == NOBODYS_NONCE:
+            raise ReplicaSuspect(
+                f"partition {message.partition_id}: a control slot was lost, and with it to whom "
+                f"session {session} was promised; the next one can be"
+            )
         if session < lane.promised or (session == lane.promised and message.nonce != lane.nonce):
             raise SessionFenced(
                 f"partition {message.partition_id}: session {session} comes after "

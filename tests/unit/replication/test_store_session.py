@@ -401,6 +401,21 @@ def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():
     assert isinstance(bench.questions[0], events.ReadMetadata)
 
 
+def test_a_replica_that_has_lost_its_promise_is_asked_for_the_next_session():
+    bench = Bench()
+    bench.own()
+    while not bench.requests.get(A):
+        bench.ask_zookeeper() if bench.questions else bench.connect()
+    message = bench.requests[A].popleft()
+    assert isinstance(message, wire.Prepare)
+    nack = wire.Nack(0, message.sequence, 0, errors.ReplicaSuspect.code, 0, "a slot was lost")
+    bench.step(events.ReplicaAnswered(0, A, nack))
+    assert bench.store.session is None
+    bench.wait(1_000)
+    bench.run()
+    assert bench.store.open_session == 1
+
+
 def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
     """What the storage is bound to is this session; only its disk could not say so."""
     bench = Bench()

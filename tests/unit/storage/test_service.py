@@ -16,6 +16,7 @@ from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
 from waltz_core.storage import service
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
+from waltz_core.storage.format import Slot
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.service import Identity, StorageService
 from waltz_core.storage.work import Request
@@ -241,6 +242,22 @@ def test_the_same_session_of_another_owner_is_refused(bench):
     bench.owned(5)
     assert bench.refusal(2, prepare(Owner(5, nonce=b"another nonce..."))) is errors.SessionFenced
     assert bench.only(service.CloseConnection) == []
+
+
+def test_a_session_that_was_promised_to_nobody_knows_whom_is_not_anothers(tmp_path):
+    bench = Bench(tmp_path)
+    bench.owned(5)
+    bench.engine.abandon()
+    slots = tmp_path / "0" / "waltz-x.ctl"
+    content = bytearray(slots.read_bytes())
+    newer = max((0, 1), key=lambda place: Slot.decode(content[4096 * place :][:512]).sequence)
+    content[4096 * newer] ^= 1
+    slots.write_bytes(content)
+    bench = Bench(tmp_path)
+    assert bench.refusal(1, prepare(Owner(5))) is errors.SessionFenced
+    assert bench.refusal(1, prepare(Owner(6))) is errors.ReplicaSuspect
+    assert bench.ask(1, prepare(Owner(7))).suspect
+    bench.engine.abandon()
 
 
 def test_the_same_owner_may_come_again_on_another_connection(bench):
