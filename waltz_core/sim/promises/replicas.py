@@ -76,6 +76,8 @@ class Replicas:
         self.durable: dict[str, Durable] = {}
         # The highest id that was answered as synced and not cut since.
         self.kept: dict[str, int] = {}
+        # The batches that lie on its disk, and where each ends.
+        self._holds: dict[str, dict[Chain, int]] = {}
         self.rotten: dict[str, None] = {}  # a fault has changed bytes on their platters
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
         self._cutting: dict[str, int] = {}  # truncations under way, and what they keep
@@ -102,6 +104,7 @@ class Replicas:
         """A fault has taken this replica's disk back: what it promised is gone."""
         self.durable.pop(storage.name, None)
         self.kept.pop(storage.name, None)
+        self._holds.pop(storage.name, None)
         self._cutting.pop(storage.name, None)
         self._sessions.not_synced(storage.name, BEFORE_FIRST)
 
@@ -165,7 +168,9 @@ class Replicas:
         name, session = storage.name, SessionId(message.session_id)
         self._check_identity(storage, "an append")
         self._sessions.written(name, session, log.slot.nonce, message.lineage)
+        holds = self._holds.setdefault(name, {})
         for entry in message.lineage:
+            holds[entry.chain] = entry.last
             known = self._chain_of.setdefault((entry.last, entry.session_id), entry.chain)
             if known != entry.chain:
                 self._witness.fail(
@@ -186,11 +191,12 @@ class Replicas:
     def _cut(self, storage: "SimStorage", log: "PartitionLog", keep: int) -> None:
         """9. NoCutCommitted: what was cut is not, with the same chain, in the log."""
         self._cutting.pop(storage.name, None)
-        history = self._witness.history
-        for last in range(keep + 1, history.last + 1):
-            chain = history.chains.get(last)
-            if chain is not None and self._sessions.has_synced(storage.name, chain):
+        chains = self._witness.history.chains
+        holds = self._holds.get(storage.name, {})
+        for chain, last in [each for each in holds.items() if each[1] > keep]:
+            if chains.get(last) == chain:
                 self._witness.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
+            del holds[chain]
         if keep < log.slot.low_water_mark:
             self._witness.fail(
                 "NoCutCommitted", f"{storage.name} keeps {keep} of {log.slot.low_water_mark}"

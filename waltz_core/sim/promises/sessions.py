@@ -75,6 +75,7 @@ class Sessions:
 
     def __init__(self, witness: "Witness") -> None:
         self._witness = witness
+        self.is_rewritten = False  # somebody has changed ZooKeeper's data
         self.claims: dict[SessionId, Claimed] = {}
         self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
         self.ever_engaged: dict[SessionId, dict[str, None]] = {}
@@ -105,6 +106,9 @@ class Sessions:
         marker: PartitionMarker,
     ) -> None:
         """20. MetaShape; remembers claims, which sessions are open, and who is engaged in them."""
+        self.engaged_now = dict.fromkeys(_engaged(after))
+        if self.is_rewritten:
+            return
         if after.session_id == before.session_id:
             self._check_states(server, before, after, marker)
         else:
@@ -113,7 +117,6 @@ class Sessions:
         if version != self._version + 1:
             self._bad(f"version {self._version}, then {version}")
         self._version = version
-        self.engaged_now = dict.fromkeys(_engaged(after))
 
     def _bad(self, text: str) -> None:
         self._witness.fail("MetaShape", text)
@@ -191,25 +194,12 @@ class Sessions:
                 self._bad(f"{name} is written as {state}, not {wanted}")
 
     def zookeeper_changed(self) -> None:
-        """Other data lies in ZooKeeper: later sessions never were, and their ids come again."""
-        coordinator = self._witness.cluster.coordinator
-        metadata = coordinator.metadata
-        last = NO_SESSION if metadata is None else metadata.session_id
-        self._version = coordinator.metadata_version
-        by_session: list[dict[SessionId, Any]] = [
-            self.claims,
-            self.opened,
-            self.ever_engaged,
-            self.decided,
-            self._marks,
-        ]
-        for each in by_session:
-            for session in [one for one in each if one > last]:
-                del each[session]
-        by_replica: list[dict[tuple[SessionId, str], Any]] = [self._prepared, self._reached]
-        for those in by_replica:
-            for key in [one for one in those if one[0] > last]:
-                del those[key]
+        """Other data lies in ZooKeeper: ids of sessions come again.
+
+        From now on nothing is promised of sessions, but that no mark goes below the log; what is
+        told to applications is looked at elsewhere.
+        """
+        self.is_rewritten = True
 
     # ---- disks (rule 2)
 
@@ -223,21 +213,18 @@ class Sessions:
     ) -> None:
         """4. SingleWriter, 7. GateCAS2: batches lie synced on a replica, written in a session."""
         claim = self.claims.get(session)
-        if claim is None or claim.nonce != nonce:
+        if (claim is None or claim.nonce != nonce) and not self.is_rewritten:
             self._witness.fail(
                 "SingleWriter", f"{name} takes appends of {session} from somebody else"
             )
         for entry in lineage:
-            if entry.session_id == session and session not in self.opened:
+            is_open = session in self.opened or self.is_rewritten
+            if entry.session_id == session and not is_open:
                 self._witness.fail(
                     "GateCAS2", f"{name} has an append of {session}, which is not open"
                 )
             self._synced.setdefault(entry.chain, {})[name] = None
             self._lasts[entry.chain] = entry.last
-
-    def has_synced(self, name: str, chain: Chain) -> bool:
-        """Tell whether a batch was ever synced on a replica, and not cut or lost since."""
-        return name in self._synced.get(chain, ())
 
     def not_synced(self, name: str, above: int) -> None:
         """A replica no longer has what it had above an id."""
@@ -276,7 +263,7 @@ class Sessions:
     def sent(self, server: "SimServer", effect: events.SendToReplica) -> None:
         """9. A replica is changed only in a session that has decided (rule 3)."""
         message, session = effect.message, effect.session_id
-        if not isinstance(message, _CHANGING):
+        if not isinstance(message, _CHANGING) or self.is_rewritten:
             return
         self._decide(session)
         if isinstance(message, SetLowWaterMark):
@@ -363,6 +350,8 @@ class Sessions:
 
     def submitted(self, server: "SimServer", session: SessionId) -> None:
         """7. GateCAS2: a batch is handed to the store."""
+        if self.is_rewritten:
+            return
         if session not in self.opened:
             self._witness.fail("GateCAS2", f"{server.name} submits to {session}, not open yet")
         self._submitted[session] = None
@@ -377,6 +366,10 @@ class Sessions:
                 if is_new and claim is not None and claim.nonce != marker.nonce:
                     self._witness.count("nonce mismatch")
                 tried[marker.nonce] = None
+            case events.SessionOpened() if self.is_rewritten:
+                self._check_covers(effect)
+            case _ if self.is_rewritten:
+                pass
             case Report(name="recovery.decided"):
                 self._decide(SessionId(int(str(dict(effect.fields)["session"]))))
             case events.SessionOpened():
@@ -398,15 +391,19 @@ class Sessions:
         self._check_open(session, "SessionOpened")
         self._witness.count("session opened")
         self._check_mark(session, effect.high_water_mark)
-        if effect.high_water_mark < self._witness.history.last:
-            self._witness.fail(
-                "DecisionCovers",
-                f"{session} opens at {effect.high_water_mark}, "
-                f"{self._witness.history.last} is in the log",
-            )
+        self._check_covers(effect)
         writer = self.claims[session].server
         if writer != server.name:
             self._witness.fail("SingleWriter", f"{writer} and {server.name} in {session}")
+
+    def _check_covers(self, effect: events.SessionOpened) -> None:
+        """6. DecisionCovers, of what applications were told."""
+        if effect.high_water_mark < self._witness.history.last:
+            self._witness.fail(
+                "DecisionCovers",
+                f"{effect.session_id} opens at {effect.high_water_mark}, "
+                f"{self._witness.history.last} is in the log",
+            )
 
     def _committed(self, effect: events.Committed) -> None:
         """2. AckQuorum: on disks. 8. EngagedOnly: in what the owner may have counted."""
