@@ -9,8 +9,8 @@ Rules:
        cannot read its slots) may happen when every other engaged replica can be believed: then
        each acknowledged transaction is still on one of them.
     2. A loss that nobody can notice (the end of a log gone, within a session, without a trace) may
-       happen only when all others hold all that this replica holds, too (correctness.md 2.4,
-       rows 2 and 8).
+       happen only when a quorum of others is engaged, and all of them hold all that this replica
+       holds (correctness.md 2.4, rows 2 and 8): with any of them away, the rest still outvotes it.
     3. A replica that has lost something can be believed again when a later session has engaged it
        and a copy of its disk, read whole, is without a fault.
     4. Without a budget (`Setup.is_unbounded`) losses of the first kind may happen at any time. Then
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaState
 from waltz_core.errors import WaltzError
 from waltz_core.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.replication.quorum import quorum_size
 from waltz_core.sim.disk import SimDisk
 from waltz_core.storage.partition_log import PartitionLog
 from waltz_core.storage.reading import READ_BYTES
@@ -66,7 +67,10 @@ class Budget:
             return False
         if not all(self._is_believed(storage, state) for storage, state in others):
             return False
-        return not is_silent or self._all_hold(victim, [storage for storage, _ in others])
+        if not is_silent:
+            return True
+        is_outvoted = len(others) >= quorum_size(len(metadata.states))
+        return is_outvoted and self._all_hold(victim, [storage for storage, _ in others])
 
     def has_lost(self, storage: "SimStorage") -> bool:
         """Whether a replica has lost something, and nobody knows yet that it is mended."""

@@ -174,20 +174,34 @@ class SimCluster:
                 self.swapped[each.name] = its
             self.restart_later(each)
 
-    def operate(self) -> None:
-        """Look after what cannot heal by itself."""
+    def operate(self, *, is_patient: bool = True) -> None:
+        """Look after what cannot heal by itself; who is patient waits for what may."""
         for name in list(self.swapped):
             if name in self.swapped:
                 storage = next(each for each in self.storages.values() if each.name == name)
                 self.swap_disks(storage, self.swapped[name])
         for storage in self.storages.values():
-            is_hopeless = isinstance(storage.refused, BEYOND_READING)
-            if self.is_healing and storage.log is not None and storage.log.suspect:
-                is_hopeless = storage.replica in self.budget.lost
-            if is_hopeless and storage.name not in self.held_down:
-                if storage.replica not in self.budget.lost:
+            if storage.name in self.held_down:
+                continue
+            if isinstance(storage.refused, BEYOND_READING):
+                if not self.budget.has_lost(storage):
                     self.checks.fail("Converged", f"{storage.name} refuses: {storage.refused}")
                 self.replace(storage)
+            elif not is_patient and self._cannot_be_mended(storage):
+                self.replace(storage)
+
+    def _cannot_be_mended(self, storage: SimStorage) -> bool:
+        """Whether a replica that has lost something does not come back by itself."""
+        if not self.budget.has_lost(storage) or not self.budget.allows(storage):
+            return False
+        owner = self.owner
+        session = None if owner is None or owner.store is None else owner.store.store.session
+        return (
+            session is not None
+            and session.is_settled
+            and storage.replica in self.replicas
+            and all(each.replica != storage.replica for each in session.engaged)
+        )
 
     def replace(self, storage: SimStorage) -> None:
         """Give a storage an empty directory, and enter its new identity for its address."""
@@ -308,10 +322,10 @@ class SimCluster:
 
     def _run_until_whole(self) -> None:
         """Let the operator look now and then, until the partition is whole."""
-        for _ in range(OPEN_MS_MAX // OPERATOR_MS):
+        for again in range(OPEN_MS_MAX // OPERATOR_MS):
             if self.world.run(OPERATOR_MS * MS, until=self.is_whole):
                 return
-            self.operate()
+            self.operate(is_patient=again % 4 != 3)
         self.checks.fail("Converged", f"not whole: {self.why_not()}")
 
     def _run_until_mended(self) -> None:

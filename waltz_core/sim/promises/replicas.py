@@ -106,7 +106,7 @@ class Replicas:
         self.kept.pop(storage.name, None)
         self._holds.pop(storage.name, None)
         self._cutting.pop(storage.name, None)
-        self._sessions.not_synced(storage.name, BEFORE_FIRST)
+        # What it had answered before counts: that may still be on its way.
 
     def rotted(self, storage: "SimStorage") -> None:
         """A fault has changed bytes on this replica's platter."""
@@ -159,6 +159,9 @@ class Replicas:
             self._witness.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
             # Its own guard has held; no server may ever rely on that.
+            if storage.name in self.rotten:
+                self._witness.count("a rotten log was not cut")
+                return
             self._witness.fail("NoCutCommitted", f"{storage.name} was asked to: {error}")
 
     def _appended(
@@ -258,9 +261,9 @@ class Replicas:
         end = 0
         is_whole = answer.form == RangeForm.WHOLE
         for entry in answer.lineage:
-            node = nodes.node_at(entry.chain, entry.last)
-            if node is None and self._is_made_up(name, entry):
+            if self._is_made_up(name, entry):
                 return
+            node = nodes.node_at(entry.chain, entry.last)
             if node is None:
                 self._witness.fail("NoRotServed", f"{name} has a batch that nobody wrote: {entry}")
             starts = (0, *node.ends)
