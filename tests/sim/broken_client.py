@@ -2,10 +2,8 @@
 
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.client import stream, verdicts
-from waltz_core.client.cursor import FeedCursor
 from waltz_core.client.monitor import Monitor
 from waltz_core.client.outbox import Waiting
-from waltz_core.client.readback import ReadBack
 from waltz_core.client.stream import PartitionStream
 from waltz_core.errors import OutcomeUnknown
 from waltz_core.wire.messages import Reason
@@ -69,43 +67,6 @@ def sent_again_on_a_new_link() -> Patches:
         original(self, message, now_ms, out)
 
     yield instead(PartitionStream, "_mounted", _mounted)
-
-
-@switch
-def lower_mark_believed() -> Patches:
-    """A server whose mark lies below one that is known is believed, and so is an old generation."""
-    mounted, linked = PartitionStream._mounted, PartitionStream._linked
-
-    def _mounted(self, message, now_ms, out):
-        known, self.high_water_mark = self.high_water_mark, -1
-        mounted(self, message, now_ms, out)
-        self.high_water_mark = max(known, self.high_water_mark)
-
-    def _linked(self, event, now_ms, out):
-        self._generation = min(self._generation, event.generation)
-        linked(self, event, now_ms, out)
-
-    yield instead(PartitionStream, "_mounted", _mounted)
-    yield instead(PartitionStream, "_linked", _linked)
-
-
-@switch
-def feed_takes_what_comes() -> Patches:
-    """The feed goes on wherever the server says."""
-    original = FeedCursor.take
-
-    def take(self, message):
-        if self._fed is not None:
-            self._fed = message.first - 1
-        return original(self, message)
-
-    yield instead(FeedCursor, "take", take)
-
-
-@switch
-def history_not_compared() -> Patches:
-    """Whether the log is still the one that the feed came from is not looked at."""
-    yield instead(ReadBack, "history_loss", nothing)
 
 
 @switch

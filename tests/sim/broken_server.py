@@ -210,12 +210,6 @@ def connection_checked_on_arrival_only() -> Patches:
 
 
 @switch
-def older_connection_mounts() -> Patches:
-    """A connection that a newer one has fenced off may mount again, and append."""
-    yield instead(Mounts, "_fenced", nothing)
-
-
-@switch
 def lost_row_keeps_its_mount() -> Patches:
     """After a lost row, what the client had sent behind it is let in."""
     yield instead(Mounts, "lapse", nothing)

@@ -30,10 +30,10 @@ assert SWITCHES, (broken_client, broken_replication, broken_server, broken_stora
 TRACES = Path(__file__).parent / "traces"
 SEEDS_MAX = 3_000
 RUN_S_MAX = 60
-SHRINK_RUNS_MAX = 250
-SHRINK_S_MAX = 90.0
+SHRINK_RUNS_MAX = 200
+SHRINK_S_MAX = 60.0
 # Found by several seeds, it is shrunk from the one whose rule says most.
-CANDIDATES = 5
+CANDIDATES = 3
 VAGUE = ("Converged", "ClientStopped", "Crash")
 
 
