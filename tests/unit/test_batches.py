@@ -165,23 +165,25 @@ def test_a_row_over_the_limit_is_refused_before_it_is_sent() -> None:
     simple([bytes(TRANSACTION_BYTES_MAX)])
 
 
-def test_a_single_row_is_a_batch_of_one() -> None:
-    one = batches.single_row(-3, memoryview(b"data"), crc32(b"data"), locks=[[1, -2], [], [3]])
-    same = decode(encode([(-3, b"data", [1, -2], [], [3], 0)]))
-    assert one.count == same.count == 1
-    assert [listed(c) for c in (one.write_locks, one.read_locks, one.append_locks)] == [
-        [[1, -2]],
-        [[]],
-        [[3]],
-    ]
-    made = [batches.encode_records(rows, None, TransactionId(4), REQ_ID) for rows in (one, same)]
-    assert made[0] == made[1]
-    assert bytes(made[0].records) == expected_record(4, 0, -3, b"data")
-
-
-def test_a_single_row_with_a_wrong_crc_is_refused() -> None:
-    with pytest.raises(BadRequest, match="CRC 00000001"):
-        batches.single_row(0, b"data", 1, locks=[[], [], []])
+@pytest.mark.parametrize("cuts", [[0, 4], [0, 1, 4], [0, 1, 2, 3, 4]])
+def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
+    locks = [[1, 2], [], [3], [4, 5, 6]]
+    data = [b"a", b"", b"ccc", b"dd"]
+    whole = decode(
+        encode([(n, data[n], locks[n], locks[n - 1], locks[n - 2], n) for n in range(4)])
+    )
+    records = b""
+    for start, stop in pairwise(cuts):
+        part = whole.part(start, stop)
+        assert part.count == stop - start
+        assert listed(part.write_locks) == locks[start:stop]
+        assert listed(part.read_locks) == listed(whole.read_locks)[start:stop]
+        assert listed(part.append_locks) == listed(whole.append_locks)[start:stop]
+        first, req_id = TransactionId(4 + start), REQ_ID._replace(sequence=REQ_ID.sequence + start)
+        records += bytes(batches.encode_records(part, None, first, req_id).records)
+    assert records == bytes(batches.encode_records(whole, None, TransactionId(4), REQ_ID).records)
+    with pytest.raises(AssertionError):
+        whole.part(3, 5)
 
 
 def test_limits_of_a_batch() -> None:
