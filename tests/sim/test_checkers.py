@@ -613,6 +613,21 @@ def test_a_flush_covers_what_came_before_it(world):
         world.checks.client_heard(world.client, world.link, m.FlushResponse(QUESTION, 1))
 
 
+@pytest.mark.parametrize("loss", [m.Reason.LOST, m.Reason.NO_SPACE])
+def test_nothing_overtakes_a_lost_row(world, loss):
+    mark = world.history.last
+    behind = replace(
+        outcome(m.Reason.COMMITTED, transaction_id=mark),
+        req_id=QUESTION._replace(sequence=QUESTION.sequence + 1),
+        high_water_mark=mark,
+    )
+    world.answer(replace(outcome(loss), high_water_mark=mark))
+    with fails("Overtaken"):
+        world.answer(behind)
+    world.answer(m.Mounted(QUESTION, world.session, mark, 1, 1, 1))
+    world.answer(behind)
+
+
 # ---------------------------------------------------------------------------------------------
 # 16, 17, 18, 19: locks
 

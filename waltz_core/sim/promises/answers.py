@@ -7,7 +7,8 @@ Rules:
     1. An outcome or a mark is told only while a store session is open and settled, or when it
        closed in that very step. Records that are in the log are told of any session that was open.
     2. A mark without a proof may be as old as the session timer, and no older.
-    3. A flush is answered when everything that came before it on its connection has been answered.
+    3. Behind a row that was lost nothing of its client gets in on that connection, until it mounts.
+    4. A flush is answered when everything that came before it on its connection has been answered.
 """
 
 from collections import deque
