@@ -5,8 +5,8 @@
                 21 NoRotServed (of storages), 22 Identity, 23 LogMatching, 24 Fixed
     sessions    2 AckQuorum, 4 SingleWriter, 5 FenceFirst, 6 DecisionCovers, 8 EngagedOnly,
                 20 MetaShape
-    answers     7 GateCAS2 (to clients), 15 HwmMono, 21 NoRotServed (of servers), stale marks, flush,
-                what overtakes a lost row
+    answers     7 GateCAS2 (to clients), 15 HwmMono, 21 NoRotServed (of servers), stale marks,
+                flush, what overtakes a lost row
     outcomes    1 AckUnique, 11 OutcomeTruth, 12 AtMostOnce, 13 Dense, 14 ClientPrefix, 15 HwmMono,
                 16 NotAhead, 17 LockSerial and Serializable
     locking     18 LockBound, 19 ReserveHeld
