@@ -222,6 +222,8 @@ class AppendPipeline:
             if flight.is_large:
                 self._large_in_flight -= 1
                 self._pace.landed(flight.submitted_ms, now_ms)
+            elif flight.tickets:
+                self._pace.small_landed(flight.tickets[0].received_ms, now_ms)
             self.proved_ms = flight.submitted_ms
             if flight.tickets:
                 self.figures.took_ms.append(now_ms - flight.tickets[0].received_ms)

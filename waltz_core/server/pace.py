@@ -9,10 +9,15 @@ Rules:
     1. While all clients send large batches, or all send small requests, nothing is held back.
     2. For a while after one client's small request met another client's large ones, large ones go
        in pieces, one at a time, with a pause after each in proportion to the time that it took.
-    3. Nothing waits for ever: a pause is bounded, and a piece that never lands (its session has
+    3. The proportion is steered by what small requests suffer. Of those that meet no piece one in
+       a hundred takes longer than the calm time. One that meets a piece and takes twice the calm
+       time raises the proportion, each that does not lowers it a little, so that one in a hundred
+       does. Where there are processors to spare it comes down to next to nothing.
+    4. Nothing waits for ever: a pause is bounded, and a piece that never lands (its session has
        ended) is forgotten with its partition's flights.
 """
 
+import math
 from typing import Final
 
 from waltz_core.server.events import ConnectionId
@@ -23,10 +28,14 @@ LARGE_BYTES: Final = 64 * 1024
 # as many quorum rounds more as it spares; twice that can be felt by whoever meets one.
 PIECE_BYTES: Final = 64 * 1024
 # For so long after a small request met large ones the server counts as shared.
-SHARED_MS: Final = 3_000
-# A piece is followed by a pause of so many times as long as it took (measured with all processes on
-# two processors: below that, small requests meet the pieces of two servers at once too often).
-PAUSE_FACTOR: Final = 6
+SHARED_MS: Final = 1_000
+# A piece is followed by a pause of so many times as long as it took (rule 3).
+FACTOR_FIRST, FACTOR_MIN, FACTOR_MAX = 4.0, 0.25, 16.0
+FACTOR_UP: Final = 1.5
+FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 99)
+# The calm time moves by so much of itself, up and down, a hundred times as often down.
+CALM_UP: Final = 1.2
+CALM_DOWN: Final = CALM_UP ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
 # How soon to ask again while a piece of another partition is in flight.
 ASK_AGAIN_MS: Final = 2
@@ -35,7 +44,16 @@ ASK_AGAIN_MS: Final = 2
 class Pace:
     """One for all partitions of a server; see the module's rules."""
 
-    __slots__ = ("_free_at_ms", "_in_flight", "_large", "_large_ms", "_shared_until_ms")
+    __slots__ = (
+        "_busy_ms",
+        "_calm_ms",
+        "_free_at_ms",
+        "_in_flight",
+        "_large",
+        "_large_ms",
+        "_shared_until_ms",
+        "factor",
+    )
 
     def __init__(self) -> None:
         self._in_flight = 0
@@ -43,12 +61,26 @@ class Pace:
         self._large_ms = 0
         self._free_at_ms = 0
         self._shared_until_ms = 0
+        self._busy_ms = -1  # when a piece was last known to be in flight
+        self._calm_ms: float | None = None  # see rule 3
+        self.factor = FACTOR_FIRST
 
     def small(self, connection: ConnectionId, now_ms: int) -> None:
         """Note that a small request takes its turn (rule 2)."""
         if self._large in {None, connection} or now_ms - self._large_ms >= SHARED_MS:
             return
         self._shared_until_ms = now_ms + SHARED_MS
+
+    def small_landed(self, received_ms: int, now_ms: int) -> None:
+        """Note how long a small request took, from its arrival until it was final (rule 3)."""
+        took_ms = now_ms - received_ms
+        if not self._in_flight and self._busy_ms < received_ms:
+            calm_ms = self._calm_ms or 2.0 * max(1, took_ms)
+            self._calm_ms = max(1.0, calm_ms * (CALM_UP if took_ms > calm_ms else CALM_DOWN))
+        elif self._calm_ms is not None and took_ms > 2 * self._calm_ms:
+            self.factor = min(self.factor * FACTOR_UP, FACTOR_MAX)
+        else:
+            self.factor = max(self.factor * FACTOR_DOWN, FACTOR_MIN)
 
     def large_at_ms(self, now_ms: int) -> int:
         """Return when a large batch may start, or whether it may should be asked again."""
@@ -66,14 +98,16 @@ class Pace:
         """A large batch, or a piece, is on its way; `landed` or `forgotten` follows."""
         self._in_flight += 1
         self._large, self._large_ms = connection, now_ms
+        self._busy_ms = now_ms
 
     def landed(self, started_ms: int, now_ms: int) -> None:
         """It is final."""
         self.forgotten()
-        pause_ms = min(PAUSE_FACTOR * max(1, now_ms - started_ms), PAUSE_MS_MAX)
-        self._free_at_ms = now_ms + pause_ms
+        self._busy_ms = now_ms
+        pause_ms = min(self.factor * max(1, now_ms - started_ms), PAUSE_MS_MAX)
+        self._free_at_ms = now_ms + math.ceil(pause_ms)
 
     def forgotten(self, count: int = 1) -> None:
-        """So many will not land: their session has ended (rule 3)."""
+        """So many will not land: their session has ended (rule 4)."""
         self._in_flight -= count
         assert self._in_flight >= 0

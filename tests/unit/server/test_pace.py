@@ -3,7 +3,15 @@
 import pytest
 
 from waltz_core.server.events import ConnectionId
-from waltz_core.server.pace import PAUSE_FACTOR, PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
+from waltz_core.server.pace import (
+    FACTOR_FIRST,
+    FACTOR_MAX,
+    FACTOR_MIN,
+    PAUSE_MS_MAX,
+    PIECE_BYTES,
+    SHARED_MS,
+    Pace,
+)
 
 FLOOD, MODEST = ConnectionId(1), ConnectionId(2)
 
@@ -58,7 +66,7 @@ def test_while_shared_large_ones_go_in_pieces_one_at_a_time() -> None:
         asked_ms = next_ms
 
 
-@pytest.mark.parametrize("took_ms", [0, 1, 7, 2_000])
+@pytest.mark.parametrize("took_ms", [0, 1, 7, 900])
 def test_after_each_piece_there_is_a_pause_in_proportion_but_not_for_ever(took_ms: int) -> None:
     pace = shared()
     pace.small(MODEST, 100)
@@ -67,7 +75,7 @@ def test_after_each_piece_there_is_a_pause_in_proportion_but_not_for_ever(took_m
     pace.landed(100, landed_ms)
     pace.small(MODEST, landed_ms)
     pause_ms = pace.large_at_ms(landed_ms) - landed_ms
-    assert pause_ms == min(PAUSE_FACTOR * max(took_ms, 1), PAUSE_MS_MAX)
+    assert pause_ms == min(FACTOR_FIRST * max(took_ms, 1), PAUSE_MS_MAX)
     assert pace.large_at_ms(landed_ms + pause_ms) == landed_ms + pause_ms
 
 
@@ -86,3 +94,52 @@ def test_without_small_ones_sharing_ends() -> None:
     pace.started(FLOOD, 50 + SHARED_MS)
     assert pace.large_at_ms(50 + SHARED_MS) == 50 + SHARED_MS
     assert pace.piece_bytes(50 + SHARED_MS) is None
+
+
+def steered(took_ms: list[int]) -> Pace:
+    """A pace whose small requests took 5 ms while calm, and then so long beside a piece."""
+    pace = shared()
+    for start_ms in range(100, 60_100, 10):
+        pace.small_landed(start_ms, start_ms + 5)
+    pace.started(FLOOD, 60_100)
+    for each_ms in took_ms:
+        pace.small_landed(60_100, 60_100 + each_ms)
+    return pace
+
+
+def test_small_ones_that_suffer_lengthen_the_pauses_but_not_for_ever() -> None:
+    assert steered([13]).factor > FACTOR_FIRST
+    assert steered([500] * 100).factor == FACTOR_MAX
+
+
+def test_small_ones_that_do_not_suffer_shorten_the_pauses() -> None:
+    assert steered([9]).factor < FACTOR_FIRST
+    assert steered([6] * 5_000).factor == FACTOR_MIN
+
+
+def test_one_in_a_hundred_that_suffers_leaves_the_pauses_as_they_are() -> None:
+    assert steered(([6] * 99 + [30]) * 3).factor == pytest.approx(FACTOR_FIRST)
+
+
+def test_the_calm_time_is_what_one_in_a_hundred_exceeds() -> None:
+    pace = shared()
+    for start_ms in range(100, 200_100, 10):
+        slow = 20 if start_ms % 500 == 0 else 5  # one in fifty
+        pace.small_landed(start_ms, start_ms + slow)
+    pace.started(FLOOD, 200_100)
+    pace.small_landed(200_100, 200_130)
+    assert pace.factor < FACTOR_FIRST  # 30 ms are less than twice 20
+    pace.small_landed(200_100, 200_160)
+    assert pace.factor > FACTOR_FIRST
+
+
+def test_what_is_measured_beside_a_piece_does_not_count_as_calm() -> None:
+    pace = shared()
+    pace.started(FLOOD, 100)
+    pace.small_landed(100, 200)
+    pace.landed(100, 200)
+    pace.small_landed(190, 250)  # a piece was in flight when it came
+    assert pace.factor < FACTOR_FIRST  # nothing is known yet of what is calm
+    pace.small_landed(201, 206)
+    pace.small_landed(190, 250)
+    assert pace.factor > FACTOR_FIRST
