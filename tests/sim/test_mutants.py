@@ -1,0 +1,40 @@
+"""Each rule, broken alone, is found out: by a short schedule of its own, and by the named checker.
+
+When production code changes, a schedule may pass by what is broken; then the seeds that it came
+from are tried. `python -m tests.sim.mutants --search all` makes such traces anew.
+"""
+
+import pytest
+
+from tests.sim.mutants import SEEDS_MAX, TRACES, load, run_broken
+from tests.sim.switches import SWITCHES
+from waltz_core.sim.faults import WEIGHTS
+from waltz_core.sim.run import run
+from waltz_core.sim.schedule import schedule_of
+
+pytestmark = pytest.mark.sim
+
+
+KEPT = {path.stem: load(path) for path in sorted(TRACES.glob("*.json"))}
+
+
+@pytest.mark.parametrize(
+    "trace", [pytest.param(trace, id=f"{name}: {trace.rule}") for name, trace in KEPT.items()]
+)
+def test_a_broken_rule_is_found_out(trace):
+    green = run(trace.schedule)
+    assert green.is_good, green.text
+    if run_broken(trace.switch, trace.schedule).rule == trace.rule:
+        return
+    # What production code does has changed, so that the schedule passes by what is broken.
+    seeds = (schedule_of(seed, WEIGHTS) for seed in trace.seeds)
+    assert any(run_broken(trace.switch, each).rule in trace.rules for each in seeds), (
+        f"not found any more: python -m tests.sim.mutants --search {trace.switch}"
+    )
+
+
+def test_traces_are_of_switches_that_there_are():
+    assert set(KEPT) <= set(SWITCHES)
+    assert len(KEPT) >= 45
+    assert all(name == trace.switch for name, trace in KEPT.items())
+    assert all(0 < trace.seeds_needed <= SEEDS_MAX for trace in KEPT.values())
