@@ -559,13 +559,13 @@ class PartitionLog:
         self._write_slot(replace(self.slot, damaged=left))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Read records from an id on and note what is damaged; return the next id to look at."""
+        """Note what is damaged from an id on; return the next one. Raises for unreadable batches."""
         try:
             read = self.read_range(first, self.max_id, bytes_max, whole_batches=False)
         except ChecksumMismatch:
-            return next(
-                TransactionId(one.last + 1) for one in self.slot.damaged if one.last >= first
-            )
+            if found := [one.last for one in self.slot.damaged if one.last >= first]:
+                return TransactionId(found[0] + 1)
+            raise
         return TransactionId(first + int(read.lengths.size))
 
     # ---- the end

@@ -12,6 +12,7 @@ Rules:
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -220,7 +221,12 @@ class Segments:
         of the one before. Of several the bounds are lost: their chains will not be the others'.
         """
         lineage = self.all[index].lineage
-        assert high < lineage.count, "the end of a file was trimmed when it was opened"
+        if high == lineage.count:
+            # Only the next open can tell where its log ends: it trims the file and is suspect.
+            raise ChecksumMismatch(
+                f"the last {high - low} of {high} batches of the segment from id "
+                f"{self.all[index].first} cannot be read"
+            )
         after = lineage.entry(high)
         before = self._entry_before(index, low)
         places = high - low
@@ -323,6 +329,9 @@ class Segments:
         """Return the batches that touch first..last and the chain before them; the newest if many.
 
         Where there are none, the chain is that at the end of the log.
+
+        Raises:
+            BadFormat, ChecksumMismatch: an entry is wrong, or is that of another place.
         """
         slices: list[Sequence[LineageEntry]] = []
         chain_before = self.chain
@@ -333,7 +342,7 @@ class Segments:
             high = min(lineage.place_of(last) + 1, lineage.count)
             low = max(low, high - left)
             if low < high:
-                slices.append(lineage.slice(low, high))
+                slices.append(_run_of(lineage.slice(low, high)))
                 chain_before = lineage.chain_at(low)
                 left -= high - low
             if left == 0 or self.all[index].first <= first:
@@ -349,6 +358,17 @@ class Segments:
                 break
             index += 1
         return index
+
+
+def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
+    """Return entries of one file, each of which goes on from the one before (none is misplaced)."""
+    for before, after in pairwise(entries):
+        if after.first != before.last + 1:
+            raise ChecksumMismatch(
+                f"expected a batch from {before.last + 1} on behind {before.first}..{before.last}, "
+                f"found {after.first}..{after.last}"
+            )
+    return entries
 
 
 def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId) -> int | None:

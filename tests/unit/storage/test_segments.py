@@ -14,10 +14,15 @@ from tests.unit.storage.logs import (
     new_disk,
     open_segment,
 )
-from waltz_core.errors import BadFormat
+from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.sim.disk import Survival
-from waltz_core.storage.format import IdRange, segment_name
+from waltz_core.storage.format import (
+    LINEAGE_ENTRY_BYTES,
+    LINEAGE_HEADER_BYTES,
+    IdRange,
+    segment_name,
+)
 from waltz_core.storage.segments import Segments, first_wrong
 
 RECORD_BYTES = 60
@@ -177,3 +182,26 @@ def test_the_first_wrong_record_is_found_whatever_is_wrong_with_it():
     assert first_wrong(run, short, 4) == 1
     gap, more = make_run(9, [5])
     assert first_wrong(run + gap, np.append(lengths, more), 4) == 4
+
+
+def test_an_entry_of_another_place_is_not_believed():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [2, 1, 3, 1])
+    path, size = ROOT / segment_name(0, ".chn"), LINEAGE_ENTRY_BYTES
+    content = disk.content(path)
+    disk.overwrite(path, LINEAGE_HEADER_BYTES + size, content[-size:])
+    with pytest.raises(ChecksumMismatch, match=r"from 2 on behind 0\.\.1, found 6"):
+        segments.entries(0, 6, 9)
+    assert segments.entries(6, 6, 9)[1] == (entries[3],)
+
+
+def test_the_last_batches_of_a_running_log_are_not_made_up():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [2, 1, 3])
+    path = ROOT / segment_name(0, ".chn")
+    disk.flip(path, len(disk.content(path)) - 20)
+    with pytest.raises(ChecksumMismatch, match="the last 1 of 3 batches"):
+        segments.mend(0, 5)
+    disk.flip(path, len(disk.content(path)) - 20)
+    assert segments.mend(0, 5) == ()
+    assert list(segments.entries(0, 5, 9)[1]) == entries
