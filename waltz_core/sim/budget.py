@@ -13,7 +13,9 @@ Rules:
        holds (correctness.md 2.4, rows 2 and 8): with any of them away, the rest still outvotes it.
     3. A replica that has lost something can be believed again when a later session has engaged it
        and a copy of its disk, read whole, is without a fault.
-    4. Without a budget (`Setup.is_unbounded`) losses of the first kind may happen at any time. Then
+    4. Whoever changes ZooKeeper's data takes away the last that knows what the disks should have:
+       it is not done when one of them has lost something, and no disk loses anything after it.
+    5. Without a budget (`Setup.is_unbounded`) losses of the first kind may happen at any time. Then
        the partition may halt; a wrong answer is still wrong.
 """
 
@@ -52,10 +54,11 @@ class Budget:
         return NO_SESSION if state is None else state.session_id
 
     def allows(self, victim: "SimStorage", *, is_silent: bool = False) -> bool:
-        """Whether a replica may lose something now (rules 1, 2 and 4)."""
-        if victim.name in self._cluster.swapped:
-            return False  # Its disk is another's.
-        if self._cluster.setup.is_unbounded and not is_silent:
+        """Whether a replica may lose something now (all rules)."""
+        cluster = self._cluster
+        if victim.name in cluster.swapped or cluster.coordinator.is_rewritten:
+            return False  # Its disk is another's; or rule 4.
+        if cluster.setup.is_unbounded and not is_silent:
             return True
         metadata = self._metadata
         others = [

@@ -85,6 +85,7 @@ class SimCluster:
         self.swapped: dict[str, SimStorage] = {}  # by name: who has a disk that is another's
         self.held_down: dict[str, None] = {}  # machines that are not to come back for a while
         self.is_healing = False
+        self._unreadable: dict[str, int] = {}  # how often a log could not be read whole
         for n in range(setup.replicas + setup.spare_storages):
             replica = ReplicaId(f"storage{n}:1")
             self.storages[replica] = SimStorage(self, replica)
@@ -214,13 +215,22 @@ class SimCluster:
         self.restart_later(storage)
 
     def read_all(self) -> None:
-        """Have every log read whole, so that it knows what is damaged."""
+        """Have every log read whole, so that it knows what is damaged.
+
+        One that cannot be read knows more when it is opened again, or has to be replaced.
+        """
         for storage in self.storages.values():
             if storage.log is not None:
                 try:
                     read_whole(storage.log)
                 except WaltzError as error:
                     self.world.note(f"{storage.name} cannot be read whole: {error}")
+                    if self._unreadable.setdefault(storage.name, 0) and self.budget.allows(storage):
+                        self.replace(storage)
+                    else:
+                        storage.kill()
+                        self.restart_later(storage)
+                    self._unreadable[storage.name] += 1
 
     # ---- healing
 

@@ -76,6 +76,7 @@ class SimCoordinator:
         self.lost_watches = 0.0
         self.stale_reads = 0.0  # of the clients'
         self.cut_off: dict[str, None] = {}  # servers that cannot reach it
+        self.is_rewritten = False
         self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
         self._views = [self.assignment]  # what held before, newest last
         self._firing: dict[str, int] = {}  # whose watch will fire, and in which incarnation
@@ -295,6 +296,7 @@ class SimCoordinator:
 
     def put_back(self, metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> None:
         """Somebody puts other data into the partition's nodes, or (None) removes one."""
+        self.is_rewritten = True
         self._world.note(f"zookeeper: the nodes become {metadata} and {marker}")
         self.metadata_version = -1 if metadata is None else self.metadata_version + 1
         self.marker_version = -1 if marker is None else self.marker_version + 1

@@ -326,6 +326,12 @@ class SimDisk:
         assert count > 0
         self._read_plans[self.read_count + count] = struck
 
+    @property
+    def has_trouble(self) -> bool:
+        """Whether something is planned, or wrong with it already."""
+        plans = (self._plans, self._call_plans, self._read_plans)
+        return self.is_lying or self.capacity_bytes is not None or any(plans)
+
     def forget_plans(self) -> None:
         """Let nothing more happen."""
         self._plans.clear()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.errors import WaltzError
 from waltz_core.sim.budget import read_whole
 from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.disk import Contents, Survival
+from waltz_core.sim.disk import Contents, SimDisk, Survival
 from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
 from waltz_core.sim.striking import any_storage, counted, keep_down
@@ -28,12 +28,20 @@ PAGE_BYTES: Final = 4_096
 Spoil = Callable[[SimStorage, Path, int], None]
 
 
-# ---- errors and speed
+# ---- errors and speed. A second one while a first is handled may cost the replica what it had
+# promised (it becomes suspect), so a disk has one trouble at a time, unless there is no budget.
+
+
+def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
+    disk = any_storage(cluster, rng).disk
+    return disk if cluster.setup.is_unbounded or not disk.has_trouble else None
 
 
 def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
     """A call that changes something fails, once."""
-    disk = any_storage(cluster, rng).disk
+    disk = _healthy_disk(cluster, rng)
+    if disk is None:
+        return False
     struck = counted(cluster, "failing_disk")
     disk.plan(disk.step_count + rng.randint(1, 12), DiskFault.FAILS, struck)
     return False
@@ -43,14 +51,18 @@ def failing_call(cluster: SimCluster, rng: "Random") -> bool:
     """A call of a rare kind fails, once."""
     name = rng.choice(("create", "rename", "truncate", "unlink", "syncdir", "allocate"))
     fault = rng.choice((DiskFault.FAILS, DiskFault.POWER_LOSS))
-    disk = any_storage(cluster, rng).disk
+    disk = _healthy_disk(cluster, rng)
+    if disk is None:
+        return False
     disk.plan_call((name,), fault, counted(cluster, "failing_call"))
     return False
 
 
 def failing_read(cluster: SimCluster, rng: "Random") -> bool:
     """A read fails, once."""
-    disk = any_storage(cluster, rng).disk
+    disk = _healthy_disk(cluster, rng)
+    if disk is None:
+        return False
     disk.plan_read(rng.randint(1, 30), counted(cluster, "failing_read"))
     return False
 
@@ -59,6 +71,8 @@ def full_disk(cluster: SimCluster, rng: "Random") -> bool:
     """A disk has no room for a while, maybe with a restart in the middle of that."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
+    if disk.has_trouble:
+        return False
     used = sum(len(content) for content in disk.files().values())
     disk.capacity_bytes = used + rng.choice((0, 100, 2_000))
     disk.on_full = counted(cluster, "full_disk")
@@ -145,7 +159,7 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
     """A disk says that it has synced, then the power goes; maybe its operator knows such disks."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
-    if disk.is_lying:
+    if disk.has_trouble:
         return False
     disk.is_lying = True
     is_known = rng.random() < 0.5
@@ -198,7 +212,7 @@ def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
         storage.disk.overwrite(path, page, source[start : start + PAGE_BYTES])
 
-    return _spoil(cluster, rng, misdirect)
+    return _spoil(cluster, rng, misdirect, is_plausible=True)
 
 
 def stale_page(cluster: SimCluster, rng: "Random") -> bool:
@@ -209,7 +223,7 @@ def stale_page(cluster: SimCluster, rng: "Random") -> bool:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
         storage.disk.overwrite(path, page, old[page : page + PAGE_BYTES].ljust(PAGE_BYTES, b"\0"))
 
-    return _spoil(cluster, rng, age)
+    return _spoil(cluster, rng, age, is_plausible=True)
 
 
 def cut_file(cluster: SimCluster, rng: "Random") -> bool:
@@ -281,15 +295,21 @@ def _spoil(
     *,
     names: tuple[str, ...] = (),
     is_at_rest: bool = False,
+    is_plausible: bool = False,
 ) -> bool:
-    """Spoil a file of a storage, if the loss of anything in it may go unnoticed."""
+    """Spoil a file of a storage.
+
+    Nobody notices what is gone from the end of a log, nor what `is_plausible`: whole, but old.
+    """
     storage = any_storage(cluster, rng)
-    if storage.disk.is_lying or not cluster.budget.allows(storage, is_silent=True):
-        return False
     files = [path for path in _files(storage, names) if storage.disk.content(path)]
-    if not files:
+    if storage.disk.is_lying or not files:
         return False
     path = rng.choice(files)
+    segments = [each.stem for each in storage.disk.files() if each.suffix == ".seg"]
+    is_silent = is_plausible or path.stem == max(segments, default="")
+    if not cluster.budget.allows(storage, is_silent=is_silent):
+        return False
     if is_at_rest or rng.random() < 0.5:
         storage.kill(is_silent=rng.random() < 0.2)
         keep_down(cluster, storage, rng, 500)

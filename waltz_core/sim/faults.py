@@ -102,13 +102,22 @@ KINDS: Final[dict[str, Strike]] = {
         zookeeper_faults.checkpoint,
     )
 }
+# What the budget seldom allows comes more often.
 WEIGHTS: Final[dict[str, int]] = {
     **dict.fromkeys(KINDS, 4),
     "kill_storage": 8,
     "cut_link": 8,
     "lost_answers": 6,
     "take_snapshot": 8,
-    "roll_back_disk": 6,
+    "roll_back_disk": 10,
+    "lying_disk": 8,
+    "rot": 8,
+    "zeroed_page": 8,
+    "misdirected_write": 8,
+    "stale_page": 8,
+    "cut_file": 8,
+    "roll_back_nodes": 8,
+    "delete_nodes": 8,
     "all_power": 2,
     "slow_disk": 2,
     "clock_jump": 2,

@@ -102,13 +102,17 @@ def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
-# ---- its data
+# ---- its data (budget.py, rule 4)
+
+
+def _may_rewrite(cluster: SimCluster) -> bool:
+    return cluster.setup.is_unbounded and not cluster.budget.lost
 
 
 def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
     """Somebody puts older data into the partition's nodes."""
     coordinator = cluster.coordinator
-    if not cluster.setup.is_unbounded or not coordinator.past_nodes:
+    if not _may_rewrite(cluster) or not coordinator.past_nodes:
         return False
     coordinator.put_back(*rng.choice(coordinator.past_nodes))
     return True
@@ -117,7 +121,7 @@ def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
 def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
     """Somebody deletes one of the partition's nodes, or both."""
     coordinator = cluster.coordinator
-    if not cluster.setup.is_unbounded or coordinator.metadata is None:
+    if not _may_rewrite(cluster) or coordinator.metadata is None:
         return False
     what = rng.choice(("metadata", "marker", "both"))
     metadata = coordinator.metadata if what == "marker" else None

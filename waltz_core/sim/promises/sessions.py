@@ -108,6 +108,8 @@ class Sessions:
         """20. MetaShape; remembers claims, which sessions are open, and who is engaged in them."""
         self.engaged_now = dict.fromkeys(_engaged(after))
         if self.is_rewritten:
+            if after.states:
+                self.opened[after.session_id] = after
             return
         if after.session_id == before.session_id:
             self._check_states(server, before, after, marker)
