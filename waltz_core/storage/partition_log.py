@@ -559,7 +559,7 @@ class PartitionLog:
         self._write_slot(replace(self.slot, damaged=left))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Note what is damaged from an id on; return the next one. Raises for unreadable batches."""
+        """Note damage from an id on; return the next id. Raises for batches beyond reading."""
         try:
             read = self.read_range(first, self.max_id, bytes_max, whole_batches=False)
         except ChecksumMismatch:
