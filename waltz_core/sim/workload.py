@@ -43,7 +43,7 @@ Locks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Ask = Locks | Deal
 PENDING_MAX: Final = 4
 RETRIES_MAX: Final = 3
-HEALING_PACE: Final = 20
+PATIENCE_US: Final = 20_000
 DEAL_SHARE: Final = 0.4
 QUESTION_SHARE: Final = 0.06
 AHEAD_SHARE: Final = 0.004
@@ -59,6 +59,13 @@ class Workload:
         self._tokens = 0
         self._parcels: dict[int, list[Operation]] = {}
         self.is_over = False
+        self._healing_since_us: int | None = None
+
+    def healing_us(self) -> int:
+        """Return for how long applications have known that everything heals."""
+        if self._healing_since_us is None:
+            self._healing_since_us = self._world.now_us
+        return self._world.now_us - self._healing_since_us
 
     @property
     def pending_count(self) -> int:
@@ -142,7 +149,7 @@ class _Application:
         think_us = self._cluster.setup.think_ms * 1_000
         if self._cluster.is_healing and not self._cluster.is_whole():
             # All that is left to be seen is whether it becomes whole, and that may take long.
-            think_us *= HEALING_PACE
+            think_us += think_us * self._workload.healing_us() // PATIENCE_US
         self._client.after(int(self._chance() * 2 * think_us) + 100, self._go)
 
     def _go(self) -> None:
