@@ -81,7 +81,6 @@ class SimCoordinator:
         self._views = [self.assignment]  # what held before, newest last
         self._firing: dict[str, int] = {}  # whose watch will fire, and in which incarnation
         self._told_at_us: dict[str, int] = {}
-        self._writers: list[str] = []  # who changed the partition's node, without repetitions
 
     # ---- the partition's nodes (rule 1)
 
@@ -151,18 +150,9 @@ class SimCoordinator:
         self.metadata_version += 1
         self.marker_version += 1
         self._cluster.checks.wrote(server.name, before, effect.metadata, effect.marker)
-        self._count_bounces(server)
-        return events.MetadataWritten(effect.attempt, self.metadata_version, self.marker_version)
-
-    def _count_bounces(self, server: "SimServer") -> None:
-        """Count what makes duels and returns worth having (27, Sometimes)."""
-        checks, writers = self._cluster.checks, self._writers
         if server.name != self.assignment.owner:
-            checks.count("claim of a server that owns nothing any more")
-        if not writers or writers[-1] != server.name:
-            writers.append(server.name)
-            if len(writers) > 2 and writers[-3] == server.name:
-                checks.count("owner bounce")
+            self._cluster.checks.count("claim of a server that owns nothing any more")
+        return events.MetadataWritten(effect.attempt, self.metadata_version, self.marker_version)
 
     def _answer(self, server: "SimServer", event: Told) -> None:
         server.after(self._delay_us(), lambda: server.step(event))

@@ -476,7 +476,9 @@ class _Opening:
         )
         slot = self.slot
         if fell_back:
-            seen = max(slot.promised, slot.last_session, self._info.session_id)
+            # What was promised to nobody is what was seen then, and one more: no session has that.
+            promised = slot.promised - (slot.nonce == NOBODYS_NONCE)
+            seen = max(promised, slot.last_session, self._info.session_id)
             seen = max(seen, end.session_id if end is not None else NO_SESSION)
             slot = replace(slot, promised=SessionId(seen + 1), nonce=NOBODYS_NONCE)
         return replace(

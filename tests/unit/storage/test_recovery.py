@@ -21,6 +21,7 @@ from waltz_core.storage.format import (
     NEW_PARTITION_INFOS,
     SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
+    SLOT_BYTES,
     IdRange,
     Marker,
     Slot,
@@ -144,6 +145,10 @@ def test_an_unclean_stop_is_suspect_where_syncs_are_not_trusted(dirty, trust_fsy
     assert slot.suspect == (dirty and not trust_fsync)
 
 
+def _block(content, place):
+    return content[SLOT_BLOCK_BYTES * place :][:SLOT_BYTES]
+
+
 def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
     disk = new_disk()
     written(disk, [3])
@@ -154,6 +159,11 @@ def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
     assert slot.suspect
     assert slot.promised == 5
     assert slot.nonce not in {b"", bytes(16)}
+    # Once more, before any session has come: nobody can have been promised a later one.
+    content = disk.content(ROOT / SLOTS_NAME)
+    older = min((0, 1), key=lambda place: Slot.decode(_block(content, place)).sequence)
+    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
+    assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
 
 # ---- truncations

@@ -87,6 +87,8 @@ class Replicas:
 
     def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """3. PromiseMono, over restarts; rule 1."""
+        if log.suspect and storage.name in self.rotten:
+            self.durable.pop(storage.name, None)  # It has fallen back to its older slot.
         self._check_durable(storage.name, log)
         cutting = self._cutting.get(storage.name)
         if cutting is not None and log.max_id <= cutting:
@@ -197,7 +199,7 @@ class Replicas:
         chains = self._witness.history.chains
         holds = self._holds.get(storage.name, {})
         for chain, last in [each for each in holds.items() if each[1] > keep]:
-            if chains.get(last) == chain:
+            if chains.get(last) == chain and storage.name not in self.rotten:
                 self._witness.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
             del holds[chain]
         if keep < log.slot.low_water_mark:

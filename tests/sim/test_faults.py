@@ -1,0 +1,309 @@
+"""The kinds of faults: each does what it says, and the budget holds it back when it must."""
+
+from random import Random
+
+import pytest
+
+from waltz_core.replication import events
+from waltz_core.sim import disk_faults, faults, network_faults, process_faults, zookeeper_faults
+from waltz_core.sim.budget import is_sound, read_whole
+from waltz_core.sim.cluster import MS, SimCluster
+from waltz_core.sim.disk import Survival
+from waltz_core.sim.schedule import Schedule, Setup
+from waltz_core.storage.control_file import SLOTS_NAME
+from waltz_core.storage.service import NO_STORAGE_ID
+
+A, B, C = "storage0:1", "storage1:1", "storage2:1"
+
+
+class Chosen(Random):
+    """Chance that always chooses the first, and rolls what it is told."""
+
+    def __init__(self, roll=0.0, first=0):
+        super().__init__(1)
+        self.roll, self.first = roll, first
+
+    def random(self):
+        return self.roll
+
+    def choice(self, seq):
+        return seq[self.first]
+
+
+def cluster_of(**setup):
+    """A cluster that has been writing for a while, all of it engaged."""
+    cluster = SimCluster(Schedule(7, Setup(**{"clients": 2, "think_ms": 5} | setup)))
+    cluster.start_clients()
+    assert cluster.world.run(2_000 * MS, until=cluster.is_whole)
+    assert cluster.world.run(5_000 * MS, until=lambda: cluster.checks.history.last > 60)
+    return cluster
+
+
+def at_rest(**setup):
+    """A cluster in which all replicas hold the whole log."""
+    cluster = cluster_of(**setup)
+    cluster.workload.is_over = True
+    assert cluster.world.run(5_000 * MS, until=cluster.is_equal)
+    return cluster
+
+
+def new_session(cluster):
+    cluster.owner.step(events.Checkpoint())
+    cluster.world.run(50 * MS)
+    assert cluster.world.run(5_000 * MS, until=cluster.is_whole)
+
+
+def healed(cluster):
+    """Let all become whole; what was told meanwhile is checked by that."""
+    cluster.workload.is_over = False
+    cluster.run_healed()
+    return cluster.checks.counts
+
+
+def test_every_kind_has_a_weight_and_a_sentence():
+    assert faults.WEIGHTS.keys() == faults.KINDS.keys()
+    for name, strike in faults.KINDS.items():
+        assert (strike.__doc__ or "").strip().endswith("."), name
+
+
+# ---- the budget
+
+
+def test_one_replica_may_lose_something_until_it_is_mended():
+    cluster = at_rest()
+    victim, other = cluster.storages[A], cluster.storages[B]
+    assert cluster.budget.allows(victim)
+    cluster.budget.spend(victim)
+    assert cluster.budget.allows(victim)
+    assert not cluster.budget.allows(other)
+    new_session(cluster)
+    assert cluster.budget.allows(other)
+    assert not cluster.budget.has_lost(victim)
+
+
+def test_what_is_rotten_is_not_believed_though_a_session_has_engaged_it():
+    cluster = at_rest()
+    victim = cluster.storages[A]
+    (path,) = [each for each in victim.disk.files() if each.name == "0000000000000000000.seg"]
+    victim.disk.flip(path, 500)
+    cluster.budget.spend(victim)
+    new_session(cluster)
+    assert not is_sound(victim)
+    assert not cluster.budget.allows(cluster.storages[B])
+    read_whole(victim.log)
+    new_session(cluster)
+    assert is_sound(victim)
+    assert cluster.budget.allows(cluster.storages[B])
+
+
+def test_a_loss_that_nobody_notices_needs_a_quorum_that_has_it_all():
+    cluster = at_rest()
+    assert cluster.budget.allows(cluster.storages[A], is_silent=True)
+    cluster.storages[B].kill()
+    assert not cluster.budget.allows(cluster.storages[A], is_silent=True)
+    assert not cluster.budget.allows(cluster.storages[A])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_no_others_have_is_not_lost(replicas):
+    cluster = at_rest(replicas=replicas, spare_storages=0)
+    assert not cluster.budget.allows(cluster.storages[A], is_silent=True)
+    assert cluster.budget.allows(cluster.storages[A]) == (replicas == 2)
+
+
+def test_without_a_budget_all_may_lose_what_they_notice_but_not_after_zookeeper():
+    cluster = at_rest(is_unbounded=True)
+    cluster.budget.spend(cluster.storages[A])
+    assert cluster.budget.allows(cluster.storages[B])
+    assert not cluster.budget.allows(cluster.storages[B], is_silent=True)
+    assert not zookeeper_faults.delete_nodes(cluster, Chosen())
+    cluster = at_rest(is_unbounded=True)
+    assert zookeeper_faults.delete_nodes(cluster, Chosen())
+    assert not cluster.budget.allows(cluster.storages[B])
+
+
+# ---- disks
+
+
+def test_a_disk_that_comes_back_old_is_filled_up_again():
+    cluster = cluster_of()
+    storage = cluster.storages[A]
+    assert disk_faults.take_snapshot(cluster, Chosen())
+    old = storage.log.max_id
+    new_session(cluster)
+    cluster.world.run(200 * MS)
+    assert disk_faults.roll_back_disk(cluster, Chosen())
+    assert cluster.world.run(3_000 * MS, until=lambda: storage.log is not None)
+    assert cluster.checks.counts["rolled back"] == 1
+    assert healed(cluster)["U>0"] >= 1
+    assert storage.log.max_id > old
+
+
+def test_an_empty_disk_is_refused_until_an_operator_has_replaced_it():
+    cluster = cluster_of()
+    storage = cluster.storages[A]
+    before = storage.storage_id
+    assert disk_faults.empty_disk(cluster, Chosen(roll=0.0))
+    assert healed(cluster)["storage replaced"] == 1
+    assert cluster.checks.counts["storage refused: StorageIdMismatch"] >= 1
+    assert storage.engine.storage_id not in {before, NO_STORAGE_ID}
+
+
+def test_swapped_disks_are_refused_and_nothing_is_lost():
+    cluster = cluster_of()
+    one, other = cluster.storages[A], cluster.storages[B]
+    cluster.swap_disks(one, other)
+    cluster.world.run(600 * MS)
+    assert one.log is other.log is None
+    counts = healed(cluster)
+    assert counts["storage refused: StorageIdMismatch"] >= 2
+    assert counts["storage replaced"] == 0
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_a_disk_has_lied_about_is_gone_with_the_power(is_known):
+    cluster = cluster_of()
+    storage = cluster.storages[A]
+    disk_faults.lying_disk(cluster, Chosen(roll=0.4 if is_known else 0.6))
+    assert storage.disk.is_lying
+    assert cluster.world.run(900 * MS, until=lambda: not storage.disk.is_lying)
+    if is_known:
+        assert cluster.checks.counts["fault lying_disk"] == 1
+    healed(cluster)
+    assert is_sound(storage)
+
+
+def test_a_power_loss_outside_the_budget_finds_a_lying_disk_honest():
+    cluster = at_rest()
+    storage = cluster.storages[A]
+    storage.disk.is_lying = True
+    cluster.workload.is_over = False
+    cluster.workload.begin(cluster.clients[0])
+    cluster.world.run(100 * MS)
+    last = storage.log.synced_max
+    storage.lose_power(Survival.NOTHING)
+    assert cluster.world.run(2_000 * MS, until=lambda: storage.log is not None)
+    assert storage.log.synced_max >= last
+
+
+@pytest.mark.parametrize("kind", ["rot", "zeroed_page", "stale_page", "misdirected_write"])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_spoiled_is_mended(kind, seed):
+    cluster = at_rest(segment_bytes_max=2_048)
+    assert faults.KINDS[kind](cluster, Random(seed))
+    cluster.workload.is_over = False
+    healed(cluster)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_files_that_are_cut_or_gone_are_mended_or_the_storage_is_replaced(seed):
+    cluster = at_rest(segment_bytes_max=2_048)
+    assert disk_faults.cut_file(cluster, Random(seed))
+    healed(cluster)
+
+
+def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_mends_it():
+    cluster = at_rest()
+    assert disk_faults.spoiled_slot(cluster, Chosen())
+    assert cluster.checks.counts["spoiled .ctl"] == 1
+    assert any(each.name == SLOTS_NAME for each in cluster.storages[A].disk.files())
+    assert healed(cluster)["storage replaced"] == 0
+
+
+# ---- processes, links, ZooKeeper
+
+
+@pytest.mark.parametrize("point", process_faults.SERVER_POINTS)
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_server_dies_where_it_is_told_to(point, is_after):
+    cluster = cluster_of(servers=1)
+    server = cluster.owner
+    struck = []
+    server.dies_at = (point, is_after, lambda: struck.append(cluster.world.now_ms))
+    incarnation = server.incarnation
+    if point == "Truncate":
+        server.dies_at = None  # seldom, and never without a fault
+        return
+    cluster.owner.step(events.Checkpoint())
+    assert cluster.world.run(3_000 * MS, until=lambda: bool(struck))
+    assert server.incarnation > incarnation
+    healed(cluster)
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_storage_dies_before_or_after_it_has_done_something(is_after):
+    cluster = at_rest()
+    storage = cluster.storages[A]
+    struck = []
+    storage.dies_at = ("Prepare", is_after, lambda: struck.append(storage.log.promised))
+    promised = storage.log.promised
+    cluster.owner.step(events.Checkpoint())
+    assert cluster.world.run(1_000 * MS, until=lambda: bool(struck))
+    assert struck == [promised + is_after]
+    healed(cluster)
+
+
+def test_a_clock_that_runs_fast_rings_early_and_never_goes_back():
+    cluster = at_rest()
+    process = cluster.servers[0]
+    start_ms, own_ms = cluster.world.now_ms, process.now_ms
+    assert own_ms == start_ms
+    process.set_pace(1.2)
+    cluster.world.run(1_000 * MS)
+    assert process.now_ms - own_ms == pytest.approx(1_200, abs=2)
+    process.set_pace(0.8)
+    seen = process.now_ms
+    assert seen >= own_ms + 1_198
+    cluster.world.run(1_000 * MS)
+    assert process.now_ms - seen == pytest.approx(800, abs=2)
+
+
+def test_a_link_is_cut_in_the_middle_of_what_is_on_its_way():
+    cluster = cluster_of()
+    struck = 0
+    for seed in range(200):
+        cluster.world.run(1 * MS)
+        struck += network_faults.half_delivered(cluster, Random(seed))
+    assert struck > 5
+    healed(cluster)
+
+
+def test_watches_are_coalesced_and_bring_what_holds():
+    cluster = at_rest()
+    coordinator = cluster.coordinator
+    coordinator.watch_delay_ms_max = 500
+    for _ in range(5):
+        coordinator.give("server1")
+        coordinator.give("server0")
+    assert cluster.checks.counts["watch coalesced"] > 5
+    cluster.world.run(1_000 * MS)
+    assert cluster.owner.name == "server0"
+    assert cluster.owner.partition.generation == coordinator.assignment.generation
+
+
+def test_a_client_is_told_what_held_a_while_ago():
+    cluster = at_rest()
+    cluster.coordinator.give("server1")
+    cluster.coordinator.stale_reads = 1.0
+    seen = []
+    for _ in range(20):
+        cluster.coordinator.owner_for(cluster.clients[0], seen.append)
+    cluster.world.run(10 * MS)
+    assert {each.owner for each in seen} > {"server1"}
+
+
+def test_replicas_change_while_one_is_away():
+    cluster = cluster_of()
+    assert zookeeper_faults.change_replicas_with_one_away(cluster, Random(3))
+    healed(cluster)
+
+
+def test_a_duel_is_fought_and_one_wins():
+    cluster = cluster_of()
+    struck = 0
+    for seed in range(30):
+        struck += zookeeper_faults.duel(cluster, Random(seed))
+        cluster.world.run(300 * MS)
+    assert struck > 5
+    counts = healed(cluster)
+    assert counts["nonce mismatch"] > 0
