@@ -48,7 +48,8 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
     except ValueError as error:
         # Read once more with the words kept, which tells where they stand.
         place = _place(_LENIENT.decode(text), lambda part: type(part) is _Word)
-        assert place is not None
+        if place is None:  # A later value of the same key has taken its place.
+            raise ValueError(f"found {error}; {NOT_JSON}") from error
         raise ValueError(f"found {place[0]} at {place[1]}; {NOT_JSON}") from error
 
 

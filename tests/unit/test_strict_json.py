@@ -37,6 +37,7 @@ def test_numbers_that_are_not_finite_are_named_with_their_place(
     [
         ("NaN", "found NaN at $;"),
         ('{"a": "NaN", "b": [1, -Infinity, NaN]}', "found -Infinity at $.b[1];"),
+        ('{"a": NaN, "a": 1}', "found NaN;"),
     ],
 )
 def test_words_that_json_does_not_have_are_named_with_their_place(text: str, sentence: str) -> None:

@@ -243,6 +243,9 @@ class AppendPipeline:
         """
         self._is_open = False
         self._loss = loss
+        # Nothing of it will land; other partitions' large batches need not wait for the next one.
+        self._pace.forgotten(self._large_in_flight)
+        self._large_in_flight = 0
 
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
         """Give the partition up: return what was never submitted, and what may be in the log."""

@@ -37,6 +37,8 @@ FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 99)
 CALM_UP: Final = 1.2
 CALM_DOWN: Final = CALM_UP ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
+# A piece that has not landed for so long is not waited for any more: its storages are in trouble.
+STALLED_MS: Final = 1_000
 # How soon to ask again while a piece of another partition is in flight.
 ASK_AGAIN_MS: Final = 2
 
@@ -86,7 +88,7 @@ class Pace:
         """Return when a large batch may start, or whether it may should be asked again."""
         if now_ms >= self._shared_until_ms:
             return now_ms
-        if self._in_flight:
+        if self._in_flight and now_ms - self._large_ms < STALLED_MS:
             return now_ms + ASK_AGAIN_MS
         return max(now_ms, self._free_at_ms)
 

@@ -274,9 +274,8 @@ class StorageDaemon:
         """Open and drop partitions until they are the right ones (rule 2)."""
         again_s = OPEN_AGAIN_S_MIN
         while True:
-            is_settled = self._logs.keys() == set(self._wanted)
             try:
-                async with asyncio.timeout(None if is_settled else again_s):
+                async with asyncio.timeout(self._look_again_s(again_s)):
                     await self._wanted_changed.wait()
                 again_s = OPEN_AGAIN_S_MIN
             except TimeoutError:
@@ -289,6 +288,15 @@ class StorageDaemon:
             for partition_id in [each for each in wanted if each not in self._logs]:
                 await self._open(partition_id)
             self._is_assigned.set()
+
+    def _look_again_s(self, again_s: float) -> float | None:
+        """Return when to look at the partitions again though nothing has changed."""
+        assert self._engine is not None
+        if self._logs.keys() != set(self._wanted):
+            return again_s
+        # Of one that lies here and is not served, a session may still come to want the vote.
+        is_all = self._logs.keys() >= set(self._engine.assigned())
+        return None if is_all else OPEN_AGAIN_S_MAX
 
     async def _leaving(self, assigned: Collection[PartitionId]) -> list[PartitionId]:
         """Return the partitions that were taken away, but not yet by a session of their owner."""

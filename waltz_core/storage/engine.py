@@ -172,7 +172,7 @@ class Engine:
 
         A disk that fails at that loses nothing: whoever needed the room is told that there is none.
         """
-        with suppress(DiskFailed):
+        with suppress(DiskFailed, NoSpace):
             self._disk.unlink(self.directory / RESERVE_NAME)
             self._disk.sync_directory(self.directory)
 

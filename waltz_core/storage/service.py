@@ -302,21 +302,24 @@ class StorageService:
                 f"partition {message.partition_id}: session {session} comes after "
                 f"{lane.promised} was promised to another owner"
             )
-        self._fence(lane, f"session {session} was prepared", keep=request.connection)
+        # First the promise: whoever is refused for it is told of this session, not of his own.
         lane.promised, lane.nonce = session, message.nonce
+        self._fence(lane, SessionFenced(f"session {session} was prepared"), keep=request.connection)
         lane.owner = request.connection
         self._queue(lane, lane.writes, request)
 
-    def _fence(self, lane: _Lane, reason: str, *, keep: ConnectionId | None = None) -> None:
-        """End the session that the lane is in: refuse what is queued, close its connection."""
-        error = SessionFenced(reason)
+    def _fence(self, lane: _Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
+        """End the session that the lane is in: refuse what is queued, close its connection.
+
+        What is queued is told why: only a later session may look like one to its owner.
+        """
         for request in (*lane.writes, *lane.reads):
             self._unqueue(request)
-            self._refuse(request, error)
+            self._refuse(request, why)
         lane.writes.clear()
         lane.reads.clear()
         if lane.owner not in (None, keep):
-            self._effects.append(CloseConnection(lane.owner, reason))
+            self._effects.append(CloseConnection(lane.owner, str(why)))
         lane.owner = None
         lane.engaged = NO_SESSION
 
@@ -339,7 +342,10 @@ class StorageService:
 
     def _dropped(self, partition_id: PartitionId) -> None:
         lane = self._lanes.pop(partition_id)
-        self._fence(lane, f"partition {partition_id} is no longer assigned to this storage")
+        gone = UnknownPartition(
+            f"partition {partition_id} is not assigned to this storage any more"
+        )
+        self._fence(lane, gone)
         if lane.work is None:
             self._effects.append(Idle(lane.log))
 
@@ -448,7 +454,7 @@ class StorageService:
                 continue  # a later session has come while this was under way
             if isinstance(outcome, WaltzError):
                 if isinstance(message, Prepare) and lane.owner == request.connection:
-                    self._fence(lane, f"the partition could not be prepared: {outcome}")
+                    self._fence(lane, outcome)
             elif isinstance(message, Engage):
                 lane.engaged = SessionId(message.session_id)
 
@@ -460,7 +466,7 @@ class StorageService:
         self._report("disk_failed", partition=partition_id, error=str(result.failure))
         if self._failures_count > 1:
             self._effects.append(EndProcess(str(result.failure)))
-        self._fence(lane, str(result.failure))
+        self._fence(lane, result.failure)
 
     def _resume(self) -> None:
         if self._paused and self.queued_bytes <= self._queue_bytes_max // 2:

@@ -488,6 +488,18 @@ def test_while_small_ones_have_to_pass_large_ones_go_one_by_one_with_pauses() ->
     assert len(world.turns()) == 1
 
 
+def test_large_ones_of_a_closed_session_hold_back_nobody() -> None:
+    world = World()
+    world.share()
+    world.batch([bytes(PIECE_BYTES // 2)] * 3)
+    world.piece()
+    at_ms = PAUSE_MS_MAX  # the pause after what `share` has landed is over
+    assert world.pace.large_at_ms(at_ms) > at_ms
+    world.pipeline.closed()
+    assert world.pace.large_at_ms(at_ms) == at_ms
+    world.open(-1, settled=-1)
+
+
 def test_what_is_small_passes_a_large_one_that_waits_even_when_its_turn_comes_first() -> None:
     world = World()
     world.share()

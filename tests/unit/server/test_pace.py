@@ -10,6 +10,7 @@ from waltz_core.server.pace import (
     PAUSE_MS_MAX,
     PIECE_BYTES,
     SHARED_MS,
+    STALLED_MS,
     Pace,
 )
 
@@ -86,6 +87,14 @@ def test_a_piece_that_never_lands_holds_nothing_back_once_forgotten() -> None:
     assert pace.large_at_ms(100) == 100
     with pytest.raises(AssertionError):
         pace.forgotten()
+
+
+def test_a_piece_that_hangs_is_not_waited_for_for_ever() -> None:
+    pace = shared()
+    pace.started(FLOOD, 100)
+    pace.small(MODEST, 900)
+    assert pace.large_at_ms(100 + STALLED_MS - 1) > 100 + STALLED_MS - 1
+    assert pace.large_at_ms(100 + STALLED_MS) == 100 + STALLED_MS
 
 
 def test_without_small_ones_sharing_ends() -> None:

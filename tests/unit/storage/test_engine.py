@@ -60,8 +60,8 @@ def test_a_reserve_that_cannot_be_given_back_ends_nothing():
         new_storage_id=bytes(16),
         reserve_bytes=4096,
     )
-    for _ in range(2):
-        disk.plan(disk.step_count + 1, Fault.FAILS)
+    for fault in (Fault.FAILS, Fault.DISK_FULL):
+        disk.plan(disk.step_count + 1, fault)
         engine.release_reserve()
     log = engine.assign(0)
     assert log.max_id == -1

@@ -576,8 +576,26 @@ def test_a_connection_that_is_gone_is_not_resumed(make):
     assert bench.only(service.ResumeReading) == []
 
 
+def test_a_prepare_that_waits_is_told_of_the_later_session_that_ends_it(bench):
+    owner = bench.owned(5)
+    bench.send(1, owner.append())
+    bench.send(2, prepare(Owner(6)))
+    bench.send(3, prepare(Owner(7)))
+    told = bench.answers(2)[-1]
+    assert (told.error_code, told.promised) == (errors.SessionFenced.code, 7)
+
+
 # ---------------------------------------------------------------------------------------------
 # the disk
+
+
+def test_a_prepare_that_waits_for_a_disk_that_fails_is_not_told_of_another_owner(bench):
+    owner = bench.owned(5)
+    bench.send(1, owner.append())
+    bench.send(2, prepare(Owner(6)))
+    bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
+    bench.finish()
+    assert bench.answers(2)[-1].error_code == DiskFailed.code
 
 
 def test_after_a_failed_sync_the_partition_leaves_its_session_and_a_second_one_is_the_end(bench):
@@ -591,7 +609,7 @@ def test_after_a_failed_sync_the_partition_leaves_its_session_and_a_second_one_i
     refused = bench.answers(1)[-3:]
     assert refused[0].error_code == DiskFailed.code
     assert "x.seg" in refused[0].message
-    assert {each.error_code for each in refused[1:]} == {errors.SessionFenced.code}
+    assert {each.error_code for each in refused[1:]} == {DiskFailed.code}
     assert [each.connection for each in bench.only(service.CloseConnection)] == [1]
     assert bench.only(service.EndProcess) == []
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
