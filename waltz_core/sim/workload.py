@@ -43,7 +43,8 @@ Locks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Ask = Locks | Deal
 PENDING_MAX: Final = 4
 RETRIES_MAX: Final = 3
-PATIENCE_US: Final = 20_000
+PATIENCE_US: Final = 200_000
+SLOWING_US: Final = 20_000
 DEAL_SHARE: Final = 0.4
 QUESTION_SHARE: Final = 0.06
 AHEAD_SHARE: Final = 0.004
@@ -147,9 +148,10 @@ class _Application:
 
     def _later(self) -> None:
         think_us = self._cluster.setup.think_ms * 1_000
-        if self._cluster.is_healing and not self._cluster.is_whole():
+        if self._cluster.is_healing:
             # All that is left to be seen is whether it becomes whole, and that may take long.
-            think_us += think_us * self._workload.healing_us() // PATIENCE_US
+            late_us = max(0, self._workload.healing_us() - PATIENCE_US)
+            think_us += think_us * late_us // SLOWING_US
         self._client.after(int(self._chance() * 2 * think_us) + 100, self._go)
 
     def _go(self) -> None:
