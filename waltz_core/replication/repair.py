@@ -10,6 +10,8 @@ Rules (correctness.md 2.1 F):
        below the replica's own confirmed low-water mark, and only when the chains do differ.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
+    6. A source that could not read its batches has made up others, of no session. They are good
+       enough for its own records, and no reason to cut anybody's.
 
 The steps, each decided from what is known and never twice in flight:
 
@@ -27,7 +29,14 @@ from typing import NamedTuple, TypeAlias
 from waltz_core import raw_records
 from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, TransactionId, next_chain
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    Chain,
+    TransactionId,
+    next_chain,
+)
 from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
 
 
@@ -224,13 +233,20 @@ class Repair:
     def heard_source(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The source told its batches."""
         _check_lineage(answer, first, last)
+        if self._own is not None:
+            _check_not_made_up(answer, self._own)
         self._source = answer
 
     def fetched(self, answer: RangeBytes, request: Fetch) -> None:
         """The source sent records; they are checked before they are kept."""
         verify_records(answer, first=request.first, last=request.last)
         if request.whole_batches:
-            self._fetched_chain = verify_batches(answer, self.chain)
+            chain = verify_batches(answer, self.chain)
+            if answer.first + answer.count - 1 == request.last and chain != self._goal_chain:
+                raise ChecksumMismatch(
+                    f"range from {answer.first}: its batches do not lead to the decided chain"
+                )
+            self._fetched_chain = chain
         self._fetched = answer
 
     def cut(self, last: TransactionId, chain: Chain, step: Cut) -> None:
@@ -267,8 +283,9 @@ class Repair:
         self.is_set = True
 
     def restart(self) -> None:
-        """The source is gone: what it told counts no more."""
+        """The source is gone: nothing that it told counts any more, nor that the logs agree."""
         self._forget()
+        self._is_aligned = False
 
     def _aligned(self) -> None:
         self._forget()
@@ -365,3 +382,15 @@ def _pairs(packed: bytes) -> list[tuple[TransactionId, TransactionId]]:
         TransactionId(int.from_bytes(packed[at : at + 8], "big")) for at in range(0, len(packed), 8)
     ]
     return sorted(zip(values[::2], values[1::2], strict=True))
+
+
+def _check_not_made_up(source: LineageResponse, own: LineageResponse) -> None:
+    """Raise when the source has batches of no session where the replica has real ones (rule 6)."""
+    real = [entry for entry in own.lineage if entry.session_id != NO_SESSION]
+    for entry in source.lineage if real else ():
+        if entry.session_id == NO_SESSION and (
+            entry.first <= real[-1].last and real[0].first <= entry.last
+        ):
+            raise ChecksumMismatch(
+                f"lineage: the source has lost the batches of {entry.first}..{entry.last}"
+            )

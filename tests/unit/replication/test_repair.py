@@ -181,6 +181,42 @@ def test_a_longer_diverged_log_is_cut_twice():
     assert one.payloads() == source.payloads()
 
 
+def test_batches_that_a_source_has_made_up_cut_nobody():
+    one = storage((1, [0]), (1, [1, 2]), (1, [3]))
+    source = storage((1, [0]), (-1, [1]), (-1, [2]), (1, [3]), (1, [4]))
+    with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
+        walk(repair_of(one), one, source, Goal(4, source.chain))
+    assert one.payloads() == [0, 1, 2, 3]
+    # The other way round, the made-up ones are cut.
+    steps = walk(repair_of(source), source, one, Goal(3, one.chain))
+    assert "Cut" in kinds(steps)
+    assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
+
+
+def test_a_copy_that_does_not_lead_to_the_decided_chain_is_refused():
+    one = storage((1, [0]))
+    source, usher = storage((1, [0]), (-1, [1, 2])), storage((1, [0]), (1, [1, 2]))
+    repair, goal = repair_of(one), Goal(2, usher.chain)
+    with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
+        walk(repair, one, source, goal)
+    repair.restart()
+    walk(repair, one, usher, goal)
+    assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
+
+
+def test_a_copy_that_was_begun_from_a_source_with_made_up_batches_is_cut_and_begun_anew():
+    one = storage((1, [0]), window=1)
+    source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
+    usher = storage((1, [0]), (1, [1]), (1, [2]), window=1)
+    repair, goal = repair_of(one), Goal(2, usher.chain)
+    with pytest.raises(ChecksumMismatch):
+        walk(repair, one, source, goal)
+    assert one.payloads() == [0, 1]
+    repair.restart()
+    walk(repair, one, usher, goal)
+    assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
+
+
 def test_nothing_in_common_is_cut_to_nothing():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     walk(repair_of(one), one, source, Goal(5, source.chain))
