@@ -26,6 +26,7 @@ from waltz_core.errors import (
 )
 from waltz_core.record import PartitionId, ReplicaId
 from waltz_core.replication import events
+from waltz_core.replication.replica_session import Stage
 from waltz_core.sim.budget import Budget, read_whole
 from waltz_core.sim.checkers import Checks
 from waltz_core.sim.clients import SimClient
@@ -190,6 +191,9 @@ class SimCluster:
                 self.replace(storage)
             elif not is_patient and self._cannot_be_mended(storage):
                 self.replace(storage)
+        if not is_patient:
+            self.read_all()
+            self._checkpoint()
 
     def _cannot_be_mended(self, storage: SimStorage) -> bool:
         """Whether a replica that has lost something does not come back by itself."""
@@ -197,12 +201,18 @@ class SimCluster:
             return False
         owner = self.owner
         session = None if owner is None or owner.store is None else owner.store.store.session
-        return (
-            session is not None
-            and session.is_settled
-            and storage.replica in self.replicas
-            and all(each.replica != storage.replica for each in session.engaged)
+        if session is None or storage.replica not in self.replicas:
+            return False
+        return not any(
+            each.replica == storage.replica and each.stage in {Stage.READY, Stage.ENGAGED}
+            for each in session.replicas.values()
         )
+
+    def _checkpoint(self) -> None:
+        """Ask for a new session, which mends what is known to be damaged."""
+        owner = self.owner
+        if owner is not None and owner.partition is not None and owner.partition.is_open:
+            owner.step(events.Checkpoint())
 
     def replace(self, storage: SimStorage) -> None:
         """Give a storage an empty directory, and enter its new identity for its address."""
@@ -345,9 +355,7 @@ class SimCluster:
             if self.is_mended():
                 return
             self.checks.count("damage to be mended at the end")
-            owner = self.owner
-            if owner is not None and self.is_whole():
-                owner.step(events.Checkpoint())
+            self._checkpoint()
             self.world.run(OPERATOR_MS * MS, until=self.is_mended)
             self.operate()
         self.checks.fail("Converged", f"not mended: {self.why_not()}")

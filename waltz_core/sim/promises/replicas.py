@@ -262,6 +262,8 @@ class Replicas:
         records = bytes(answer.records)
         end = 0
         is_whole = answer.form == RangeForm.WHOLE
+        if name in self.rotten and not _covers(answer):
+            return  # Some entries are lost; whoever asked sees that.
         for entry in answer.lineage:
             if self._is_made_up(name, entry):
                 return
@@ -321,6 +323,16 @@ class Replicas:
             if found[at : at + len(record)] != record:
                 self._witness.fail("Fixed", f"{storage.name} has another record at {place}")
             at += len(record)
+
+
+def _covers(answer: RangeBytes) -> bool:
+    """Whether the batches of a range go on from one another, from its first id to its last."""
+    next_id = answer.first
+    for entry in answer.lineage:
+        if not entry.first <= next_id <= entry.last:
+            return False
+        next_id = entry.last + 1
+    return next_id >= answer.first + answer.count
 
 
 def _is_catch_up(message: AppendRaw) -> bool:
