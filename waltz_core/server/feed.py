@@ -120,6 +120,12 @@ class Feed:
         self._contexts[key] = _Context(question, mount_id, first, until, is_mounting=True)
         self._has_more = True
 
+    def is_mounted(self, question: Received) -> bool:
+        """Whether a feed request names a mount of its connection."""
+        mount_id = question.message.req_id
+        context = self._contexts.get((question.connection, mount_id.client_id))
+        return context is not None and context.mount_id == mount_id
+
     def grant(self, question: Received, *, mark: TransactionId) -> bool:
         """Go on after the client's mark; False when there is no such mount, or a grant is open.
 
@@ -127,7 +133,7 @@ class Feed:
         """
         mount_id = question.message.req_id
         context = self._contexts.get((question.connection, mount_id.client_id))
-        if context is None or context.mount_id != mount_id or context.is_granted:
+        if context is None or not self.is_mounted(question) or context.is_granted:
             return False
         assert mark <= self._high_water_mark
         context.question = question

@@ -345,18 +345,17 @@ class Partition:
 
     def _grant(self, event: Received, message: FeedRequest, out: list[Effect]) -> None:
         mark = message.client_high_water_mark
-        if mark > self._high_water_mark:
-            fault = (
-                f"feed after {mark} of partition {self._identity.partition_id}: its high-water "
-                f"mark is {self._high_water_mark}"
-            )
-            out.append(answers.refuse(event, errors.ClientAhead(fault)))
+        where = f"feed after {mark} of partition {self._identity.partition_id}"
+        fault: errors.WaltzError
+        if not self.feed.is_mounted(event):
+            fault = errors.NotMounted(f"{where}: the mount is of an earlier ownership, if any")
+        elif mark > self._high_water_mark:
+            fault = errors.ClientAhead(f"{where}: its high-water mark is {self._high_water_mark}")
         elif mark < BEFORE_FIRST or not self.feed.grant(event, mark=TransactionId(mark)):
-            fault = (
-                f"feed after {mark} of partition {self._identity.partition_id}: expected a mark "
-                "of -1 or more and the request id of a mount whose last grant is used up"
-            )
-            out.append(answers.refuse(event, errors.BadRequest(fault)))
+            fault = errors.BadRequest(f"{where}: expected -1 or more, and the last grant used up")
+        else:
+            return
+        out.append(answers.refuse(event, fault))
 
     def _feed_turn(self, out: list[Effect]) -> None:
         if self.feed.wants_turn:
