@@ -308,8 +308,8 @@ class Partition:
         event = mounting.question
         message = event.message
         assert isinstance(message, MountRequest | MountWriter)
-        if not self._mounts.is_current(message.req_id.client_id, event.connection):
-            return  # The connection has closed.
+        if self._is_outdated(event, out):
+            return
         mark = mark_of(message)
         if not mounting.wants_feed:
             self._mounted(event, out)
@@ -322,10 +322,20 @@ class Partition:
 
     def _mount_reached(self, event: Received, out: list[Effect]) -> None:
         """The feed has come to the mark (rule 3 c); the session may be gone meanwhile (a)."""
-        if self._is_open:
-            self._mounted(event, out)
-        else:
+        if not self._is_open:
             self._wait_for_session(event)
+        elif not self._is_outdated(event, out):
+            self._mounted(event, out)
+
+    def _is_outdated(self, event: Received, out: list[Effect]) -> bool:
+        """Whether a mount has ended while it waited: its generation has, or its connection."""
+        req_id = event.message.req_id
+        if self._mounts.is_current(req_id.client_id, event.connection):
+            return False
+        if req_id.generation != self._generation:
+            fault = f"{self._place}: asked for in generation {req_id.generation}, which has ended"
+            out.append(answers.refuse_mount(event, errors.GenerationMismatch(fault)))
+        return True
 
     def _mounted(self, event: Received, out: list[Effect]) -> None:
         message = event.message

@@ -486,6 +486,24 @@ def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() ->
     assert told.session_id == world.session
 
 
+def test_a_feed_mount_that_outlives_its_generation_is_refused() -> None:
+    world = ready()
+    world.fill(5)
+    message = messages.MountWriter(world.req_id(BOB), 1, 1, wants_feed=True)
+    mount = world.send(B, message)
+    world.close()
+    world.step(replication.Own(Generation(2), REPLICAS))
+    world.open(4, generation=2)
+    world.run()
+    assert not world.is_answered(mount)
+    (fetch,) = world.fetches
+    world.step(Fetched(fetch.token, header_range(fetch, 3)))
+    world.run()
+    assert world.error(mount) == errors.GenerationMismatch.code
+    again = world.mount(BOB, B, sequence=2, generation=2)
+    assert isinstance(world.answer(again), messages.Mounted)
+
+
 def test_a_grant_feeds_as_it_commits_and_is_suspended_at_its_end() -> None:
     world = World(feed_grant_count_min=3)
     world.open()
