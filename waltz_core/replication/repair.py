@@ -181,11 +181,12 @@ class Repair:
 
     def _align(self) -> bool:
         """Tell whether the log's end is known to be a point of the source's log."""
-        if self._ceiling is None and self._source is not None:
+        if self._source is not None:
+            # Also when another one was asked first, and did not have it.
             if (self.last, self.chain) in _points(self._source):
                 self._forget()
                 self._is_aligned = True
-            else:
+            elif self._ceiling is None:
                 self._ceiling, self._source = self.last, None
         return self._is_aligned
 

@@ -280,7 +280,12 @@ class Segment:
         offsets = self.index.read(place, min(count + 1, self.next_id - first))
         if first + offsets.size == self.next_id and offsets.size <= count:
             offsets = np.append(offsets, self.size_bytes)
-        if offsets.size != count + 1 or (np.diff(offsets) < 0).any():
+        if (
+            offsets.size != count + 1
+            or offsets[0] < SEGMENT_HEADER_BYTES
+            or offsets[-1] > self.size_bytes
+            or (np.diff(offsets) < 0).any()
+        ):
             raise ChecksumMismatch(f"{self._path('.idx')}: wrong from record {first} on")
         return offsets
 

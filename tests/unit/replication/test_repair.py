@@ -217,6 +217,23 @@ def test_a_copy_that_was_begun_from_a_source_with_made_up_batches_is_cut_and_beg
     assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
 
 
+def test_a_log_that_a_later_source_has_is_not_cut():
+    """The first one that was asked had another end, or had lost its batches."""
+    one = storage((1, [0]), (1, [1, 2]), (1, [3]))
+    first, usher = (
+        storage((1, [0]), (2, [7, 8, 9])),
+        storage((1, [0]), (1, [1, 2]), (1, [3]), (1, [4])),
+    )
+    repair, goal = repair_of(one), Goal(4, usher.chain)
+    steps = []
+    for source in (first, one, usher, usher, usher, usher):
+        steps.append(repair.next_step(goal, can_mend=True))
+        take(repair, one, source, steps[-1])
+    assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]
+    assert "Cut" not in kinds(steps)
+    assert one.payloads() == [0, 1, 2, 3, 4]
+
+
 def test_nothing_in_common_is_cut_to_nothing():
     one, source = storage((7, [50]), (7, [51])), storage(*OLD)
     walk(repair_of(one), one, source, Goal(5, source.chain))

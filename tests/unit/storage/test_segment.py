@@ -246,6 +246,19 @@ def test_an_index_that_lies_is_seen_and_mended():
     assert segment.read(0, 5)[0] == records
 
 
+@pytest.mark.parametrize("place", [0, 5])
+def test_an_index_that_leads_out_of_the_file_asks_for_no_memory(place):
+    disk = new_disk()
+    fill_segment(new_segment(disk), [6])
+    # The first offset becomes 0, or the last one grows by 2**62.
+    disk.overwrite(IDX, SEGMENT_HEADER_BYTES, bytes(8)) if place == 0 else disk.flip(
+        IDX, SEGMENT_HEADER_BYTES + 8 * place, 0x40
+    )
+    segment = open_segment(disk)
+    with pytest.raises(ChecksumMismatch, match="wrong from record"):
+        segment.read(0, max(0, place - 1))
+
+
 def test_a_failed_write_is_told():
     disk = new_disk()
     segment = new_segment(disk)

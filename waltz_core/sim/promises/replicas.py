@@ -87,7 +87,7 @@ class Replicas:
 
     def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """3. PromiseMono, over restarts; rule 1."""
-        if log.suspect and storage.name in self.rotten:
+        if storage.name in self.rotten and log.suspect:
             self.durable.pop(storage.name, None)  # It has fallen back to its older slot.
         self._check_durable(storage.name, log)
         cutting = self._cutting.get(storage.name)
