@@ -2,7 +2,7 @@
 
     python -m tests.sim.mutants --search all          # what has no trace that holds, on all cores
     python -m tests.sim.mutants --search NAME ...     # these, whatever traces there are
-    python -m tests.sim.mutants --table               # what was found, by whom, how soon
+    python -m tests.sim.mutants --table               # write docs/testing.md's table anew
 
 A trace is `traces/<switch>.json`: the schedule, the rule that it breaks with the switch on, and how
 many seeds it took. `test_mutants.py` runs each twice: red with the switch, green without.
@@ -28,6 +28,9 @@ from waltz_core.sim.shrink import shrink
 
 assert SWITCHES, (broken_client, broken_replication, broken_server, broken_storage)
 TRACES = Path(__file__).parent / "traces"
+DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
+TABLE_BEGINS = "<!-- broken rules: python -m tests.sim.mutants --table -->\n"
+TABLE_ENDS = "<!-- end of broken rules -->\n"
 SEEDS_MAX = 3_000
 RUN_S_MAX = 20
 SHRINK_RUNS_MAX = 200
@@ -157,14 +160,21 @@ def _shortened(name: str, verdict: Verdict) -> Verdict:
 
 def table() -> str:
     """Return what was found, as a table in Markdown."""
-    lines = ["| switch | what is broken | seeds | found by | trace |", "|---|---|---|---|---|"]
+    lines = ["| switch | what is broken | seeds | found by | its trace |", "|---|---|---|---|---|"]
     for trace in traces():
         why = (SWITCHES[trace.switch].__doc__ or "").strip().splitlines()[0]
-        rules = ", ".join(f"{rule}" for rule in sorted(trace.rules, key=trace.rules.get))
+        rules = ", ".join(sorted(trace.rules))
         faults = len(trace.schedule.faults)
         size = f"{faults} faults, {trace.schedule.setup.duration_ms} ms"
         lines.append(f"| `{trace.switch}` | {why} | {trace.seeds_needed} | {rules} | {size} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
+
+
+def with_table(text: str) -> str:
+    """Return the docs with the table as it is now."""
+    before, _, rest = text.partition(TABLE_BEGINS)
+    _, _, after = rest.partition(TABLE_ENDS)
+    return f"{before}{TABLE_BEGINS}{table()}{TABLE_ENDS}{after}"
 
 
 def main() -> int:
@@ -176,7 +186,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     if arguments.table:
-        sys.stdout.write(f"{table()}\n")
+        DOCS.write_text(with_table(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
     names = arguments.search
     if names == ["all"]:

@@ -6,7 +6,7 @@ from are tried. `python -m tests.sim.mutants --search all` makes such traces ane
 
 import pytest
 
-from tests.sim.mutants import SEEDS_MAX, TRACES, load, run_broken
+from tests.sim.mutants import DOCS, SEEDS_MAX, TRACES, load, run_broken, with_table
 from tests.sim.switches import SWITCHES
 from waltz_core.sim.faults import WEIGHTS
 from waltz_core.sim.run import run
@@ -38,3 +38,9 @@ def test_traces_are_of_switches_that_there_are():
     assert len(KEPT) >= 45
     assert all(name == trace.switch for name, trace in KEPT.items())
     assert all(0 < trace.seeds_needed <= SEEDS_MAX for trace in KEPT.values())
+
+
+def test_the_docs_tell_of_these_traces():
+    """`python -m tests.sim.mutants --table` writes them anew."""
+    text = DOCS.read_text(encoding="utf-8")
+    assert with_table(text) == text
