@@ -373,6 +373,8 @@ class _Opening:
             self._suspect()
         if self._adopting or end < self._vouched:
             self._drop_batches(segments, end)
+            # One that cannot be read below that end goes, too, with all behind it.
+            end = min(end, self._end_of(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last)
         elif end < segments.last or end < self._end_of(segments):
             segments.cut(end, None)
