@@ -15,7 +15,6 @@ Rules:
 """
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -203,7 +202,7 @@ def encode_append_arrow(rows: pa.RecordBatch) -> bytes:
     for name in LOCK_COLUMNS:
         if name not in columns:
             columns[name] = pa.nulls(len(data), _LOCKS)
-    columns["crc"] = pa.array(_crcs_of(data))
+    columns["crc"] = pa.array(checksum.crc32_of_each(data.to_pylist()))
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
@@ -385,17 +384,12 @@ def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
 def _verify_data(rows: AppendRows) -> None:
     # One CRC over all rows, compared with what theirs add up to, would cost a third. But a client
     # could choose wrong CRCs that add up, and records with wrong CRCs would be in the log for good.
-    wrong = np.flatnonzero(_crcs_of(rows.data) != rows.crcs)
+    wrong = np.flatnonzero(checksum.crc32_of_each(rows.data.to_pylist()) != rows.crcs)
     if wrong.size:
         raise BadRequest(
             f"append batch: data of row {wrong[0]}: expected CRC {rows.crcs[wrong[0]]:08x}, "
-            f"found {zlib.crc32(rows.data[int(wrong[0])].as_buffer()):08x}"
+            f"found {checksum.crc32(rows.data[int(wrong[0])].as_py()):08x}"
         )
-
-
-def _crcs_of(data: pa.BinaryArray) -> U32:
-    """Return the CRC-32 of each row; the loop over the rows runs in C."""
-    return np.fromiter(map(zlib.crc32, data.to_pylist()), dtype=np.uint32, count=len(data))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -6,19 +6,21 @@ over XOR. Hence the checksum of a record follows from that of its header and tha
 the checksum of a run of records from those inside it, without a second pass over the bytes.
 
 Rules:
-    1. CRC-32 IEEE 802.3 as zlib has it, always as an unsigned number (interop.md, "CRC").
+    1. CRC-32 IEEE 802.3 as zlib has it, always as an unsigned number (interop.md, "CRC"). ISA-L
+       takes it with the processor's own instructions, ten times as fast as zlib.
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python per row; tables are built once and are never changed.
     4. What is linear can be made to cancel out: where the CRCs themselves come from somebody who
        may mean harm, each row is checked, and `fold` is not the means.
 """
 
-import zlib
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from isal import isal_zlib
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -36,7 +38,12 @@ assert LENGTH_MAX.bit_length() % _DIGIT_BITS == 0
 
 def crc32(data: Bytes, value: int = 0) -> int:
     """Return the CRC-32 of `data`, or of what `value` stands for followed by `data`."""
-    return zlib.crc32(data, value)
+    return isal_zlib.crc32(data, value)
+
+
+def crc32_of_each(parts: Sequence[Bytes]) -> U32:
+    """Return the CRC-32 of each of the parts; the loop over them runs in C (rule 3)."""
+    return np.fromiter(map(isal_zlib.crc32, parts), dtype=np.uint32, count=len(parts))
 
 
 def combine(crc_a: int, crc_b: int, len_b: int) -> int:
@@ -93,14 +100,14 @@ def fold(crcs: U32, lengths: I64) -> int:
 def crc32_of_rows(rows: U8) -> U32:
     """Return the CRC-32 of each row of a (row count, row bytes) array.
 
-    Columns that hold the same byte in all rows cost nothing: they are in the one CRC that zlib
-    takes of a model row. In record headers that is most of them.
+    Columns that hold the same byte in all rows cost nothing: they are in the one CRC of a
+    model row. In record headers that is most of them.
     """
     count, width = rows.shape
     if count == 0:
         return np.zeros(0, dtype=np.uint32)
     model = rows[0]
-    total = np.full(count, zlib.crc32(model.tobytes()), dtype=np.uint32)
+    total = np.full(count, crc32(model.tobytes()), dtype=np.uint32)
     tables = _row_tables(width)
     for column in np.flatnonzero((rows != model).any(axis=0)).tolist():
         # The CRC differs from the model's by the image of the bytes that differ.

@@ -225,7 +225,7 @@ def _proven_one_by_one(records: memoryview, lengths: list[int], first: int) -> b
 def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     """Return the index of the first record that its own CRC or length contradicts, else None.
 
-    One pass over the bytes by zlib, compared with what the CRCs inside the records say the pass
+    One pass over the bytes, compared with what the CRCs inside the records say the pass
     must give; only when they disagree is each record looked at alone.
     """
     assert len(records) == int(lengths.sum())

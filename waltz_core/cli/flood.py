@@ -32,7 +32,7 @@ IN_FLIGHT_MIN = 32
 START_S_MAX = 20.0
 START_LOOK_S = 0.2
 START_ROWS = 5_000
-_PROGRAM = "import sys; from waltz_core.cli.main import main; sys.exit(main())"
+_PROGRAM = "import os, sys; os.nice(10); from waltz_core.cli.main import main; sys.exit(main())"
 
 
 def flood(load: Load, meter: Meter) -> Measured:

@@ -9,9 +9,9 @@ Rules:
     1. While all clients send large batches, or all send small requests, nothing is held back.
     2. For a while after one client's small request met another client's large ones, large ones go
        in pieces, one at a time, with a pause after each in proportion to the time that it took.
-    3. The proportion is steered by what small requests suffer. Of those that meet no piece one in
-       a hundred takes longer than the calm time. One that meets a piece and takes twice the calm
-       time raises the proportion, each that does not lowers it a little, so that one in a hundred
+    3. The proportion is steered by what small requests suffer. While the server is not shared, one
+       in a hundred takes longer than the calm time. One that meets a piece and takes half as long
+       again raises the proportion, each that does not lowers it a little, so that one in a hundred
        does. Where there are processors to spare it comes down to next to nothing.
     4. Nothing waits for ever: a pause is bounded, and a piece that never lands (its session has
        ended) is forgotten with its partition's flights.
@@ -32,7 +32,12 @@ SHARED_MS: Final = 1_000
 # A piece is followed by a pause of so many times as long as it took (rule 3).
 FACTOR_FIRST, FACTOR_MIN, FACTOR_MAX = 4.0, 0.25, 16.0
 FACTOR_UP: Final = 1.5
-FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 99)
+FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 199)
+# What a small request may take beside a piece, in calm times. Its client suffers more than the
+# server sees, for its own turns and its answer's way take longer too: this keeps it below twice.
+SUFFERS: Final = 1.35
+# A calm time is believed for so long; later, requests that meet no piece must do to tell another.
+CALM_KEPT_MS: Final = 60_000
 # The calm time moves by so much of itself, up and down, a hundred times as often down.
 CALM_UP: Final = 1.2
 CALM_DOWN: Final = CALM_UP ** (-1 / 99)
@@ -48,6 +53,7 @@ class Pace:
 
     __slots__ = (
         "_busy_ms",
+        "_calm_kept_until_ms",
         "_calm_ms",
         "_free_at_ms",
         "_in_flight",
@@ -65,6 +71,7 @@ class Pace:
         self._shared_until_ms = 0
         self._busy_ms = -1  # when a piece was last known to be in flight
         self._calm_ms: float | None = None  # see rule 3
+        self._calm_kept_until_ms = 0
         self.factor = FACTOR_FIRST
 
     def small(self, connection: ConnectionId, now_ms: int) -> None:
@@ -77,12 +84,20 @@ class Pace:
         """Note how long a small request took, from its arrival until it was final (rule 3)."""
         took_ms = now_ms - received_ms
         if not self._in_flight and self._busy_ms < received_ms:
-            calm_ms = self._calm_ms or 2.0 * max(1, took_ms)
-            self._calm_ms = max(1.0, calm_ms * (CALM_UP if took_ms > calm_ms else CALM_DOWN))
-        elif self._calm_ms is not None and took_ms > 2 * self._calm_ms:
+            self._learn_calm(took_ms, now_ms)
+        elif self._calm_ms is not None and took_ms > SUFFERS * self._calm_ms:
             self.factor = min(self.factor * FACTOR_UP, FACTOR_MAX)
         else:
             self.factor = max(self.factor * FACTOR_DOWN, FACTOR_MIN)
+
+    def _learn_calm(self, took_ms: int, now_ms: int) -> None:
+        """Move the calm time; beside a flood even requests that meet no piece are slower."""
+        if now_ms >= self._shared_until_ms:
+            self._calm_kept_until_ms = now_ms + CALM_KEPT_MS
+        elif now_ms < self._calm_kept_until_ms:
+            return
+        calm_ms = self._calm_ms or 2.0 * max(1, took_ms)
+        self._calm_ms = max(1.0, calm_ms * (CALM_UP if took_ms > calm_ms else CALM_DOWN))
 
     def large_at_ms(self, now_ms: int) -> int:
         """Return when a large batch may start, or whether it may should be asked again."""
