@@ -26,6 +26,8 @@ Chain = NewType("Chain", bytes)
 
 BEFORE_FIRST = TransactionId(-1)
 NO_SESSION = SessionId(-1)
+# Of a batch that stands for others which could not be read any more: nobody may copy it.
+MADE_UP = SessionId(-2)
 CHAIN_BYTES = 16
 GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
 

@@ -26,6 +26,7 @@ from waltz_core.storage.format import (
 )
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
+UINT32 = st.integers(0, 0xFFFFFFFF)
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 ID_MAX = (1 << 63) - 1
 IDS = st.integers(0, ID_MAX)
@@ -73,7 +74,8 @@ def test_slots(slot):
 @given(entries(), st.data())
 def test_lineage_entries(entry, data):
     synced = data.draw(st.integers(-1, entry.first - 1))
-    assert decode_entry(encode_entry(entry, synced)) == (entry, synced)
+    bound = {"segment_crc": data.draw(UINT32), "place": data.draw(IDS)}
+    assert decode_entry(encode_entry(entry, synced, **bound), **bound) == (entry, synced)
 
 
 @given(st.builds(ControlHeader, INT64, B16, st.integers(0, PARTITIONS_MAX)))

@@ -10,8 +10,8 @@ Rules (correctness.md 2.1 F):
        below the replica's own confirmed low-water mark, and only when the chains do differ.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
-    6. A source that could not read its batches has made up others, of no session. They are good
-       enough for its own records, and no reason to cut anybody's.
+    6. A source that could not read its batches has made up others, and marked them. They are good
+       enough for its own records; nobody copies them, and nobody is cut to fit them.
 
 The steps, each decided from what is known and never twice in flight:
 
@@ -32,12 +32,14 @@ from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProto
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
-    NO_SESSION,
+    MADE_UP,
     Chain,
     TransactionId,
     next_chain,
 )
 from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
+
+_LOST = "the source has lost the batches of {}..{}"
 
 
 class Goal(NamedTuple):
@@ -336,7 +338,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     """Check that a range of whole batches continues the chain; return the chain after it.
 
     Raises:
-        ChecksumMismatch: the chain is another one.
+        ChecksumMismatch: the chain is another one, or the source's batches are made up (rule 6).
         BadFormat: the lineage does not cover the records.
     """
     if bytes(answer.chain_before) != chain_before:
@@ -348,6 +350,8 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     crcs = raw_records.record_crcs(answer.records, lengths)
     chain, next_id, end = chain_before, answer.first, answer.first + answer.count
     for entry in answer.lineage:
+        if entry.session_id == MADE_UP:
+            raise ChecksumMismatch(_LOST.format(entry.first, entry.last))
         if not next_id == entry.first <= entry.last < end:
             raise BadFormat(
                 f"range from {answer.first}: a batch {entry.first}..{entry.last} where one from "
@@ -386,12 +390,10 @@ def _pairs(packed: bytes) -> list[tuple[TransactionId, TransactionId]]:
 
 
 def _check_not_made_up(source: LineageResponse, own: LineageResponse) -> None:
-    """Raise when the source has batches of no session where the replica has real ones (rule 6)."""
-    real = [entry for entry in own.lineage if entry.session_id != NO_SESSION]
+    """Raise when the source has made up batches where the replica has real ones (rule 6)."""
+    real = [entry for entry in own.lineage if entry.session_id != MADE_UP]
     for entry in source.lineage if real else ():
-        if entry.session_id == NO_SESSION and (
+        if entry.session_id == MADE_UP and (
             entry.first <= real[-1].last and real[0].first <= entry.last
         ):
-            raise ChecksumMismatch(
-                f"lineage: the source has lost the batches of {entry.first}..{entry.last}"
-            )
+            raise ChecksumMismatch(_LOST.format(entry.first, entry.last))

@@ -43,13 +43,13 @@ Bytes = bytes | memoryview
 _CRC = struct.Struct(">I")
 
 
-def with_crc(body: bytes) -> bytes:
-    """Return the bytes and their CRC-32 (rule 4)."""
-    return body + _CRC.pack(crc32(body))
+def with_crc(body: bytes, before: int = 0) -> bytes:
+    """Return the bytes and their CRC-32 (rule 4), as if what has the CRC `before` preceded them."""
+    return body + _CRC.pack(crc32(body, before))
 
 
-def checked_body(data: Bytes, size: int, what: str) -> bytes:
-    """Return the bytes before the CRC of a structure of `size` bytes.
+def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
+    """Return the bytes before the CRC of a structure of `size` bytes; `before` as in `with_crc`.
 
     Raises:
         BadFormat: it is too short.
@@ -59,7 +59,7 @@ def checked_body(data: Bytes, size: int, what: str) -> bytes:
         raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
     body = bytes(data[:-4])
     stated = _CRC.unpack_from(data, size - 4)[0]
-    found = crc32(body)
+    found = crc32(body, before)
     if stated != found:
         raise ChecksumMismatch(f"{what}: expected CRC {stated:08x}, found {found:08x}")
     return body
@@ -242,9 +242,14 @@ def first_of_name(name: str) -> TransactionId | None:
 # was durable when the entry was written: of an id up to there it is certain that it was, so that
 # it cannot have been torn by a crash. A wrong entry above all those ids and the acked marker ends
 # the log there; one below makes the replica suspect. No entry lies across two sectors.
+#
+# The CRC of an entry begins with that of its segment's header and with its number in the file, so
+# that nothing else that a disk writes to its place passes for it: not an entry of another file, and
+# not a record, which has its CRC at its end too.
 
 _LINEAGE_HEADER = struct.Struct(">iq16siq16s4x")
 _LINEAGE_ENTRY = struct.Struct(">qqqq16sq4x")
+_PLACE = struct.Struct(">q")
 LINEAGE_HEADER_BYTES: Final = 64
 LINEAGE_ENTRY_BYTES: Final = 64
 assert _LINEAGE_HEADER.size + _CRC.size == LINEAGE_HEADER_BYTES
@@ -256,6 +261,11 @@ class LineageHeader(NamedTuple):
 
     segment: SegmentHeader
     chain_before: Chain
+
+    @property
+    def segment_crc(self) -> int:
+        """What the CRC of each entry begins with."""
+        return crc32(self.segment.encode())
 
     def encode(self) -> bytes:
         """Return the 64 bytes."""
@@ -274,21 +284,30 @@ class LineageHeader(NamedTuple):
         return LineageHeader(segment, Chain(chain))
 
 
-def encode_entry(entry: LineageEntry, synced: TransactionId) -> bytes:
+def encode_entry(
+    entry: LineageEntry, synced: TransactionId, *, segment_crc: int, place: int
+) -> bytes:
     """Return the 64 bytes of a lineage entry; `synced` is what is durable already."""
     assert BEFORE_FIRST <= synced < entry.first
-    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced))
+    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _bound(segment_crc, place))
 
 
-def decode_entry(data: Bytes) -> tuple[LineageEntry, TransactionId]:
+def decode_entry(
+    data: Bytes, *, segment_crc: int, place: int
+) -> tuple[LineageEntry, TransactionId]:
     """Read 64 bytes (rule 2): the entry, and what was durable before it."""
-    body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry")
+    bound = _bound(segment_crc, place)
+    body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
     _zero(body[-4:], "lineage entry")
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
     entry = _entry(fields)
     if not BEFORE_FIRST <= synced < entry.first:
         raise BadFormat(f"lineage entry: expected a synced id below {entry.first}, found {synced}")
     return entry, TransactionId(synced)
+
+
+def _bound(segment_crc: int, place: int) -> int:
+    return crc32(_PLACE.pack(place), segment_crc)
 
 
 def _entry(fields: Sequence[Any]) -> LineageEntry:

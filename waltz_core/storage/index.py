@@ -25,6 +25,7 @@ from waltz_core.storage.format import (
     LINEAGE_HEADER_BYTES,
     OFFSET_BYTES,
     SEGMENT_HEADER_BYTES,
+    Bytes,
     LineageHeader,
     decode_entry,
     encode_entry,
@@ -76,9 +77,10 @@ def _offset_place(place: int) -> int:
 class LineageFile:
     """The batches that end in a segment, oldest first; `chain_before` is the chain before them."""
 
-    def __init__(self, file: File, chain_before: Chain) -> None:
+    def __init__(self, file: File, header: LineageHeader) -> None:
         self._file = file
-        self.chain_before = chain_before
+        self._segment_crc = header.segment_crc
+        self.chain_before = header.chain_before
         self.count = max(0, (file.size() - LINEAGE_HEADER_BYTES) // LINEAGE_ENTRY_BYTES)
 
     def entry(self, place: int) -> LineageEntry:
@@ -88,7 +90,7 @@ class LineageFile:
             BadFormat, ChecksumMismatch: its bytes are wrong.
         """
         assert 0 <= place < self.count
-        return decode_entry(self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(place)))[0]
+        return self._decoded(self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(place)), place)[0]
 
     def entries(self, place: int) -> Iterator[LineageEntry]:
         """Return the entries from a place on, read block by block.
@@ -99,8 +101,8 @@ class LineageFile:
         while place < self.count:
             wanted = min(_BLOCK_ENTRIES, self.count - place)
             data = memoryview(self._file.pread(LINEAGE_ENTRY_BYTES * wanted, _entry_place(place)))
-            for start in range(0, len(data), LINEAGE_ENTRY_BYTES):
-                yield decode_entry(data[start : start + LINEAGE_ENTRY_BYTES])[0]
+            for number, start in enumerate(range(0, len(data), LINEAGE_ENTRY_BYTES), place):
+                yield self._decoded(data[start : start + LINEAGE_ENTRY_BYTES], number)[0]
             place += wanted
 
     def place_of(self, transaction_id: TransactionId) -> int:
@@ -126,6 +128,17 @@ class LineageFile:
             break
         return place
 
+    def _decoded(self, data: Bytes, place: int) -> tuple[LineageEntry, TransactionId]:
+        return decode_entry(data, segment_crc=self._segment_crc, place=place)
+
+    def _encoded(
+        self, entries: Sequence[LineageEntry], synced: TransactionId, place: int
+    ) -> list[bytes]:
+        return [
+            encode_entry(one, synced, segment_crc=self._segment_crc, place=number)
+            for number, one in enumerate(entries, place)
+        ]
+
     def trim(self) -> None:
         """Drop what is wrong at the end: a write was torn there, or never was."""
         count = self.count
@@ -148,7 +161,7 @@ class LineageFile:
     def rewrite(self, place: int, entries: Sequence[LineageEntry]) -> None:
         """Write entries over those from a place on, durably."""
         assert place + len(entries) <= self.count
-        parts = [encode_entry(one, BEFORE_FIRST) for one in entries]
+        parts = self._encoded(entries, BEFORE_FIRST, place)
         self._file.pwrite(parts, _entry_place(place))
         self._file.sync()
 
@@ -175,7 +188,7 @@ class LineageFile:
         for at in range(place, self.count):
             data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(at))
             try:
-                vouched = max(vouched, decode_entry(data)[1])
+                vouched = max(vouched, self._decoded(data, at)[1])
             except (BadFormat, ChecksumMismatch):
                 continue
         return vouched
@@ -183,7 +196,7 @@ class LineageFile:
     def append(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
         """Write entries at the end; `synced` is what is durable already. Not durable."""
         if entries:
-            parts = [encode_entry(one, synced) for one in entries]
+            parts = self._encoded(entries, synced, self.count)
             self._file.pwrite(parts, _entry_place(self.count))
             self.count += len(entries)
 

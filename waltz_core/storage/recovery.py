@@ -29,6 +29,7 @@ from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, MissingSe
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
+    MADE_UP,
     NO_SESSION,
     Chain,
     LineageEntry,
@@ -439,6 +440,8 @@ class _Opening:
         last_chain: Chain | None = None,
     ) -> None:
         """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
+        # Batches of an original never had a session here; others have lost theirs.
+        session_id = NO_SESSION if self._adopting else MADE_UP
         place = 0
         while first <= last:
             end = self._adopted_end(first, last)
@@ -447,10 +450,10 @@ class _Opening:
             segment = segments.all[place]
             crcs = segments.record_crcs(first, end) or bytes(4 * (end - first + 1))
             before = _chain_before(segments, place)
-            chain = next_chain(before, first, end, NO_SESSION, crcs)
+            chain = next_chain(before, first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
-            segment.append_entries([LineageEntry(first, end, NO_SESSION, 0, chain)], BEFORE_FIRST)
+            segment.append_entries([LineageEntry(first, end, session_id, 0, chain)], BEFORE_FIRST)
             segment.sync()
             first = TransactionId(end + 1)
         self._relink(segments)

@@ -139,7 +139,7 @@ class Segment:
                 self._files = (
                     self._disk.open(self._path(".seg")),
                     OffsetIndex(index),
-                    LineageFile(chain, head.chain_before),
+                    LineageFile(chain, head),
                 )
                 opened.pop_all()
         return self._files

@@ -24,7 +24,7 @@ from waltz_core.errors import ChecksumMismatch
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
-    NO_SESSION,
+    MADE_UP,
     RECORD_OVERHEAD_BYTES,
     Chain,
     LineageEntry,
@@ -239,7 +239,7 @@ class Segments:
                     return
         entries: list[LineageEntry] = []
         for end in ends:
-            entries.append(self._made_up(before, end, NO_SESSION))
+            entries.append(self._made_up(before, end, MADE_UP))
             before = entries[-1]
         lineage.rewrite(low, entries)
 

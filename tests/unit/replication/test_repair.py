@@ -8,7 +8,7 @@ import pytest
 from tests.sim.model_storage import ModelStorage
 from tests.sim.replication_world import make_batch
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
-from waltz_core.record import GENESIS_CHAIN, LineageEntry, next_chain
+from waltz_core.record import GENESIS_CHAIN, MADE_UP, LineageEntry, next_chain
 from waltz_core.replication.repair import (
     Append,
     Cut,
@@ -183,7 +183,7 @@ def test_a_longer_diverged_log_is_cut_twice():
 
 def test_batches_that_a_source_has_made_up_cut_nobody():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
-    source = storage((1, [0]), (-1, [1]), (-1, [2]), (1, [3]), (1, [4]))
+    source = storage((1, [0]), (MADE_UP, [1]), (MADE_UP, [2]), (1, [3]), (1, [4]))
     with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
         walk(repair_of(one), one, source, Goal(4, source.chain))
     assert one.payloads() == [0, 1, 2, 3]
@@ -191,6 +191,13 @@ def test_batches_that_a_source_has_made_up_cut_nobody():
     steps = walk(repair_of(source), source, one, Goal(3, one.chain))
     assert "Cut" in kinds(steps)
     assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
+
+
+def test_batches_that_a_source_has_made_up_are_not_copied():
+    one, source = storage((1, [0])), storage((1, [0]), (MADE_UP, [1, 2]))
+    with pytest.raises(ChecksumMismatch, match=r"the source has lost the batches of 1\.\.2"):
+        walk(repair_of(one), one, source, Goal(2, source.chain))
+    assert one.payloads() == [0]
 
 
 def test_a_copy_that_does_not_lead_to_the_decided_chain_is_refused():

@@ -1,12 +1,15 @@
 """Structures on disk: any bytes decode or are refused, and no flipped bit passes."""
 
+import struct
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.record import LineageEntry
 from waltz_core.storage import format as disk_format
@@ -27,6 +30,7 @@ from waltz_core.storage.format import (
 
 KEY = bytes(range(16))
 ENTRY = LineageEntry(3, 9, 7, 11, KEY)
+BOUND = {"segment_crc": 77, "place": 5}
 SLOT = Slot(
     2,
     provisional=Mark(1, 5),
@@ -39,7 +43,10 @@ STRUCTURES = {
     "info": (PartitionInfo(1, 2, 2, 5, 9).encode(), PartitionInfo.decode),
     "segment": (SegmentHeader(5, KEY, 1, 7).encode(), SegmentHeader.decode),
     "lineage": (LineageHeader(SegmentHeader(5, KEY, 1, 7), KEY).encode(), LineageHeader.decode),
-    "entry": (disk_format.encode_entry(ENTRY, -1), disk_format.decode_entry),
+    "entry": (
+        disk_format.encode_entry(ENTRY, -1, **BOUND),
+        partial(disk_format.decode_entry, **BOUND),
+    ),
     "id": (disk_format.encode_storage_id(KEY), disk_format.decode_storage_id),
     "slot": (SLOT.encode(), Slot.decode),
 }
@@ -58,7 +65,8 @@ def test_any_bytes_decode_or_are_refused(name, data):
         if raw:
             raw[place] = data.draw(st.integers(0, 255))
     if name in CHECKED and len(raw) >= 4 and data.draw(st.booleans()):
-        raw = bytearray(with_crc(bytes(raw[:-4])))
+        before = crc32(struct.pack(">q", BOUND["place"]), BOUND["segment_crc"])
+        raw = bytearray(with_crc(bytes(raw[:-4]), before if name == "entry" else 0))
     with suppress(BadFormat, ChecksumMismatch):
         decode(bytes(raw))
 

@@ -27,8 +27,9 @@ def new_index(disk):
 
 
 def new_lineage(disk, chain_before=GENESIS_CHAIN):
-    create_durably(disk, ROOT, [(CHN.name, LineageHeader(BLANK, chain_before).encode())])
-    return LineageFile(disk.open(CHN), chain_before)
+    header = LineageHeader(BLANK, chain_before)
+    create_durably(disk, ROOT, [(CHN.name, header.encode())])
+    return LineageFile(disk.open(CHN), header)
 
 
 def filled(disk, counts=(3, 1, 5, 2), first=0):
@@ -165,7 +166,7 @@ def test_a_header_is_rewritten_durably_and_the_entries_stay():
     disk.power_loss(Survival.NOTHING, Random(1))
     header = LineageHeader.decode(disk.content(CHN)[:LINEAGE_HEADER_BYTES])
     assert header.chain_before == KEY
-    again = LineageFile(disk.open(CHN), header.chain_before)
+    again = LineageFile(disk.open(CHN), header)
     assert again.chain_at(0) == KEY
     assert list(again.entries(0)) == entries
 
@@ -176,9 +177,28 @@ def test_cut_entries_are_gone():
     lineage.cut(2)
     lineage.sync()
     disk.power_loss(Survival.NOTHING, Random(1))
-    again = LineageFile(disk.open(CHN), GENESIS_CHAIN)
+    again = LineageFile(disk.open(CHN), LineageHeader(BLANK, GENESIS_CHAIN))
     assert list(again.entries(0)) == entries[:2]
     lineage, _ = filled(new_disk())
     lineage.append([], BEFORE_FIRST)
     assert lineage.count == 4
     lineage.close()
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0)])
+def test_an_entry_at_the_place_of_another_is_none(source, target):
+    disk = new_disk()
+    lineage, _ = filled(disk)
+    data = disk.content(CHN)[entry_offset(source) :][:LINEAGE_ENTRY_BYTES]
+    disk.open(CHN).pwrite([data], entry_offset(target))
+    with pytest.raises(ChecksumMismatch):
+        lineage.entry(target)
+
+
+def test_an_entry_of_another_segment_is_none():
+    disk = new_disk()
+    _, entries = filled(disk)
+    other = LineageFile(disk.open(CHN), LineageHeader(BLANK._replace(created_ms=6), GENESIS_CHAIN))
+    with pytest.raises(ChecksumMismatch):
+        other.entry(0)
+    assert other.unreadable() == [(0, len(entries))]

@@ -21,6 +21,8 @@ from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     IdRange,
+    LineageHeader,
+    encode_entry,
     segment_name,
 )
 from waltz_core.storage.segments import Segments, first_wrong
@@ -187,9 +189,9 @@ def test_the_first_wrong_record_is_found_whatever_is_wrong_with_it():
 def test_an_entry_of_another_place_is_not_believed():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [2, 1, 3, 1])
-    path, size = ROOT / segment_name(0, ".chn"), LINEAGE_ENTRY_BYTES
-    content = disk.content(path)
-    disk.overwrite(path, LINEAGE_HEADER_BYTES + size, content[-size:])
+    path, place = ROOT / segment_name(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
+    segment_crc = LineageHeader(BLANK, GENESIS_CHAIN).segment_crc
+    disk.overwrite(path, place, encode_entry(entries[3], 5, segment_crc=segment_crc, place=1))
     with pytest.raises(ChecksumMismatch, match=r"from 2 on behind 0\.\.1, found 6"):
         segments.entries(0, 6, 9)
     assert segments.entries(6, 6, 9)[1] == (entries[3],)

@@ -71,7 +71,7 @@ def test_an_append_is_read_through_once(log, monkeypatch):
         return zlib.crc32(data, value)
 
     append = Owner(5).append(50, b"d" * 500)
-    monkeypatch.setattr(checksum, "zlib", SimpleNamespace(crc32=counted))
+    monkeypatch.setattr(checksum, "isal_zlib", SimpleNamespace(crc32=counted))
     (outcome,) = run(log, append).outcomes
     assert isinstance(outcome, Appended)
     assert [size for size in sizes if size > 100] == [len(append.records)]

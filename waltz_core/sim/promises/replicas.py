@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from waltz_core.errors import DataLoss, DiskFailed, NoSpace, WaltzError
 from waltz_core.record import (
     BEFORE_FIRST,
-    NO_SESSION,
+    MADE_UP,
     RECORD_HEADER,
     RECORD_PREFIX,
     Chain,
@@ -227,7 +227,7 @@ class Replicas:
 
     def _is_made_up(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch may be one that stands for others whose entries could not be read."""
-        return name in self.rotten and entry.session_id == NO_SESSION
+        return name in self.rotten and entry.session_id == MADE_UP
 
     def _check_identity(self, storage: "SimStorage", what: str) -> None:
         """22. Identity: nothing is changed on a disk that is not the registered one."""
