@@ -211,6 +211,11 @@ class ServerConfig(ZooKeeperConfig):
     partition_in_flight_batches_max: int = setting(
         64, "Batches sent to replicas and not on a quorum of disks yet.", least=1, most=65_536
     )
+    small_requests_first: bool = setting(
+        True,
+        "While small requests come too, large batches go in pieces with pauses, so that others "
+        "wait for at most twice as long as alone. Off: whoever sends most gets most.",
+    )
     batch_rows_max: int = setting(
         16_384,
         "Rows of one append batch of a client. Too many: other clients' appends wait for it.",

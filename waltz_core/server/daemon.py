@@ -120,7 +120,7 @@ class Server:
         self.metrics = Metrics("server", with_process=True)
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
-        self._pace = Pace()
+        self._pace = Pace(is_on=config.small_requests_first)
         # Of all partitions together, as one server may come to own them all.
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count

@@ -10,11 +10,12 @@ Rules:
     2. For a while after one client's small request met another client's large ones, large ones go
        in pieces, one at a time, with a pause after each in proportion to the time that it took.
     3. The proportion is steered by what small requests suffer. While the server is not shared, one
-       in a hundred takes longer than the calm time. One that meets a piece and takes half as long
-       again raises the proportion, each that does not lowers it a little, so that one in a hundred
-       does. Where there are processors to spare it comes down to next to nothing.
+       in a hundred takes longer than the calm time. One that meets a piece and takes a third longer
+       still raises the proportion, each that does not lowers it a little, so that one in two
+       hundred does. Where there are processors to spare it comes down to next to nothing.
     4. Nothing waits for ever: a pause is bounded, and a piece that never lands (its session has
        ended) is forgotten with its partition's flights.
+    5. It can be switched off: then whoever sends most gets most.
 """
 
 import math
@@ -57,13 +58,15 @@ class Pace:
         "_calm_ms",
         "_free_at_ms",
         "_in_flight",
+        "_is_on",
         "_large",
         "_large_ms",
         "_shared_until_ms",
         "factor",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool = True) -> None:
+        self._is_on = is_on
         self._in_flight = 0
         self._large: ConnectionId | None = None  # whose the large batch was that started last
         self._large_ms = 0
@@ -76,7 +79,7 @@ class Pace:
 
     def small(self, connection: ConnectionId, now_ms: int) -> None:
         """Note that a small request takes its turn (rule 2)."""
-        if self._large in {None, connection} or now_ms - self._large_ms >= SHARED_MS:
+        if not self._is_on or self._large in {None, connection} or now_ms - self._large_ms >= SHARED_MS:
             return
         self._shared_until_ms = now_ms + SHARED_MS
 
