@@ -212,7 +212,7 @@ class ServerConfig(ZooKeeperConfig):
         64, "Batches sent to replicas and not on a quorum of disks yet.", least=1, most=65_536
     )
     small_requests_first: bool = setting(
-        True,
+        True,  # noqa: FBT003 - as above
         "While small requests come too, large batches go in pieces with pauses, so that others "
         "wait for at most twice as long as alone. Off: whoever sends most gets most.",
     )

@@ -79,9 +79,9 @@ class Pace:
 
     def small(self, connection: ConnectionId, now_ms: int) -> None:
         """Note that a small request takes its turn (rule 2)."""
-        if not self._is_on or self._large in {None, connection} or now_ms - self._large_ms >= SHARED_MS:
-            return
-        self._shared_until_ms = now_ms + SHARED_MS
+        is_other = self._large not in {None, connection}
+        if self._is_on and is_other and now_ms - self._large_ms < SHARED_MS:
+            self._shared_until_ms = now_ms + SHARED_MS
 
     def small_landed(self, received_ms: int, now_ms: int) -> None:
         """Note how long a small request took, from its arrival until it was final (rule 3)."""
