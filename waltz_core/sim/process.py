@@ -5,12 +5,13 @@ planned must not happen.
 
 Rules:
     1. What was planned by one incarnation never reaches the next one.
-    2. While it stands still nothing is lost: everything is taken in, in order, when it goes on.
+    2. What comes in while it stands still or is busy waits, and is taken in in its order.
     3. A machine's `wake_at_ms` is looked at after every step; there is at most one timer.
     4. Each has a clock of its own, which may run fast or slow but never goes back; `now_ms` shows
        it. Another one hangs on the wall, and may show anything.
 """
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from waltz_core.sim.world import Action, Planned, World
@@ -35,7 +36,7 @@ class Process:
         self.pace = 1.0  # how fast its own clock runs
         self._pace_since_us = (0, 0)  # the world's time and its own, when that began
         self.links: dict[int, Link] = {}
-        self._held: list[tuple[int, Action]] = []
+        self._held: deque[Action] = deque()  # of this incarnation
         self._free_at_us = 0
         self._timer: Planned | None = None
         self._timer_at_ms = 0
@@ -65,24 +66,28 @@ class Process:
         """Let something come in that was meant for one incarnation (rules 1 and 2)."""
         if incarnation != self.incarnation or not self.is_up:
             return
-        if self.is_paused:
-            self._held.append((incarnation, action))
+        if self.is_paused or self._held:
+            self._held.append(action)
         elif self.slow_us and self.world.now_us < self._free_at_us:
-            delay_us = self._free_at_us - self.world.now_us
-            self._free_at_us += self.slow_us
-            self.world.after(delay_us, lambda: self._late(incarnation, action))
+            self._held.append(action)
+            self._take_held_later()
         else:
             if self.slow_us:
                 self._free_at_us = self.world.now_us + self.slow_us
             action()
 
-    def _late(self, incarnation: int, action: Action) -> None:
-        if incarnation != self.incarnation or not self.is_up:
-            return
-        if self.is_paused:
-            self._held.append((incarnation, action))
-        else:
-            action()
+    def _take_held_later(self) -> None:
+        delay_us, incarnation = max(0, self._free_at_us - self.world.now_us), self.incarnation
+        self.world.after(delay_us, lambda: self._take_held(incarnation))
+
+    def _take_held(self, incarnation: int) -> None:
+        """Take in what waited; the first of it, while it is slow."""
+        while incarnation == self.incarnation and self._held and not self.is_paused:
+            if self.slow_us and self.world.now_us < self._free_at_us:
+                self._take_held_later()
+                break
+            self._free_at_us = self.world.now_us + self.slow_us
+            self._held.popleft()()
 
     def after(self, delay_us: int, action: Action) -> Planned:
         """Plan something that ends with this incarnation."""
@@ -98,9 +103,7 @@ class Process:
         if not self.is_paused:
             return
         self.is_paused = False
-        held, self._held = self._held, []
-        for incarnation, action in held:
-            self.take(incarnation, action)
+        self._take_held(self.incarnation)
 
     def die(self) -> None:
         """End at once; what it has sent may still arrive."""
