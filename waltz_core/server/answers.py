@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from waltz_core import errors
 from waltz_core.record import ReplicaId, SessionId, TransactionId
-from waltz_core.server.events import Answer, Identity, Received, refusal
+from waltz_core.server.events import Answer, Identity, Limits, Received, refusal
 from waltz_core.server.mounts import Place
 from waltz_core.server.tickets import Ticket
 from waltz_core.wire.messages import (
@@ -15,8 +15,10 @@ from waltz_core.wire.messages import (
     FlushRequest,
     FlushResponse,
     HighWaterMarkResponse,
+    Mounted,
     MountRequest,
     MountResponse,
+    MountWriter,
     ReplicasRequest,
     ReplicasResponse,
 )
@@ -52,6 +54,23 @@ def refuse_mount(question: Received, error: errors.WaltzError) -> Answer:
     if isinstance(question.message, MountRequest) and isinstance(error, errors.ClientAhead):
         return _state(question, CLIENT_AHEAD)
     return refuse(question, error)
+
+
+def mounted(
+    question: Received, mark: TransactionId, session_id: SessionId, limits: Limits
+) -> Answer:
+    """Tell that a connection is mounted, and to a writer of ours what it may send."""
+    if not isinstance(question.message, MountWriter):
+        return _state(question, READY)
+    answer = Mounted(
+        question.message.req_id,
+        session_id,
+        mark,
+        limits.batch_rows_max,
+        limits.batch_bytes_max,
+        limits.connection_bytes_max,
+    )
+    return Answer(question.connection, answer, question.cost_bytes)
 
 
 def with_mark(

@@ -7,8 +7,9 @@ outcomes is kept here: nothing is told before it is final, nothing final ever ch
              -> one store batch, in flight -> committed or settled -> answered
 
 Rules (correctness.md rows 22-30, "Room for our rules"):
-    1. Connection and generation are checked when a request leaves its lane, not when it enters:
-       what an older connection left behind is refused from the moment a newer one mounts.
+    1. Mount and generation are checked when a request leaves its lane, not when it enters: what an
+       older connection left behind is refused from the moment a newer one mounts, and so is what
+       came before the last mount on its own.
     2. Locks are entered at judgement with the ids that the rows will have, so an entry above the
        high-water mark is in flight. A row refused for such an id waits until that is final.
     3. Rows are judged once. What a lost session took with it is told LOST, after `Settled` only.
@@ -20,6 +21,8 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
     7. Rule 1 holds for each piece: when the mount or the generation has gone, what is left of the
        request is refused, and what was judged stays as it is. A piece lost with its session ends
        the mount (rule 4), so nothing behind it in the same request can enter.
+    8. That a row is ahead of the log is not told from here: `Ahead` asks for a proof of the session
+       that it was judged in. Without one the client has to mount again, and is told so.
 """
 
 from collections import deque
@@ -77,7 +80,14 @@ class Reached:
     token: int
 
 
-Outcome: TypeAlias = Answer | SubmitBatch | BatchCommitted | Reached
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Have `tell_ahead` answer this request when the session is proven, or is not (rule 8)."""
+
+    ticket: Ticket
+
+
+Outcome: TypeAlias = Answer | SubmitBatch | BatchCommitted | Reached | Ahead
 
 
 @dataclass(slots=True)
@@ -188,6 +198,7 @@ class AppendPipeline:
         assert last <= opened.high_water_mark
         out: list[Outcome] = []
         self._high_water_mark = opened.high_water_mark
+        self._session_id, self._generation = opened.session_id, opened.generation
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
         while self._flights and self._flights[0].entry.last <= last:
             self._land(self._flights.popleft(), out, is_ours=unbroken)
@@ -198,7 +209,6 @@ class AppendPipeline:
                 self._landed(ticket, out)
             out.extend(Reached(token) for token in flight.waiting)
         self._forget_flights()
-        self._session_id, self._generation = opened.session_id, opened.generation
         self._chain, self._next_id = opened.chain, TransactionId(opened.high_water_mark + 1)
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
@@ -284,10 +294,12 @@ class AppendPipeline:
         epoch = self._epochs[-1]
         epoch.unfinished += 1
         ticket: Ticket
+        req_id = message.req_id
+        mount = self._mounts.number(req_id.client_id, connection)
         if isinstance(message, AppendRequest):
-            ticket = SingleTicket(connection, cost_bytes, message, epoch, now_ms)
+            ticket = SingleTicket(connection, cost_bytes, message, epoch, now_ms, mount)
         else:
-            ticket = BatchTicket(connection, cost_bytes, message, message.req_id, epoch, now_ms)
+            ticket = BatchTicket(connection, cost_bytes, message, req_id, epoch, now_ms, mount)
         if self._is_over_share(ticket):
             out: list[Outcome] = []
             self._refuse(ticket, Reason.OVERLOADED, out)
@@ -342,6 +354,7 @@ class AppendPipeline:
                 self._lanes.take(with_large=ticket.is_large)
                 rows_left -= 1
                 if self._may_enter(ticket, draft.out):
+                    ticket.session_id = self._session_id
                     group.append(ticket)
             else:
                 self._judge_group(group, draft)
@@ -393,6 +406,8 @@ class AppendPipeline:
         else:
             self._lanes.take(with_large=ticket.is_large)
         assert self._table is not None
+        if not start:
+            ticket.session_id = self._session_id
         self._add(judge_rows(ticket, stop, self._table, self._place), draft)
         return stop - start
 
@@ -456,6 +471,8 @@ class AppendPipeline:
         req_id = ticket.req_id
         if not self._mounts.is_ready(req_id.client_id, ticket.connection):
             return Reason.NOT_MOUNTED
+        if ticket.mount != self._mounts.number(req_id.client_id, ticket.connection):
+            return Reason.NOT_MOUNTED
         if req_id.generation != self._generation:
             return Reason.GENERATION
         return None
@@ -515,7 +532,25 @@ class AppendPipeline:
             self._finish(ticket, out)
 
     def _finish(self, ticket: Ticket, out: list[Outcome]) -> None:
-        """Answer a request whose rows are all final."""
+        """Answer a request whose rows are all final (rule 8)."""
+        if not ticket.is_ahead:
+            out.append(self._answer(ticket))
+        elif ticket.session_id == self._session_id:
+            out.append(Ahead(ticket))
+        else:
+            out.append(self.tell_ahead(ticket, is_proved=False))
+        self._leave_epoch(ticket, out)
+
+    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> Answer:
+        """Answer a request with rows that were ahead of the log (rule 8)."""
+        if not is_proved:
+            client_id = ticket.req_id.client_id
+            ticket.doubt()
+            if ticket.mount == self._mounts.number(client_id, ticket.connection):
+                self._mounts.lapse(client_id)
+        return self._answer(ticket)
+
+    def _answer(self, ticket: Ticket) -> Answer:
         refused = self.figures.refused
         if isinstance(ticket, SingleTicket):
             if ticket.reason:
@@ -523,8 +558,7 @@ class AppendPipeline:
         elif ticket.reasons.any():
             for reason, count in enumerate(np.bincount(ticket.reasons).tolist()):
                 refused[reason] += count if reason else 0
-        out.append(ticket.answer(self._high_water_mark))
-        self._leave_epoch(ticket, out)
+        return ticket.answer(self._high_water_mark)
 
     def _refuse(self, ticket: Ticket, reason: Reason, out: list[Outcome]) -> None:
         """Refuse all rows of a request that was not judged."""

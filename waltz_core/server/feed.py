@@ -16,6 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
 from waltz_core.raw_records import FEED_HEADER_BYTES
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -27,6 +28,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
+from waltz_core.server.mounts import Place
 from waltz_core.wire.messages import FeedBatch, FeedSuspended
 
 # Contexts served in one turn: a turn of the loop stays short however many clients there are.
@@ -125,6 +127,17 @@ class Feed:
         mount_id = question.message.req_id
         context = self._contexts.get((question.connection, mount_id.client_id))
         return context is not None and context.mount_id == mount_id
+
+    def take(self, question: Received, mark: int, place: Place) -> WaltzError | None:
+        """Grant what a feed request asks for; return why not, None when it is granted."""
+        where = f"feed after {mark} of {place}"
+        if not self.is_mounted(question):
+            return NotMounted(f"{where}: the mount is of an earlier ownership, if any")
+        if mark > place.high_water_mark:
+            return ClientAhead(f"{where}: its high-water mark is {place.high_water_mark}")
+        if mark < BEFORE_FIRST or not self.grant(question, mark=TransactionId(mark)):
+            return BadRequest(f"{where}: expected -1 or more, and the last grant used up")
+        return None
 
     def grant(self, question: Received, *, mark: TransactionId) -> bool:
         """Go on after the client's mark; False when there is no such mount, or a grant is open.

@@ -12,10 +12,13 @@ Rules (correctness.md row 22 and "Room for our rules"; spark.md, "Exactly once")
        first is forgotten, so `limit` other clients must have left since a fence could fail.
     4. A client that lost a row has to mount again, on the same connection or on another: what it
        had sent behind that row must not get in before the row is sent again.
+    5. Each mount has a number of its own, also one that comes again on the same connection: what
+       was sent under an earlier mount does not get in under a later one.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from waltz_core.errors import (
@@ -46,13 +49,14 @@ class Place(NamedTuple):
 class _Mount:
     connection: ConnectionId
     sequence: int
+    number: int
     is_ready: bool
 
 
 class Mounts:
     """The mounts of one partition in one generation."""
 
-    __slots__ = ("_clients_of", "_left", "_limit", "_mounts")
+    __slots__ = ("_clients_of", "_left", "_limit", "_mounts", "_numbers")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -60,6 +64,7 @@ class Mounts:
         self._clients_of: dict[ConnectionId, list[ClientId]] = {}
         # The highest sequence of clients that left, in the order in which they did.
         self._left: OrderedDict[ClientId, int] = OrderedDict()
+        self._numbers = count(1)
 
     def highest(self, client_id: ClientId) -> int | None:
         """The highest connection sequence that the client has mounted with, if any."""
@@ -111,8 +116,14 @@ class Mounts:
         if mount is not None:
             self._clients_of[mount.connection].remove(client_id)
         self._left.pop(client_id, None)
-        self._mounts[client_id] = _Mount(connection, sequence, is_ready=False)
+        number = next(self._numbers)
+        self._mounts[client_id] = _Mount(connection, sequence, number, is_ready=False)
         self._clients_of.setdefault(connection, []).append(client_id)
+
+    def number(self, client_id: ClientId, connection: ConnectionId) -> int:
+        """The number of the client's mount on this connection, 0 without one (rule 5)."""
+        mount = self._mounts.get(client_id)
+        return mount.number if mount is not None and mount.connection == connection else 0
 
     def is_current(self, client_id: ClientId, connection: ConnectionId) -> bool:
         """Whether this is the client's connection, mounted or about to be."""

@@ -13,6 +13,8 @@ Rules (correctness.md 2.1 H and rows 16, 21, 22, 28, 29, 39):
     4. A mark is told only while a quorum has confirmed the session within the session timer.
     5. A high-water mark never goes back; a store that says otherwise has lost data, and the
        partition is given up.
+    6. That a client is ahead of the log is told of a session that is proven after its request; if
+       that fails, it is told to try again (`proofs.py`, rule 3).
 """
 
 from collections import deque
@@ -54,27 +56,10 @@ from waltz_core.server.events import (
 from waltz_core.server.feed import Feed
 from waltz_core.server.mounts import Mounts, Place, mark_of
 from waltz_core.server.pace import Pace
-from waltz_core.server.proofs import Proofs
+from waltz_core.server.proofs import Proofs, claim_of
 from waltz_core.server.reads import Reads
-from waltz_core.wire.messages import (
-    LATEST_MARK,
-    AppendBatch,
-    AppendRequest,
-    ClientMessage,
-    FeedRequest,
-    FlushRequest,
-    HighWaterMarkRequest,
-    Mounted,
-    MountRequest,
-    MountResponse,
-    MountWriter,
-    RangeRequest,
-    Reason,
-    ReplicasRequest,
-    TransactionDataRequest,
-)
-
-READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
+from waltz_core.server.tickets import Ticket
+from waltz_core.wire import messages
 
 
 @dataclass(slots=True)
@@ -104,7 +89,7 @@ class Partition:
         self.pipeline = AppendPipeline(limits, self._mounts, pace)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
-        self._proofs: Proofs[Received] = Proofs(limits.session_timer_ms)
+        self._proofs: Proofs[Received | Ticket] = Proofs(limits.session_timer_ms)
         self._generation = Generation(-1)
         self._settled_generation = Generation(-1)
         self._is_owned = False
@@ -232,12 +217,12 @@ class Partition:
         message = event.message
         if not self._is_owned:
             out.append(answers.not_owned(event, self._place))
-        elif isinstance(message, AppendRequest | AppendBatch):
+        elif isinstance(message, messages.AppendRequest | messages.AppendBatch):
             outcomes = self.pipeline.receive(
                 event.connection, message, cost_bytes=event.cost_bytes, now_ms=self._now_ms
             )
             self._route(outcomes, out)
-        elif isinstance(message, FlushRequest):
+        elif isinstance(message, messages.FlushRequest):
             token = next(self._tokens)
             self._flushing[token] = event
             self._route(self.pipeline.flush(token), out)
@@ -249,21 +234,24 @@ class Partition:
     def _wait_for_session(self, event: Received) -> None:
         self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
 
-    def _answer(self, event: Received, out: list[Effect]) -> None:
+    def _answer(self, event: Received, out: list[Effect], *, is_proved: bool = False) -> None:
         assert self._is_open
         message = event.message
+        if claim_of(message) > self._high_water_mark and not is_proved:
+            self._prove(event, out)
+            return
         match message:
-            case MountRequest() | MountWriter():
-                self._mount(event, message, out)
-            case FeedRequest():
+            case messages.MountRequest() | messages.MountWriter():
+                self._mount(event, out)
+            case messages.FeedRequest():
                 self._grant(event, message, out)
-            case HighWaterMarkRequest():
+            case messages.HighWaterMarkRequest():
                 self._tell_mark(event, out)
-            case ReplicasRequest():
+            case messages.ReplicasRequest():
                 self._tell_mark(event, out, always=message.linearizable)
-            case RangeRequest():
+            case messages.RangeRequest():
                 self._route_reads(self.reads.range(event, message), out)
-            case TransactionDataRequest():
+            case messages.TransactionDataRequest():
                 self._route_reads(self.reads.data(event, message), out)
             case _:
                 fault = f"{type(message).__name__} is no request to a partition"
@@ -282,10 +270,10 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # mounts
 
-    def _mount(
-        self, event: Received, message: MountRequest | MountWriter, out: list[Effect]
-    ) -> None:
-        req_id, connection = message.req_id, event.connection
+    def _mount(self, event: Received, out: list[Effect]) -> None:
+        message, connection = event.message, event.connection
+        assert isinstance(message, messages.MountRequest | messages.MountWriter)
+        req_id = message.req_id
         fault = self._mounts.fault(message, connection, self._place)
         if fault is not None:
             out.append(answers.refuse_mount(event, fault))
@@ -298,7 +286,7 @@ class Partition:
         out.extend(answers.superseded(question) for question in older)
         self._mounts.begin(req_id.client_id, connection, message.connection_sequence)
         token = next(self._tokens)
-        wants_feed = not isinstance(message, MountWriter) or message.wants_feed
+        wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
         self._mounting[token] = _Mounting(event, wants_feed)
         self._route(self.pipeline.barrier(token), out)
 
@@ -307,7 +295,7 @@ class Partition:
         mounting = self._mounting.pop(token)
         event = mounting.question
         message = event.message
-        assert isinstance(message, MountRequest | MountWriter)
+        assert isinstance(message, messages.MountRequest | messages.MountWriter)
         if self._is_outdated(event, out):
             return
         mark = mark_of(message)
@@ -316,7 +304,7 @@ class Partition:
             return
         self.feed.mount(
             event,
-            mark=self._high_water_mark if mark == LATEST_MARK else TransactionId(mark),
+            mark=self._high_water_mark if mark == messages.LATEST_MARK else TransactionId(mark),
             until=self._high_water_mark,
         )
 
@@ -338,34 +326,13 @@ class Partition:
         return True
 
     def _mounted(self, event: Received, out: list[Effect]) -> None:
-        message = event.message
-        assert isinstance(message, MountRequest | MountWriter)
-        self._mounts.finish(message.req_id.client_id, event.connection)
-        answer: ClientMessage = MountResponse(message.req_id, READY)
-        if isinstance(message, MountWriter):
-            answer = Mounted(
-                message.req_id,
-                self._session_id,
-                self._high_water_mark,
-                self._limits.batch_rows_max,
-                self._limits.batch_bytes_max,
-                self._limits.connection_bytes_max,
-            )
-        out.append(Answer(event.connection, answer, event.cost_bytes))
+        self._mounts.finish(event.message.req_id.client_id, event.connection)
+        out.append(answers.mounted(event, self._high_water_mark, self._session_id, self._limits))
 
-    def _grant(self, event: Received, message: FeedRequest, out: list[Effect]) -> None:
-        mark = message.client_high_water_mark
-        where = f"feed after {mark} of partition {self._identity.partition_id}"
-        fault: errors.WaltzError
-        if not self.feed.is_mounted(event):
-            fault = errors.NotMounted(f"{where}: the mount is of an earlier ownership, if any")
-        elif mark > self._high_water_mark:
-            fault = errors.ClientAhead(f"{where}: its high-water mark is {self._high_water_mark}")
-        elif mark < BEFORE_FIRST or not self.feed.grant(event, mark=TransactionId(mark)):
-            fault = errors.BadRequest(f"{where}: expected -1 or more, and the last grant used up")
-        else:
-            return
-        out.append(answers.refuse(event, fault))
+    def _grant(self, event: Received, message: messages.FeedRequest, out: list[Effect]) -> None:
+        fault = self.feed.take(event, message.client_high_water_mark, self._place)
+        if fault is not None:
+            out.append(answers.refuse(event, fault))
 
     def _feed_turn(self, out: list[Effect]) -> None:
         if self.feed.wants_turn:
@@ -377,15 +344,32 @@ class Partition:
     def _tell_mark(self, event: Received, out: list[Effect], *, always: bool = False) -> None:
         """Answer with the mark, after a proof when the last one is too old (rule 4)."""
         if not always and self._proofs.is_fresh(self._now_ms):
-            out.append(self._with_mark(event, self._high_water_mark))
-            return
-        for effect in self._proofs.ask(event, self._now_ms):
+            out.append(self._with_mark(event))
+        else:
+            self._prove(event, out)
+
+    def _prove(self, question: Received | Ticket, out: list[Effect]) -> None:
+        for effect in self._proofs.ask(question, self._now_ms):
             self._drive(effect, out)
 
-    def _with_mark(self, event: Received, mark: TransactionId) -> Answer:
-        return answers.with_mark(
-            event, mark, self._session_id, self._store.readable_replicas, self._identity
-        )
+    def _proved(self, question: Received | Ticket, out: list[Effect]) -> None:
+        if not isinstance(question, Received):
+            out.append(self.pipeline.tell_ahead(question, is_proved=self._is_open))
+        elif not self._is_open:
+            self._wait_for_session(question)
+        elif isinstance(
+            question.message,
+            messages.FlushRequest | messages.HighWaterMarkRequest | messages.ReplicasRequest,
+        ):
+            out.append(self._with_mark(question))
+        else:
+            self._answer(question, out, is_proved=True)
+
+    def _with_mark(self, event: Received) -> Answer:
+        # The mark of now, not of when the proof began: a client may know it already.
+        mark, session_id = self._high_water_mark, self._session_id
+        replicas = self._store.readable_replicas
+        return answers.with_mark(event, mark, session_id, replicas, self._identity)
 
     # -----------------------------------------------------------------------------------------
     # the store
@@ -486,11 +470,11 @@ class Partition:
         self._is_open = False
         self._opening = None
         is_full = event.error_code == errors.NoSpace.code
-        self.pipeline.closed(Reason.NO_SPACE if is_full else Reason.LOST)
+        self.pipeline.closed(messages.Reason.NO_SPACE if is_full else messages.Reason.LOST)
         self.reads.closed()
-        deadline_ms = self._now_ms + self._limits.open_wait_ms
         # Asked before the session ended, so the next one may answer as well.
-        self._until_open.extend((deadline_ms, question) for question in self._proofs.reset())
+        for question in self._unproved(self._proofs.reset(), out):
+            self._wait_for_session(question)
         out.append(
             Report("session_closed", (("session", event.session_id), ("reason", event.reason)))
         )
@@ -500,17 +484,29 @@ class Partition:
     ) -> None:
         if isinstance(event, replication.MarkProved):
             questions, proofs = self._proofs.proved(event.token, self._now_ms)
-            # The mark of now, not of when the proof began: a client may know it already.
             assert event.high_water_mark <= self._high_water_mark
-            out.extend(self._with_mark(each, self._high_water_mark) for each in questions)
+            for each in questions:
+                self._proved(each, out)
         else:
             questions, proofs = self._proofs.failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
                 f"{self._place}: no quorum of storages confirmed the session"
             )
-            out.extend(answers.refuse(each, unproved) for each in questions)
+            out.extend(answers.refuse(each, unproved) for each in self._unproved(questions, out))
         for proof in proofs:
             self._drive(proof, out)
+
+    def _unproved(
+        self, questions: Sequence[Received | Ticket], out: list[Effect]
+    ) -> list[Received]:
+        """Tell appends that were ahead of the log to mount again; return the others (rule 6)."""
+        rest: list[Received] = []
+        for each in questions:
+            if isinstance(each, Received):
+                rest.append(each)
+            else:
+                out.append(self.pipeline.tell_ahead(each, is_proved=False))
+        return rest
 
     # -----------------------------------------------------------------------------------------
     # giving up
@@ -535,7 +531,7 @@ class Partition:
         waiting = [question for _, question in self._until_open]
         waiting += self._flushing.values()
         waiting += (mounting.question for mounting in self._mounting.values())
-        waiting += self._proofs.reset()
+        waiting += self._unproved(self._proofs.reset(), out)
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._until_open.clear()
@@ -559,6 +555,8 @@ class Partition:
                     self.reads.remember(outcome.entry, outcome.batch)
                 case append.Reached():
                     self._reached(outcome.token, out)
+                case append.Ahead():
+                    self._prove(outcome.ticket, out)
                 case _:
                     assert_never(outcome)
 

@@ -1,4 +1,4 @@
-"""Answers that must not be stale: the high-water mark, told only while nobody newer owns the log.
+"""Answers that must not be stale: the high-water mark, and that a client is ahead of the log.
 
 Why it stands alone: a server that was paused or cut off does not know that it has been replaced,
 and still has a mark to tell. Whoever asks for the mark gets it from here, after a quorum of
@@ -9,12 +9,25 @@ Rules (correctness.md row 16 and "ZooKeeper away"):
     1. A proof that was begun before a question came answers that question only when it is asked
        for no more than `session_timer_ms` of freshness.
     2. One proof is under way at a time; questions that come meanwhile share the next one.
+    3. Who takes more to be in the log than is known here may have it from a later owner. That he
+       is ahead ends his work for good, so it is told only after a proof that began later than his
+       request (row 25), however fresh the last one is; without it he is told to try again.
 """
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from waltz_core.record import BEFORE_FIRST
 from waltz_core.replication.events import ProveMark
+from waltz_core.server.mounts import mark_of
+from waltz_core.wire.messages import (
+    ClientMessage,
+    FeedRequest,
+    MountRequest,
+    MountWriter,
+    RangeRequest,
+    TransactionDataRequest,
+)
 
 QuestionT = TypeVar("QuestionT")
 
@@ -76,3 +89,18 @@ class Proofs(Generic[QuestionT]):
         self._asked_ms = now_ms
         self._token += 1
         return [ProveMark(self._token)]
+
+
+def claim_of(message: ClientMessage) -> int:
+    """Return the highest id that a request takes to be in the log (rule 3); appends are judged."""
+    match message:
+        case MountRequest() | MountWriter():
+            return mark_of(message)
+        case FeedRequest():
+            return message.client_high_water_mark
+        case RangeRequest():
+            return message.first
+        case TransactionDataRequest():
+            return message.transaction_id
+        case _:
+            return BEFORE_FIRST

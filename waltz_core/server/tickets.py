@@ -13,6 +13,8 @@ Rules:
     3. Rows of one request have consecutive sequence numbers, refused ones too.
     4. A batch may be judged in pieces, from the first row on. A row that no piece has reached has
        no outcome: it is judged in whatever session comes then, or refused with all behind it.
+    5. AHEAD is told when the session that it was judged in was proven later (`proofs.py`, rule 3).
+       A row for which that cannot be had is told NOT_MOUNTED: it is not in the log either way.
 """
 
 import struct
@@ -23,7 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.batches import AppendRows
-from waltz_core.record import RECORD_OVERHEAD_BYTES, ReqId, TransactionId
+from waltz_core.record import (
+    NO_SESSION,
+    RECORD_OVERHEAD_BYTES,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.server.events import Answer, ConnectionId
 from waltz_core.server.locks import NO_CONFLICT, REFUSED
 from waltz_core.server.pace import LARGE_BYTES
@@ -55,9 +63,13 @@ class SingleTicket:
     message: AppendRequest
     epoch: Epoch
     received_ms: int
+    # The number of the mount that it came under (`mounts.py`, rule 5).
+    mount: int = 0
     transaction_id: int = REFUSED
     reason: Reason = Reason.COMMITTED
     conflict: int = NO_CONFLICT
+    # The session that it was judged in.
+    session_id: SessionId = NO_SESSION
 
     @property
     def req_id(self) -> ReqId:
@@ -68,6 +80,16 @@ class SingleTicket:
     def is_large(self) -> bool:
         """Whether small ones may pass it."""
         return self.cost_bytes >= LARGE_BYTES
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it would be told AHEAD (rule 5)."""
+        return self.reason is Reason.AHEAD
+
+    def doubt(self) -> None:
+        """There is no proof that the client is ahead (rule 5)."""
+        assert self.is_ahead
+        self.reason = Reason.NOT_MOUNTED
 
     def refuse(self, reason: Reason) -> None:
         """The transaction will not be in the log, and this is final."""
@@ -98,6 +120,7 @@ class BatchTicket:
     """Many transactions in one request; rows below `judged_count` have an outcome (rule 4).
 
     `message` goes when it is decoded, and `rows` when they are all judged: both pin the frame.
+    `mount` is as for a single one; `session_id` is the session that its first piece was judged in.
     `flight_count` is the number of store batches that it waits for.
     """
 
@@ -107,6 +130,7 @@ class BatchTicket:
     req_id: ReqId
     epoch: Epoch
     received_ms: int
+    mount: int = 0
     rows: AppendRows | None = None
     mark: int = 0
     judged_count: int = 0
@@ -114,6 +138,7 @@ class BatchTicket:
     ids: I64 = field(default_factory=lambda: np.empty(0, np.int64))
     reasons: U8 = field(default_factory=lambda: np.empty(0, np.uint8))
     conflicts: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    session_id: SessionId = NO_SESSION
 
     @property
     def is_large(self) -> bool:
@@ -129,6 +154,16 @@ class BatchTicket:
     def is_final(self) -> bool:
         """Whether it can be answered (rule 1)."""
         return self.is_judged and not self.flight_count
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a row would be told AHEAD (rule 5)."""
+        return bool((self.reasons == Reason.AHEAD).any())
+
+    def doubt(self) -> None:
+        """There is no proof that the client is ahead (rule 5)."""
+        assert self.is_ahead
+        self.reasons[self.reasons == Reason.AHEAD] = Reason.NOT_MOUNTED
 
     def open(self, rows: AppendRows) -> None:
         """Note the decoded rows, of which none is judged."""

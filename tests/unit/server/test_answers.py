@@ -11,7 +11,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.server import answers
-from waltz_core.server.events import Answer, ConnectionId, Identity, Received
+from waltz_core.server.events import Answer, ConnectionId, Identity, Limits, Received
 from waltz_core.server.mounts import Place
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
@@ -62,3 +62,13 @@ def test_a_mark_is_told_in_the_words_of_the_question() -> None:
     assert told(messages.HighWaterMarkRequest(REQ)) == messages.HighWaterMarkResponse(REQ, 9)
     asked = messages.ReplicasRequest(REQ, linearizable=False)
     assert told(asked) == messages.ReplicasResponse(REQ, 2, 9, ("s:1",), bytes(16), 8)
+
+
+def test_a_writer_is_told_what_it_may_send_and_an_older_client_that_it_is_ready() -> None:
+    limits = Limits(lock_slot_count=1009)
+    told = answers.mounted(ask(NEW_MOUNT), TransactionId(4), SessionId(2), limits).message
+    assert told == messages.Mounted(
+        REQ, 2, 4, limits.batch_rows_max, limits.batch_bytes_max, limits.connection_bytes_max
+    )
+    old = answers.mounted(ask(OLD_MOUNT), TransactionId(4), SessionId(2), limits).message
+    assert old == messages.MountResponse(REQ, 0)

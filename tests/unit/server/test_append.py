@@ -22,6 +22,7 @@ from waltz_core.record import (
 )
 from waltz_core.replication.events import Batch, SessionOpened
 from waltz_core.server.append import (
+    Ahead,
     AppendPipeline,
     BatchCommitted,
     Outcome,
@@ -184,6 +185,12 @@ def results(outcomes: Sequence[Outcome]) -> dict[ReqId, list[tuple[int, Reason, 
     return found
 
 
+def proved(world: World, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return what is told of the rows that are ahead, once the session is proven."""
+    found = [each.ticket for each in outcomes if isinstance(each, Ahead)]
+    return [world.pipeline.tell_ahead(ticket, is_proved=True) for ticket in found]
+
+
 def faults(outcomes: Sequence[Outcome]) -> list[int]:
     return [
         each.message.error_code
@@ -343,8 +350,22 @@ def test_a_mark_above_the_log_is_refused_row_by_row() -> None:
     ahead = world.single(mark=0, read=[1])
     rows = world.batch([b"a", b"b"], BOB, marks=[-1, 4])
     out = world.turn()
-    assert results(out) == {ahead: [(-1, Reason.AHEAD, -1)]}
-    assert results(world.commit()) == {rows: [(0, COMMITTED, -1), (-1, Reason.AHEAD, -1)]}
+    assert results(out) == {}
+    assert results(proved(world, out)) == {ahead: [(-1, Reason.AHEAD, -1)]}
+    out = proved(world, world.commit())
+    assert results(out) == {rows: [(0, COMMITTED, -1), (-1, Reason.AHEAD, -1)]}
+    assert world.pipeline.figures.refused[Reason.AHEAD] == 2
+
+
+def test_a_request_that_waits_when_its_client_mounts_again_is_refused() -> None:
+    world = World()
+    late = world.single()
+    world.mounts.begin(ALICE, A, 1)
+    world.mounts.finish(ALICE, A)
+    assert results(world.turn()) == {late: [(-1, Reason.NOT_MOUNTED, -1)]}
+    again = world.single()
+    world.turn()
+    assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
 # --- checks at the door of the log
@@ -605,6 +626,19 @@ def test_a_lost_piece_keeps_all_behind_it_out() -> None:
     refused = [(-1, Reason.NOT_MOUNTED, -1)] * (4 - lost)
     world.now_ms += PAUSE_MS_MAX
     assert results(world.turn()) == {flood: [(-1, LOST, -1)] * lost + refused}
+
+
+def test_a_mount_on_the_same_connection_takes_the_rest_with_it_too() -> None:
+    world = World()
+    flood = flooded(world)
+    done = world.submitted[0].last + 1
+    world.commit()
+    world.mounts.begin(ALICE, A, 1)
+    world.mounts.finish(ALICE, A)
+    world.now_ms += PAUSE_MS_MAX
+    told = results(world.turn())[flood]
+    assert [reason for _, reason, _ in told[:done]] == [COMMITTED] * done
+    assert [reason for _, reason, _ in told[done:]] == [Reason.NOT_MOUNTED] * (4 - done)
 
 
 def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:

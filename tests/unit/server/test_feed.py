@@ -1,5 +1,6 @@
 """What `test_partition.py` does not show: turns, slow and many clients, memory that is short."""
 
+from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
 from waltz_core.raw_records import FEED_HEADER_BYTES
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -14,6 +15,7 @@ from waltz_core.record import (
 )
 from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
 from waltz_core.server.feed import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountReached
+from waltz_core.server.mounts import Place
 from waltz_core.wire.messages import FeedBatch, FeedRequest, FeedSuspended, MountRequest
 
 CHAIN = Chain(b"c" * 16)
@@ -219,3 +221,20 @@ def test_giving_up_returns_who_still_waits() -> None:
     waiting = each.abandon()
     assert [type(question.message) for question in waiting] == [MountRequest, FeedRequest]
     assert [question.connection for question in waiting] == [1, 3]
+
+
+def test_a_feed_request_that_is_not_granted_is_told_why() -> None:
+    each = feed(9)
+    place = Place(PartitionId(0), Generation(0), TransactionId(9))
+
+    def take(client: int, mark: int) -> WaltzError | None:
+        question = Received(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)
+        return each.take(question, mark, place)
+
+    assert isinstance(take(1, 9), NotMounted)
+    mount(each, 1, 9, 9)
+    each.turn()
+    assert isinstance(take(1, 10), ClientAhead)
+    assert isinstance(take(1, -2), BadRequest)
+    assert take(1, 9) is None
+    assert isinstance(take(1, 9), BadRequest)

@@ -92,3 +92,17 @@ def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:
     mounts.begin(ALICE, OLD, 1)
     mounts.finish(ALICE, OLD)
     assert mounts.is_ready(ALICE, OLD)
+
+
+def test_each_mount_has_a_number_of_its_own() -> None:
+    mounts = Mounts(10)
+    assert mounts.number(ALICE, NEW) == 0
+    numbers = []
+    for sequence in (1, 1, 2):
+        mounts.begin(ALICE, NEW, sequence)
+        numbers.append(mounts.number(ALICE, NEW))
+    assert mounts.number(ALICE, OLD) == 0
+    mounts.clear()
+    mounts.begin(ALICE, NEW, 1)
+    numbers.append(mounts.number(ALICE, NEW))
+    assert sorted(set(numbers)) == numbers

@@ -5,7 +5,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import pytest
+
 from waltz_core import errors, raw_records
+from waltz_core.batches import encode_append
 from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.machine import Wakeup
 from waltz_core.record import (
@@ -143,6 +146,15 @@ class World:
             )
         self.say(replication.Committed(SessionId(self.session), batches[-1].last, self.chain))
 
+    def prove(self) -> None:
+        """A quorum answers the proof that was asked for last."""
+        token = self.store.of(replication.ProveMark)[-1].token
+        self.say(replication.MarkProved(token, self.partition.high_water_mark))
+
+    def fail_proof(self) -> None:
+        """No quorum answers it."""
+        self.say(replication.MarkUnproved(self.store.of(replication.ProveMark)[-1].token))
+
     # --- clients
 
     def send(self, connection: ConnectionId, message: ClientMessage) -> ReqId:
@@ -175,9 +187,10 @@ class World:
         *,
         data: bytes = b"data",
         header: int = 0,
+        mark: int = -1,
     ) -> ReqId:
         crc = zlib.crc32(data)
-        message = messages.AppendRequest(self.req_id(client), -1, (), (), (), header, data, crc)
+        message = messages.AppendRequest(self.req_id(client), mark, (), (), (), header, data, crc)
         return self.send(connection, message)
 
     def fill(self, count: int, *, data: bytes = b"data") -> None:
@@ -428,10 +441,45 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
 
 def test_a_client_ahead_of_the_log_is_told() -> None:
     world = ready()
-    assert world.error(world.mount(BOB, B, mark=0)) == errors.ClientAhead.code
+    new = world.mount(BOB, B, mark=0)
     old = world.send(B, messages.MountRequest(world.req_id(BOB), 5, 1))
+    world.prove()
+    assert world.error(new) == errors.ClientAhead.code
+    assert not world.is_answered(old)  # it came when that proof was under way already
+    world.prove()
     assert world.answer(old) == messages.MountResponse(old, 2)
     assert world.error(world.mount(BOB, B, mark=-3)) == errors.BadRequest.code
+
+
+def test_without_a_proof_a_mount_ahead_of_the_log_is_told_to_try_again() -> None:
+    world = ready()
+    mount = world.mount(BOB, B, mark=0)
+    world.fail_proof()
+    assert world.error(mount) == errors.SessionLost.code
+    assert errors.SessionLost.retriable
+    old = world.send(B, messages.MountRequest(world.req_id(BOB), 5, 1))
+    world.close()
+    assert not world.is_answered(old)
+    world.now_ms += world.limits.open_wait_ms
+    world.run()
+    assert world.error(old) == errors.Unavailable.code
+
+
+def test_a_mount_ahead_of_a_lost_session_is_mounted_by_the_next_one() -> None:
+    world = ready()
+    mount = world.mount(BOB, B, mark=3)
+    assert not world.is_answered(mount)
+    world.close()
+    world.open(3, unbroken=False)  # Another server has written since.
+    assert isinstance(world.answer(mount), messages.Mounted)
+
+
+def test_a_mount_that_the_log_has_overtaken_is_mounted_after_the_proof() -> None:
+    world = ready()
+    mount = world.mount(BOB, B, mark=0)
+    world.fill(1)
+    world.prove()
+    assert isinstance(world.answer(mount), messages.Mounted)
 
 
 def test_a_connection_that_closes_while_it_mounts_is_forgotten() -> None:
@@ -527,6 +575,8 @@ def test_a_feed_request_that_fits_no_mount_is_told() -> None:
     # Whose mount went with an earlier ownership mounts again: it was not told of that.
     assert world.error(stranger) == errors.NotMounted.code
     ahead = world.send(B, messages.FeedRequest(mount, 7))
+    assert len(world.of(messages.ErrorResponse)) == 1
+    world.prove()
     (found,) = world.of(messages.ErrorResponse)[-1:]
     assert (found.req_id, found.error_code) == (ahead, errors.ClientAhead.code)
     world.send(B, messages.FeedRequest(mount, -1))
@@ -661,12 +711,31 @@ def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
     world.fill(4)
     one = ranged(world, ask_range(world, 2, 3, bytes_max=1))
     assert (one.count, one.next) == (1, 3)
-    beyond = ranged(world, ask_range(world, 4, 9))
+    asked = ask_range(world, 4, 9)
+    assert not world.is_answered(asked)
+    world.prove()
+    beyond = ranged(world, asked)
     assert (beyond.count, beyond.next, bytes(beyond.records)) == (0, 4, b"")
+
+
+def test_without_a_proof_nobody_is_told_that_the_log_ends() -> None:
+    world = ready()
+    world.fill(1)
+    mount = world.mount(BOB, B, feed=True)
+    asked = [
+        ask_range(world, 1, 9),
+        world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1)),
+        world.send(B, messages.FeedRequest(mount, 1)),
+    ]
+    for _ in range(2):  # The later ones share the next proof.
+        world.fail_proof()
+    codes = {each.req_id: each.error_code for each in world.of(messages.ErrorResponse)}
+    assert codes == dict.fromkeys(asked, errors.SessionLost.code)
 
 
 def test_a_senseless_range_is_refused() -> None:
     world = ready()
+    world.fill(4)
     for first, last in ((-1, 3), (3, 2)):
         assert world.error(ask_range(world, first, last)) == errors.BadRequest.code
     bad_form = messages.RangeRequest(world.req_id(ALICE), 0, 1, 10, 7, ())
@@ -735,6 +804,7 @@ def test_one_transaction_s_data() -> None:
     assert (bytes(data or b""), fault) == (b"payload", None)
     # Asked for too early, it is there later all the same.
     early = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
+    world.prove()
     message = world.answer(early)
     assert isinstance(message, messages.TransactionDataResponse)
     assert message.result[0] is None
@@ -744,6 +814,70 @@ def test_one_transaction_s_data() -> None:
     message = world.answer(late)
     assert isinstance(message, messages.TransactionDataResponse)
     assert bytes(message.result[0] or b"") == b"later"
+
+
+# --- appends ahead of the log
+
+
+def test_an_append_ahead_of_the_log_is_told_after_a_proof() -> None:
+    world = ready()
+    ahead = world.append(mark=0)
+    world.run()
+    assert not world.is_answered(ahead)
+    world.prove()
+    assert world.reason(ahead) is Reason.AHEAD
+    behind = world.append()
+    world.run()
+    world.commit()
+    assert world.reason(behind) is Reason.COMMITTED
+
+
+def test_without_a_proof_an_append_ahead_of_the_log_has_to_mount_again() -> None:
+    world = ready()
+    ahead = world.append(mark=0)
+    world.run()
+    world.fail_proof()
+    assert world.reason(ahead) is Reason.NOT_MOUNTED
+    behind = world.append()
+    world.run()
+    assert world.reason(behind) is Reason.NOT_MOUNTED
+    world.mount()
+    again = world.append()
+    world.run()
+    world.commit()
+    assert world.reason(again) is Reason.COMMITTED
+
+
+@pytest.mark.parametrize("ending", ["close", "move"])
+def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) -> None:
+    world = ready()
+    ahead = world.append(mark=0)
+    world.run()
+    if ending == "close":
+        world.close()
+    else:
+        world.step(replication.Disown())
+    assert world.reason(ahead) is Reason.NOT_MOUNTED
+
+
+def test_a_batch_ahead_of_an_earlier_session_is_not_told_so_by_a_later_one() -> None:
+    world = ready()
+    payload = encode_append(
+        [0, 0],
+        [b"a", b"b"],
+        write_locks=[[], []],
+        read_locks=[[], []],
+        append_locks=[[], []],
+        marks=[-1, 2],
+    )
+    message = messages.AppendBatch(world.req_id(ALICE), -1, payload, zlib.crc32(payload))
+    batch = world.send(A, message)
+    world.run()
+    world.close()
+    world.open(3, settled=0, unbroken=False)  # Its first row was kept; others wrote behind it.
+    answer = world.answer(batch)
+    assert isinstance(answer, messages.AppendResult)
+    assert bytes(answer.reasons) == bytes((Reason.COMMITTED, Reason.NOT_MOUNTED))
 
 
 # --- marks

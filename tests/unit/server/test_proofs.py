@@ -1,7 +1,9 @@
 """Proofs of the high-water mark: who shares one, and for how long it is fresh."""
 
+from waltz_core.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
 from waltz_core.replication.events import ProveMark
-from waltz_core.server.proofs import Proofs
+from waltz_core.server.proofs import Proofs, claim_of
+from waltz_core.wire import messages
 
 
 def test_questions_that_come_during_a_proof_share_the_next_one() -> None:
@@ -43,3 +45,16 @@ def test_the_end_of_a_session_returns_all_questions_and_ends_freshness() -> None
     assert proofs.reset() == ["a", "b"]
     assert not proofs.is_fresh(10)
     assert proofs.proved(1, 20) == ((), [])
+
+
+def test_what_a_request_takes_to_be_in_the_log() -> None:
+    req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
+    asked = [
+        messages.MountRequest(req_id, 5, 1),
+        messages.MountWriter(req_id, 1, 5, wants_feed=True),
+        messages.FeedRequest(req_id, 5),
+        messages.RangeRequest(req_id, 5, 9, 100, 0, ()),
+        messages.TransactionDataRequest(req_id, 5),
+    ]
+    assert [claim_of(message) for message in asked] == [5] * 5
+    assert claim_of(messages.HighWaterMarkRequest(req_id)) == BEFORE_FIRST
