@@ -292,10 +292,11 @@ class StorageService:
         session = SessionId(message.session_id)
         if not 0 <= session <= lane.promised + SESSION_JUMP_MAX:
             raise BadRequest(f"session {session}: expected one soon after {lane.promised}")
-        if session == lane.promised and lane.nonce == NOBODYS_NONCE:
+        if lane.nonce == NOBODYS_NONCE and session in (lane.promised - 1, lane.promised):
+            # One more than it has seen: the owner of what it has seen may ask, and is no rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: a control slot was lost, and with it to whom "
-                f"session {session} was promised; the next one can be"
+                f"session {session} was promised; session {lane.promised + 1} can be"
             )
         if session < lane.promised or (session == lane.promised and message.nonce != lane.nonce):
             raise SessionFenced(
