@@ -268,6 +268,53 @@ def test_a_link_is_cut_in_the_middle_of_what_is_on_its_way():
     healed(cluster)
 
 
+def test_that_an_end_has_closed_is_not_heard_through_a_blocked_way():
+    cluster = at_rest()
+    network, server = cluster.network, cluster.owner
+    link = next(each for each in server.links.values() if each.ends[1].name == A)
+    network.block(A, server.name)
+    network.close(link, 1)
+    cluster.world.run(100 * MS)
+    assert link.is_open == [True, False]
+    assert cluster.world.run(3_000 * MS, until=lambda: not link.is_open[0])
+
+
+def stranded(seed, **setup):
+    """A cluster in which a stranded owner still serves, while another one commits."""
+    cluster = cluster_of(clients=3, **setup)
+    old, last = cluster.owner, cluster.checks.history.last
+    assert zookeeper_faults.strand_owner(cluster, Random(seed))
+    assert cluster.world.run(2_000 * MS, until=lambda: cluster.checks.history.last > last + 20)
+    assert cluster.owner is not old
+    return cluster, old
+
+
+@pytest.mark.parametrize(("seed", "kept_count"), [(8, 0), (12, 1)])
+def test_a_stranded_owner_is_replaced_and_does_not_know_it(seed, kept_count):
+    cluster, old = stranded(seed)
+    new, mark = cluster.owner, old.partition.high_water_mark
+    assert old.partition.is_open
+    assert mark < new.partition.high_water_mark
+    blocked = cluster.network.blocked
+    kept = [name for name in (A, B, C) if (old.name, name) not in blocked]
+    assert len(kept) == kept_count
+    assert all((new.name, name) in blocked for name in kept)
+    healed(cluster)
+    assert not cluster.network.blocked
+    assert not cluster.coordinator.cut_off
+
+
+def test_a_stranded_owner_is_asked_for_its_mark_and_tells_no_old_one():
+    counts = [healed(stranded(seed, think_ms=10)[0]) for seed in (8, 12, 15)]
+    assert sum(each["mark asked of an old owner"] for each in counts) > 5
+
+
+def test_nobody_is_stranded_where_nobody_can_take_over():
+    cluster = cluster_of(servers=1)
+    assert not zookeeper_faults.strand_owner(cluster, Random(1))
+    assert not cluster.coordinator.cut_off
+
+
 def test_watches_are_coalesced_and_bring_what_holds():
     cluster = at_rest()
     coordinator = cluster.coordinator

@@ -10,7 +10,7 @@ Rules:
     3. A break tells both ends, each in its time; what was on its way may still arrive at the far
        end, as it does when a request was received and not read yet.
     4. What is sent in a direction that is blocked is lost, and the link with it: both ends find out
-       by keep-alives only, much later.
+       by keep-alives only, much later. That an end has closed is lost in the same way.
     5. In a world of bytes every message is encoded, cut off from its sender's memory, and decoded.
 """
 
@@ -23,7 +23,7 @@ from waltz_core.wire import codec
 from waltz_core.wire.messages import ClientMessage, Message, StorageMessage, Surface
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from random import Random
 
 NEAR, FAR = 0, 1
@@ -154,8 +154,11 @@ class Network:
         if not link.is_open[end]:
             return
         link.is_open[end] = False
-        del link.ends[end].links[link.number]
-        if not link.is_mute and link.is_open[1 - end]:
+        closer, other = link.ends[end], link.ends[1 - end]
+        del closer.links[link.number]
+        if self.blocked and (closer.name, other.name) in self.blocked:
+            self.mute(link)
+        elif not link.is_mute and link.is_open[1 - end]:
             self._world.after(self._in_order(link, end), lambda: self._lose(link, 1 - end, reason))
         self._forget(link)
 
@@ -216,6 +219,10 @@ class Network:
     def block(self, sender: str, receiver: str) -> None:
         """Let nothing through in one direction."""
         self.blocked.add((sender, receiver))
+
+    def unblock(self, ways: "Iterable[tuple[str, str]]") -> None:
+        """Let everything through again in these directions."""
+        self.blocked.difference_update(ways)
 
     def heal(self) -> None:
         """Let everything through again; links that were mute stay so until they are given up."""

@@ -47,6 +47,7 @@ PATIENCE_US: Final = 200_000
 SLOWING_US: Final = 20_000
 DEAL_SHARE: Final = 0.4
 QUESTION_SHARE: Final = 0.06
+WAITING_QUESTION_SHARE: Final = 0.25  # of an application whose appends are not answered
 AHEAD_SHARE: Final = 0.004
 
 
@@ -157,9 +158,10 @@ class _Application:
     def _go(self) -> None:
         if self._workload.is_over:
             return
-        if self._chance() < QUESTION_SHARE:
+        is_stuck = self._waiting >= PENDING_MAX
+        if self._chance() < (WAITING_QUESTION_SHARE if is_stuck else QUESTION_SHARE):
             self._question()
-        if self._waiting < PENDING_MAX:
+        if not is_stuck:
             roll = self._chance()
             if roll >= self._cluster.setup.batch_share:
                 self._append([self._row()], self._mark())

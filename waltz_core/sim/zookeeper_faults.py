@@ -13,6 +13,9 @@ from waltz_core.sim.striking import pause_ms
 if TYPE_CHECKING:
     from random import Random
 
+    from waltz_core.sim.clients import SimClient
+    from waltz_core.sim.servers import SimServer
+
 
 # ---- answers, sessions, watches
 
@@ -100,6 +103,80 @@ def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
 
     cluster.world.after(rng.randrange(100, 3_000) * MS, recover)
     return True
+
+
+# ---- an owner that lives on
+
+
+def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
+    """The owner, some of its clients and a few replicas are cut off while another one takes over.
+
+    Neither ZooKeeper nor most replicas reach it any more, so that nobody tells it that its session
+    has expired and that it has been fenced. Its clients may leave it, and may be sent back.
+    """
+    coordinator, owner = cluster.coordinator, cluster.owner
+    others = [name for name, is_alive in coordinator.alive.items() if is_alive]
+    if owner is None or owner.is_paused or len(others) < 2 or owner.name in coordinator.cut_off:
+        return False
+    if owner.partition is None or not owner.partition.is_open:
+        return False
+    coordinator.cut_off[owner.name] = None
+    ways = _cut_replicas_off(cluster, owner, rng)
+    leaving = list(cluster.clients)
+    rng.shuffle(leaving)
+    del leaving[rng.randint(1, max(1, len(leaving) - 1)) :]
+    stale_reads = rng.choice((0.0, 0.6))
+
+    def expire() -> None:
+        if cluster.is_healing or owner.name not in coordinator.cut_off:
+            return
+        if coordinator.alive.get(owner.name):
+            coordinator.expire(owner)
+        coordinator.stale_reads = max(stale_reads, coordinator.stale_reads)
+        for client in leaving:
+            _leave_again_and_again(cluster, client, rng.randrange(10, 300))
+
+    def reach_replicas() -> None:
+        cluster.network.unblock(ways)
+
+    def reach_zookeeper() -> None:
+        coordinator.cut_off.pop(owner.name, None)
+        coordinator.stale_reads = 0.0
+
+    cluster.world.after(rng.randrange(1, 40) * MS, expire)
+    cluster.world.after(rng.randrange(200, 3_000) * MS, reach_replicas)
+    cluster.world.after(rng.randrange(300, 3_000) * MS, reach_zookeeper)
+    return True
+
+
+def _cut_replicas_off(
+    cluster: SimCluster, owner: "SimServer", rng: "Random"
+) -> list[tuple[str, str]]:
+    """Leave the owner fewer than a quorum of replicas, which nobody else reaches; or all."""
+    network, replicas = cluster.network, list(cluster.replicas)
+    rng.shuffle(replicas)
+    if rng.random() < 0.15:
+        return []
+    kept = set(replicas[: rng.randint(0, (len(replicas) - 1) // 2)])
+    pairs = [
+        (server.name, replica)
+        for server in cluster.servers
+        for replica in replicas
+        if (server is owner) != (replica in kept)
+    ]
+    ways = [*pairs, *((replica, server) for server, replica in pairs)]
+    for way in ways:
+        network.block(*way)
+    return ways
+
+
+def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: int) -> None:
+    """A client's links break now and then, as long as somebody is cut off from ZooKeeper."""
+    if cluster.is_healing or not cluster.coordinator.cut_off:
+        return
+    for link in list(client.links.values()):
+        cluster.network.break_link(link, "cut")
+    cluster.world.after(wait_ms * MS, lambda: _leave_again_and_again(cluster, client, 2 * wait_ms))
 
 
 # ---- its data (budget.py, rule 4)

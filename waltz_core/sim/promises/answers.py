@@ -27,10 +27,12 @@ from waltz_core.wire.messages import (
     FeedBatch,
     FlushRequest,
     FlushResponse,
+    HighWaterMarkRequest,
     HighWaterMarkResponse,
     LockFailure,
     Mounted,
     MountResponse,
+    MountWriter,
     RangeData,
     RangeForm,
     Reason,
@@ -54,6 +56,7 @@ _NEEDS_SESSION: Final = (
     Mounted,
     ReplicasResponse,
 )
+_ASKS_MARK: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
 # What lies in the log for good may be told later than the session that it was asked in.
 _FINAL: Final = (FeedBatch, RangeData)
 _WITHOUT_SESSION: Final = bytes((Reason.NOT_MOUNTED, Reason.TOO_LARGE, Reason.OVERLOADED))
@@ -266,6 +269,13 @@ class Answers:
 
     def sent(self, client: "SimClient", link: "Link", message: ClientMessage) -> None:
         """A client sends something to a server."""
+        server = link.ends[1].name
+        if (
+            isinstance(message, _ASKS_MARK)
+            and server in self._open
+            and self._mark[server] < self._witness.history.last
+        ):
+            self._witness.count("mark asked of an old owner")
         owed = self._owed.setdefault((client.name, link.number), {})
         if isinstance(message, AppendBatch | AppendRequest):
             owed[message.req_id] = None

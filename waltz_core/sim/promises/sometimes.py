@@ -25,6 +25,7 @@ SOMETIMES: Final = (
     "NO_SPACE",
     "flushed",
     "proven mark",
+    "mark asked of an old owner",
     "read",
     "read alone",
     "told LOST",
