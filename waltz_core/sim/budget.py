@@ -88,6 +88,8 @@ class Budget:
         log = storage.log
         if log is None or log.suspect or log.damaged or log.last_session < state.session_id:
             return False
+        if log.is_broken:
+            return False  # It may be suspect when it is opened again.
         since = self.lost.get(storage.replica)
         if since is None:
             return True

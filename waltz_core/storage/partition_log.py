@@ -181,6 +181,11 @@ class PartitionLog:
         """Ids whose records cannot be read."""
         return self.slot.damaged
 
+    @property
+    def is_broken(self) -> bool:
+        """Has the disk refused to cut the log? Nothing is done then until it is opened again."""
+        return self._broken
+
     def is_engaged(self, session: SessionId) -> bool:
         """Has ENGAGE of this session come, and no later promise or failure since?"""
         return session != NO_SESSION and self._engaged == session
