@@ -535,20 +535,22 @@ class AppendPipeline:
         """Answer a request whose rows are all final (rule 8)."""
         if not ticket.is_ahead:
             out.append(self._answer(ticket))
+            self._leave_epoch(ticket, out)
         elif ticket.session_id == self._session_id:
-            out.append(Ahead(ticket))
+            out.append(Ahead(ticket))  # A flush waits for that answer, too.
         else:
-            out.append(self.tell_ahead(ticket, is_proved=False))
-        self._leave_epoch(ticket, out)
+            out.extend(self.tell_ahead(ticket, is_proved=False))
 
-    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> Answer:
+    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[Outcome]:
         """Answer a request with rows that were ahead of the log (rule 8)."""
         if not is_proved:
             client_id = ticket.req_id.client_id
             ticket.doubt()
             if ticket.mount == self._mounts.number(client_id, ticket.connection):
                 self._mounts.lapse(client_id)
-        return self._answer(ticket)
+        out: list[Outcome] = [self._answer(ticket)]
+        self._leave_epoch(ticket, out)
+        return out
 
     def _answer(self, ticket: Ticket) -> Answer:
         refused = self.figures.refused

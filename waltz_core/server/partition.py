@@ -354,7 +354,7 @@ class Partition:
 
     def _proved(self, question: Received | Ticket, out: list[Effect]) -> None:
         if not isinstance(question, Received):
-            out.append(self.pipeline.tell_ahead(question, is_proved=self._is_open))
+            self._route(self.pipeline.tell_ahead(question, is_proved=self._is_open), out)
         elif not self._is_open:
             self._wait_for_session(question)
         elif isinstance(
@@ -505,7 +505,7 @@ class Partition:
             if isinstance(each, Received):
                 rest.append(each)
             else:
-                out.append(self.pipeline.tell_ahead(each, is_proved=False))
+                self._route(self.pipeline.tell_ahead(each, is_proved=False), out)
         return rest
 
     # -----------------------------------------------------------------------------------------

@@ -188,7 +188,8 @@ def results(outcomes: Sequence[Outcome]) -> dict[ReqId, list[tuple[int, Reason, 
 def proved(world: World, outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return what is told of the rows that are ahead, once the session is proven."""
     found = [each.ticket for each in outcomes if isinstance(each, Ahead)]
-    return [world.pipeline.tell_ahead(ticket, is_proved=True) for ticket in found]
+    told = [world.pipeline.tell_ahead(ticket, is_proved=True) for ticket in found]
+    return [each for outcomes in told for each in outcomes if isinstance(each, Answer)]
 
 
 def faults(outcomes: Sequence[Outcome]) -> list[int]:

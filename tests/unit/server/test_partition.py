@@ -848,6 +848,20 @@ def test_without_a_proof_an_append_ahead_of_the_log_has_to_mount_again() -> None
     assert world.reason(again) is Reason.COMMITTED
 
 
+def test_a_flush_waits_for_the_answer_of_an_append_ahead_of_the_log() -> None:
+    world = ready()
+    ahead = world.append(mark=0)
+    world.run()
+    flush = world.send(A, messages.FlushRequest(world.req_id(ALICE)))
+    assert not world.is_answered(ahead)
+    assert not world.is_answered(flush)
+    world.prove()
+    assert world.reason(ahead) is Reason.AHEAD
+    if not world.is_answered(flush):
+        world.prove()
+    assert isinstance(world.answer(flush), messages.FlushResponse)
+
+
 @pytest.mark.parametrize("ending", ["close", "move"])
 def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) -> None:
     world = ready()
