@@ -53,6 +53,11 @@ class Budget:
         state = self._metadata.states.get(storage.replica)
         return NO_SESSION if state is None else state.session_id
 
+    def is_engaged(self, storage: "SimStorage") -> bool:
+        """Whether ZooKeeper has a replica as one whose vote counts."""
+        state = self._metadata.states.get(storage.replica)
+        return state is not None and state.closing_high_water_mark == UNRESOLVED
+
     def allows(self, victim: "SimStorage", *, is_silent: bool = False) -> bool:
         """Whether a replica may lose something now (all rules)."""
         cluster = self._cluster

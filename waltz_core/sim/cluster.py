@@ -197,11 +197,13 @@ class SimCluster:
 
     def _cannot_be_mended(self, storage: SimStorage) -> bool:
         """Whether a replica that has lost something does not come back by itself."""
-        if not self.budget.has_lost(storage) or not self.budget.allows(storage):
-            return False
         owner = self.owner
         session = None if owner is None or owner.store is None else owner.store.store.session
         if session is None or storage.replica not in self.replicas:
+            return False
+        # Where the log ends is decided without those that are not engaged.
+        is_needed = session.repairs.goal is None or self.budget.is_engaged(storage)
+        if not self.budget.has_lost(storage) or (is_needed and not self.budget.allows(storage)):
             return False
         return not any(
             each.replica == storage.replica and each.stage in {Stage.READY, Stage.ENGAGED}
