@@ -275,7 +275,7 @@ def mark_told_without_proof() -> Patches:
         return True
 
     def _tell_mark(self, event, out, *, always=False):
-        out.append(self._with_mark(event, self._high_water_mark))
+        out.append(self._with_mark(event))
 
     yield instead(Proofs, "is_fresh", is_fresh)
     yield instead(Partition, "_tell_mark", _tell_mark)
