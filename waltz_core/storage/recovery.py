@@ -13,7 +13,8 @@ Rules:
     4. A directory that an original has written to since we did is adopted, and not suspect: its
        records get batches of up to 1024 ids, bounded alike on all replicas.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
-       that the directory knows of are refused, and the replica is suspect.
+       that the directory knows of are refused, and the replica is suspect. That is durable
+       before anything else is written: the next opening may not see any more that it fell back.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, MissingSegment
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    ChecksumMismatch,
+    MissingSegment,
+    WaltzError,
+)
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -83,13 +90,16 @@ def open_log(
         for segment in segments.all:
             segment.sync()
         segments.sync_index()
-        slots.write(opening.settled(segments, fell_back=slots.fell_back))
+        slots.write(opening.settled(segments))
         for segment in segments.all[:-1]:
             segment.close()
-    except BaseException:
+    except BaseException as error:
         # It may be tried again, and again: no file may stay open.
-        opening.close()
-        slots.close()
+        for one in (*opening.opened, slots):
+            try:
+                one.close()
+            except WaltzError as another:  # The first one says what is wrong.
+                error.add_note(f"and then: {another}")
         raise
     return segments, slots
 
@@ -214,8 +224,17 @@ def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot
             low_water_mark=info.low_water_mark,
             provisional=None,
         )
+    if slots.fell_back:
+        slot = _promised_to_nobody(slot, max(slot.last_session, info.session_id))
     suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
     return replace(slot, dirty=True, suspect=suspect)
+
+
+def _promised_to_nobody(slot: Slot, seen: SessionId) -> Slot:
+    """Return a slot that refuses all sessions up to one above what was seen (rule 5)."""
+    # What was promised to nobody is what was seen then, and one more: no session has that.
+    promised = slot.promised - (slot.nonce == NOBODYS_NONCE)
+    return replace(slot, promised=SessionId(max(promised, seen) + 1), nonce=NOBODYS_NONCE)
 
 
 def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
@@ -250,7 +269,7 @@ class _Opening:
         self._blank = blank
         self._info = info
         self._adopting = info.sequence > slot.original_sequence
-        self._opened: list[Segment] = []
+        self.opened: list[Segment] = []  # everything that is to be closed when it fails
         self._rebuilt: list[Segment] = []
         # Up to the marker the records were vouched for by a slot, ours or the original's. What a
         # batch's entry vouches for is known when the segments are open.
@@ -260,7 +279,7 @@ class _Opening:
     def open_segments(self, firsts: list[TransactionId]) -> Segments:
         """Open all segments, without those that a truncation had begun to remove (rule 1)."""
         intent = self.slot.truncate
-        opened = self._opened
+        opened = self.opened
         if intent is not None:
             while len(firsts) > 1 and firsts[-1] > intent.last_to_keep:
                 header = self._blank._replace(first=firsts.pop())
@@ -280,11 +299,6 @@ class _Opening:
             opened.append(first_segment)
         return Segments(self._disk, self._directory, self._blank, opened)
 
-    def close(self) -> None:
-        """Close all files again."""
-        for segment in self._opened:
-            segment.close()
-
     def _open_segment(self, first: TransactionId, chain_before: Chain) -> None:
         """Open a segment; a `.chn` that is missing or wrong is made anew, without batches."""
         header = self._blank._replace(first=first)
@@ -302,7 +316,7 @@ class _Opening:
             partition_id=self._blank.partition_id,
             cluster_key=self._blank.cluster_key,
         )
-        self._opened.append(segment)
+        self.opened.append(segment)
         segment.lineage.trim()
         if rebuilt:
             self._rebuilt.append(segment)
@@ -377,6 +391,9 @@ class _Opening:
             # One that cannot be read below that end goes, too, with all behind it.
             end = min(end, self._end_of(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last)
+            if not self._adopting and self.slot.low_water_mark > end:
+                # No owner can compare what was made up with its log: let it be cut and copied.
+                self.slot = replace(self.slot, low_water_mark=end, provisional=None)
         elif end < segments.last or end < self._end_of(segments):
             segments.cut(end, None)
 
@@ -473,19 +490,15 @@ class _Opening:
 
     # ---- the end
 
-    def settled(self, segments: Segments, *, fell_back: bool) -> Slot:
+    def settled(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""
         end = segments.lineage_end()
         marker = (
             Marker(end.last, end.chain) if end is not None else Marker(BEFORE_FIRST, GENESIS_CHAIN)
         )
         slot = self.slot
-        if fell_back:
-            # What was promised to nobody is what was seen then, and one more: no session has that.
-            promised = slot.promised - (slot.nonce == NOBODYS_NONCE)
-            seen = max(promised, slot.last_session, self._info.session_id)
-            seen = max(seen, end.session_id if end is not None else NO_SESSION)
-            slot = replace(slot, promised=SessionId(seen + 1), nonce=NOBODYS_NONCE)
+        if slot.nonce == NOBODYS_NONCE and end is not None:
+            slot = _promised_to_nobody(slot, end.session_id)
         return replace(
             slot,
             acked=marker,

@@ -171,8 +171,9 @@ class Segment:
         """Close the files; they are opened again when needed."""
         if self._files is not None:
             files, self._files = self._files, None
-            for file in files:
-                file.close()
+            with ExitStack() as closing:
+                for file in files:
+                    closing.callback(file.close)
 
     def forget(self) -> None:
         """Never sync these files again: a sync has failed, and another would lie."""

@@ -190,6 +190,11 @@ class _Lane:
     was_read: bool = False
     is_unmarked: bool = False
 
+    @property
+    def seen(self) -> SessionId:
+        """The latest session that anybody is known to have; what nobody has had is one above."""
+        return SessionId(self.promised - (self.nonce == NOBODYS_NONCE))
+
 
 class StorageService:
     """The machine. See the module's rules."""
@@ -482,7 +487,8 @@ class StorageService:
     def _refuse(self, request: Request, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
-        promised = lane.promised if lane is not None else NO_SESSION
+        # More than was seen would look like a ZooKeeper that has lost data.
+        promised = lane.seen if lane is not None else NO_SESSION
         text = str(error)[:REFUSAL_CHARACTERS_MAX]
         self._answer(request, Nack(*_prefix(message), error.code, promised, text))
         self._report("refused", request=type(message).__name__, error=type(error).__name__)

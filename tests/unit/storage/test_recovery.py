@@ -14,11 +14,13 @@ from waltz_core.errors import (
 )
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.storage import recovery
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     NEW_PARTITION_INFOS,
+    NOBODYS_NONCE,
     SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
@@ -29,6 +31,7 @@ from waltz_core.storage.format import (
     segment_name,
 )
 from waltz_core.storage.recovery import check_batches, check_chain, cut_of, open_log
+from waltz_core.storage.segment import Segment
 
 RECORD_BYTES = 60
 INFO = NEW_PARTITION_INFOS[1]
@@ -164,6 +167,62 @@ def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
     older = min((0, 1), key=lambda place: Slot.decode(_block(content, place)).sequence)
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
     assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
+
+
+def fallen_back(disk, **slot):
+    """Write a log whose newer slot is lost."""
+    written(disk, [3])
+    slots = SlotFile.open(disk, ROOT, 2)
+    slots.write(Slot(2, acked=slots.slot.acked, original_sequence=INFO.sequence, **slot))
+    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
+
+
+def test_an_opening_that_is_cut_short_does_not_forget_that_it_fell_back(monkeypatch):
+    disk = new_disk()
+    fallen_back(disk, promised=9)
+    info = INFO._replace(session_id=4)
+    with monkeypatch.context() as patches:
+        patches.setattr(recovery._Opening, "open_segments", broken("a crash"))
+        with pytest.raises(DiskFailed, match="a crash"):
+            opened(disk, info=info)
+    slots = opened(disk, info=info)[1]
+    assert not slots.fell_back
+    assert (slots.slot.promised, slots.slot.nonce, slots.slot.suspect) == (5, NOBODYS_NONCE, True)
+
+
+def test_the_session_of_the_last_batch_was_seen_too():
+    disk = new_disk()
+    fallen_back(disk, promised=9)
+    assert opened(disk)[1].slot.promised == 2
+
+
+def broken(message):
+    def fail(*_, **__):
+        raise DiskFailed(message)
+
+    return fail
+
+
+def test_an_error_while_files_are_closed_does_not_take_the_place_of_the_first(monkeypatch):
+    disk = new_disk()
+    written(disk, [3], [2])
+    before = disk.open_count
+    close = Segment.close
+
+    def close_and_fail(self):
+        close(self)
+        raise DiskFailed(f"closing {self.first}")
+
+    def closes_fail(self, segments):
+        patches.setattr(Segment, "close", close_and_fail)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(recovery._Opening, "settle_lineage", broken("the first"))
+        patches.setattr(recovery._Opening, "recover_records", closes_fail)
+        with pytest.raises(DiskFailed, match="the first") as caught:
+            opened(disk)
+    assert caught.value.__notes__ == ["and then: closing 0", "and then: closing 3"]
+    assert disk.open_count == before
 
 
 # ---- truncations

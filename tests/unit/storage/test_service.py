@@ -254,7 +254,8 @@ def test_a_session_that_was_promised_to_nobody_knows_whom_is_not_anothers(tmp_pa
     content[4096 * newer] ^= 1
     slots.write_bytes(content)
     bench = Bench(tmp_path)
-    assert bench.refusal(1, prepare(Owner(4))) is errors.SessionFenced
+    earlier = bench.ask(1, prepare(Owner(4)))
+    assert (earlier.error_code, earlier.promised) == (errors.SessionFenced.code, 5)
     assert bench.refusal(1, prepare(Owner(5))) is errors.ReplicaSuspect
     assert bench.refusal(1, prepare(Owner(6))) is errors.ReplicaSuspect
     assert bench.ask(1, prepare(Owner(7))).suspect
