@@ -7,7 +7,8 @@ here are the sentences.
 Rules:
     1. A loss that a replica notices (its disk is empty, or from before its last session, or it
        cannot read its slots) may happen when every other engaged replica can be believed: then
-       each acknowledged transaction is still on one of them.
+       each acknowledged transaction is still on one of them. Rot that a replica has not noticed
+       yet may not wait on one that is not engaged either: a session could still engage it.
     2. A loss that nobody can notice (the end of a log gone, within a session, without a trace) may
        happen only when a quorum of others is engaged, and all of them hold all that this replica
        holds (correctness.md 2.4, rows 2 and 8): with any of them away, the rest still outvotes it.
@@ -66,14 +67,16 @@ class Budget:
         if cluster.setup.is_unbounded and not is_silent:
             return True
         metadata = self._metadata
-        others = [
-            (self._cluster.storages[ReplicaId(name)], state)
+        rest = [
+            (cluster.storages[ReplicaId(name)], state)
             for name, state in metadata.states.items()
-            if state.closing_high_water_mark == UNRESOLVED and name != victim.replica
+            if name != victim.replica
         ]
+        others = [each for each in rest if each[1].closing_high_water_mark == UNRESOLVED]
         if len(metadata.states) < 2 or not others:
             return False
-        if not all(self._is_believed(storage, state) for storage, state in others):
+        rots = any(storage.replica in self.lost and not is_sound(storage) for storage, _ in rest)
+        if rots or not all(self._is_believed(storage, state) for storage, state in others):
             return False
         if not is_silent:
             return True
