@@ -12,7 +12,7 @@ from waltz_core.errors import (
     DiskFailed,
     MissingSegment,
 )
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage import recovery
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
@@ -137,6 +137,18 @@ def test_another_history_below_the_marker_is_suspect():
     )
     assert opened(disk)[1].slot.suspect
     assert segments.chain == entries[-1].chain
+
+
+def test_a_mark_above_batches_that_were_lost_protects_nothing_any_more():
+    disk = new_disk()
+    _, records, entries = written(disk, [3, 2, 4], low_water_mark=8)
+    disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
+    segments, slots = opened(disk)
+    assert content(segments) == records
+    found = list(segments.entries_from(0))
+    assert found[:2] == entries[:2]
+    assert {one.session_id for one in found[2:]} == {MADE_UP}
+    assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
 
 
 @pytest.mark.parametrize("trust_fsync", [True, False])
