@@ -1,11 +1,13 @@
 """JSON as its standard has it: a number is finite, in both directions.
 
 Why it stands alone: Python's own module writes `NaN` and `Infinity`, which no other reader of a log
-takes, and reads them too. The client's serializer and Spark's payloads share what is here.
+takes, and reads them too, beside numbers like `1e999` that it makes an infinity of. The client's
+serializer and Spark's payloads share what is here.
 
 Rules:
     1. What is written is UTF-8 without needless blanks, the same bytes from both.
     2. What JSON does not have is refused with its value and its place, `$.prices[2]`.
+    3. A value that is nested deeper than Python can follow is refused like one that is no JSON.
 """
 
 import json
@@ -14,17 +16,21 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 NOT_JSON = "JSON has neither NaN nor infinities"
+TOO_DEEP = "nested too deeply: expected at most some hundred lists and objects in one another"
 
 
 def to_json(value: Any) -> bytes:  # noqa: ANN401 - whatever JSON can hold
     """Return a value as JSON.
 
     Raises:
-        ValueError: a number is not finite (value and place are named), or the value holds itself.
+        ValueError: a number is not finite (value and place are named), or the value holds itself
+            or is nested too deeply.
         TypeError: a type that JSON does not know.
     """
     try:
         text = _ENCODER.encode(value)
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
     except ValueError as error:
         place = _place(value, _is_not_finite)
         if place is None:
@@ -38,9 +44,17 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
     """Return the value of some JSON.
 
     Raises:
-        ValueError: it is none; `NaN` and its like are named with their place.
+        ValueError: it is none, or is nested too deeply; `NaN` and its like, and numbers that are
+            too great, are named with their place.
     """
     text = data.decode(json.detect_encoding(data), "surrogatepass")
+    try:
+        return _decoded(text)
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+
+
+def _decoded(text: str) -> Any:  # noqa: ANN401
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError:
@@ -54,7 +68,7 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
 
 
 class _Word(str):
-    """`NaN`, `Infinity` or `-Infinity`, as it was read."""
+    """`NaN`, `Infinity`, `-Infinity` or a number that is too great, as it was read."""
 
     __slots__ = ()
 
@@ -63,9 +77,19 @@ def _refuse(word: str) -> NoReturn:
     raise ValueError(word)
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _finite_or_word(text: str) -> float | _Word:
+    number = float(text)
+    return number if math.isfinite(number) else _Word(text)
+
+
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
-_LENIENT = json.JSONDecoder(parse_constant=_Word)
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_LENIENT = json.JSONDecoder(parse_constant=_Word, parse_float=_finite_or_word)
 
 
 def _is_not_finite(part: object) -> bool:

@@ -38,12 +38,31 @@ def test_numbers_that_are_not_finite_are_named_with_their_place(
         ("NaN", "found NaN at $;"),
         ('{"a": "NaN", "b": [1, -Infinity, NaN]}', "found -Infinity at $.b[1];"),
         ('{"a": NaN, "a": 1}', "found NaN;"),
+        ('{"a": [1e308, 1e999]}', "found 1e999 at $.a[1];"),
+        ("-1e400", "found -1e400 at $;"),
     ],
 )
 def test_words_that_json_does_not_have_are_named_with_their_place(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match="neither NaN nor infinities") as caught:
         from_json(text.encode())
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("inside", ["1", "NaN"])
+def test_what_is_nested_too_deeply_is_no_json(inside: str) -> None:
+    text = f"[{inside}, " + "[" * 100_000 + "]" * 100_000 + "]"
+    with pytest.raises(ValueError, match="nested too deeply"):
+        from_json(text.encode())
+
+
+def test_what_is_nested_too_deeply_is_not_written() -> None:
+    value: list[object] = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        to_json(value)
+    while value:
+        value = value.pop()  # type: ignore[assignment]
 
 
 def test_other_faults_are_told_as_they_are() -> None:
