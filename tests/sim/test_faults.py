@@ -289,7 +289,7 @@ def stranded(seed, **setup):
     return cluster, old
 
 
-@pytest.mark.parametrize(("seed", "kept_count"), [(8, 0), (12, 1)])
+@pytest.mark.parametrize(("seed", "kept_count"), [(8, 0), (12, 1), (14, 1)])
 def test_a_stranded_owner_is_replaced_and_does_not_know_it(seed, kept_count):
     cluster, old = stranded(seed)
     new, mark = cluster.owner, old.partition.high_water_mark

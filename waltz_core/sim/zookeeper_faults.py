@@ -112,13 +112,12 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     """The owner, some of its clients and a few replicas are cut off while another one takes over.
 
     Neither ZooKeeper nor most replicas reach it any more, so that nobody tells it that its session
-    has expired and that it has been fenced. Its clients may leave it, and may be sent back.
+    has expired, or that the partition was moved, and that it has been fenced. What was moved may
+    come back before it hears of it. Its clients may leave it, and may be sent back.
     """
     coordinator, owner = cluster.coordinator, cluster.owner
-    others = [name for name, is_alive in coordinator.alive.items() if is_alive]
-    if owner is None or owner.is_paused or len(others) < 2 or owner.name in coordinator.cut_off:
-        return False
-    if owner.partition is None or not owner.partition.is_open:
+    heirs = _heirs(cluster)
+    if owner is None or not heirs:
         return False
     coordinator.cut_off[owner.name] = None
     ways = _cut_replicas_off(cluster, owner, rng)
@@ -126,11 +125,14 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     rng.shuffle(leaving)
     del leaving[rng.randint(1, max(1, len(leaving) - 1)) :]
     stale_reads = rng.choice((0.0, 0.6))
+    heir = rng.choice(heirs) if rng.random() < 0.4 else None
 
-    def expire() -> None:
+    def take_over() -> None:
         if cluster.is_healing or owner.name not in coordinator.cut_off:
             return
-        if coordinator.alive.get(owner.name):
+        if heir is not None:
+            coordinator.give(heir)
+        elif coordinator.alive.get(owner.name):
             coordinator.expire(owner)
         coordinator.stale_reads = max(stale_reads, coordinator.stale_reads)
         for client in leaving:
@@ -140,13 +142,26 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
         cluster.network.unblock(ways)
 
     def reach_zookeeper() -> None:
+        if heir is not None and not cluster.is_healing and coordinator.alive.get(owner.name):
+            coordinator.give(owner.name)
         coordinator.cut_off.pop(owner.name, None)
         coordinator.stale_reads = 0.0
 
-    cluster.world.after(rng.randrange(1, 40) * MS, expire)
+    cluster.world.after(rng.randrange(1, 40) * MS, take_over)
     cluster.world.after(rng.randrange(200, 3_000) * MS, reach_replicas)
     cluster.world.after(rng.randrange(300, 3_000) * MS, reach_zookeeper)
     return True
+
+
+def _heirs(cluster: SimCluster) -> list[str]:
+    """Return who could take over from an owner that serves now; none where nobody does."""
+    coordinator, owner = cluster.coordinator, cluster.owner
+    if owner is None or owner.is_paused or owner.name in coordinator.cut_off:
+        return []
+    if owner.partition is None or not owner.partition.is_open:
+        return []
+    alive = [name for name, is_alive in coordinator.alive.items() if is_alive]
+    return [name for name in alive if name != owner.name and name not in coordinator.cut_off]
 
 
 def _cut_replicas_off(
