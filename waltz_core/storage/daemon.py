@@ -113,6 +113,24 @@ async def serve(
         await StorageDaemon(config, facts, coordinator).serve(stop, on_ready)
 
 
+def look_again_s(
+    again_s: float,
+    *,
+    served: Collection[PartitionId],
+    wanted: Collection[PartitionId],
+    lying_here: Collection[PartitionId],
+) -> float | None:
+    """Return after how long to look at the partitions again though nothing has changed.
+
+    None when only a change can give reason to. `again_s` is the pause as it has grown by now, for
+    partitions that could not be opened, or not be dropped yet.
+    """
+    if set(served) != set(wanted):
+        return again_s
+    # Of one that lies here and is not served, a session may still come to want the vote.
+    return None if set(served) >= set(lying_here) else OPEN_AGAIN_S_MAX
+
+
 class StorageDaemon:
     """One storage; see the module's rules."""
 
@@ -275,7 +293,7 @@ class StorageDaemon:
         again_s = OPEN_AGAIN_S_MIN
         while True:
             try:
-                async with asyncio.timeout(self._look_again_s(again_s)):
+                async with asyncio.timeout(self._wait_s(again_s)):
                     await self._wanted_changed.wait()
                 again_s = OPEN_AGAIN_S_MIN
             except TimeoutError:
@@ -289,14 +307,10 @@ class StorageDaemon:
                 await self._open(partition_id)
             self._is_assigned.set()
 
-    def _look_again_s(self, again_s: float) -> float | None:
-        """Return when to look at the partitions again though nothing has changed."""
+    def _wait_s(self, again_s: float) -> float | None:
         assert self._engine is not None
-        if self._logs.keys() != set(self._wanted):
-            return again_s
-        # Of one that lies here and is not served, a session may still come to want the vote.
-        is_all = self._logs.keys() >= set(self._engine.assigned())
-        return None if is_all else OPEN_AGAIN_S_MAX
+        lying_here = self._engine.assigned()
+        return look_again_s(again_s, served=self._logs, wanted=self._wanted, lying_here=lying_here)
 
     async def _leaving(self, assigned: Collection[PartitionId]) -> list[PartitionId]:
         """Return the partitions that were taken away, but not yet by a session of their owner."""
