@@ -5,7 +5,8 @@ neither ZooKeeper nor assignments, and it must notice every gap and every flippe
 
 Rules:
     1. Without a filter the ids are dense from the first asked to the last: anything else raises.
-    2. Every record's CRC and every length is checked before its bytes are handed out.
+    2. Every record's CRC and every length is checked before its bytes are handed out. Headers have
+       no CRC of their own: a replica's are checked by their answer's; a server has done so itself.
     3. A replica is asked in the session that the server named, and only what that session has
        committed. Whatever it answers but the records: the server is asked instead.
     4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors, net, raw_records
+from waltz_core.checksum import crc32
 from waltz_core.record import (
     NO_SESSION,
     LineageEntry,
@@ -227,6 +229,8 @@ class ReplicaLink:
             raise errors.RemoteProtocolError(
                 f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
             )
+        if answer.form == RangeForm.HEADERS and crc32(answer.records) != answer.records_crc:
+            raise errors.ChecksumMismatch(f"{where}: the headers' CRC does not fit")
         _check_end(answer.first + answer.count - 1, query, where)
         chunk = RangeChunk(
             query.form,

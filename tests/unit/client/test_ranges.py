@@ -131,6 +131,32 @@ def test_what_a_replica_adds_beyond_the_last_id_asked_for_is_not_believed():
         from_replica(5)
 
 
+def headers_from_replica(records: bytes, records_crc: int) -> RangeChunk:
+    storage = Storage(4)
+    fields = {"form": RangeForm.HEADERS, "lengths": b"", "records": records}
+    storage.answer = replace(storage.answer, records_crc=records_crc, **fields)
+    query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS)
+    return asyncio.run(
+        ReplicaLink(storage).fetch(
+            P,
+            query,
+            session_id=SessionId(1),
+            high_water_mark=TransactionId(13),
+            timeout_s=5,
+        )
+    )
+
+
+@pytest.mark.parametrize("at", [9, 20, 27])  # in the request's id and in the header
+def test_headers_that_a_replica_s_answer_does_not_vouch_for_are_not_believed(at: int):
+    good = heads(10, 11, 12, 13)
+    assert headers_from_replica(good, crc32(good)).next == 14
+    bad = bytearray(good)
+    bad[at] ^= 1
+    with pytest.raises(errors.ChecksumMismatch, match="s1:6001: the headers' CRC"):
+        headers_from_replica(bytes(bad), crc32(good))
+
+
 def test_what_a_server_adds_beyond_the_last_id_asked_for_is_not_believed():
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS, header_values=(1,))
     found = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 14), count=2)
