@@ -95,9 +95,9 @@ def open_log(
             segment.close()
     except BaseException as error:
         # It may be tried again, and again: no file may stay open.
-        for one in (*opening.opened, slots):
+        for close in (*(each.close for each in opening.opened), slots.close):
             try:
-                one.close()
+                close()
             except WaltzError as another:  # The first one says what is wrong.
                 error.add_note(f"and then: {another}")
         raise
