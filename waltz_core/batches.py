@@ -52,6 +52,7 @@ APPEND_SCHEMA: Final = pa.schema(
     ]
 )
 APPEND_SCHEMA_WITH_MARKS: Final = APPEND_SCHEMA.append(MARK_FIELD)
+_TYPES: Final = {field.name: field.type for field in APPEND_SCHEMA_WITH_MARKS}
 LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 
 # One Arrow metadata message of ours takes about 700 bytes; a longer one is no batch of ours.
@@ -163,13 +164,13 @@ def encode_append(
     arrays: dict[str, pa.Array] = {}
     for name, values in columns.items():
         try:
-            arrays[name] = pa.array(values, APPEND_SCHEMA_WITH_MARKS.field(name).type)
+            arrays[name] = pa.array(values, _TYPES[name])
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise BadRequest(f"append batch: column {name}: {error}") from error
     if len({len(array) for array in arrays.values()}) != 1:
         found = {name: len(array) for name, array in arrays.items()}
         raise BadRequest(f"append batch: expected columns of one length, found {found}")
-    return encode_append_arrow(pa.RecordBatch.from_pydict(arrays))
+    return _encode_columns(arrays)
 
 
 def encode_append_arrow(rows: pa.RecordBatch) -> bytes:
@@ -182,20 +183,25 @@ def encode_append_arrow(rows: pa.RecordBatch) -> bytes:
         BadRequest: a column is missing, unknown, of a wrong type, or null where it must not be.
         TooLarge: a row's data is over `TRANSACTION_BYTES_MAX`.
     """
-    schema = APPEND_SCHEMA_WITH_MARKS if MARK_FIELD.name in rows.schema.names else APPEND_SCHEMA
-    unknown = [name for name in rows.schema.names if name not in schema.names or name == "crc"]
-    if unknown or "data" not in rows.schema.names:
+    names = rows.schema.names
+    unknown = [name for name in names if name not in _TYPES or name == "crc"]
+    if unknown or "data" not in names:
         raise BadRequest(
             f"append batch: expected data and any of {APPEND_SCHEMA_WITH_MARKS.names} but crc, "
-            f"found {rows.schema.names}"
+            f"found {names}"
         )
-    columns = {name: _cast(rows.column(name), schema.field(name)) for name in rows.schema.names}
+    return _encode_columns(dict(zip(names, rows.columns, strict=True)))
+
+
+def _encode_columns(found: dict[str, pa.Array]) -> bytes:
+    columns = {name: _cast(name, column) for name, column in found.items()}
     data = columns["data"]
-    over = pc.index(pc.greater(pc.binary_length(data), TRANSACTION_BYTES_MAX), value=True).as_py()
-    if over >= 0:
+    lengths = np.diff(_offsets(data))
+    over = np.flatnonzero(lengths > TRANSACTION_BYTES_MAX)
+    if over.size:
         raise TooLarge(
             f"append batch: expected at most {TRANSACTION_BYTES_MAX} bytes of data in a row, "
-            f"found {len(data[over].as_buffer())} in row {over}"
+            f"found {lengths[over[0]]} in row {over[0]}"
         )
     if "header" not in columns:
         columns["header"] = pa.array(np.zeros(len(data), dtype=np.int32))
@@ -203,6 +209,7 @@ def encode_append_arrow(rows: pa.RecordBatch) -> bytes:
         if name not in columns:
             columns[name] = pa.nulls(len(data), _LOCKS)
     columns["crc"] = pa.array(checksum.crc32_of_each(data.to_pylist()))
+    schema = APPEND_SCHEMA_WITH_MARKS if MARK_FIELD.name in columns else APPEND_SCHEMA
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
@@ -211,21 +218,20 @@ def encode_append_arrow(rows: pa.RecordBatch) -> bytes:
     return encoded
 
 
-def _cast(column: pa.Array, field: pa.Field) -> pa.Array:
+def _cast(name: str, column: pa.Array) -> pa.Array:
+    kind = _TYPES[name]
     try:
-        cast = column if column.type == field.type else column.cast(field.type)
+        cast = column if column.type == kind else column.cast(kind)
     except pa.ArrowException as error:
         raise BadRequest(
-            f"append batch: column {field.name}: expected {field.type}, "
-            f"found {column.type}: {error}"
+            f"append batch: column {name}: expected {kind}, found {column.type}: {error}"
         ) from error
-    if field.name in LOCK_COLUMNS:
-        if cast.flatten().null_count:
-            raise BadRequest(f"append batch: column {field.name}: a lock is null")
+    if name in LOCK_COLUMNS:
+        # `values` may hold more than the lists do, and is had for nothing.
+        if cast.values.null_count and cast.flatten().null_count:
+            raise BadRequest(f"append batch: column {name}: a lock is null")
     elif cast.null_count:
-        raise BadRequest(
-            f"append batch: column {field.name}: {cast.null_count} nulls, expected none"
-        )
+        raise BadRequest(f"append batch: column {name}: {cast.null_count} nulls, expected none")
     return cast
 
 
@@ -367,18 +373,19 @@ def _window(column: pa.Array, kind: npt.DTypeLike, count: int) -> npt.NDArray[An
 
 
 def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
-    values = column.flatten()
-    if values.null_count:
-        raise BadRequest(f"append batch: column {name}: a lock is null")
-    if column.null_count:
+    values = column.values
+    if column.null_count or values.null_count:
         # A null list may still span values; `flatten` leaves those out, so the counts must too.
+        values = column.flatten()
         counts = pc.fill_null(pc.list_value_length(column), 0)
         offsets = raw_records.offsets_of(_values(counts, np.int32).astype(np.int64))
     else:
         offsets = _offsets(column)
-        offsets -= offsets[0]
-    assert offsets[-1] == len(values)
-    return LockColumn(offsets, _values(values, np.int32))
+    if values.null_count:
+        raise BadRequest(f"append batch: column {name}: a lock is null")
+    assert offsets[-1] <= len(values)
+    held = _values(values, np.int32)[offsets[0] : offsets[-1]]
+    return LockColumn(offsets - offsets[0], held)
 
 
 def _verify_data(rows: AppendRows) -> None:

@@ -42,6 +42,7 @@ Structured = npt.NDArray[np.void]
 
 _TRAILER_BYTES = 4
 _ID_AND_LENGTH = struct.Struct(">q20xi")
+_LENGTH = struct.Struct(">i")
 # So few records, of so few bytes in all, are looked at in plain Python.
 FEW = 16
 FEW_BYTES = 8 * 1024
@@ -130,6 +131,9 @@ def headers_of(records: Buffer, lengths: I64) -> bytes:
 
 def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
     """Return what the feed carries of each record, 20 bytes: request id, header."""
+    if lengths.size <= FEW:
+        view = memoryview(records)
+        return b"".join([view[at + 8 : at + 28] for at in _starts(lengths).tolist()])
     return _gather(records, _starts(lengths) + 8, FEED_HEADER_DTYPE).tobytes()
 
 
@@ -229,8 +233,8 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     must give; only when they disagree is each record looked at alone.
     """
     assert len(records) == int(lengths.sum())
-    if lengths.size == 0:
-        return None
+    if lengths.size <= FEW and len(records) <= FEW_BYTES:
+        return _first_bad_one_by_one(memoryview(records), lengths.tolist())
     stated = _gather(records, _starts(lengths) + 28, np.dtype(">i4"))
     wrong_length = (stated != lengths - RECORD_OVERHEAD_BYTES).nonzero()[0]
     suspects = int(wrong_length[0]) if wrong_length.size else int(lengths.size)
@@ -246,6 +250,21 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     # CRC-32 is linear: when every record agrees with its own CRC, so does the whole run.
     assert suspects < lengths.size
     return suspects
+
+
+def _first_bad_one_by_one(records: memoryview, lengths: list[int]) -> int | None:
+    start = 0
+    for index, length in enumerate(lengths):
+        end = start + length
+        (stated,) = _LENGTH.unpack_from(records, start + 28)
+        crc = int.from_bytes(records[end - _TRAILER_BYTES : end], "big")
+        if (
+            stated != length - RECORD_OVERHEAD_BYTES
+            or crc32(records[start : end - _TRAILER_BYTES]) != crc
+        ):
+            return index
+        start = end
+    return None
 
 
 def run_crc(crcs: npt.NDArray[np.generic], lengths: I64) -> int:

@@ -1,6 +1,7 @@
 """Tests of `waltz_core.raw_records`."""
 
 import struct
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import numpy as np
@@ -44,6 +45,11 @@ def run_of(rows: list[bytes], first: int = 0) -> tuple[bytes, raw_records.I64]:
     return b"".join(records), np.array([len(r) for r in records], dtype=np.int64)
 
 
+def by_arrays() -> AbstractContextManager[int]:
+    """Have few records looked at by whole arrays, as many are."""
+    return mock.patch.object(raw_records, "FEW", 0)
+
+
 datas = st.lists(st.binary(max_size=60), min_size=1, max_size=20)
 
 
@@ -66,6 +72,8 @@ def test_headers_are_the_first_28_bytes(rows: list[bytes]) -> None:
     assert packed == b"".join(records[s : s + 28] for s in starts)
     feed = raw_records.feed_headers_of(records, lengths)
     assert feed == b"".join(records[s + 8 : s + 28] for s in starts)
+    with by_arrays():
+        assert raw_records.feed_headers_of(records, lengths) == feed
     assert raw_records.from_feed_headers(TransactionId(7), feed) == packed
     assert RECORD_HEADER.unpack(packed[:28])[0] == 7
 
@@ -74,6 +82,8 @@ def test_headers_are_the_first_28_bytes(rows: list[bytes]) -> None:
 def test_an_intact_run_has_no_bad_record(rows: list[bytes]) -> None:
     records, lengths = run_of(rows)
     assert raw_records.first_bad_record(memoryview(records), lengths) is None
+    with by_arrays():
+        assert raw_records.first_bad_record(memoryview(records), lengths) is None
 
 
 @given(datas, st.data())
@@ -84,6 +94,8 @@ def test_any_flipped_bit_is_found_in_its_record(rows: list[bytes], data: st.Data
     damaged[place] ^= 1 << data.draw(st.integers(0, 7))
     guilty = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
     assert raw_records.first_bad_record(bytes(damaged), lengths) == guilty
+    with by_arrays():
+        assert raw_records.first_bad_record(bytes(damaged), lengths) == guilty
 
 
 @given(datas, st.data())
@@ -109,7 +121,7 @@ def test_crcs_are_proven_exactly_where_no_record_is_wrong(
     )
     expected = raw_records.record_crcs(run, lengths) if is_right else None
     assert raw_records.proven_crcs(memoryview(run), lengths, first) == expected
-    with mock.patch.object(raw_records, "FEW", 0):  # by whole arrays, as many records are
+    with by_arrays():
         assert raw_records.proven_crcs(memoryview(run), lengths, first) == expected
         known = raw_records.proven_crcs(run, lengths, first, records_crc=crc32(run))
         assert known == expected

@@ -54,6 +54,8 @@ _A: Final = int(_MULTIPLIER)
 _B: Final = int(_INCREMENT)
 _WORD: Final = 0xFFFFFFFF
 _INDEX: Final = int(_INDEX_MASK)
+_I64_MIN: Final = int(np.iinfo(np.int64).min)
+_I64_MAX: Final = int(np.iinfo(np.int64).max)
 # Above every transaction id: `_IN_BATCH + row` in a slot means "row of the batch being judged".
 _IN_BATCH: Final = 1 << 62
 # For the false refusal estimate a sample of this many slots has an error of about half a percent.
@@ -170,22 +172,13 @@ class LockTable:
         slots, count = self._plain, len(self._plain)
         highest = NO_CONFLICT
         for lock in (*locks[0], *locks[1]):
-            first = (lock * _A + _B) & _WORD
-            second = (first * _A + _B) & _WORD
-            third = (second * _A + _B) & _WORD
-            estimate = min(
-                slots[(first & _INDEX) % count],
-                slots[(second & _INDEX) % count],
-                slots[(third & _INDEX) % count],
-            )
-            highest = max(highest, estimate)
+            first, second, third = _slots_of(lock, count)
+            highest = max(highest, min(slots[first], slots[second], slots[third]))
         if highest > mark:
             return highest
         for lock in (*locks[0], *locks[2]):
-            value = lock
-            for _ in range(HASH_COUNT):
-                value = (value * _A + _B) & _WORD
-                slots[(value & _INDEX) % count] = next_id
+            for slot in _slots_of(lock, count):
+                slots[slot] = next_id
         return PASSED
 
     # -----------------------------------------------------------------------------------------
@@ -212,7 +205,9 @@ class LockTable:
 
     def estimate(self, lock: int) -> TransactionId:
         """Return the estimate of one lock."""
-        return TransactionId(int(self._slots[indices([lock], int(self._slot_count))].min()))
+        slots = self._plain
+        first, second, third = _slots_of(lock, len(slots))
+        return TransactionId(min(slots[first], slots[second], slots[third]))
 
     def false_refusal_probability(self, mark: TransactionId) -> float:
         """Return how likely a lock that nobody wrote is refused to a client at `mark`.
@@ -244,7 +239,7 @@ class LockTable:
         slots = indices(locks, int(self._slot_count))
         before = self._slots[slots]
         kept = self._slots[entered_slots]
-        self._slots[entered_slots] = np.iinfo(np.int64).max
+        self._slots[entered_slots] = _I64_MAX
         np.minimum.at(self._slots, entered_slots, entered_rows + _IN_BATCH)
         entered = self._slots[slots]
         self._slots[entered_slots] = kept
@@ -265,6 +260,14 @@ def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
         value = value * _MULTIPLIER + _INCREMENT
         slots[turn] = (value & _INDEX_MASK) % np.uint32(slot_count)
     return slots
+
+
+def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
+    """Return what `indices` does, of one lock: for so few, arrays cost more than they save."""
+    one = (lock * _A + _B) & _WORD
+    two = (one * _A + _B) & _WORD
+    three = (two * _A + _B) & _WORD
+    return (one & _INDEX) % slot_count, (two & _INDEX) % slot_count, (three & _INDEX) % slot_count
 
 
 def slot_count_within(budget_bytes: int, table_count: int) -> int:
@@ -307,7 +310,7 @@ def _decide(
 def _greatest_by_row(values: I64, rows: I64, count: int) -> I64:
     if rows.size == count and (rows[1:] > rows[:-1]).all():
         return values  # The usual case, one lock in each row.
-    greatest = np.full(count, np.iinfo(np.int64).min, dtype=np.int64)
+    greatest = np.full(count, _I64_MIN, dtype=np.int64)
     np.maximum.at(greatest, rows, values)
     return greatest
 

@@ -169,6 +169,13 @@ def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
     assert {int(table._slots[slot]) for slot in untouched} <= {3}
 
 
+@pytest.mark.parametrize("lock", [0, 1, -1, 7, 2**31 - 1, -(2**31)])
+def test_an_estimate_is_the_least_of_the_three_slots(lock: int) -> None:
+    table = LockTable(1009, TransactionId(0))
+    table._slots[:] = np.arange(1009)
+    assert table.estimate(lock) == indices([lock], 1009).min()
+
+
 def test_false_refusal_probability() -> None:
     table = LockTable(1000, TransactionId(0))
     assert table.false_refusal_probability(TransactionId(0)) == 0
