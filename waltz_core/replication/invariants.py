@@ -9,7 +9,7 @@ Each check is named as in `docs/replication.md`.
 from waltz_core.cluster.model import UNRESOLVED, ReplicaState
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.replication.quorum import quorum_mark, quorum_size
-from waltz_core.replication.replica_session import Stage
+from waltz_core.replication.replica_session import ReplicaSession, Stage
 from waltz_core.replication.store_session import StoreSession
 
 
@@ -22,8 +22,9 @@ def check(store: PartitionStore) -> None:
         return
     assert session.ended is None, "an ended session is dropped in the step that ends it"
     _check_touch(session)
-    _check_engaged(session)
-    _check_marks(store, session)
+    engaged = session.engaged
+    _check_engaged(session, engaged)
+    _check_marks(store, session, engaged)
 
 
 def _check_touch(session: StoreSession) -> None:
@@ -37,19 +38,21 @@ def _check_touch(session: StoreSession) -> None:
         assert not (each.is_tainted and each.is_connected), "a tainted replica is connected"
 
 
-def _check_engaged(session: StoreSession) -> None:
+def _check_engaged(session: StoreSession, engaged: list[ReplicaSession]) -> None:
     """EngagedOnly: who counts is engaged in ZooKeeper, and a quorum is, while the session lives."""
-    engaged = ReplicaState(session.claim.session_id, UNRESOLVED)
-    for each in session.engaged:
-        assert session.states.get(each.replica) == engaged
+    state = ReplicaState(session.claim.session_id, UNRESOLVED)
+    for each in engaged:
+        assert session.states.get(each.replica) == state
         assert each.replica in session.claim.assigned
     if session.window is None:
-        assert not session.engaged, "GateCAS2"
+        assert not engaged, "GateCAS2"
     else:
-        assert len(session.engaged) >= quorum_size(len(session.claim.assigned))
+        assert len(engaged) >= quorum_size(len(session.claim.assigned))
 
 
-def _check_marks(store: PartitionStore, session: StoreSession) -> None:
+def _check_marks(
+    store: PartitionStore, session: StoreSession, engaged: list[ReplicaSession]
+) -> None:
     """CommitQuorum: the mark is what a quorum has synced, rounded down to a whole batch."""
     window = session.window
     if window is None:
@@ -57,11 +60,11 @@ def _check_marks(store: PartitionStore, session: StoreSession) -> None:
     goal = session.repairs.goal
     assert goal is not None
     assert goal.mark <= window.committed <= window.last
-    marks = [each.synced_last for each in session.engaged]
+    marks = [each.synced_last for each in engaged]
     reached = quorum_mark(marks, session.quorum)
     assert reached is not None
     assert window.committed <= max(reached, goal.mark)
-    for each in session.engaged:
+    for each in engaged:
         assert each.synced_last < each.next_id <= window.last + 1
     for each in session.replicas.values():
         if each.stage is Stage.READY:

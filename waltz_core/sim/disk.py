@@ -93,9 +93,10 @@ class _Inode:
         kept = self.kept
         if len(kept) < size:
             kept.extend(bytes(size - len(kept)))
+        end_max = min(len(self.seen), size)
         for sector in sectors:
             start = sector * SECTOR_BYTES
-            end = min(start + SECTOR_BYTES, len(self.seen), size)
+            end = min(start + SECTOR_BYTES, end_max)
             if start < end:
                 kept[start:end] = self.seen[start:end]
         del kept[size:]
@@ -270,8 +271,13 @@ class SimDisk:
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
         self.check_power()
-        paths = [*self._names, *self._directories]
-        return sorted(path.name for path in paths if path.parent == directory)
+        inside = directory.parts
+        return sorted(
+            path.name
+            for paths in (self._names, self._directories)
+            for path in paths
+            if path.parts[:-1] == inside
+        )
 
     def make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, durably."""

@@ -12,6 +12,7 @@ Rules:
 """
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from waltz_core.sim.world import Action, Planned, World
@@ -91,8 +92,7 @@ class Process:
 
     def after(self, delay_us: int, action: Action) -> Planned:
         """Plan something that ends with this incarnation."""
-        incarnation = self.incarnation
-        return self.world.after(delay_us, lambda: self.take(incarnation, action))
+        return self.world.after(delay_us, partial(self.take, self.incarnation, action))
 
     def pause(self) -> None:
         """Stand still (SIGSTOP)."""
