@@ -90,7 +90,8 @@ class Sessions:
         self._synced: dict[Chain, dict[str, None]] = {}
         self._lasts: dict[Chain, int] = {}  # where the batches with these chains end
         # What has reached the owner.
-        self._prepared: dict[tuple[SessionId, str], list[Prepared]] = {}
+        # Each answer, and whether it came from the storage that was registered at that time.
+        self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
         self._reached: dict[tuple[SessionId, str], int] = {}
         self.decided: dict[SessionId, Decided] = {}
         self._marks: dict[SessionId, int] = {}
@@ -239,7 +240,9 @@ class Sessions:
     def heard(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
         """A storage's answer has come to the owner."""
         if isinstance(answer, Prepared):
-            self._prepared.setdefault((session, replica), []).append(answer)
+            registered = self._witness.cluster.coordinator.storage_ids.get(ReplicaId(replica))
+            is_its = registered in (None, answer.storage_id)
+            self._prepared.setdefault((session, replica), []).append((answer, is_its))
             self._notice_wait(session)
         elif isinstance(answer, Appended | ReplicaAnswer):
             key = session, replica
@@ -316,15 +319,14 @@ class Sessions:
 
     def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
         """Return where a replica ends that can be believed, None for all others."""
-        registered = self._witness.cluster.coordinator.storage_ids.get(ReplicaId(name))
         last = -2
-        for answer in self._prepared.get((session, name), ()):
+        for answer, is_its in self._prepared.get((session, name), ()):
             damage = memoryview(answer.damaged).cast("B")
             ends = [int.from_bytes(damage[at : at + 8], "big") for at in range(8, len(damage), 16)]
             if (
                 answer.suspect
                 or answer.last_session < state.session_id
-                or registered not in (None, answer.storage_id)
+                or not is_its
                 or any(end > answer.low_water_mark for end in ends)
                 or answer.synced_max < last
             ):
