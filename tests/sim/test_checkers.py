@@ -511,6 +511,15 @@ def test_outcome_truth_of_a_no_for_ever(world):
         world.checks.outcomes._in_the_log(world.history.last)
 
 
+def test_outcome_truth_of_being_ahead(world):
+    told = Settled(world, reason=m.Reason.AHEAD)
+    with fails("OutcomeTruth"):
+        world.checks.settled(world.client, told.effect)
+    told = Settled(world, reason=m.Reason.AHEAD)
+    told.operation.mark = world.history.last + 1
+    world.checks.settled(world.client, told.effect)
+
+
 def test_outcome_truth_of_a_refusal(world):
     told = Settled(world, reason=m.Reason.LOST)
     told.operation.transaction_id = 3

@@ -6,6 +6,7 @@ server to be judged: only the log and the people.
 Rules:
     1. The log is the books' one; it grows here, and each new row is looked at once, as it comes in.
     2. An application's mark is what it has really seen, whatever its client claims.
+    3. Nobody is told that he is ahead of a log that had reached his mark before he asked.
 """
 
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ class Outcomes:
         self._answers = answers
         self._locking = locking
         self._marks: dict[str, int] = {}
+        self._since_us: dict[int, int] = {}  # when each id was first known to be in the log
         self.followers: dict[str, SimClient] = {}  # who has asked for the feed
 
     # ---- the log (rule 1)
@@ -55,6 +57,7 @@ class Outcomes:
     def _in_the_log(self, transaction_id: int) -> None:
         """11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""
         witness, history = self._witness, self._witness.history
+        self._since_us[transaction_id] = witness.world.now_us
         operation = history.operations.get(history.log[transaction_id].number)
         if operation is None:
             witness.fail("LogMatching", f"nobody asked for what is at {transaction_id}")
@@ -141,7 +144,14 @@ class Outcomes:
             self._witness.fail("OutcomeTruth", f"{operation} is in the log, told {reason!r}")
         if reason == Reason.LOCK and conflict > self._witness.history.last:
             self._witness.fail("OutcomeTruth", f"refused for {conflict}, which is not final")
+        if reason == Reason.AHEAD and self._is_reached(operation):
+            self._witness.fail("OutcomeTruth", f"{operation} was told AHEAD, and was not (rule 3)")
         operation.told = "no"
+
+    def _is_reached(self, operation: Operation) -> bool:
+        """Whether the log had the mark of an operation when that was asked for."""
+        since_us = self._since_us.get(operation.mark, operation.asked_us + 1)
+        return operation.mark == BEFORE_FIRST or since_us <= operation.asked_us
 
     def refused(self, client: "SimClient", token: int, error: WaltzError) -> None:
         """11. OutcomeTruth, of a parcel without an outcome: nobody knows, or surely not."""
