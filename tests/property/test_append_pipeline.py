@@ -1,7 +1,8 @@
 """The append pipeline against a log that loses sessions: what it tells must be true for ever.
 
 Random clients, locks, marks, session losses (with and without a foreign owner in between), cuts in
-the middle of a batch, batches taken in pieces, late commits, remounts, closed connections.
+the middle of a batch, batches taken in pieces, late commits, remounts, closed connections, proofs
+that come late or not at all.
 Afterwards the log itself is the witness.
 """
 
@@ -26,10 +27,11 @@ from waltz_core.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.append import AppendPipeline, Outcome, Reached, SubmitBatch
+from waltz_core.server.append import Ahead, AppendPipeline, Outcome, Reached, SubmitBatch
 from waltz_core.server.events import Answer, ConnectionId, Limits
 from waltz_core.server.mounts import Mounts
 from waltz_core.server.pace import LARGE_BYTES, Pace
+from waltz_core.server.tickets import Ticket
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 SEEDS = range(150)
@@ -46,6 +48,7 @@ class Row:
     write: tuple[int, ...]
     read: tuple[int, ...]
     append: tuple[int, ...]
+    log_last: int  # where the log ended when it was sent
 
 
 def req_ids_of(batch: Batch) -> list[ReqId]:
@@ -82,6 +85,7 @@ class World:
     closed: set[ConnectionId] = field(default_factory=set)
     now_ms: int = 0
     cut: set[ReqId] = field(default_factory=set)  # requests of which a part was in a store batch
+    unproved: list[Ticket] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.mounts = Mounts(100)
@@ -106,7 +110,8 @@ class World:
 
     def row(self) -> Row:
         lag = self.rng.choice((-1, 0, 0, 0, 1, 3))
-        return Row(max(-1, len(self.log) - 1 - lag), self.locks(), self.locks(), self.locks())
+        last = len(self.log) - 1
+        return Row(max(-1, last - lag), self.locks(), self.locks(), self.locks(), last)
 
     def send(self) -> None:
         client = self.rng.choice(list(self.connections))
@@ -154,8 +159,17 @@ class World:
     def lose(self) -> None:
         if not self.is_open:
             return
-        self.is_open = False
         self.pipeline.closed()
+        self.prove(is_proved=False)
+        self.is_open = False
+
+    def prove(self, *, is_proved: bool | None = None) -> None:
+        """Answer those that are ahead of the log, if the session is proven or not."""
+        if is_proved is None:
+            is_proved = self.rng.random() < 0.8
+        tickets, self.unproved = self.unproved, []
+        for ticket in tickets:
+            self.take(self.pipeline.tell_ahead(ticket, is_proved=is_proved))
 
     def open(self) -> None:
         if self.is_open:
@@ -173,7 +187,8 @@ class World:
             for _ in range(self.rng.randrange(4)):
                 foreign = ReqId(FOREIGN, GENERATION, PartitionId(0), self.sequence)
                 self.sequence += 1
-                self.rows[foreign] = Row(len(self.log) - 1, self.locks(), (), ())
+                last = len(self.log) - 1
+                self.rows[foreign] = Row(last, self.locks(), (), (), last)
                 self.log.append(foreign)
         self.session += 1
         self.chain = GENESIS_CHAIN
@@ -239,6 +254,8 @@ class World:
                 open_rows = {row for batch in self.in_flight for row in req_ids_of(batch)}
                 assert not any(self.rows_of(each) & open_rows for each in waited)
                 assert self.due(self.unanswered_at_flush[outcome.token]) <= set(self.answers)
+            elif isinstance(outcome, Ahead):
+                self.unproved.append(outcome.ticket)
             elif isinstance(outcome, Answer):
                 message = outcome.message
                 assert isinstance(message, AppendResult)
@@ -271,7 +288,9 @@ class World:
         self.answers[message.req_id] = list(zip(ids, reasons, conflicts, strict=True))
         mark = len(self.log) - 1
         assert message.high_water_mark <= mark
-        for transaction_id, reason, conflict in self.answers[message.req_id]:
+        for number, (transaction_id, reason, conflict) in enumerate(self.answers[message.req_id]):
+            row = self.rows[message.req_id._replace(sequence=message.req_id.sequence + number)]
+            assert reason != Reason.AHEAD or row.mark > row.log_last
             assert (reason == Reason.COMMITTED) == (transaction_id >= 0)
             assert transaction_id <= mark
             assert conflict <= mark, "a refusal was told before its reason was final"
@@ -325,6 +344,7 @@ def run(seed: int) -> World:
         [world.send] * 8
         + [world.turn] * 10
         + [world.commit] * 4
+        + [world.prove] * 2
         + [world.lose, world.open, world.open, world.remount, world.close, world.flush]
     )
     for _ in range(STEPS):
@@ -335,6 +355,7 @@ def run(seed: int) -> World:
         world.now_ms += 1
         world.turn()
         world.commit()
+    world.prove(is_proved=True)
     assert world.pipeline.queued_bytes == world.pipeline.in_flight_bytes == 0
     world.check()
     assert world.reached == set(world.unanswered_at_flush)
