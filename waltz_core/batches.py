@@ -71,7 +71,7 @@ class LockColumn(NamedTuple):
     @property
     def counts(self) -> I64:
         """How many locks each row has."""
-        return np.diff(self.offsets)
+        return raw_records.lengths_between(self.offsets)
 
     def part(self, start: int, stop: int) -> "LockColumn":
         """Return the locks of rows start..stop - 1; the values are a view."""
@@ -196,7 +196,7 @@ def encode_append_arrow(rows: pa.RecordBatch) -> bytes:
 def _encode_columns(found: dict[str, pa.Array]) -> bytes:
     columns = {name: _cast(name, column) for name, column in found.items()}
     data = columns["data"]
-    lengths = np.diff(_offsets(data))
+    lengths = raw_records.lengths_between(_offsets(data))
     over = np.flatnonzero(lengths > TRANSACTION_BYTES_MAX)
     if over.size:
         raise TooLarge(
@@ -342,7 +342,7 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
     return AppendRows(
         headers=_values(columns["header"], np.int32),
         data=data,
-        lengths=np.diff(_offsets(data)),
+        lengths=raw_records.lengths_between(_offsets(data)),
         crcs=_values(columns["crc"], np.uint32),
         write_locks=_lock_column("write_locks", columns["write_locks"]),
         read_locks=_lock_column("read_locks", columns["read_locks"]),

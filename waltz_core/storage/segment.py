@@ -23,7 +23,12 @@ import numpy.typing as npt
 
 from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.raw_records import RECORD_BYTES_MAX, first_bad_record, offsets_of
+from waltz_core.raw_records import (
+    RECORD_BYTES_MAX,
+    first_bad_record,
+    lengths_between,
+    offsets_of,
+)
 from waltz_core.record import (
     RECORD_OVERHEAD_BYTES,
     RECORD_PREFIX,
@@ -285,7 +290,7 @@ class Segment:
             offsets.size != count + 1
             or offsets[0] < SEGMENT_HEADER_BYTES
             or offsets[-1] > self.size_bytes
-            or (np.diff(offsets) < 0).any()
+            or (offsets[1:] < offsets[:-1]).any()
         ):
             raise ChecksumMismatch(f"{self._path('.idx')}: wrong from record {first} on")
         return offsets
@@ -296,7 +301,7 @@ class Segment:
         size = int(offsets[-1] - offsets[0])
         data = self._opened()[0].pread(size, int(offsets[0]))
         # Bytes that are missing read as zeros, which are no records: the caller's check tells.
-        return data.ljust(size, b"\0"), np.diff(offsets)
+        return data.ljust(size, b"\0"), lengths_between(offsets)
 
     # ---- after a crash
 
