@@ -11,7 +11,7 @@ Rules:
 
 from waltz_core.client.monitor import Monitor
 from waltz_core.errors import DataLoss
-from waltz_core.record import BEFORE_FIRST, Chain, ReqId, TransactionId
+from waltz_core.record import BEFORE_FIRST, MADE_UP, Chain, ReqId, TransactionId
 from waltz_core.wire.messages import RangeData, RangeForm, RangeRequest
 
 
@@ -83,8 +83,11 @@ class ReadBack:
         if self._chain is None:
             return None
         at, chain = self._chain
-        ends = [entry for entry in message.lineage if entry.last == at]
-        # NB: without the batch's own entry (an original wrote it) nothing can be told.
+        ends = [
+            entry for entry in message.lineage if entry.last == at and entry.session_id != MADE_UP
+        ]
+        # NB: without the batch's own entry (an original wrote it, or it was lost and another one
+        # made up in its place) nothing can be told.
         if not ends or ends[0].chain == chain:
             return None
         return DataLoss(

@@ -27,6 +27,7 @@ from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, Unreachab
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
+    MADE_UP,
     NO_SESSION,
     RECORD_HEADER,
     RECORD_PREFIX,
@@ -433,7 +434,8 @@ def _feed_stretch(run: _Run) -> Stretch:
     headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
     for entry in reversed(run.lineage):
-        if run.first <= entry.last <= run.last:
+        # One that a storage has made up for others has a chain that no other replica knows.
+        if run.first <= entry.last <= run.last and entry.session_id != MADE_UP:
             chain_at, chain = entry.last, entry.chain
             break
     return Stretch(run.first, headers, chain_at, chain)

@@ -1,11 +1,13 @@
 """What `test_partition.py` does not show: limits on fetches, parking, sessions that end."""
 
+import dataclasses
 import struct
 import zlib
 
 from waltz_core import errors
 from waltz_core.record import (
     GENESIS_CHAIN,
+    MADE_UP,
     ClientId,
     Generation,
     LineageEntry,
@@ -167,6 +169,19 @@ def test_giving_up_returns_the_questions() -> None:
     ask(each, 10, 19, sequence=2)
     assert [one.message.req_id.sequence for one in each.abandon()] == [1, 2]
     assert each.fetched(fetch.token, headers(fetch, 10), 0) == []
+
+
+def test_a_batch_that_a_storage_has_made_up_gives_the_feed_no_chain() -> None:
+    each = reads()
+    fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
+    lineage = tuple(
+        LineageEntry(TransactionId(first), TransactionId(first), session, 0, GENESIS_CHAIN)
+        for first, session in ((0, SessionId(4)), (1, MADE_UP))
+    )
+    answer = dataclasses.replace(headers(fetch, 2), lineage=lineage)
+    (stretch,) = each.fetched(fetch.token, answer, 0)
+    assert isinstance(stretch, Stretch)
+    assert (stretch.first, len(stretch.headers), stretch.chain_at) == (0, 40, 0)
 
 
 def test_the_chain_that_goes_with_feed_headers() -> None:
