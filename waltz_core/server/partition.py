@@ -265,6 +265,8 @@ class Partition:
             for at_ms, question in self._until_open
             if question.connection != connection
         )
+        # Appends go on, unanswered: a flush on another connection may wait for them.
+        self._proofs.drop(lambda each: isinstance(each, Received) and each.connection == connection)
         self._route(self.pipeline.close(connection), out)
 
     # -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ Rules (correctness.md row 16 and "ZooKeeper away"):
        request (row 25), however fresh the last one is; without it he is told to try again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from waltz_core.record import BEFORE_FIRST
@@ -35,13 +35,22 @@ QuestionT = TypeVar("QuestionT")
 class Proofs(Generic[QuestionT]):
     """Who waits for which proof."""
 
-    __slots__ = ("_asked", "_asked_ms", "_session_timer_ms", "_token", "_waiting", "proved_ms")
+    __slots__ = (
+        "_asked",
+        "_asked_ms",
+        "_is_under_way",
+        "_session_timer_ms",
+        "_token",
+        "_waiting",
+        "proved_ms",
+    )
 
     def __init__(self, session_timer_ms: int) -> None:
         self._session_timer_ms = session_timer_ms
         self._waiting: list[QuestionT] = []
         self._asked: list[QuestionT] = []
         self._asked_ms = 0
+        self._is_under_way = False
         self._token = 0
         # When a quorum last confirmed the session; None before it did.
         self.proved_ms: int | None = None
@@ -62,30 +71,35 @@ class Proofs(Generic[QuestionT]):
 
     def proved(self, token: int, now_ms: int) -> tuple[Sequence[QuestionT], list[ProveMark]]:
         """Return the questions that this proof answers, and the next proof to ask for."""
-        if token != self._token or not self._asked:
+        if token != self._token or not self._is_under_way:
             return (), []
-        answered, self._asked = self._asked, []
+        answered, self._asked, self._is_under_way = self._asked, [], False
         self.confirm(self._asked_ms)
         return answered, self._begin(now_ms)
 
     def failed(self, token: int, now_ms: int) -> tuple[Sequence[QuestionT], list[ProveMark]]:
         """Return the questions that stay without this proof, and the next proof to ask for."""
-        if token != self._token or not self._asked:
+        if token != self._token or not self._is_under_way:
             return (), []
-        unanswered, self._asked = self._asked, []
+        unanswered, self._asked, self._is_under_way = self._asked, [], False
         return unanswered, self._begin(now_ms)
+
+    def drop(self, is_gone: Callable[[QuestionT], bool]) -> None:
+        """Forget the questions that nobody waits for any more."""
+        self._asked = [each for each in self._asked if not is_gone(each)]
+        self._waiting = [each for each in self._waiting if not is_gone(each)]
 
     def reset(self) -> Sequence[QuestionT]:
         """The session is over: return every question; nothing is proved any more."""
         questions = [*self._asked, *self._waiting]
-        self._asked, self._waiting = [], []
+        self._asked, self._waiting, self._is_under_way = [], [], False
         self.proved_ms = None
         return questions
 
     def _begin(self, now_ms: int) -> list[ProveMark]:
-        if self._asked or not self._waiting:
+        if self._is_under_way or not self._waiting:
             return []
-        self._asked, self._waiting = self._waiting, []
+        self._asked, self._waiting, self._is_under_way = self._waiting, [], True
         self._asked_ms = now_ms
         self._token += 1
         return [ProveMark(self._token)]

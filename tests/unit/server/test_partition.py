@@ -492,6 +492,20 @@ def test_a_connection_that_closes_while_it_mounts_is_forgotten() -> None:
     assert not world.is_answered(mount)
 
 
+def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten() -> None:
+    world = ready()
+    mount = world.mount(BOB, B, mark=0, feed=True)
+    world.step(Closed(B))
+    world.fill(1)
+    world.prove()
+    world.run()
+    assert not world.is_answered(mount)
+    assert (world.partition.mount_count, world.partition.feed.count) == (1, 0)
+    late = world.mount(BOB, C, mark=5)
+    world.prove()
+    assert world.error(late) == errors.ClientAhead.code
+
+
 # --- feeds
 
 

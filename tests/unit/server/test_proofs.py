@@ -15,6 +15,16 @@ def test_questions_that_come_during_a_proof_share_the_next_one() -> None:
     assert proofs.proved(2, 30) == (["b", "c"], [])
 
 
+def test_a_proof_whose_questions_are_gone_makes_room_for_the_next() -> None:
+    proofs: Proofs[str] = Proofs(1000)
+    proofs.ask("a", 10)
+    proofs.ask("b", 11)
+    proofs.ask("c", 12)
+    proofs.drop(lambda each: each in "ab")
+    assert proofs.proved(1, 20) == ([], [ProveMark(2)])
+    assert proofs.failed(2, 30) == (["c"], [])
+
+
 def test_an_answer_to_no_proof_of_ours_answers_nobody() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert proofs.proved(7, 0) == ((), [])
