@@ -5,7 +5,7 @@ from dataclasses import replace
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.errors import DiskFailed
 from waltz_core.record import BEFORE_FIRST
-from waltz_core.storage import damage, reading, recovery, segment, service, work
+from waltz_core.storage import damage, reading, recovery, segment, segments, service, work
 from waltz_core.storage.format import Marker
 from waltz_core.storage.index import LineageFile
 from waltz_core.storage.partition_log import PartitionLog
@@ -237,6 +237,8 @@ def session_kept_at_mark_only_when_engaged() -> Patches:
 def torn_record_accepted() -> Patches:
     """After a crash the records are not held against their checksums."""
     yield instead(segment, "first_bad_record", nothing)
+    # Else the batch that a torn record lies in would be found out, and cut.
+    yield instead(segments, "first_wrong", nothing)
 
 
 @switch

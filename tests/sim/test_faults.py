@@ -9,6 +9,7 @@ from waltz_core.sim import disk_faults, faults, network_faults, process_faults, 
 from waltz_core.sim.budget import is_sound, read_whole
 from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.disk import Survival
+from waltz_core.sim.history import Violation
 from waltz_core.sim.schedule import Schedule, Setup
 from waltz_core.storage.control_file import SLOTS_NAME
 from waltz_core.storage.service import NO_STORAGE_ID
@@ -200,6 +201,15 @@ def test_files_that_are_cut_or_gone_are_mended_or_the_storage_is_replaced(seed):
     cluster = at_rest(segment_bytes_max=2_048)
     assert disk_faults.cut_file(cluster, Random(seed))
     healed(cluster)
+
+
+def test_what_counts_after_a_restart_is_whole():
+    cluster = at_rest()
+    storage = cluster.storages[A]
+    segment = next(path for path in storage.disk.files() if path.suffix == ".seg")
+    storage.disk.flip(segment, len(storage.disk.content(segment)) - 5)
+    with pytest.raises(Violation, match=r"counts a torn record at \d+"):
+        cluster.checks.log_opened(storage, storage.log)
 
 
 def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_mends_it():

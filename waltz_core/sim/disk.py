@@ -43,6 +43,7 @@ class Survival(Enum):
     NOTHING = auto()
     EVERYTHING = auto()  # also what a killed process leaves
     ANY_SECTORS = auto()
+    ENDS = auto()  # of everything that was written in one piece, and nothing between them
 
 
 class Fault(Enum):
@@ -352,6 +353,7 @@ class SimDisk:
             Survival.NOTHING: 0,
             Survival.EVERYTHING: len(self._journal),
             Survival.ANY_SECTORS: rng.randint(0, len(self._journal)),
+            Survival.ENDS: len(self._journal),
         }[survival]
         for change in self._journal[:count]:
             change.apply(self._kept_names)
@@ -501,6 +503,9 @@ def _lose(inode: _Inode, survival: Survival, rng: "Random") -> None:
         share = rng.choice((0.1, 0.5, 0.9))
         size = rng.choice((*sizes, rng.randint(*sizes)))
         inode.carry_over([one for one in sectors if rng.random() < share], size)
+    elif survival is Survival.ENDS:
+        ends = [one for one in sectors if not {one - 1, one + 1} <= inode.dirty]
+        inode.carry_over(ends, len(inode.seen))
     inode.seen = bytearray(inode.kept)
     inode.dirty.clear()
     inode.locked_by = None

@@ -217,5 +217,5 @@ def data_in(record: bytes) -> bytes:
 
 
 def data_of(number: int, size: int) -> bytes:
-    """Return the data of an operation: its number, and padding."""
-    return _NUMBER.pack(number) + bytes(max(0, size - NUMBER_BYTES))
+    """Return the data of an operation: its number, and padding that no empty sector looks like."""
+    return _NUMBER.pack(number) + bytes((1 + number % 255,)) * (size - NUMBER_BYTES)

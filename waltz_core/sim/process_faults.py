@@ -86,10 +86,13 @@ def power_loss(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def power_loss_at_a_step(cluster: SimCluster, rng: "Random") -> bool:
-    """The power goes in the middle of a piece of work."""
+    """The power goes in the middle of a piece of work, or when all is written and not synced."""
     disk = any_storage(cluster, rng).disk
     struck = counted(cluster, "power_loss_at_a_step")
-    disk.plan(disk.step_count + rng.randint(1, 12), DiskFault.POWER_LOSS, struck)
+    if rng.random() < 0.5:
+        disk.plan(disk.step_count + rng.randint(1, 12), DiskFault.POWER_LOSS, struck)
+    else:
+        disk.plan_call(("sync",), DiskFault.POWER_LOSS, struck)
     return False
 
 

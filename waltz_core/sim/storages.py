@@ -205,10 +205,10 @@ class SimStorage(Process):
         self.die()
         self._cluster.network.died(self, is_silent=is_silent)
 
-    def lose_power(
-        self, survival: Survival = Survival.ANY_SECTORS, *, with_lies: bool = False
-    ) -> None:
+    def lose_power(self, survival: Survival | None = None, *, with_lies: bool = False) -> None:
         """Switch the machine off: what was not synced is lost, or some of it."""
+        if survival is None:
+            survival = self.rng.choice((Survival.ANY_SECTORS, Survival.ENDS))
         if self.disk.is_lying and not with_lies:
             survival = Survival.EVERYTHING  # what such a disk loses is in the budget of its fault
         self.world.note(f"{self.name} loses power")

@@ -49,6 +49,9 @@ DEAL_SHARE: Final = 0.4
 QUESTION_SHARE: Final = 0.06
 WAITING_QUESTION_SHARE: Final = 0.25  # of an application whose appends are not answered
 AHEAD_SHARE: Final = 0.004
+# Some records have sectors of the disk between their first and their last one.
+LONG_EVERY: Final = 7
+LONG_BYTES: Final = 1_200
 
 
 class Workload:
@@ -109,7 +112,8 @@ class Workload:
             data = data_of(number, NUMBER_BYTES) + checks.ledger.body(row, mark)
         else:
             write, read, append = row
-            data = data_of(number, NUMBER_BYTES * (1 + number % 3))
+            is_long = not number % LONG_EVERY
+            data = data_of(number, LONG_BYTES if is_long else NUMBER_BYTES * (1 + number % 3))
         operation = Operation(
             number, author, row, write, read, append, mark, self._world.now_us, data
         )

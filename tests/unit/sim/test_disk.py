@@ -40,6 +40,17 @@ def test_a_killed_process_loses_nothing(disk):
     assert disk.content(PATH) == b"a" * 1000 + b"z" * 2000
 
 
+def test_of_a_long_write_both_ends_may_be_left_and_nothing_between():
+    disk = SimDisk()
+    disk.make_directory(Path("/d"))
+    file = disk.open(Path("/d/f"), create=True)
+    disk.sync_directory(Path("/d"))
+    file.pwrite([b"x" * (4 * SECTOR_BYTES)], 0)
+    disk.power_loss(Survival.ENDS, Random(1))
+    end, lost = b"x" * SECTOR_BYTES, bytes(2 * SECTOR_BYTES)
+    assert disk.content(Path("/d/f")) == end + lost + end
+
+
 def test_any_subset_of_sectors_can_be_left_and_no_half_of_one():
     patterns = set()
     for seed in range(300):

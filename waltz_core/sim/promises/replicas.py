@@ -25,6 +25,7 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.sim.history import NUMBER_BYTES
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES
 from waltz_core.wire.messages import (
     AppendRaw,
@@ -101,6 +102,17 @@ class Replicas:
                 f"{storage.name} had synced {kept}, comes back with {log.synced_max} and is "
                 "not suspect",
             )
+        self._check_torn(storage, log)
+
+    def _check_torn(self, storage: "SimStorage", log: "PartitionLog") -> None:
+        """21. NoRotServed: what counts after a crash is whole, before anybody has read it."""
+        if storage.name in self.rotten or log.suspect or log.damaged:
+            return
+        operations = self._witness.history.operations
+        for place, data in enumerate(self.data_on(storage)):
+            operation = operations.get(int.from_bytes(data[:NUMBER_BYTES], "big"))
+            if operation is None or operation.data != data:
+                self._witness.fail("NoRotServed", f"{storage.name} counts a torn record at {place}")
 
     def rolled_back(self, storage: "SimStorage") -> None:
         """A fault has taken this replica's disk back: what it promised is gone."""
