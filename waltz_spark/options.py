@@ -12,9 +12,11 @@ Rules:
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import Enum
 
 from waltz_core.errors import BadConfig
@@ -24,6 +26,7 @@ CONNECT_ENVIRONMENT = "WALTZ_CONNECT"
 ENGINE_KEYS = frozenset({"path", "checkpointlocation", "queryname", "provider", "owner"})
 LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_time", "data")
 TASK_TRANSACTIONS_MAX = 1_000_000
+TRIGGER_TRANSACTIONS_MAX = 1_000_000
 DATA_FORMATS = ("msgpack", "json")
 
 
@@ -32,6 +35,8 @@ class Use(Enum):
 
     BOTH = "reading and writing"
     READ = "reading"
+    BATCH = "reading a batch"
+    STREAM = "reading a stream"
     WRITE = "writing"
 
 
@@ -62,12 +67,20 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "startingHighWaterMarks",
         Use.READ,
-        "earliest",
-        '`earliest`, `latest`, or JSON by partition, `{"0": 41}`: the read starts AFTER it.',
+        "earliest (batch), latest (stream)",
+        '`earliest`, `latest`, or JSON by partition, `{"0": 41}`: the read starts AFTER it. A '
+        "stream that has a checkpoint goes on from there.",
+    ),
+    Option(
+        "startingTimestamp",
+        Use.READ,
+        "none",
+        "In place of the marks: start with the first transaction that was committed at or after "
+        "`2026-11-21T10:00:00Z` (UTC where no offset is given), or so many ms since 1970.",
     ),
     Option(
         "endingHighWaterMarks",
-        Use.READ,
+        Use.BATCH,
         "latest",
         "`latest`, or JSON by partition, inclusive. `latest` is resolved once, on the driver.",
     ),
@@ -102,6 +115,20 @@ OPTIONS: tuple[Option, ...] = (
         Use.READ,
         str(TASK_TRANSACTIONS_MAX),
         "A task reads at most this many transactions.",
+    ),
+    Option(
+        "maxTransactionsPerTrigger",
+        Use.STREAM,
+        str(TRIGGER_TRANSACTIONS_MAX),
+        "A micro-batch reads at most this many transactions, shared out by how far each partition "
+        "lags.",
+    ),
+    Option(
+        "pollInterval",
+        Use.STREAM,
+        "100",
+        "The marks are asked for at most once in so many milliseconds; Spark would ask ninety "
+        "times a second.",
     ),
     Option(
         "failOnDataLoss",
@@ -170,6 +197,7 @@ class ReadOptions:
     connect: str
     columns: tuple[str, ...]
     starting: str | Marks = "earliest"
+    starting_ms: int | None = None
     ending: str | Marks = "latest"
     partitions: tuple[int, ...] | None = None
     transaction_ids: tuple[tuple[int, int], ...] = ()
@@ -178,6 +206,8 @@ class ReadOptions:
     task_transactions_max: int = TASK_TRANSACTIONS_MAX
     fail_on_data_loss: bool = True
     from_replica: bool = True
+    trigger_transactions_max: int = TRIGGER_TRANSACTIONS_MAX
+    poll_ms: int = 100
     data_format: str | None = None
 
 
@@ -215,18 +245,26 @@ def check_names(options: Mapping[str, str]) -> None:
         raise BadConfig(f"format 'waltz' has no option {key!r}; {mend}")
 
 
-def parse_read(options: Mapping[str, str]) -> ReadOptions:
-    """Return the typed options of a read.
+def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
+    """Return the typed options of a read: of a batch, a stream, or either.
 
     Raises:
         BadConfig: names the option, what was expected and what was found.
     """
-    bag = _Bag(options, Use.READ)
+    bag = _Bag(options, use)
+    first = "latest" if use is Use.STREAM else "earliest"
+    starting_ms = bag.timestamp_ms("startingTimestamp")
+    if starting_ms is not None and bag.text("startingHighWaterMarks") is not None:
+        raise BadConfig(
+            "options 'startingTimestamp' and 'startingHighWaterMarks' both say where to start; "
+            "give one of them"
+        )
     return ReadOptions(
         connect=bag.connect(),
         columns=bag.columns(),
-        starting=bag.marks_or_word("startingHighWaterMarks", ("earliest", "latest")),
-        ending=bag.marks_or_word("endingHighWaterMarks", ("latest",)),
+        starting=bag.marks_or_word("startingHighWaterMarks", ("earliest", "latest"), first),
+        starting_ms=starting_ms,
+        ending=bag.marks_or_word("endingHighWaterMarks", ("latest",), "latest"),
         partitions=bag.ints("partitions", minimum=0),
         transaction_ids=bag.ranges("transactionIds"),
         headers=bag.ints("headers") or (),
@@ -234,6 +272,8 @@ def parse_read(options: Mapping[str, str]) -> ReadOptions:
         task_transactions_max=bag.integer("maxTransactionsPerTask", 1, 1 << 40),
         fail_on_data_loss=bag.choice("failOnDataLoss", ("true", "false")) == "true",
         from_replica=bag.choice("readFrom", ("replica", "server")) == "replica",
+        trigger_transactions_max=bag.integer("maxTransactionsPerTrigger", 1, 1 << 40),
+        poll_ms=bag.integer("pollInterval", 0, 3_600_000),
         data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
     )
 
@@ -259,6 +299,14 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     )
 
 
+_ALLOWED = {
+    Use.READ: {Use.READ, Use.BATCH, Use.STREAM, Use.BOTH},
+    Use.BATCH: {Use.READ, Use.BATCH, Use.BOTH},
+    Use.STREAM: {Use.READ, Use.STREAM, Use.BOTH},
+    Use.WRITE: {Use.WRITE, Use.BOTH},
+}
+
+
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -270,7 +318,7 @@ class _Bag:
         self._values = {key.lower(): value for key, value in options.items()}
         for key in self._values:
             option = _BY_KEY.get(key)
-            if option is not None and option.use not in (use, Use.BOTH):
+            if option is not None and option.use not in _ALLOWED[use]:
                 raise BadConfig(
                     f"option {option.name!r} is for {option.use.value}, this is {use.value}"
                 )
@@ -354,8 +402,25 @@ class _Bag:
             raise BadConfig(f"option 'columns' names each column once; found {value!r}")
         return names
 
-    def marks_or_word(self, name: str, words: tuple[str, ...]) -> str | Marks:
-        value = self.text(name) or _BY_KEY[name.lower()].default
+    def timestamp_ms(self, name: str) -> int | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        if value.isdecimal() and len(value) > 8:  # a shorter one is a date, 20261121
+            return int(value)
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            raise BadConfig(
+                f"option {name!r} is a time like '2026-11-21T10:00:00Z', or milliseconds since "
+                f"1970; found {value!r}"
+            ) from None
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return math.ceil(moment.timestamp() * 1000)
+
+    def marks_or_word(self, name: str, words: tuple[str, ...], default: str) -> str | Marks:
+        value = self.text(name) or default
         if value.lower() in words:
             return value.lower()
         if not value.lstrip().startswith("{"):

@@ -8,7 +8,7 @@ Rules:
     3. Spans never overlap, and together cover exactly what was asked for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from waltz_core.errors import BadConfig, DataLoss
@@ -60,6 +60,40 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
         raise BadConfig(
             f"{where} names partition {partition}; this cluster has 0 to {partition_count - 1}"
         )
+
+
+def first_since(stamp_ms_of: Callable[[int], int], mark: int, since_ms: int) -> int:
+    """Return the mark before the first of 0..mark that is stamped at or after a time.
+
+    Commit stamps never decrease in a partition, so that a few of them tell.
+    """
+    low, high = 0, mark + 1
+    while low < high:
+        middle = (low + high) // 2
+        if stamp_ms_of(middle) < since_ms:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+def limited(starts: Mapping[int, int], ends: Mapping[int, int], count_max: int) -> dict[int, int]:
+    """Return ends nearer by, so that at most `count_max` transactions lie before them (all).
+
+    What there is room for is shared out by how far each partition lags, so that all are level at
+    about the same time.
+    """
+    lags = {partition: max(0, ends[partition] - starts[partition]) for partition in ends}
+    total = sum(lags.values())
+    if total <= count_max:
+        return {partition: starts[partition] + lag for partition, lag in lags.items()}
+    shares = {partition: lag * count_max // total for partition, lag in lags.items()}
+    left = count_max - sum(shares.values())
+    for partition in sorted(lags, key=lambda each: shares[each] - lags[each] * count_max / total):
+        if left and shares[partition] < lags[partition]:
+            shares[partition] += 1
+            left -= 1
+    return {partition: starts[partition] + share for partition, share in shares.items()}
 
 
 def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:

@@ -4,17 +4,18 @@ Why it stands alone: Spark pickles the reader to every task and calls `partition
 `load`, at the first action; so a DataFrame is a snapshot, and the reader holds plain values only.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from waltz_core.client import Layout, ReplicaSet
+from waltz_core.client import Layout, ReplicaSet, WaltzClient
 from waltz_spark import planning
 from waltz_spark.connections import client_at, client_of
 from waltz_spark.datasource.fetch import Shape, fetch
+from waltz_spark.datasource.starts import starts
 from waltz_spark.failures import plainly, plainly_each
 from waltz_spark.options import ReadOptions
 
@@ -56,25 +57,45 @@ class WaltzBatchReader(DataSourceReader):
         chosen = planning.chosen_partitions(options, client.partition_count)
         planning.check_marks(options, client.partition_count)
         sources = {partition: client.replicas(partition) for partition in chosen}
-        marks = {partition: sources[partition].high_water_mark for partition in chosen}
+        marks = {partition: int(sources[partition].high_water_mark) for partition in chosen}
         whole = planning.spans(
-            planning.resolve_starts(options, marks),
+            starts(client, options, marks),
             planning.resolve_ends(options, marks),
             options.transaction_ids,
         )
-        spans = planning.split(
-            whole,
-            task_count_min=options.task_count_min,
-            per_task_max=options.task_transactions_max,
-        )
-        layout = client.layout()
-        return [Task(layout, sources[span.partition], *span) for span in spans]
+        return tasks_of(client, options, whole, sources)
 
     @plainly_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield a task's transactions as Arrow batches."""
-        if not isinstance(partition, Task):
-            return iter(())  # Spark's way to say that there is nothing to read
-        shape = Shape(self._options, self._schema)
-        span = planning.Span(partition.partition, partition.first, partition.last)
-        return fetch(client_at(partition.layout), partition.replicas, span, shape)
+        return read_task(partition, self._options, self._schema)
+
+
+def tasks_of(
+    client: WaltzClient,
+    options: ReadOptions,
+    whole: Sequence[planning.Span],
+    sources: Mapping[int, ReplicaSet],
+) -> Sequence[InputPartition]:
+    """Return the tasks that read spans together; `sources` by partition, for each that has one."""
+    spans = planning.split(
+        whole,
+        task_count_min=options.task_count_min,
+        per_task_max=options.task_transactions_max,
+    )
+    layout = client.layout()
+    return [Task(layout, sources[span.partition], *span) for span in spans]
+
+
+def read_task(
+    task: InputPartition, options: ReadOptions, schema: StructType
+) -> Iterator[pa.RecordBatch]:
+    """Yield a task's transactions as Arrow batches.
+
+    Raises:
+        As `fetch`.
+    """
+    if not isinstance(task, Task):
+        return iter(())  # Spark's way to say that there is nothing to read
+    span = planning.Span(task.partition, task.first, task.last)
+    return fetch(client_at(task.layout), task.replicas, span, Shape(options, schema))

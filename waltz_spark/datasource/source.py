@@ -9,12 +9,24 @@ own to look the format up and to ask for its schema, and those need no client.
 from collections.abc import Mapping
 from typing import Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWriter
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceWriter,
+)
 from pyspark.sql.types import StructType
 
-from waltz_core.errors import BadRequest
+from waltz_core.errors import BadRequest, WaltzError
 from waltz_spark.failures import plainly
-from waltz_spark.options import LOG_COLUMNS, check_names, parse_read, parse_write
+from waltz_spark.options import (
+    LOG_COLUMNS,
+    ReadOptions,
+    Use,
+    check_names,
+    parse_read,
+    parse_write,
+)
 from waltz_spark.rows import check_log_types, read_schema
 
 
@@ -47,7 +59,24 @@ class WaltzDataSource(DataSource):
     @plainly
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch; `schema` may be the user's own."""
-        options = parse_read(self.options)
+        options = self._read_options(schema, Use.BATCH)
+        from waltz_spark.datasource.batch import WaltzBatchReader  # noqa: PLC0415 - see the module
+
+        return WaltzBatchReader(options, schema)
+
+    @plainly
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
+        """Return the reader of a stream; `schema` may be the user's own."""
+        from waltz_spark.datasource import stream  # noqa: PLC0415 - see the module
+
+        try:
+            options = self._read_options(schema, Use.STREAM)
+        except WaltzError as error:
+            return stream.RefusedStream(error)
+        return stream.WaltzStreamReader(options, schema)
+
+    def _read_options(self, schema: StructType, use: Use) -> ReadOptions:
+        options = parse_read(self.options, use)
         check_log_types(schema)
         foreign = [field.name for field in schema.fields if field.name not in LOG_COLUMNS]
         if foreign and options.data_format is None:
@@ -55,9 +84,7 @@ class WaltzDataSource(DataSource):
                 f"the schema has columns that the log has not ({', '.join(foreign[:5])}); give "
                 "option dataFormat=msgpack (or json) to unpack them from the payload"
             )
-        from waltz_spark.datasource.batch import WaltzBatchReader  # noqa: PLC0415 - see the module
-
-        return WaltzBatchReader(options, schema)
+        return options
 
     @plainly
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001

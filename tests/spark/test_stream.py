@@ -1,0 +1,251 @@
+"""Streams against a real cluster: every transaction once, in order, from where it was left."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chispa import assert_df_equality
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import StreamingQuery
+
+import waltz_spark
+from waltz_core.client import WaltzClient
+from waltz_core.errors import BadConfig, DataLoss
+from waltz_spark.lag import LagListener, lag_of
+
+pytestmark = pytest.mark.spark
+
+PARTITIONS = 4
+
+
+def append(connect: str, count: int, *, partition: int | None = None, tag: str = "t") -> None:
+    with WaltzClient(connect) as client:
+        futures = [
+            client.append(
+                f"{tag}{n}".encode(), partition=n % PARTITIONS if partition is None else partition
+            )
+            for n in range(count)
+        ]
+        for future in futures:
+            future.result(30)
+
+
+def marks_of(connect: str) -> dict[int, int]:
+    with WaltzClient(connect) as client:
+        return {int(each): int(mark) for each, mark in client.high_water_marks().items()}
+
+
+def as_json(marks: dict[int, int]) -> str:
+    return json.dumps({str(each): mark for each, mark in marks.items()})
+
+
+def stream(spark: SparkSession, connect: str, **options: object) -> DataFrame:
+    return spark.readStream.format("waltz").options(**options).load(connect)
+
+
+def into_files(table: DataFrame, place: Path) -> StreamingQuery:
+    """Read all that is there now into Parquet, and end."""
+    return (
+        table.writeStream.format("parquet")
+        .option("checkpointLocation", str(place / "checkpoint"))
+        .option("path", str(place / "files"))
+        .trigger(availableNow=True)
+        .start()
+    )
+
+
+def finished(query: StreamingQuery) -> StreamingQuery:
+    assert query.awaitTermination(60)
+    return query
+
+
+@pytest.fixture
+def begun(connect: str) -> dict[int, int]:
+    """The marks before the test."""
+    return marks_of(connect)
+
+
+def test_a_stream_reads_what_a_batch_reads(
+    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+) -> None:
+    append(connect, 300)
+    starting = {"startingHighWaterMarks": as_json(begun)}
+    finished(into_files(stream(spark, connect, **starting), tmp_path))
+    batch = spark.read.format("waltz").options(**starting).load(connect)
+    assert batch.count() == 300
+    assert_df_equality(spark.read.parquet(str(tmp_path / "files")), batch, ignore_row_order=True)
+
+
+def test_a_stream_goes_on_from_its_checkpoint(
+    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+) -> None:
+    starting = {"startingHighWaterMarks": as_json(begun)}
+    for times in range(1, 4):
+        append(connect, 40, tag=f"{times}-")
+        finished(into_files(stream(spark, connect, **starting), tmp_path))
+        files = spark.read.parquet(str(tmp_path / "files"))
+        assert files.count() == files.distinct().count() == 40 * times
+    # With nothing new there is nothing more.
+    finished(into_files(stream(spark, connect, **starting), tmp_path))
+    assert spark.read.parquet(str(tmp_path / "files")).count() == 120
+
+
+def test_a_stream_starts_with_what_comes_unless_told(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    append(connect, 8)
+    finished(into_files(stream(spark, connect), tmp_path))
+    append(connect, 12, tag="new")
+    finished(into_files(stream(spark, connect), tmp_path))
+    rows = spark.read.parquet(str(tmp_path / "files")).selectExpr("CAST(data AS string)").collect()
+    assert sorted(row.data for row in rows) == sorted(f"new{n}" for n in range(12))
+
+
+def test_a_micro_batch_takes_no_more_than_it_may(
+    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+) -> None:
+    append(connect, 40, partition=0)
+    append(connect, 10, partition=1)
+    table = stream(
+        spark, connect, startingHighWaterMarks=as_json(begun), maxTransactionsPerTrigger=20
+    )
+    query = finished(into_files(table, tmp_path))
+    counts = [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]
+    assert counts == [20, 20, 10]
+    ends = [json.loads(each["sources"][0]["endOffset"]) for each in query.recentProgress]
+    assert ends[0]["0"] - begun[0] == 16  # shared out by how far each lags
+    assert ends[0]["1"] - begun[1] == 4
+
+
+def test_micro_batches_follow_a_writer_in_order(
+    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def take(batch: DataFrame, _number: int) -> None:
+        rows = batch.select("partition", "transaction_id").collect()
+        seen.extend(sorted((row.partition, row.transaction_id) for row in rows))
+
+    query = (
+        stream(spark, connect, startingHighWaterMarks=as_json(begun))
+        .writeStream.foreachBatch(take)
+        .option("checkpointLocation", str(tmp_path))
+        .start()
+    )
+    try:
+        for times in range(3):
+            append(connect, 30, tag=f"{times}")
+            query.processAllAvailable()
+            assert len(seen) == 30 * (times + 1)
+    finally:
+        query.stop()
+    for partition in range(PARTITIONS):
+        ids = [place for each, place in seen if each == partition]
+        assert ids == list(range(begun[partition] + 1, begun[partition] + 1 + len(ids)))
+
+
+def test_the_lag_is_the_marks_minus_where_the_stream_is(
+    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+) -> None:
+    told: list[dict[int, int]] = []
+    listener = LagListener(lambda _query, lags: told.append(lags))
+    spark.streams.addListener(listener)
+    try:
+        append(connect, 50, partition=2)
+        table = stream(
+            spark,
+            connect,
+            startingHighWaterMarks=as_json(begun),
+            maxTransactionsPerTrigger=20,
+            pollInterval=0,
+        )
+        query = finished(into_files(table, tmp_path))
+        assert [lag_of(each)[0][2] for each in query.recentProgress][:3] == [30, 10, 0]
+        wait_until(lambda: len(told) >= 3)
+        assert [each[2] for each in told[:3]] == [30, 10, 0]
+        wait_until(lambda: str(query.id) not in listener.lags)
+    finally:
+        spark.streams.removeListener(listener)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    import threading  # noqa: PLC0415 - for its condition only
+    import time  # noqa: PLC0415
+
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        threading.Event().wait(0.02)
+
+
+def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
+    append(connect, 5, partition=3, tag="old")
+    rows = spark.read.format("waltz").option("partitions", 3).load(connect)
+    last = rows.orderBy("transaction_id", ascending=False).first()
+    assert last is not None
+    after = int(last.commit_time.timestamp() * 1000) + 1
+    wait_until(lambda: _now_ms() > after)
+    append(connect, 3, partition=3, tag="new")
+    for start in (str(after), last.commit_time.isoformat(timespec="milliseconds")):
+        found = (
+            spark.read.format("waltz")
+            .options(partitions=3, startingTimestamp=start)
+            .load(connect)
+            .selectExpr("CAST(data AS string) AS data")
+            .collect()
+        )
+        new = [row.data for row in found if row.data.startswith("new")]
+        assert new == ["new0", "new1", "new2"]
+    assert [row.data for row in found][-4:-3] == ["old4"]  # that of the last one's own time
+
+
+def _now_ms() -> int:
+    import time  # noqa: PLC0415
+
+    return time.time_ns() // 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"endingHighWaterMarks": "latest"}, "is for reading a batch, this is reading a stream"),
+        ({"pollInterval": "soon"}, "whole number from 0 to 3600000; found 'soon'"),
+        ({"maxTransactionsPerTrigger": "0"}, "whole number from 1"),
+        ({"startingTimestamp": "yesterday"}, "is a time like"),
+        (
+            {"startingTimestamp": "2026-01-01", "startingHighWaterMarks": "latest"},
+            "both say where to start",
+        ),
+    ],
+)
+def test_a_wrong_option_is_told_before_anything_runs(
+    spark: SparkSession, connect: str, tmp_path: Path, options: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(Exception, match=sentence) as failed:
+        finished(into_files(stream(spark, connect, **options), tmp_path))
+    assert isinstance(waltz_spark.error_of(failed.value), BadConfig)
+
+
+def test_options_of_a_stream_are_not_for_a_batch(spark: SparkSession, connect: str) -> None:
+    reader = spark.read.format("waltz").option("maxTransactionsPerTrigger", 5)
+    with pytest.raises(Exception, match="is for reading a stream, this is reading a batch"):
+        reader.load(connect).count()
+
+
+def test_a_checkpoint_past_the_end_of_the_log_is_data_loss(
+    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+) -> None:
+    finished(into_files(stream(spark, connect, startingHighWaterMarks="latest"), tmp_path))
+    offsets = tmp_path / "checkpoint" / "offsets" / "0"
+    text = offsets.read_text()
+    lines = text.splitlines()
+    ahead = {str(each): mark + 1000 for each, mark in begun.items()}
+    offsets.write_text("\n".join([*lines[:-1], json.dumps(ahead)]))
+    for crc in offsets.parent.glob(".*.crc"):
+        crc.unlink()
+    append(connect, 4)
+    with pytest.raises(StreamingQueryException, match="but its log ends at") as failed:
+        finished(into_files(stream(spark, connect), tmp_path))
+    assert isinstance(waltz_spark.error_of(failed.value), DataLoss)

@@ -1,0 +1,33 @@
+"""Where a read starts, asking the log where its options alone do not tell.
+
+Why it stands alone: a batch and the first micro-batch of a stream start in the same way.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from waltz_core.client import RangeForm, WaltzClient
+from waltz_spark import planning
+from waltz_spark.options import ReadOptions
+
+
+def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
+    """Return the exclusive start of each partition in `marks` (the log's marks now).
+
+    Raises:
+        DataLoss: a mark that was given lies past the end of its log.
+        Unavailable: a partition does not answer.
+    """
+    if options.starting_ms is None:
+        return planning.resolve_starts(options, marks)
+    since_ms = options.starting_ms
+    return {
+        partition: planning.first_since(partial(_stamp_ms, client, partition), mark, since_ms)
+        for partition, mark in marks.items()
+    }
+
+
+def _stamp_ms(client: WaltzClient, partition: int, transaction_id: int) -> int:
+    """Return when a transaction was committed; 0 where an original server wrote it."""
+    chunks = client.read_range(partition, transaction_id, transaction_id, form=RangeForm.HEADERS)
+    return max(stamp_ms for chunk in chunks for _, _, stamp_ms in chunk.stamps)

@@ -1,0 +1,95 @@
+"""How far a stream is behind the log: the marks of the log minus where the stream is.
+
+Why it stands alone: it is read from what Spark tells of a query's progress, in the user's process,
+and asks the log nothing.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pyspark.sql.streaming.listener import (
+    QueryIdleEvent,
+    QueryProgressEvent,
+    QueryStartedEvent,
+    QueryTerminatedEvent,
+    StreamingQueryListener,
+    StreamingQueryProgress,
+)
+
+_log = logging.getLogger("waltz")
+
+Lags = dict[int, int]
+
+
+def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[Lags]:
+    """Return the transactions that each source of a query has not read yet, by partition.
+
+    One entry for each source that is a log, in the query's order; `query.lastProgress` will do as
+    well as what a listener is given.
+    """
+    found: list[Lags] = []
+    for source in progress["sources"]:
+        latest, end = (_marks(source[name]) for name in ("latestOffset", "endOffset"))
+        if latest is not None and end is not None:
+            # What is reported last was asked for first: the stream may be ahead of it.
+            found.append({each: max(0, mark - end.get(each, -1)) for each, mark in latest.items()})
+    return found
+
+
+def _marks(offset: object) -> dict[int, int] | None:
+    """Return an offset by partition; None when it is another source's."""
+    try:
+        parsed = json.loads(offset) if isinstance(offset, str) else offset
+        if not isinstance(parsed, Mapping):
+            return None
+        return {int(partition): int(mark) for partition, mark in parsed.items()}
+    except (ValueError, TypeError):
+        return None
+
+
+class LagListener(StreamingQueryListener):
+    """Keeps the lag of every running query, and tells of it if asked to.
+
+        listener = LagListener()
+        spark.streams.addListener(listener)
+        listener.lags  # {query id: {partition: transactions behind}}
+
+    Args:
+        told: called with a query's id and its lags by partition at each progress.
+    """
+
+    def __init__(self, told: Callable[[str, Lags], None] | None = None) -> None:
+        self._told = told
+        self._lock = threading.Lock()
+        self._lags: dict[str, Lags] = {}
+
+    @property
+    def lags(self) -> dict[str, Lags]:
+        """The lags by query id and partition, as of each query's last progress."""
+        with self._lock:
+            return {query: dict(lags) for query, lags in self._lags.items()}
+
+    def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
+        """Nothing yet."""
+
+    def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
+        """Take a query's progress in."""
+        query, lags = str(event.progress.id), {}
+        for each in lag_of(event.progress):
+            lags.update(each)
+        with self._lock:
+            self._lags[query] = lags
+        _log.debug("query %s is behind by %s", query, lags)
+        if self._told is not None:
+            self._told(query, dict(lags))
+
+    def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
+        """Nothing: what was told last still holds."""
+
+    def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
+        """Forget the query."""
+        with self._lock:
+            self._lags.pop(str(event.id), None)
