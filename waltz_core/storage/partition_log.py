@@ -111,7 +111,7 @@ class PartitionLog:
         self._settings = settings
         self._engaged = NO_SESSION
         self._failed = False
-        self._broken = False
+        self.is_broken = False  # the disk has refused a cut; nothing until it is opened again
         self._synced_chain = segments.chain
         self._marked_ms = settings.now_ms()
 
@@ -181,11 +181,6 @@ class PartitionLog:
         """Ids whose records cannot be read."""
         return self.slot.damaged
 
-    @property
-    def is_broken(self) -> bool:
-        """Has the disk refused to cut the log? Nothing is done then until it is opened again."""
-        return self._broken
-
     def is_engaged(self, session: SessionId) -> bool:
         """Has ENGAGE of this session come, and no later promise or failure since?"""
         return session != NO_SESSION and self._engaged == session
@@ -212,7 +207,7 @@ class PartitionLog:
             SessionFenced: a later session was promised, or this one to somebody else.
             DiskFailed: promise or log could not be made durable.
         """
-        if self._broken:
+        if self.is_broken:
             raise DiskFailed(f"partition {self.partition_id}: failed until it is opened again")
         slot = self.slot
         same = session == slot.promised and nonce == slot.nonce
@@ -499,7 +494,7 @@ class PartitionLog:
             recovery.finish_truncation(self._segments, intent)
         except (DiskFailed, NoSpace) as error:
             # The intent is durable: the next open carries it out.
-            self._failed = self._broken = True
+            self._failed = self.is_broken = True
             raise DiskFailed(f"partition {self.partition_id}: truncating: {error}") from error
         self.synced_max = self.max_id
         self.chain = self._synced_chain = self._segments.chain
@@ -600,5 +595,5 @@ class PartitionLog:
 
     def _break(self, reason: str) -> DiskFailed:
         """Answer nothing more until the log is opened again."""
-        self._failed = self._broken = True
+        self._failed = self.is_broken = True
         return DiskFailed(f"partition {self.partition_id}: {reason}")
