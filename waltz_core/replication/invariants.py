@@ -9,7 +9,7 @@ Each check is named as in `docs/replication.md`.
 from waltz_core.cluster.model import UNRESOLVED, ReplicaState
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.replication.quorum import quorum_mark, quorum_size
-from waltz_core.replication.replica_session import ReplicaSession, Stage
+from waltz_core.replication.replica_session import MARKED, ReplicaSession, Stage
 from waltz_core.replication.store_session import StoreSession
 
 
@@ -33,7 +33,7 @@ def _check_touch(session: StoreSession) -> None:
         assert session.window is None
         assert session.writing is None
         for each in session.replicas.values():
-            assert each.stage not in (Stage.READY, Stage.ENGAGED)
+            assert each.stage not in MARKED
     for each in session.replicas.values():
         assert not (each.is_tainted and each.is_connected), "a tainted replica is connected"
 

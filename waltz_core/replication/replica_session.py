@@ -71,6 +71,10 @@ class Stage(Enum):
     ENGAGED = auto()  # ZooKeeper has it as engaged: it gets live appends, and it counts
 
 
+MARKED: Final = (Stage.READY, Stage.ENGAGED)
+_UNCONNECTED: Final = (Stage.ABSENT, Stage.DIALLING)
+
+
 @dataclass(slots=True)
 class Request:
     """What was asked, and for whom (the meaning of `ticket` is the asker's)."""
@@ -115,12 +119,12 @@ class ReplicaSession:
     @property
     def is_connected(self) -> bool:
         """Whether requests can be sent."""
-        return self.stage not in (Stage.ABSENT, Stage.DIALLING)
+        return self.stage not in _UNCONNECTED
 
     @property
     def is_marked(self) -> bool:
         """Whether its log has the session's mark set."""
-        return self.stage in (Stage.READY, Stage.ENGAGED)
+        return self.stage in MARKED
 
     @property
     def oldest_ms(self) -> int | None:

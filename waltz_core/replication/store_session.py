@@ -49,7 +49,7 @@ from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_si
 from waltz_core.replication.recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.repair import Repair
 from waltz_core.replication.repairs import Repairs
-from waltz_core.replication.replica_session import ReplicaSession, Request, Stage
+from waltz_core.replication.replica_session import MARKED, ReplicaSession, Request, Stage
 from waltz_core.replication.settling import SETTLING, Settling
 from waltz_core.replication.window import Window
 from waltz_core.wire import messages
@@ -59,7 +59,9 @@ if TYPE_CHECKING:
     from random import Random
 
 # Tickets of requests are those of `Repairs`, but for heartbeats (the proof's token) and `SETTLING`.
-_MARKED: Final = (Stage.READY, Stage.ENGAGED)
+# These are compared with many times in each step, and a member of an enum is slow to look up.
+_ABSENT: Final = Stage.ABSENT
+_ENGAGED: Final = Stage.ENGAGED
 _NEARLY: Final = (Stage.PREPARING, Stage.REPAIRING)
 
 
@@ -159,7 +161,7 @@ class StoreSession:
     @property
     def engaged(self) -> list[ReplicaSession]:
         """The engaged replicas, in the order of the assignment."""
-        return [each for each in self.replicas.values() if each.stage is Stage.ENGAGED]
+        return [each for each in self.replicas.values() if each.stage is _ENGAGED]
 
     def readable(self) -> list[ReplicaId]:
         """Return the engaged replicas, those that have synced most first."""
@@ -169,7 +171,7 @@ class StoreSession:
     def wake_times(self, now_ms: int) -> Iterator[int]:
         """Yield the times at which something is due; one that is due already is yielded too."""
         for each in self.replicas.values():
-            if each.stage is Stage.ABSENT:
+            if each.stage is _ABSENT:
                 yield each.redial_at_ms
             elif not self._has_time(each):
                 oldest_ms = each.oldest_ms
@@ -255,7 +257,7 @@ class StoreSession:
         assert self.is_settled, "nothing is appended before earlier sessions are settled"
         self.window.add(batch, self.claim.session_id, now_ms)
         for each in self.replicas.values():
-            if each.stage is Stage.ENGAGED:
+            if each.stage is _ENGAGED:
                 self._feed(each, now_ms)
 
     def prove(self, token: int, now_ms: int) -> None:
@@ -327,8 +329,7 @@ class StoreSession:
         return [
             each.replica
             for each in self.replicas.values()
-            if each.stage in _MARKED
-            and (now_ms is None or held.get(each.replica, now_ms) <= now_ms)
+            if each.stage in MARKED and (now_ms is None or held.get(each.replica, now_ms) <= now_ms)
         ]
 
     def _is_enough(self, ready: Sequence[ReplicaId]) -> bool:
@@ -393,7 +394,7 @@ class StoreSession:
 
     def _has_time(self, each: ReplicaSession) -> bool:
         """Whether a replica may be slow: not while nothing can be appended before it answers."""
-        return each.stage is Stage.ENGAGED and self.is_settled
+        return each.stage is _ENGAGED and self.is_settled
 
     def _returned(self, each: ReplicaSession, now_ms: int) -> None:
         """A replica is back whose old connection may still carry changes: only a new session."""
@@ -413,10 +414,10 @@ class StoreSession:
         self, each: ReplicaSession, request: Request, answer: StorageMessage, now_ms: int
     ) -> None:
         match answer:
-            case messages.Appended() if each.stage in _MARKED:
+            case messages.Appended() if each.stage in MARKED:
                 assert isinstance(request.message, messages.AppendRaw)
                 each.appended(request.message, answer)
-                if each.stage is Stage.ENGAGED:
+                if each.stage is _ENGAGED:
                     self._commit(now_ms)
             case messages.Nack():
                 self._nacked(each, request, answer, now_ms)
@@ -496,7 +497,7 @@ class StoreSession:
             self._refuse(self.replicas[replica], reason, now_ms)
         if self.window is not None and self.ended is None:
             for each in self.replicas.values():
-                if each.stage in _MARKED:
+                if each.stage in MARKED:
                     self._feed(each, now_ms)
 
     def _is_decided(self) -> bool:
@@ -546,7 +547,7 @@ class StoreSession:
         """Send a replica what it may have and lacks, within the limit (rules 4 and 7)."""
         window = self.window
         assert window is not None
-        last = window.last if each.stage is Stage.ENGAGED else window.committed
+        last = window.last if each.stage is _ENGAGED else window.committed
         while each.next_id <= last and each.unanswered_bytes < self._limits.lag_bytes_max:
             flight = window.at(each.next_id)
             if flight is None:
@@ -560,7 +561,7 @@ class StoreSession:
     def _commit(self, now_ms: int) -> None:
         window = self.window
         assert window is not None
-        marks = [each.synced_last for each in self.replicas.values() if each.stage is Stage.ENGAGED]
+        marks = [each.synced_last for each in self.replicas.values() if each.stage is _ENGAGED]
         mark = quorum_mark(marks, self.quorum)
         assert mark is not None
         if not window.commit(mark):
@@ -568,7 +569,7 @@ class StoreSession:
         self._progress_ms = now_ms
         committed = Committed(self.claim.session_id, window.committed, window.committed_chain)
         self._outbox.append(committed)
-        needed = [each.next_id for each in self.replicas.values() if each.stage in _MARKED]
+        needed = [each.next_id for each in self.replicas.values() if each.stage in MARKED]
         window.trim(min(needed), self._limits.lag_bytes_max)
 
     def _stalled_at_ms(self) -> int | None:

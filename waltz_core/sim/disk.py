@@ -150,17 +150,13 @@ class SimFile:
         data = b"".join(parts)
         fault = self._disk.step("write", self._path)
         room = self._disk.room_for(self._inode, offset + len(data))
-        growth = offset + len(data) - len(self._inode.seen)
-        if fault is Fault.POWER_LOSS:
-            data = data[: max(0, _sector_floor(offset + len(data) // 2) - offset)]  # rule 3
-        elif fault is Fault.FAILS:
-            data = data[: len(data) // 2 if _spans_sectors(offset, len(data)) else 0]
-        elif fault is Fault.DISK_FULL:
-            data = data[: len(data) // 2 if growth > 0 else 0]
+        inode = self._inode
+        if fault is not None:
+            has_grown = offset + len(data) > len(inode.seen)
+            data = data[: _written_bytes(fault, offset, len(data), has_grown=has_grown)]
         elif room < 0:
             data = data[: max(0, len(data) + room)]
             fault = Fault.DISK_FULL
-        inode = self._inode
         if data:
             if len(inode.seen) < offset:
                 inode.resize(offset)
@@ -173,10 +169,11 @@ class SimFile:
         self._check()
         inode = self._inode
         fault = self._disk.step("sync", self._path)
-        if fault is None and self._disk.is_lying:
-            return
         if fault is None:
-            inode.carry_over(sorted(inode.dirty), len(inode.seen))
+            if not self._disk.is_lying:
+                inode.carry_over(sorted(inode.dirty), len(inode.seen))
+                inode.dirty.clear()
+            return
         if fault is not Fault.POWER_LOSS and not self._disk.is_lying:
             inode.dirty.clear()
         if fault is Fault.DISK_FULL:
@@ -466,6 +463,8 @@ class SimDisk:
 
     def strike(self, fault: Fault | None, what: str, path: Path) -> None:
         """Raise the error of a fault."""
+        if fault is None:
+            return
         if fault is Fault.POWER_LOSS:
             self._is_off = True
             raise PowerLoss
@@ -483,6 +482,14 @@ class SimDisk:
             return 0
         used = sum(len(one.seen) for one in self._names.values())
         return self.capacity_bytes - used - growth
+
+
+def _written_bytes(fault: Fault, offset: int, size: int, *, has_grown: bool) -> int:
+    """Return how much of a write is done where a fault strikes (rule 3)."""
+    if fault is Fault.POWER_LOSS:
+        return max(0, _sector_floor(offset + size // 2) - offset)
+    is_divided = has_grown if fault is Fault.DISK_FULL else _spans_sectors(offset, size)
+    return size // 2 if is_divided else 0
 
 
 def _spans_sectors(offset: int, size: int) -> bool:
