@@ -13,8 +13,8 @@ from waltz_core.record import PartitionId, ReqId
 from waltz_core.sim.faults import WEIGHTS
 from waltz_core.sim.network import FAR, NEAR, Handlers, Network
 from waltz_core.sim.process import Process
-from waltz_core.sim.run import run_seed
-from waltz_core.sim.schedule import schedule_of
+from waltz_core.sim.run import run, run_seed
+from waltz_core.sim.schedule import Schedule, Setup, schedule_of
 from waltz_core.sim.world import World
 from waltz_core.wire.messages import FlushRequest
 
@@ -54,6 +54,17 @@ def test_a_trace_does_not_depend_on_what_is_noted():
         silent.committed,
         silent.counts,
     )
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 5])
+def test_without_faults_nothing_is_ever_lost_or_closed(replicas):
+    setup = Setup(replicas=replicas, checkpoint_interval_count=100_000, steps_max=20_000)
+    verdict = run(Schedule(5, setup))
+    assert verdict.is_good, verdict.text
+    assert verdict.committed > 300
+    unwanted = ("replica.lost", "session closed", "told LOST", "told unknown", "doubt in the log")
+    assert {name: verdict.counts[name] for name in unwanted} == dict.fromkeys(unwanted, 0)
+    assert verdict.counts["session opened"] >= 1
 
 
 # --- the network

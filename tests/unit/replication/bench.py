@@ -7,8 +7,7 @@ its answer, `run` lets everything go on until nothing is left to do.
 from collections import deque
 from random import Random
 
-from tests.sim.model_storage import ModelStorage
-from tests.sim.replication_world import make_batch
+from tests.unit.replication.model_storage import ModelStorage, make_batch
 from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.machine import Report, Wakeup
 from waltz_core.replication import events
@@ -20,23 +19,6 @@ from waltz_core.wire import messages as wire
 KEY = b"cluster-key-16-b"
 A, B, C, D, E = (f"storage{n}:1" for n in range(5))
 LIMITS = Limits(lag_bytes_max=500, range_bytes_max=300)
-
-
-class _World:
-    """What a model storage needs of a world: chance."""
-
-    def __init__(self):
-        self.rng = Random(7)
-
-    def after(self, delay_us, action):
-        """Snapshots are not wanted here."""
-
-
-class _NoChecker:
-    def synced(self, *args):
-        """Nothing is checked here."""
-
-    appending = cutting = synced
 
 
 class Bench:
@@ -68,9 +50,7 @@ class Bench:
         return PartitionStore(0, KEY, 1, self.storage_ids, rng=self.rng, limits=limits)
 
     def add_storage(self, name):
-        self.storages[name] = ModelStorage(_World(), name, _NoChecker())
-        self.storages[name].lineage_max = 3
-        self.storages[name].range_batches_max = 2
+        self.storages[name] = ModelStorage(name, lineage_max=3, range_batches_max=2)
         self.storage_ids[name] = self.storages[name].disk.storage_id
 
     # --- events in
@@ -129,7 +109,6 @@ class Bench:
         """Let a storage serve its oldest request and answer it."""
         message = self.requests[replica].popleft()
         answer = self.storages[replica].handle(message)
-        self.storages[replica].sync()
         self.step(events.ReplicaAnswered(message.session_id, replica, answer))
         return message, answer
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from tests.sim.replication_world import make_batch
 from tests.unit.replication.bench import A, B, Bench, C, D, E, wire
+from tests.unit.replication.model_storage import make_batch
 from waltz_core.cluster.model import (
     UNRESOLVED,
     MarkerState,

@@ -1,12 +1,10 @@
 """Unit tests of `waltz_core.replication.repair`: one replica's way to the goal, step by step."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 
-from tests.sim.model_storage import ModelStorage
-from tests.sim.replication_world import make_batch
+from tests.unit.replication.model_storage import ModelStorage, make_batch
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.record import GENESIS_CHAIN, MADE_UP, LineageEntry, next_chain
 from waltz_core.replication.repair import (
@@ -25,24 +23,9 @@ from waltz_core.replication.repair import (
 from waltz_core.wire import messages as wire
 
 
-class _World:
-    rng = Random(1)
-
-    def after(self, delay_us, action):
-        """No snapshots."""
-
-
-class _NoChecker:
-    def synced(self, *args):
-        """Nothing to check."""
-
-    appending = cutting = synced
-
-
 def storage(*batches, mark=-1, window=2):
     """Return a storage in session 9 whose log has these batches: (session, payloads)."""
-    made = ModelStorage(_World(), "s", _NoChecker())
-    made.lineage_max = made.range_batches_max = window
+    made = ModelStorage("s", lineage_max=window, range_batches_max=window)
     made.disk.promised = 9
     for session, payloads in batches:
         batch = make_batch(made.last + 1, payloads, 0)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from tests.sim.replication_world import make_batch
+from tests.unit.replication.model_storage import make_batch
 from waltz_core.errors import RemoteProtocolError
 from waltz_core.record import GENESIS_CHAIN
 from waltz_core.replication.events import CloseReplica, OpenReplica, SendToReplica

@@ -122,7 +122,7 @@ def test_a_rolled_back_replica_is_filled_up_and_counts_again():
         bench.submit(2)
     bench.run()
     old = bench.storages[A].disk
-    bench.storages[A].disk = replace(old, entries=old.entries[:1], suspect=True, synced_last=1)
+    bench.storages[A].disk = replace(old, entries=old.entries[:1], suspect=True)
     bench.step(events.Checkpoint())
     bench.run()
     bench.wait(LIMITS.grace_ms)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.sim.replication_world import make_batch
+from tests.unit.replication.model_storage import make_batch
 from waltz_core.record import GENESIS_CHAIN, next_chain
 from waltz_core.replication.window import Window
 

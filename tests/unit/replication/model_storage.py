@@ -1,11 +1,12 @@
-"""A storage as replication sees it: what it promises, keeps over a crash, answers and refuses.
+"""A storage as replication sees it: what it promises, keeps, answers and refuses.
 
-It stands for the real storage in replication's own simulation: a few dozen records in memory,
-with a page cache that a power loss empties, and a disk that can be put back to an older state.
+It stands for the real storage on replication's bench: a few dozen records in memory, and fields
+that a test may set to whatever a disk may have come to.
 """
 
+import struct
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from waltz_core import errors
@@ -17,6 +18,7 @@ from waltz_core.record import (
     LineageEntry,
     next_chain,
 )
+from waltz_core.replication.events import Batch
 from waltz_core.wire import messages as wire
 
 
@@ -37,6 +39,14 @@ def crcs_of(records):
     return b"".join(record[-4:] for record in records)
 
 
+def make_batch(first, payloads, stamp_ms):
+    records = [make_record(first + i, payload) for i, payload in enumerate(payloads)]
+    data = b"".join(records)
+    lengths = struct.pack(f">{len(records)}i", *map(len, records))
+    last = first + len(records) - 1
+    return Batch(first, last, lengths, data, crcs_of(records), zlib.crc32(data), stamp_ms)
+
+
 class Entry(NamedTuple):
     """One batch on disk."""
 
@@ -46,11 +56,10 @@ class Entry(NamedTuple):
 
 @dataclass
 class Disk:
-    """What there is of one partition. `synced_last` is what a power loss leaves."""
+    """What there is of one partition."""
 
     storage_id: bytes
     entries: list = field(default_factory=list)
-    synced_last: int = BEFORE_FIRST
     promised: int = NO_SESSION
     nonce: bytes = bytes(16)
     last_session: int = NO_SESSION
@@ -59,59 +68,19 @@ class Disk:
     suspect: bool = False
     damaged: set = field(default_factory=set)
 
-    def copy(self):
-        return replace(self, entries=self.entries[:], damaged=set(self.damaged))
-
 
 class ModelStorage:
-    """One partition of one storage. `handle` answers; sync is told apart by `sync`."""
+    """One partition of one storage. `handle` answers, and all that was written before is synced.
 
-    def __init__(self, world, name, checker):
-        self.world = world
-        self.rng = world.rng
-        self.name = name
-        self.checker = checker
-        self.disk = Disk(storage_id=self.rng.randbytes(16))
-        self.snapshots = []
-        self.is_up = True
+    A part of a log has at most so many batches: `lineage_max` as entries, `range_batches_max` as
+    records.
+    """
+
+    def __init__(self, name, *, lineage_max, range_batches_max):
+        self.disk = Disk(storage_id=name.encode().ljust(16, b"-"))
+        self.lineage_max = lineage_max
+        self.range_batches_max = range_batches_max
         self.fails_next_sync = False
-        self.lineage_max = self.rng.choice((1, 2, 3, 50))
-        self.range_batches_max = self.rng.choice((1, 3, 20))
-        self.slow_us = 0
-
-    # --- faults
-
-    def crash(self):
-        """The process ends; what it wrote without syncing is in the page cache and stays."""
-        self.is_up = False
-        self.fails_next_sync = False
-
-    def lose_power(self):
-        """What was not synced may be gone, in the middle of a batch too."""
-        self.crash()
-        keep = self.disk.synced_last
-        if self.rng.random() < 0.4:
-            keep = self.rng.randint(keep, self.last)
-        self._cut(keep)
-
-    def roll_back(self):
-        """The disk is as it was a while ago; the markers outside the log tell."""
-        assert self.snapshots
-        self.crash()
-        place = self.rng.randrange(len(self.snapshots))
-        self.disk = self.snapshots[place].copy()
-        self.snapshots = self.snapshots[: place + 1]
-        self.disk.suspect = True
-        self.disk.synced_last = self.last
-
-    def rot(self):
-        """One record becomes unreadable."""
-        if self.last >= 0:
-            self.disk.damaged.add(self.rng.randint(0, self.last))
-
-    def _snap(self, chance):
-        if self.rng.random() < chance:
-            self.snapshots = [*self.snapshots, self.disk.copy()][-3:]
 
     # --- the log
 
@@ -136,20 +105,12 @@ class ModelStorage:
             before = entries[-1].lineage.chain if entries else GENESIS_CHAIN
             chain = next_chain(before, line.first, last, line.session_id, crcs_of(records))
             entries.append(Entry(line._replace(last=last, chain=chain), records))
-        self.disk.synced_last = min(self.disk.synced_last, self.last)
         self.disk.damaged = {bad for bad in self.disk.damaged if bad <= self.last}
-
-    def sync(self):
-        for entry in reversed(self.disk.entries):
-            if entry.lineage.last <= self.disk.synced_last:
-                break
-            self.checker.synced(self, entry)
-        self.disk.synced_last = self.last
 
     # --- requests
 
     def handle(self, message):
-        """Return the answer, which may be sent once everything written so far is synced."""
+        """Return the answer."""
         try:
             return self._handle(message)
         except errors.WaltzError as error:
@@ -201,7 +162,6 @@ class ModelStorage:
         ):
             raise errors.SessionFenced(f"bound to {disk.promised}, not {message.session_id}")
         disk.promised, disk.nonce = message.session_id, message.nonce
-        self.sync()
         mark, confirmed = disk.confirmed, True
         if disk.provisional is not None:
             mark, confirmed = disk.provisional[1], False
@@ -256,7 +216,6 @@ class ModelStorage:
         session, mark = disk.provisional or (None, None)
         if session == message.session_id and message.first > mark:
             self._confirm()
-        self.checker.appending(self, message)
         records, at = [], 0
         for place in range(0, len(message.lengths), 4):
             length = int.from_bytes(message.lengths[place : place + 4], "big")
@@ -273,9 +232,8 @@ class ModelStorage:
         assert not records
         if self.fails_next_sync:
             self.fails_next_sync = False
-            self._cut(disk.synced_last)
+            self._cut(message.first - 1)
             raise errors.DiskFailed("fsync failed")
-        self.world.after(0, lambda: self._snap(0.05))
         return wire.Appended(*prefix, self.last)
 
     def _truncate(self, message):
@@ -286,7 +244,6 @@ class ModelStorage:
         ends[BEFORE_FIRST] = GENESIS_CHAIN
         if ends.get(message.base) != message.base_chain:
             raise errors.BadRequest(f"another chain at {message.base}")
-        self.checker.cutting(self, keep)
         self._cut(keep)
 
     def _set_mark(self, message):
@@ -297,12 +254,9 @@ class ModelStorage:
             raise errors.ReplicaSuspect("mark on a damaged log")
         if message.mark < disk.confirmed:
             raise errors.BadRequest("the mark goes back")
-        self._snap(0.3)
-        self.sync()
         disk.provisional = message.session_id, message.mark
         disk.last_session = message.session_id
         disk.suspect = False
-        self._snap(0.2)
 
     def _confirm(self):
         if self.disk.provisional:
