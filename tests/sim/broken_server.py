@@ -66,38 +66,30 @@ def locks_written_at_commit() -> Patches:
 @switch
 def read_locks_unchecked() -> Patches:
     """Read locks are not looked up."""
-    judge, judge_one = LockTable.judge, LockTable.judge_one
-
-    def judge_rows(self, requests, *, high_water_mark, next_id):
-        none = requests.read._replace(
-            offsets=np.zeros_like(requests.read.offsets), values=requests.read.values[:0]
-        )
-        marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return judge(self, requests._replace(read=none), **marks)
-
-    def judge_row(self, locks, mark, *, high_water_mark, next_id):
-        marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return judge_one(self, (locks[0], (), locks[2]), mark, **marks)
-
-    yield instead(LockTable, "judge", judge_rows)
-    yield instead(LockTable, "judge_one", judge_row)
+    yield from without_locks("read")
 
 
 @switch
 def append_locks_not_entered() -> Patches:
     """Append locks leave nothing in the table."""
+    yield from without_locks("append")
+
+
+def without_locks(kind):
+    """Judge every row as if it had asked for no locks of a kind."""
     judge, judge_one = LockTable.judge, LockTable.judge_one
 
     def judge_rows(self, requests, *, high_water_mark, next_id):
-        none = requests.append._replace(
-            offsets=np.zeros_like(requests.append.offsets), values=requests.append.values[:0]
-        )
+        asked = getattr(requests, kind)
+        none = asked._replace(offsets=np.zeros_like(asked.offsets), values=asked.values[:0])
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return judge(self, requests._replace(append=none), **marks)
+        return judge(self, requests._replace(**{kind: none}), **marks)
 
     def judge_row(self, locks, mark, *, high_water_mark, next_id):
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        return judge_one(self, (locks[0], locks[1], ()), mark, **marks)
+        write, read, append = locks
+        left = (write, (), append) if kind == "read" else (write, read, ())
+        return judge_one(self, left, mark, **marks)
 
     yield instead(LockTable, "judge", judge_rows)
     yield instead(LockTable, "judge_one", judge_row)

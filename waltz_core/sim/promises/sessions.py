@@ -382,6 +382,8 @@ class Sessions:
                 self._check_open(effect.session_id, "Settled")
             case events.Committed():
                 self._committed(effect)
+            case events.MarkUnproved():
+                self._witness.count("unproved mark")
             case _:
                 pass
 
@@ -408,6 +410,8 @@ class Sessions:
                 f"{effect.session_id} opens at {effect.high_water_mark}, "
                 f"{self._witness.history.last} is in the log",
             )
+        if effect.high_water_mark > self._witness.history.last:
+            self._witness.count("doubt in the log")
 
     def _committed(self, effect: events.Committed) -> None:
         """2. AckQuorum: on disks. 8. EngagedOnly: in what the owner may have counted."""

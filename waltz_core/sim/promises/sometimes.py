@@ -25,11 +25,17 @@ SOMETIMES: Final = (
     "NO_SPACE",
     "flushed",
     "proven mark",
+    "unproved mark",
     "mark asked of an old owner",
     "read",
     "read alone",
     "told LOST",
     "told unknown",
+    "doubt in the log",
+    "replica.refused",
+    "session.abandoned",
+    "coordinator.away",
+    "released",
 )
 # Reports of machines under the names above.
 REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}
