@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.errors import WaltzError
 from waltz_core.sim.budget import read_whole
 from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.disk import Contents, SimDisk, Survival
+from waltz_core.sim.disk import Contents, PowerLoss, SimDisk, Survival
 from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
 from waltz_core.sim.striking import any_storage, counted, keep_down
@@ -250,11 +250,14 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
 
 def scrub(cluster: SimCluster, rng: "Random") -> bool:
     """Somebody reads a whole log, and what is damaged there becomes known."""
-    log = any_storage(cluster, rng).log
-    if log is None:
+    storage = any_storage(cluster, rng)
+    if storage.log is None:
         return False
-    with suppress(WaltzError):
-        read_whole(log)
+    try:
+        with suppress(WaltzError):
+            read_whole(storage.log)
+    except PowerLoss:  # What is found to be damaged is written down.
+        storage.lose_power()
     return True
 
 
