@@ -17,6 +17,7 @@ from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
 from waltz_core.sim.striking import any_storage, counted, keep_down
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME
+from waltz_core.storage.engine import STORAGE_ID_NAME
 from waltz_core.storage.format import SLOT_BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -136,11 +137,17 @@ def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
 def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
     """A disk is overwritten with a copy of another storage's."""
     one, other = any_storage(cluster, rng), any_storage(cluster, rng)
-    if one is other or not cluster.budget.allows(one):
+    if one is other or _is_of(cluster, other, one) or not cluster.budget.allows(one):
         return False
     _replace_disk(cluster, one, other.disk.contents(), rng)
     _operate_later(cluster, rng)
     return True
+
+
+def _is_of(cluster: SimCluster, other: SimStorage, one: SimStorage) -> bool:
+    """Whether a disk is one's own of an earlier day: nobody could see that (budget.py, rule 2)."""
+    path, mine = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(one.replica)
+    return mine is None or (other.disk.exists(path) and mine in other.disk.content(path))
 
 
 def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
