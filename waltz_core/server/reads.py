@@ -113,7 +113,7 @@ class Reads:
         self._is_open = False
         self._jobs: dict[_Key, _Job] = {}
         self._ready: deque[_Job] = deque()
-        self._running: dict[int, _Job] = {}
+        self._running: dict[int, _Job | None] = {}  # None: nobody waits for it any more
         self._parked: list[tuple[int, _Job]] = []
         self._token = 0
         self._turn = 0
@@ -174,7 +174,8 @@ class Reads:
         waiting = [question for job in self._jobs.values() for question in job.waiting]
         self._jobs.clear()
         self._ready.clear()
-        self._running.clear()
+        # What is under way counts until its answer has come, whoever has the partition then.
+        self._running = dict.fromkeys(self._running)
         self._parked.clear()
         self._is_open = False
         self.forget_all()
@@ -288,7 +289,7 @@ class Reads:
         """A storage has sent a stretch."""
         job = self._running.get(token)
         if job is None:
-            return []
+            return self._dropped(token)
         try:
             run = _checked(message, job.key)
         except WaltzError as error:
@@ -302,9 +303,10 @@ class Reads:
 
     def failed(self, token: int, reason: str, now_ms: int) -> list[Outcome]:
         """A storage did not send what was asked; rule 2."""
-        job = self._running.pop(token, None)
+        job = self._running.get(token)
         if job is None:
-            return []
+            return self._dropped(token)
+        del self._running[token]
         self.failed_fetches += 1
         if all(replica in job.tried for replica in self.replicas):
             job.tried.clear()
@@ -327,6 +329,11 @@ class Reads:
             self._parked.append((now_ms + job.retry_ms, job))
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
         return out + self._start()
+
+    def _dropped(self, token: int) -> list[Outcome]:
+        """An answer came that nobody waits for: there is room for another fetch."""
+        self._running.pop(token, None)
+        return self._start()
 
     def _fetch(self, key: _Key, question: Received | None) -> list[Outcome]:
         job = self._jobs.get(key)

@@ -4,6 +4,8 @@ import dataclasses
 import struct
 import zlib
 
+import pytest
+
 from waltz_core import errors
 from waltz_core.record import (
     GENESIS_CHAIN,
@@ -145,6 +147,21 @@ def test_an_answer_of_an_old_session_still_counts() -> None:
     (answer,) = each.fetched(fetch.token, headers(fetch, 10), 0)
     assert isinstance(answer, Answer)
     assert each.fetched(fetch.token, headers(fetch, 10), 0) == []
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_what_is_under_way_when_it_is_given_up_still_counts(is_good: bool) -> None:
+    each = reads(fetches_max=1)
+    fetch = fetch_of(ask(each, 0, 9, sequence=1))
+    each.abandon()
+    each.opened(SessionId(5), TransactionId(99))
+    assert ask(each, 10, 19, sequence=2) == []
+    late = (
+        each.fetched(fetch.token, headers(fetch, 10), 0)
+        if is_good
+        else each.failed(fetch.token, "", 0)
+    )
+    assert fetch_of(late).message.first == 10
 
 
 def test_a_feed_and_a_reader_may_wait_for_the_same() -> None:
