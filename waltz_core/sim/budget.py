@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaState
 from waltz_core.errors import WaltzError
-from waltz_core.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.record import MADE_UP, NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.sim.disk import SimDisk
 from waltz_core.storage.partition_log import PartitionLog
@@ -121,9 +121,21 @@ def is_sound(storage: "SimStorage") -> bool:
         engine = storage.open_engine(copy)
         log = engine.log(PartitionId(0))
         read_whole(log)
+        is_itself = not _has_made_up(log)
     except WaltzError:
         return False
-    return not log.suspect and not log.damaged
+    return is_itself and not log.suspect and not log.damaged
+
+
+def _has_made_up(log: PartitionLog) -> bool:
+    """Whether a log has lost batches: it serves its records, and nobody can copy it whole."""
+    at = TransactionId(0)
+    while at <= log.synced_max:
+        _, entries = log.lineage(at, at)
+        if entries[-1].session_id == MADE_UP:
+            return True
+        at = TransactionId(entries[-1].last + 1)
+    return False
 
 
 def read_whole(log: PartitionLog) -> None:
