@@ -13,14 +13,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from waltz_spark.api import Snapshot, WriteResult, append, register, session, snapshot
     from waltz_spark.failures import error_of
+    from waltz_spark.lag import LagListener, lag_of
 
-__all__ = ["Snapshot", "WriteResult", "append", "error_of", "register", "session", "snapshot"]
+_PLACES = {
+    "LagListener": "lag",
+    "Snapshot": "api",
+    "WriteResult": "api",
+    "append": "api",
+    "error_of": "failures",
+    "lag_of": "lag",
+    "register": "api",
+    "session": "api",
+    "snapshot": "api",
+}
+__all__ = [
+    "LagListener",
+    "Snapshot",
+    "WriteResult",
+    "append",
+    "error_of",
+    "lag_of",
+    "register",
+    "session",
+    "snapshot",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        module = "waltz_spark.failures" if name == "error_of" else "waltz_spark.api"
-        return getattr(import_module(module), name)
+    if name in _PLACES:
+        return getattr(import_module(f"waltz_spark.{_PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

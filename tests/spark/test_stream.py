@@ -13,7 +13,7 @@ from pyspark.sql.streaming import StreamingQuery
 import waltz_spark
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, DataLoss
-from waltz_spark.lag import LagListener, lag_of
+from waltz_spark import LagListener, lag_of
 
 pytestmark = pytest.mark.spark
 

@@ -10,6 +10,8 @@ from waltz_spark.planning import (
     Span,
     check_marks,
     chosen_partitions,
+    first_since,
+    limited,
     resolve_ends,
     resolve_starts,
     spans,
@@ -74,3 +76,33 @@ def test_tasks_cover_exactly_what_was_asked_for(
     assert covered == [(s.partition, i) for s in whole for i in range(s.first, s.last + 1)]
     assert all(t.last - t.first < per_task_max for t in tasks)
     assert len(tasks) >= min(task_count_min, sum(counts))
+
+
+MARKS = st.dictionaries(st.integers(0, 40), st.integers(-1, 10**9), min_size=1)
+
+
+@given(MARKS, st.data(), st.integers(1, 10**9))
+def test_a_limit_is_used_up_and_shared_out_by_lag(starts, data, count_max):
+    ends = {each: mark + data.draw(st.integers(0, 10**6)) for each, mark in starts.items()}
+    found = limited(starts, ends, count_max)
+    total = sum(ends.values()) - sum(starts.values())
+    assert found.keys() == starts.keys()
+    assert all(starts[each] <= found[each] <= ends[each] for each in starts)
+    assert sum(found.values()) - sum(starts.values()) == min(total, count_max)
+    if total > count_max:
+        for each in starts:
+            share = (ends[each] - starts[each]) * count_max / total
+            assert abs(found[each] - starts[each] - share) <= 1
+
+
+def test_an_end_before_its_start_counts_as_no_lag():
+    assert limited({0: 9, 1: 0}, {0: 4, 1: 30}, 10) == {0: 9, 1: 10}
+
+
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(0, 51))
+def test_the_first_since_a_time(stamps, since_ms):
+    stamps.sort()
+    asked = []
+    found = first_since(lambda at: asked.append(at) or stamps[at], len(stamps) - 1, since_ms)
+    assert found == sum(stamp < since_ms for stamp in stamps) - 1
+    assert len(asked) <= 6
