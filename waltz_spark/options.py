@@ -128,7 +128,7 @@ OPTIONS: tuple[Option, ...] = (
         Use.STREAM,
         "100",
         "The marks are asked for at most once in so many milliseconds; Spark would ask ninety "
-        "times a second.",
+        "times a second. `0` where `processAllAvailable` must see what was written a moment ago.",
     ),
     Option(
         "failOnDataLoss",

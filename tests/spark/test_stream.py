@@ -129,7 +129,7 @@ def test_micro_batches_follow_a_writer_in_order(
         seen.extend(sorted((row.partition, row.transaction_id) for row in rows))
 
     query = (
-        stream(spark, connect, startingHighWaterMarks=as_json(begun))
+        stream(spark, connect, startingHighWaterMarks=as_json(begun), pollInterval=0)
         .writeStream.foreachBatch(take)
         .option("checkpointLocation", str(tmp_path))
         .start()
