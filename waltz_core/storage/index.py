@@ -79,6 +79,7 @@ class LineageFile:
 
     def __init__(self, file: File, header: LineageHeader) -> None:
         self._file = file
+        self._header = header
         self._segment_crc = header.segment_crc
         self.chain_before = header.chain_before
         self.count = max(0, (file.size() - LINEAGE_HEADER_BYTES) // LINEAGE_ENTRY_BYTES)
@@ -169,11 +170,12 @@ class LineageFile:
         """Return the entries of places low..high-1."""
         return list(islice(self.entries(low), high - low))
 
-    def rewrite_header(self, header: LineageHeader) -> None:
-        """Write another chain before the first entry, durably."""
-        self._file.pwrite([header.encode()], 0)
+    def rewrite_header(self, chain_before: Chain) -> None:
+        """Write another chain before the first entry, durably; the rest binds the entries."""
+        self._header = self._header._replace(chain_before=chain_before)
+        self._file.pwrite([self._header.encode()], 0)
         self._file.sync()
-        self.chain_before = header.chain_before
+        self.chain_before = chain_before
 
     def chain_at(self, place: int) -> Chain:
         """Return the chain before the entry at a place."""

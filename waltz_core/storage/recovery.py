@@ -18,6 +18,7 @@ Rules:
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -161,6 +162,9 @@ def check_repaired(segments: Segments, repaired: IdRange, damaged: Sequence[IdRa
     for entry in segments.entries(*repaired, repaired.last - repaired.first + 1)[1]:
         if any(one.first <= entry.last and entry.first <= one.last for one in damaged):
             continue
+        before = _entry_before(segments, entry.first)
+        if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
+            continue  # Its chain is not made of these records, nor is that of the next.
         chain, _ = segments.entries(entry.last, entry.last, 1)
         crcs = segments.record_crcs(entry.first, entry.last)
         if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
@@ -391,9 +395,6 @@ class _Opening:
             # One that cannot be read below that end goes, too, with all behind it.
             end = min(end, self._end_of(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last)
-            if not self._adopting and self.slot.low_water_mark > end:
-                # No owner can compare what was made up with its log: let it be cut and copied.
-                self.slot = replace(self.slot, low_water_mark=end, provisional=None)
         elif end < segments.last or end < self._end_of(segments):
             segments.cut(end, None)
 
@@ -457,8 +458,12 @@ class _Opening:
         last_chain: Chain | None = None,
     ) -> None:
         """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
-        # Batches of an original never had a session here; others have lost theirs.
-        session_id = NO_SESSION if self._adopting else MADE_UP
+        # Batches of an original never had a session here; others have lost theirs. A stamp does
+        # not go back: what stands before is the nearest that is known.
+        session_id, stamp_ms = NO_SESSION, 0
+        if not self._adopting:
+            before = _entry_before(segments, first)
+            session_id, stamp_ms = MADE_UP, 0 if before is None else before.stamp_ms
         place = 0
         while first <= last:
             end = self._adopted_end(first, last)
@@ -466,11 +471,12 @@ class _Opening:
                 place += 1
             segment = segments.all[place]
             crcs = segments.record_crcs(first, end) or bytes(4 * (end - first + 1))
-            before = _chain_before(segments, place)
-            chain = next_chain(before, first, end, session_id, crcs)
+            chain_before = _chain_before(segments, place)
+            chain = next_chain(chain_before, first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
-            segment.append_entries([LineageEntry(first, end, session_id, 0, chain)], BEFORE_FIRST)
+            made = LineageEntry(first, end, session_id, stamp_ms, chain)
+            segment.append_entries([made], BEFORE_FIRST)
             segment.sync()
             first = TransactionId(end + 1)
         self._relink(segments)
@@ -497,6 +503,13 @@ class _Opening:
             Marker(end.last, end.chain) if end is not None else Marker(BEFORE_FIRST, GENESIS_CHAIN)
         )
         slot = self.slot
+        if end is not None and end.session_id == MADE_UP:
+            # No owner can compare this end with its log: let it be cut, and copied from there.
+            # So it is after a crash too, between making up and writing this slot.
+            true_end = _last_true_end(segments)
+            mark = min(slot.low_water_mark, true_end)
+            provisional = slot.provisional if true_end >= slot.low_water_mark else None
+            slot = replace(slot, suspect=True, low_water_mark=mark, provisional=provisional)
         if slot.nonce == NOBODYS_NONCE and end is not None:
             slot = _promised_to_nobody(slot, end.session_id)
         return replace(
@@ -506,6 +519,25 @@ class _Opening:
             damaged=damage_until(slot.damaged, segments.last),
             original_sequence=max(self._info.sequence, self.slot.original_sequence),
         )
+
+
+def _entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:
+    """Return the batch that ends before an id; None if there is none that can be read."""
+    with suppress(BadFormat, ChecksumMismatch):
+        found = segments.entry_of(TransactionId(first - 1)) if first else None
+        return found if found is not None and found.last < first else None
+    return None
+
+
+def _last_true_end(segments: Segments) -> TransactionId:
+    """Return the end of the last batch that is not made up; unreadable ones count as that."""
+    for segment in reversed(segments.all):
+        for place in range(segment.lineage.count - 1, -1, -1):
+            with suppress(BadFormat, ChecksumMismatch):
+                entry = segment.lineage.entry(place)
+                if entry.session_id != MADE_UP:
+                    return entry.last
+    return BEFORE_FIRST
 
 
 def _place_after(segment: Segment, end: TransactionId) -> int:

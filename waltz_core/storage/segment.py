@@ -186,7 +186,7 @@ class Segment:
 
     def rewrite_lineage_header(self, chain_before: Chain) -> None:
         """Write another chain before the first batch, durably."""
-        self.lineage.rewrite_header(LineageHeader(self._header, chain_before))
+        self.lineage.rewrite_header(chain_before)
 
     def remove(self) -> None:
         """Remove the files, `.seg` first (rule 1)."""

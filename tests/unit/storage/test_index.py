@@ -162,7 +162,7 @@ def test_the_newest_word_on_what_was_durable_counts():
 def test_a_header_is_rewritten_durably_and_the_entries_stay():
     disk = new_disk()
     lineage, entries = filled(disk)
-    lineage.rewrite_header(LineageHeader(BLANK, KEY))
+    lineage.rewrite_header(KEY)
     disk.power_loss(Survival.NOTHING, Random(1))
     header = LineageHeader.decode(disk.content(CHN)[:LINEAGE_HEADER_BYTES])
     assert header.chain_before == KEY

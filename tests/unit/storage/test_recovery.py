@@ -30,7 +30,13 @@ from waltz_core.storage.format import (
     TruncateIntent,
     segment_name,
 )
-from waltz_core.storage.recovery import check_batches, check_chain, cut_of, open_log
+from waltz_core.storage.recovery import (
+    check_batches,
+    check_chain,
+    check_repaired,
+    cut_of,
+    open_log,
+)
 from waltz_core.storage.segment import Segment
 
 RECORD_BYTES = 60
@@ -149,6 +155,26 @@ def test_a_mark_above_batches_that_were_lost_protects_nothing_any_more():
     assert found[:2] == entries[:2]
     assert {one.session_id for one in found[2:]} == {MADE_UP}
     assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
+
+
+def test_an_end_that_was_made_up_is_suspect_after_a_crash_too():
+    disk = new_disk()
+    written(disk, [3, 2, 4], low_water_mark=8)
+    disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
+    before = disk.content(ROOT / SLOTS_NAME)
+    assert opened(disk)[0].lineage_end().session_id == MADE_UP
+    disk.put(ROOT / SLOTS_NAME, before)  # the batches are durable, what is told of them is not
+    _, slots = opened(disk)
+    assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
+
+
+def test_damage_in_batches_that_were_made_up_can_be_mended():
+    disk = new_disk()
+    written(disk, [3, 2, 4], low_water_mark=8)
+    disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
+    segments, _ = opened(disk)
+    check_repaired(segments, IdRange(6, 6), ())
+    check_repaired(segments, IdRange(1, 1), ())
 
 
 @pytest.mark.parametrize("trust_fsync", [True, False])
@@ -332,6 +358,27 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
 
 
 # ---- a crash while it is opened
+
+
+def test_what_was_adopted_is_read_again_after_a_restart():
+    disk = new_disk()
+    _, records, _ = make_segments(disk, [700, 700], [900], [500])
+    firsts = (0, 1400, 2300)
+    for first in firsts:
+        disk.unlink(path_of(first, ".chn"))
+    info = INFO._replace(session_id=5, low_water_mark=2799, local_low_water_mark=2799, sequence=9)
+    for created_ms in (77, 78):  # the time of each start, and not that of the segments
+        blank = BLANK._replace(created_ms=created_ms)
+        segments, slots = open_log(disk, ROOT, blank, info, trust_fsync=True)
+        assert not slots.slot.suspect
+        assert slots.slot.low_water_mark == 2799
+        assert content(segments) == records
+        entries = list(segments.entries_from(0))
+        assert check_chain(entries, 0, GENESIS_CHAIN, segments.record_crcs(0, 2799)) is None
+        for first in firsts:
+            assert segments.entries(first, first, 9)[1][0].session_id == NO_SESSION
+        segments.close()
+        slots.close()
 
 
 def test_an_opening_that_is_interrupted_anywhere_comes_to_the_same_end():
