@@ -30,4 +30,4 @@ def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) 
 def _stamp_ms(client: WaltzClient, partition: int, transaction_id: int) -> int:
     """Return when a transaction was committed; 0 where an original server wrote it."""
     chunks = client.read_range(partition, transaction_id, transaction_id, form=RangeForm.HEADERS)
-    return max(stamp_ms for chunk in chunks for _, _, stamp_ms in chunk.stamps)
+    return max((stamp_ms for chunk in chunks for _, _, stamp_ms in chunk.stamps), default=0)

@@ -58,7 +58,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         options, client = self._options, client_of(self._options.connect)
         planning.check_marks(options, client.partition_count)
-        return _offset(starts(client, options, self._marks_now()))
+        chosen = planning.chosen_partitions(options, client.partition_count)
+        # Rule 3: a mark that was given is held against what a quorum confirms.
+        marks = {each: int(client.high_water_mark(each, linearizable=True)) for each in chosen}
+        return _offset(starts(client, options, marks))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Return the most that a micro-batch reads, unless the trigger says otherwise."""
@@ -129,7 +132,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if now_s >= self._marks_until_s:
             client = client_of(self._options.connect)
             chosen = planning.chosen_partitions(self._options, client.partition_count)
-            marks = client.high_water_marks()
+            if len(chosen) == client.partition_count:
+                marks = client.high_water_marks()
+            else:
+                marks = {each: client.high_water_mark(each) for each in chosen}
             # Rule 2: of two answers the later mark is true.
             self._marks = {
                 each: max(int(marks[each]), self._marks.get(each, int(BEFORE_FIRST)))
