@@ -35,6 +35,21 @@ def skip_truncate() -> Patches:
 
 
 @switch
+def truncate_without_intent() -> Patches:
+    """A truncation is not written down first, and not synced."""
+
+    def _truncate(self, last_to_keep):
+        cut, _ = recovery.cut_of(self._segments, last_to_keep)
+        self._segments.cut(last_to_keep, cut)
+        self.synced_max = self.max_id
+        self.chain = self._synced_chain = self._segments.chain
+        marker = min(self.slot.acked, Marker(self.max_id, self.chain))
+        self._write_slot(replace(self.slot, acked=marker))
+
+    yield instead(PartitionLog, "_truncate", _truncate)
+
+
+@switch
 def truncate_below_mark() -> Patches:
     """A storage cuts below its confirmed mark."""
     original = PartitionLog.truncate
