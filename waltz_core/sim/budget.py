@@ -132,7 +132,7 @@ def _has_made_up(log: PartitionLog) -> bool:
     at = TransactionId(0)
     while at <= log.synced_max:
         _, entries = log.lineage(at, at)
-        if entries[-1].session_id == MADE_UP:
+        if not entries or entries[-1].session_id == MADE_UP:
             return True
         at = TransactionId(entries[-1].last + 1)
     return False

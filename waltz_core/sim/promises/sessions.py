@@ -78,6 +78,8 @@ class Sessions:
         self.is_rewritten = False  # somebody has changed ZooKeeper's data
         self.claims: dict[SessionId, Claimed] = {}
         self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
+        # Where the log was then: whoever hears of it late is fenced, and owes no more than that.
+        self._last_at_open: dict[SessionId, int] = {}
         self.ever_engaged: dict[SessionId, dict[str, None]] = {}
         self.engaged_now: dict[str, None] = {}
         self._nonces: dict[bytes, SessionId] = {}
@@ -111,6 +113,7 @@ class Sessions:
         if self.is_rewritten:
             if after.states:
                 self.opened[after.session_id] = after
+                self._last_at_open.setdefault(after.session_id, self._witness.history.last)
             return
         if after.session_id == before.session_id:
             self._check_states(server, before, after, marker)
@@ -182,6 +185,7 @@ class Sessions:
             self._witness.count("late join")
         ever.update(dict.fromkeys(engaged))
         self.opened[session] = after
+        self._last_at_open.setdefault(session, self._witness.history.last)
 
     def _check_closed(self, claim: Claimed, after: PartitionMetadata) -> None:
         """Who is not ready is closed at the mark, or was closed before and stays so."""
@@ -404,7 +408,8 @@ class Sessions:
 
     def _check_covers(self, effect: events.SessionOpened) -> None:
         """6. DecisionCovers, of what applications were told."""
-        if effect.high_water_mark < self._witness.history.last:
+        last = self._last_at_open.get(effect.session_id, self._witness.history.last)
+        if effect.high_water_mark < last:
             self._witness.fail(
                 "DecisionCovers",
                 f"{effect.session_id} opens at {effect.high_water_mark}, "
