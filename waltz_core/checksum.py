@@ -11,7 +11,7 @@ Rules:
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python per row; tables are built once and are never changed.
     4. What is linear can be made to cancel out: where the CRCs themselves come from somebody who
-       may mean harm, each row is checked, and `fold` is not the means.
+       may mean harm, each row is checked, and `crc32_of_run` is not the means.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,12 @@ _DIGIT_VALUES: Final = 1 << _DIGIT_BITS
 _POLYNOMIAL: Final = 0xEDB88320
 LENGTH_MAX: Final = (1 << 36) - 1
 assert LENGTH_MAX.bit_length() % _DIGIT_BITS == 0
+# Polynomials are written with the highest bit for the lowest power, as the CRC has them.
+_ONE: Final = 1 << 31
+_TRAILER_BYTES: Final = 4
+_RUN_BYTES: Final = 1 << 20
+_BIT_TO_SIGN: Final = np.arange(31, -1, -1, dtype=np.int32)[:, None]
+_TABLE_STARTS: Final = np.arange(33 * 4) << 8
 
 
 def crc32(data: Bytes, value: int = 0) -> int:
@@ -88,13 +94,38 @@ def shift_many(crcs: U32, length: I64 | int) -> U32:
     return _shift_each(crcs, length, longest)
 
 
-def fold(crcs: U32, lengths: I64) -> int:
-    """Return the CRC-32 of all rows one after the other, from the CRC and the length of each."""
+def crc32_of_run(crcs: U32, lengths: I64) -> int:
+    """Return the CRC-32 of rows back to back that each end with their own CRC, big-endian.
+
+    That is how records lie on the disk. `crcs` are the CRCs of the rows up to there, `lengths`
+    those of the whole rows, and no pass over the bytes is needed: with d bytes behind it, a row
+    adds `x**8d` times the CRC of all of it, which follows from its own CRC bit by bit. So for each
+    bit there is one sum of powers, over the rows whose CRC has it, and only 33 products.
+    """
     assert crcs.shape == lengths.shape
-    if crcs.size == 0:
-        return 0
-    ends = np.cumsum(lengths)
-    return int(np.bitwise_xor.reduce(shift_many(crcs, ends[-1] - ends)))
+    powers = _powers()
+    ends = lengths.cumsum()
+    run = start = done = 0
+    while start < crcs.size:
+        # As many rows as the powers reach over; rows are rarely so many or so long.
+        stop = int(ends.searchsorted(done + powers.size, side="right"))
+        stop = min(max(stop, start + 1), crcs.size)
+        end = int(ends[stop - 1])
+        part = _run_within(crcs[start:stop], powers.take(end - ends[start:stop]))
+        run = combine(run, part, end - done)
+        start, done = stop, end
+    return run
+
+
+def _run_within(crcs: U32, powers: U32) -> int:
+    planes = crcs.view(np.int32) << _BIT_TO_SIGN
+    planes >>= 31  # all ones where the CRC has the bit, else nothing
+    planes &= powers.view(np.int32)
+    sums = np.empty(33, dtype=np.uint32)
+    np.bitwise_xor.reduce(planes, axis=1, out=sums[:32].view(np.int32))
+    sums[32] = np.bitwise_xor.reduce(powers)
+    octets = sums.astype("<u4").view(np.uint8)
+    return int(np.bitwise_xor.reduce(_trailer_products().take(_TABLE_STARTS + octets)))
 
 
 def crc32_of_rows(rows: U8) -> U32:
@@ -113,16 +144,6 @@ def crc32_of_rows(rows: U8) -> U32:
         # The CRC differs from the model's by the image of the bytes that differ.
         total ^= tables[column].take(rows[:, column] ^ model[column])
     return total
-
-
-def crc32_with_trailer(crcs: U32) -> U32:
-    """Return the CRC-32 of bytes followed by their own CRC as four big-endian bytes.
-
-    That is how a record lies on the disk, so the checksum of a run of records follows from
-    the checksums inside it.
-    """
-    tables, constant = _trailer_tables()
-    return _apply(tables, crcs) ^ constant
 
 
 def _shift_all(crcs: U32, length: int) -> U32:
@@ -197,13 +218,39 @@ def _shift_tables(place: int) -> U32:
 
 
 @cache
-def _trailer_tables() -> tuple[U32, np.uint32]:
-    """Return `crc32_with_trailer` as a linear map and a constant, read off at the unit values."""
-    units = _shift_tables(0)[:, 0].ravel()
-    trailers = units.astype(">u4").view(np.uint8).reshape(-1, 4)
-    images = combine_many(units, crc32_of_rows(trailers), 4)
-    constant = images[0]
-    return (images ^ constant).reshape(4, 256), constant
+def _powers() -> U32:
+    """Return `x**8d` modulo the polynomial for each number of bytes d below `_RUN_BYTES`."""
+    powers = np.empty(_RUN_BYTES, dtype=np.uint32)
+    powers[0] = _ONE
+    count = 1
+    while count < _RUN_BYTES:
+        powers[count : 2 * count] = _shift_all(powers[:count], count)
+        count *= 2
+    powers.flags.writeable = False
+    return powers
+
+
+@cache
+def _trailer_products() -> U32:
+    """Return what a sum of powers adds to a run, for each bit of the CRCs it was taken over.
+
+    The CRC of bytes with their own CRC behind them is a linear map of that CRC, plus a constant.
+    The map's image of each bit is one factor, and the constant, for the sum of all powers, the
+    last. Of each there are four tables of 256 products, one for each octet of the sum.
+    """
+    units = np.zeros(33, dtype=np.uint32)
+    units[:32] = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    trailers = units.astype(">u4").view(np.uint8).reshape(-1, _TRAILER_BYTES)
+    factors = combine_many(units, crc32_of_rows(trailers), _TRAILER_BYTES)
+    factors[:32] ^= factors[32]
+    octets = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]
+    product = np.zeros((33, 4, 256), dtype=np.uint32)
+    for bit in range(31, -1, -1):
+        product ^= np.where(octets >> bit & 1, factors[:, None, None], np.uint32(0))
+        factors = np.where(factors & 1, factors >> 1 ^ np.uint32(_POLYNOMIAL), factors >> 1)
+    table = product.reshape(-1)
+    table.flags.writeable = False
+    return table
 
 
 @lru_cache(maxsize=16)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.checksum import crc32, crc32_of_rows, crc32_with_trailer, fold
+from waltz_core.checksum import crc32, crc32_of_rows, crc32_of_run
 from waltz_core.errors import BadFormat
 from waltz_core.record import (
     RECORD_HEADER,
@@ -44,8 +44,8 @@ _TRAILER_BYTES = 4
 _ID_AND_LENGTH = struct.Struct(">q20xi")
 _LENGTH = struct.Struct(">i")
 # So few records, of so few bytes in all, are looked at in plain Python.
-FEW = 16
-FEW_BYTES = 8 * 1024
+FEW = 32
+FEW_BYTES = 32 * 1024
 RECORD_BYTES_MAX = RECORD_OVERHEAD_BYTES + TRANSACTION_BYTES_MAX
 FEED_HEADER_BYTES = 20
 
@@ -275,7 +275,7 @@ def _first_bad_one_by_one(records: memoryview, lengths: list[int]) -> int | None
 
 def run_crc(crcs: npt.NDArray[np.generic], lengths: I64) -> int:
     """Return the CRC-32 of a whole run from the record CRCs, without a pass over the bytes."""
-    return fold(crc32_with_trailer(crcs.astype(np.uint32)), lengths)
+    return crc32_of_run(crcs.astype(np.uint32), lengths)
 
 
 def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None:

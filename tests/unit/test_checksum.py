@@ -63,15 +63,32 @@ def test_combine_many_with_one_length_for_all(rows: list[bytes]) -> None:
     assert checksum.combine_many(heads, crcs_of(rows), lengths_of(rows)).tolist() == expected
 
 
+def with_trailers(rows: list[bytes]) -> list[bytes]:
+    return [row + oracle(row).to_bytes(4, "big") for row in rows]
+
+
 @given(runs)
-def test_fold_is_the_crc_of_the_concatenation(rows: list[bytes]) -> None:
-    assert checksum.fold(crcs_of(rows), lengths_of(rows)) == oracle(b"".join(rows))
+def test_crc32_of_a_run_is_that_of_its_bytes(rows: list[bytes]) -> None:
+    whole = with_trailers(rows)
+    assert checksum.crc32_of_run(crcs_of(rows), lengths_of(whole)) == oracle(b"".join(whole))
 
 
-def test_fold_notices_an_exchange_of_two_rows() -> None:
+@pytest.mark.parametrize("last", [1, 300_000])
+def test_a_run_may_be_longer_than_the_powers_reach(last: int) -> None:
+    sizes = [3_000_000, 5, 600_000, checksum._RUN_BYTES - 600_009, 0, 1_048_572, 17, last]
+    rows = [bytes([size % 251]) * size for size in sizes]
+    crcs = np.array([checksum.crc32(row) for row in rows], dtype=np.uint32)
+    whole = [row + int(crc).to_bytes(4, "big") for row, crc in zip(rows, crcs, strict=True)]
+    expected = checksum.crc32(b"".join(whole))
+    assert checksum.crc32_of_run(crcs, lengths_of(whole)) == expected
+
+
+def test_the_crc_of_a_run_tells_of_an_exchange_of_two_rows() -> None:
     rows = [b"one", b"two", b"six"]
-    folded = checksum.fold(crcs_of(rows), lengths_of(rows))
-    assert folded != checksum.fold(crcs_of(rows[::-1]), lengths_of(rows))
+    lengths = lengths_of(with_trailers(rows))
+    assert checksum.crc32_of_run(crcs_of(rows), lengths) != checksum.crc32_of_run(
+        crcs_of(rows[::-1]), lengths
+    )
 
 
 @given(st.integers(1, 40).flatmap(lambda n: st.lists(st.binary(min_size=n, max_size=n))))
@@ -81,17 +98,15 @@ def test_crc32_of_rows_is_crc32_of_each(rows: list[bytes]) -> None:
     assert checksum.crc32_of_rows(matrix).tolist() == [oracle(row) for row in rows]
 
 
-@given(runs)
-def test_crc32_with_trailer(rows: list[bytes]) -> None:
-    expected = [oracle(row + oracle(row).to_bytes(4, "big")) for row in rows]
-    assert checksum.crc32_with_trailer(crcs_of(rows)).tolist() == expected
-
-
 def test_tables_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         checksum._shift_tables(0)[0, 0, 0] = 1
     with pytest.raises(ValueError, match="read-only"):
         checksum._row_tables(4)[0, 0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        checksum._powers()[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        checksum._trailer_products()[0] = 1
 
 
 @pytest.mark.parametrize("length", [-1, checksum.LENGTH_MAX + 1])

@@ -97,6 +97,22 @@ class Judgement(NamedTuple):
         return accepted
 
 
+class _Places(NamedTuple):
+    """Where locks are in the table."""
+
+    rows: I64  # row of each lock
+    slots: I64  # (3, lock count)
+
+    def with_those_of(self, other: "_Places") -> "_Places":
+        """Return both, these first; most batches have one kind of locks only."""
+        if not other.rows.size:
+            return self
+        if not self.rows.size:
+            return other
+        rows = np.concatenate((self.rows, other.rows))
+        return _Places(rows, np.concatenate((self.slots, other.slots), axis=1))
+
+
 class _Estimates(NamedTuple):
     """What the slots of checked locks say: before the batch, and with every row before entered."""
 
@@ -136,16 +152,19 @@ class LockTable:
         if requests.eligible is not None:
             ahead &= requests.eligible
             open_rows &= requests.eligible
-        entered_rows, entered_slots = self._entries(requests)
-        found = self._estimates(requests, entered_rows, entered_slots)
-        accepted, conflicts = _decide(found, marks, open_rows, (entered_rows, entered_slots))
+        write, read, append = (self._places(column) for column in requests[:3])
+        entering = write.with_those_of(append)
+        # One dimension only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
+        entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
+        found = self._estimates(write.with_those_of(read), entering, entries)
+        accepted, conflicts = _decide(found, marks, open_rows, entries)
         ranks = np.cumsum(accepted)
         # A conflict with a row of this batch is known by the row; its id only now.
         inside = conflicts >= _IN_BATCH
         if inside.any():
             conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
         ids = np.where(accepted, next_id - 1 + ranks, REFUSED)
-        self._enter(entered_rows, entered_slots, ids)
+        self._enter(*entries, ids)
         return Judgement(
             ids=ids,
             conflicts=conflicts,
@@ -221,30 +240,26 @@ class LockTable:
     # -----------------------------------------------------------------------------------------
     # inside
 
-    def _entries(self, requests: Requests) -> tuple[I64, I64]:
-        """Return row and slot of each entry that the rows make when they are accepted."""
-        rows = np.concatenate((_rows_of(requests.write), _rows_of(requests.append)))
-        locks = np.concatenate((requests.write.values, requests.append.values))
-        slots = indices(locks, int(self._slot_count))
-        return np.tile(rows, HASH_COUNT), slots.ravel()
+    def _places(self, column: LockColumn) -> _Places:
+        rows = np.repeat(np.arange(column.offsets.size - 1), column.counts)
+        return _Places(rows, indices(column.values, int(self._slot_count)))
 
-    def _estimates(self, requests: Requests, entered_rows: I64, entered_slots: I64) -> _Estimates:
+    def _estimates(
+        self, checked: _Places, entering: _Places, entries: tuple[I64, I64]
+    ) -> _Estimates:
         """Look up the checked locks before the batch, and as if all earlier rows had entered.
 
         To find the first row that enters a slot, the row numbers are put into the table itself
         and taken out again: a second table of its size would double what a partition costs.
         """
-        rows = np.concatenate((_rows_of(requests.write), _rows_of(requests.read)))
-        locks = np.concatenate((requests.write.values, requests.read.values))
-        slots = indices(locks, int(self._slot_count))
-        before = self._slots[slots]
-        kept = self._slots[entered_slots]
-        self._slots[entered_slots] = _I64_MAX
-        np.minimum.at(self._slots, entered_slots, entered_rows + _IN_BATCH)
-        entered = self._slots[slots]
-        self._slots[entered_slots] = kept
-        earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < rows)
-        return _Estimates(rows, slots, before, np.where(earlier, entered, before))
+        kept = self._slots.take(entering.slots)
+        before = kept if checked is entering else self._slots.take(checked.slots)
+        self._slots[entering.slots] = _I64_MAX
+        np.minimum.at(self._slots, entries[1], entries[0] + _IN_BATCH)
+        entered = self._slots.take(checked.slots)
+        self._slots[entering.slots] = kept
+        earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < checked.rows)
+        return _Estimates(checked.rows, checked.slots, before, np.where(earlier, entered, before))
 
     def _enter(self, rows: I64, slots: I64, ids: I64) -> None:
         entering = ids[rows]
@@ -280,11 +295,6 @@ def slot_count_within(budget_bytes: int, table_count: int) -> int:
     while any(count % divisor == 0 for divisor in range(2, int(count**0.5) + 1)):
         count -= 1
     return count
-
-
-def _rows_of(column: LockColumn) -> I64:
-    """Return the row of each lock."""
-    return np.repeat(np.arange(column.offsets.size - 1), column.counts)
 
 
 def _decide(
