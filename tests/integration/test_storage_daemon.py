@@ -376,7 +376,6 @@ def new_cluster(address, key=KEY):
     return NewCluster("test", PARTITION_COUNT, key, (storage,), held)
 
 
-@pytest.mark.zookeeper
 async def is_served(address, session_id, partition_id=0):
     async with session(address, session_id, partition_id) as owner:
         message = owner.owner.make(
@@ -470,6 +469,35 @@ def test_a_partition_that_cannot_be_opened_does_not_keep_the_others_from_being_s
             assert (health.details["partitions"], health.details["not_served"]) == ([2], [0])
             async with session(address, 5, 2) as owner:
                 await owner.prepare()
+            stop.set()
+
+    on_loop(main())
+
+
+def test_who_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkeypatch):
+    opening, may_open = threading.Event(), threading.Event()
+    open_log = StorageDaemon._open_log
+
+    def open_late(self, partition_id):
+        opening.set()
+        assert may_open.wait(READY_S)
+        return open_log(self, partition_id)
+
+    monkeypatch.setattr(StorageDaemon, "_open_log", open_late)
+
+    async def main():
+        port, stop = free_port(), asyncio.Event()
+        storage = StorageDaemon(config_for(tmp_path, port=port), CLUSTER, None)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storage.serve(stop, lambda _address: None))
+            await asyncio.to_thread(opening.wait, READY_S)
+            async with session(f"127.0.0.1:{port}", 5) as owner:
+                asked = tasks.create_task(owner.prepare())
+                while not storage._early:  # noqa: ASYNC110 - nobody tells when it has arrived
+                    await asyncio.sleep(0)
+                assert not asked.done()
+                may_open.set()
+                assert isinstance(await asked, Prepared)
             stop.set()
 
     on_loop(main())

@@ -119,6 +119,37 @@ def test_somebody_listens_and_says_nothing():
         assert asyncio.run(run()) < 2
 
 
+def test_a_request_for_a_session_that_is_never_answered_is_made_anew(zookeeper):
+    """As a ZooKeeper does that is just starting; the session timeout would be the time to wait."""
+    arrived = []
+
+    async def front(reader, writer):
+        arrived.append(writer)
+        if len(arrived) > 1:
+            host, port = zookeeper.split(":")
+            back_reader, back_writer = await asyncio.open_connection(host, int(port))
+            async with asyncio.TaskGroup() as both:
+                both.create_task(carry(reader, back_writer))
+                both.create_task(carry(back_reader, writer))
+
+    async def carry(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(front, "127.0.0.1", 0)
+        place = f"127.0.0.1:{server.sockets[0].getsockname()[1]}/a"
+        async with door.connected(place, session_timeout_ms=60_000) as coordinator:
+            assert coordinator.session_state is SessionState.CONNECTED
+        server.close()
+        arrived[0].close()
+        return len(arrived)
+
+    assert asyncio.run(run()) == 2
+
+
 def test_a_value_over_the_servers_limit_is_not_taken_for_a_success(zookeeper):
     async def run():
         async with world_at(zookeeper) as world:

@@ -66,6 +66,9 @@ REQUEST_TIMEOUT_MS = 10_000
 RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
 RECONNECT_DELAY_S_MAX = 1.0
+# A ZooKeeper that is just starting may take a request for a session and never answer it. kazoo
+# would wait for a whole session timeout; so the first wait is short, and each next one doubled.
+CONNECT_ANSWER_S_MIN = 0.5
 EPHEMERAL_FLAG = 1
 SEQUENTIAL_FLAG = 2
 
@@ -159,6 +162,7 @@ class ZooKeeperSession:
             },
             logger=logger,
         )
+        self._answer_s = CONNECT_ANSWER_S_MIN
         self._invoke = self._client._connection._invoke
         self._client._connection._invoke = self._invoke_and_note_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -308,8 +312,12 @@ class ZooKeeperSession:
     ) -> Any:  # noqa: ANN401 - kazoo's
         # On kazoo's thread, before it tells of the connection. kazoo keeps the session timeout
         # that ZooKeeper agreed to for itself.
-        answer = self._invoke(timeout_s, request, xid)
-        if isinstance(request, ConnectRequest) and answer[0].time_out > 0:
+        if not isinstance(request, ConnectRequest):
+            return self._invoke(timeout_s, request, xid)
+        answer_s, self._answer_s = min(timeout_s, self._answer_s), 2 * self._answer_s
+        answer = self._invoke(answer_s, request, xid)
+        self._answer_s = CONNECT_ANSWER_S_MIN
+        if answer[0].time_out > 0:
             self._session_timeout_ms = answer[0].time_out
         return answer
 

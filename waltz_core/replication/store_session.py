@@ -26,6 +26,7 @@ from waltz_core.errors import (
     RemoteProtocolError,
     ReplicaSuspect,
     SessionFenced,
+    UnknownPartition,
     from_code,
 )
 from waltz_core.machine import Report
@@ -365,6 +366,8 @@ class StoreSession:
         """Do without a replica for a good while."""
         self._report("replica.refused", replica=each.replica, reason=reason)
         wait_ms = self._limits.refused_retry_ms
+        if error_code == UnknownPartition.code:
+            wait_ms = self._limits.redial_ms_max  # It has not heard of its assignment yet.
         self._drop(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
     def _drop(

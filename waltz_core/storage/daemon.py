@@ -12,7 +12,9 @@ Rules:
        cannot be opened (a full disk, a failing one, a file that somebody has to bring back) is
        tried again, ever more rarely.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-    4. At the end: read no more, let work under way end, sync, leave the directory marked as clean.
+    4. Who asks before the partitions are open waits until they are: the answer that they are not
+       here would keep an owner away for long.
+    5. At the end: read no more, let work under way end, sync, leave the directory marked as clean.
        After a failure of the disk it is left as it is.
 """
 
@@ -150,6 +152,7 @@ class StorageDaemon:
         self._wanted: tuple[PartitionId, ...] = cluster.partitions
         self._wanted_changed = asyncio.Event()
         self._is_assigned = asyncio.Event()
+        self._early: list[Link] = []
         self._works_count = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -262,7 +265,7 @@ class StorageDaemon:
             self._failure.result()
 
     async def _end(self) -> None:
-        """Rule 4; raises `_End`, which ends all tasks."""
+        """Rule 5; raises `_End`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
         try:
@@ -306,6 +309,8 @@ class StorageDaemon:
             for partition_id in [each for each in wanted if each not in self._logs]:
                 await self._open(partition_id)
             self._is_assigned.set()
+            while self._early:
+                self._accept(self._early.pop())
 
     def _wait_s(self, again_s: float) -> float | None:
         assert self._engine is not None
@@ -368,6 +373,9 @@ class StorageDaemon:
     # connections
 
     def _accept(self, link: Link) -> None:
+        if not self._is_assigned.is_set():
+            self._early.append(link)  # rule 4
+            return
         connection = ConnectionId(next(self._numbers))
         link.write_backlog_bytes_max = ANSWERS_BYTES_MAX
         self._links[connection] = link

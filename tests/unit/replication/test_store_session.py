@@ -146,6 +146,28 @@ def test_another_storage_at_the_address_is_not_used():
     assert bench.reports("replica.refused")[0]["replica"] == A
 
 
+@pytest.mark.parametrize(
+    ("error", "wait_ms"),
+    [
+        (errors.UnknownPartition("not here"), LIMITS.redial_ms_max),
+        (errors.StorageIdMismatch("another"), LIMITS.refused_retry_ms),
+    ],
+)
+def test_who_has_not_heard_of_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
+    def refuse(_prefix, _message):
+        raise error
+
+    bench = Bench()
+    monkeypatch.setattr(bench.storages[C], "_prepare", refuse)
+    bench.open()
+    monkeypatch.undo()
+    assert bench.reports("replica.refused")[0]["replica"] == C
+    bench.wait(wait_ms // 2 - 100)
+    assert not bench.dials
+    bench.wait(wait_ms // 2 + 100)
+    assert [dial.replica for dial in bench.dials] == [C]
+
+
 def test_a_source_that_dies_while_it_is_copied_from_is_replaced():
     bench = Bench()
     bench.open()
