@@ -115,6 +115,11 @@ class Recovery:
         return quorum_size(len(self.states)) if self.states else 0
 
     @property
+    def newest_session(self) -> SessionId:
+        """The last session that has opened, and so could write batches, as ZooKeeper knows it."""
+        return max((state.session_id for state in self.states.values()), default=NO_SESSION)
+
+    @property
     def unknown(self) -> list[ReplicaId]:
         """Engaged replicas about which nothing is known (yet)."""
         return [replica for replica in self.engaged if self._max.get(replica) is None]

@@ -10,14 +10,16 @@ Rules (correctness.md 2.1 F):
        below the replica's own confirmed low-water mark, and only when the chains do differ.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
-    6. A source that could not read its batches has made up others, and marked them. They are good
+    6. Before anything is cut, its newest batch is known: its owner has to see first that the
+       session of it is one that ZooKeeper knows of.
+    7. A source that could not read its batches has made up others, and marked them. They are good
        enough for its own records; nobody copies them, and nobody is cut to fit them.
 
 The steps, each decided from what is known and never twice in flight:
 
-    longer than the mark   own lineage at the mark -> Cut
+    longer than the mark   own lineage at the mark, and its newest batch -> Cut
     chain unlike the goal  the source's chain at my end; if unlike, both lineages, newest first
-                           -> Cut to where they part
+                           -> Cut to where they part (rule 6)
     damaged                Fetch -> Mend; below the mark it had, also later, when somebody has it
     shorter                Fetch -> Append
     equal                  SetMark
@@ -34,6 +36,7 @@ from waltz_core.record import (
     GENESIS_CHAIN,
     MADE_UP,
     Chain,
+    SessionId,
     TransactionId,
     next_chain,
 )
@@ -121,6 +124,9 @@ class Repair:
         # Whether (last, chain) is known to be a point of the goal's log, and of which goal's.
         self._is_aligned = False
         self._goal_chain: Chain | None = None
+        # The session of the newest batch here, once known, and whether it is being asked for.
+        self.newest: SessionId | None = None
+        self._wants_newest = False
         self._own: LineageResponse | None = None
         self._source: LineageResponse | None = None
         self._ceiling: TransactionId | None = None
@@ -141,6 +147,11 @@ class Repair:
         """
         if self.is_set:
             return None
+        step = self._step(goal, can_mend=can_mend)
+        self._wants_newest = isinstance(step, Cut) and self.newest is None
+        return OwnLineage(self.last, self.last) if self._wants_newest else step
+
+    def _step(self, goal: Goal, *, can_mend: bool) -> Step | None:
         if self.last > goal.mark:
             return self._shorten(goal.mark)
         if goal.chain is None:
@@ -231,7 +242,10 @@ class Repair:
     def heard_own(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The replica told its batches."""
         _check_lineage(answer, first, last)
-        self._own = answer
+        if last == self.last and self.newest is None:
+            self.newest = SessionId(answer.lineage[-1].session_id)
+        if not self._wants_newest:
+            self._own = answer
 
     def heard_source(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The source told its batches."""
@@ -338,7 +352,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     """Check that a range of whole batches continues the chain; return the chain after it.
 
     Raises:
-        ChecksumMismatch: the chain is another one, or the source's batches are made up (rule 6).
+        ChecksumMismatch: the chain is another one, or the source's batches are made up (rule 7).
         BadFormat: the lineage does not cover the records.
     """
     if bytes(answer.chain_before) != chain_before:
@@ -390,7 +404,7 @@ def _pairs(packed: bytes) -> list[tuple[TransactionId, TransactionId]]:
 
 
 def _check_not_made_up(source: LineageResponse, own: LineageResponse) -> None:
-    """Raise when the source has made up batches where the replica has real ones (rule 6)."""
+    """Raise when the source has made up batches where the replica has real ones (rule 7)."""
     real = [entry for entry in own.lineage if entry.session_id != MADE_UP]
     for entry in source.lineage if real else ():
         if entry.session_id == MADE_UP and (

@@ -9,7 +9,9 @@ Rules:
     2. Before the mark a source ends exactly at the goal, or is marked; after it, it is engaged and
        has synced all that is asked for.
     3. A source that failed an errand is not asked again for a while; the one it failed goes on.
-    4. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
+    4. Nothing is cut from a log that has a batch of a session that ZooKeeper knows nothing of: only
+       a session that had opened, and was written down, has batches. ZooKeeper's data is too old.
+    5. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
 """
 
@@ -18,10 +20,17 @@ from typing import Final, NamedTuple
 
 from waltz_core.errors import Damaged, ProtocolError, RemoteProtocolError, WaltzError
 from waltz_core.machine import Report
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, ReplicaId, TransactionId
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    Chain,
+    ReplicaId,
+    TransactionId,
+)
 from waltz_core.replication.events import Effect
 from waltz_core.replication.limits import Limits
-from waltz_core.replication.recovery import Recovery
+from waltz_core.replication.recovery import Origin, Recovery
 from waltz_core.replication.repair import (
     Append,
     Cut,
@@ -63,6 +72,7 @@ class Repairs:
         limits: Limits,
     ) -> None:
         self.goal: Goal | None = None
+        self.contradiction: str | None = None  # what rule 4 has found
         self._failed: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
         self._recovery = recovery
@@ -96,7 +106,7 @@ class Repairs:
         return failed
 
     def _find_chain(self) -> None:
-        """Fix the goal's chain, or take it back when nobody has it any more (rule 4)."""
+        """Fix the goal's chain, or take it back when nobody has it any more (rule 5)."""
         assert self.goal is not None
         goal = self.goal
         if goal.mark == BEFORE_FIRST:
@@ -126,8 +136,20 @@ class Repairs:
         except WaltzError as error:
             self._failed.append((each.replica, str(error)))
             return
-        if step is not None:
+        if isinstance(step, Cut) and self._contradicts(repair):
+            self.contradiction = (
+                f"replica {each.replica} has batches of session {repair.newest}, but of those that "
+                f"opened ZooKeeper knows {self._recovery.newest_session} as the last: its data was "
+                f"rolled back"
+            )
+            self._failed.append((each.replica, self.contradiction))
+        elif step is not None:
             self._take(each, step, now_ms)
+
+    def _contradicts(self, repair: Repair) -> bool:
+        newest = NO_SESSION if repair.newest is None else repair.newest
+        is_recorded = self._recovery.origin is Origin.RECORDED
+        return is_recorded and newest > self._recovery.newest_session
 
     def _take(self, each: ReplicaSession, step: Step, now_ms: int) -> None:
         match step:

@@ -496,6 +496,8 @@ class StoreSession:
         if self.ended is not None or not self._is_decided():
             return
         self.repairs.advance(now_ms)
+        if self.repairs.contradiction is not None and self.window is None:
+            self.end(Ending(Cause.REFUSED, self.repairs.contradiction, is_final=True))
         for replica, reason in self.repairs.take_failed():
             self._refuse(self.replicas[replica], reason, now_ms)
         if self.window is not None and self.ended is None:

@@ -124,20 +124,31 @@ def test_a_shorter_log_that_is_a_prefix_is_not_cut():
 def test_a_longer_log_is_cut_to_the_mark_and_not_below():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert steps[:2] == [OwnLineage(5, 5), Cut(5, 5, source.chain)]
-    assert kinds(steps[2:]) == ["SetMark"]
+    assert steps[:3] == [OwnLineage(5, 5), OwnLineage(6, 6), Cut(5, 5, source.chain)]
+    assert kinds(steps[3:]) == ["SetMark"]
+
+
+def test_the_newest_batch_is_known_before_anything_is_cut():
+    one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
+    repair = repair_of(one)
+    goal = Goal(5, source.chain)
+    while not isinstance(step := repair.next_step(goal, can_mend=True), Cut):
+        assert step.last in (5, 7)
+        take(repair, one, source, step)
+    assert repair.newest == 8
 
 
 def test_a_mark_inside_a_batch_cuts_the_batch_and_gives_the_goal_its_chain():
     usher = storage(*OLD)
     repair = repair_of(usher)
     steps = walk(repair, usher, None, Goal(4, None))
-    assert kinds(steps) == ["OwnLineage", "Cut"]
-    assert steps[1].base == 2
+    assert kinds(steps) == ["OwnLineage", "OwnLineage", "Cut"]
+    assert steps[2].base == 2
     assert (repair.last, repair.chain) == (4, usher.chain)
     goal = Goal(4, usher.chain)
     follower = storage(*OLD)
     assert kinds(walk(repair_of(follower), follower, usher, goal)) == [
+        "OwnLineage",
         "OwnLineage",
         "Cut",
         "SetMark",
@@ -369,7 +380,7 @@ def test_a_lineage_that_does_not_cover_the_question_is_refused():
 def test_a_cut_that_cut_elsewhere_is_refused():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
-    take(repair, one, source, repair.next_step(Goal(5, source.chain), can_mend=True))
-    step = repair.next_step(Goal(5, source.chain), can_mend=True)
+    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_mend=True), Cut):
+        take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
         repair.cut(4, bytes(16), step)

@@ -146,6 +146,37 @@ def test_another_storage_at_the_address_is_not_used():
     assert bench.reports("replica.refused")[0]["replica"] == A
 
 
+def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_believed():
+    """Its data was rolled back; the log of an older session would win, and cut committed ids."""
+    bench = Bench()
+    bench.open()
+    old = bench.metadata, bench.marker
+    bench.submit(3)
+    bench.submit(3)
+    for _ in range(2):
+        bench.deliver(C)  # nobody else gets these
+    restart(bench, down=[C])
+    for name in (A, B):
+        bench.requests.get(name, []).clear()
+    bench.reopen()
+    bench.submit()
+    bench.run()
+    assert bench.store.high_water_mark == 0
+    before = bench.logs()
+    assert [len(before[name]) for name in (A, B, C)] == [1, 1, 6]
+    session_id = bench.metadata.session_id
+    bench.metadata, bench.marker = replace(old[0], session_id=session_id), old[1]
+    bench.metadata_version += 1
+    restart(bench, down=[A])
+    bench.step(events.Own(2, bench.names))
+    bench.run()
+    bench.wait(LIMITS.grace_ms)
+    bench.run()
+    assert bench.store.open_session is None
+    assert bench.logs() == before
+    assert "its data was rolled back" in bench.reports("partition.refused")[-1]["reason"]
+
+
 @pytest.mark.parametrize(
     ("error", "wait_ms"),
     [
