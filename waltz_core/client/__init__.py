@@ -7,12 +7,14 @@ Why it stands alone: it is the public API; what is not named here may change fro
 release. From the top: `async_client` and `sync_client` (the faces), `contexts` (retries), `feed`,
 `catch_up`, `outage` (the log on its way to the application), `partition` (one partition's shell),
 `appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
-`requests` and `ranges` (reading), `connections` and `directory` (where to go).
+`requests` and `ranges` (reading), `claim` (a task of a write that must enter the log once),
+`connections` and `directory` (where to go).
 """
 
 from waltz_core.client.appends import BatchOrder
 from waltz_core.client.async_client import AsyncWaltzClient
 from waltz_core.client.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
+from waltz_core.client.claim import TaskClaim, begin_write, end_write, forget_writes
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import LATEST
 from waltz_core.client.monitor import BatchOutcome
@@ -51,10 +53,14 @@ __all__ = [
     "Reason",
     "ReplicaSet",
     "Serializer",
+    "TaskClaim",
     "Transaction",
     "TransactionBuilder",
     "TransactionContext",
     "WaltzClient",
+    "begin_write",
+    "end_write",
+    "forget_writes",
     "lock",
     "partition_of",
 ]

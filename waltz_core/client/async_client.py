@@ -13,7 +13,7 @@ Rules:
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -22,6 +22,7 @@ from waltz_core import errors
 from waltz_core.client.appends import BatchOrder, Row
 from waltz_core.client.callbacks import AsyncCallbacks
 from waltz_core.client.catch_up import CatchUp
+from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLinks
 from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
 from waltz_core.client.directory import (
@@ -33,6 +34,7 @@ from waltz_core.client.directory import (
     ZooKeeperDirectory,
 )
 from waltz_core.client.feed import Consumer, DataCache, LoopConsumer
+from waltz_core.client.opening import Opening
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.ranges import (
     RangeChunk,
@@ -88,6 +90,7 @@ class AsyncWaltzClient:
         self._client_id = client_id
         self._id_lock = asyncio.Lock()
         self._connection_sequence = 0
+        self.claim: TaskClaim | None = None
         self._partitions: dict[int, ClientPartition] = {}
         self._data: dict[int, DataCache] = {}
         self._round_robin = 0
@@ -105,7 +108,7 @@ class AsyncWaltzClient:
     @classmethod
     def connect(
         cls, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
-    ) -> "Opening":
+    ) -> "Opening[AsyncWaltzClient]":
         """Open a client; to be awaited, or used as `async with`.
 
         `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep theirs
@@ -131,16 +134,20 @@ class AsyncWaltzClient:
         *,
         client_id: int | None = None,
         connection_sequence: int = 0,
-    ) -> "Opening":
+        claim: TaskClaim | None = None,
+    ) -> "Opening[AsyncWaltzClient]":
         """Open a client that is told where everything is, and asks ZooKeeper only when it moved.
 
         Mounts use connection sequences above `connection_sequence`: of two writers with one client
-        id the one with the higher number wins (spark.md, "Exactly once").
+        id the one with the higher number wins. A `claim` is a task's place in a write that must
+        enter the log once: it is opened and closed with the client, gives it id and sequence, and
+        is asked before each mount (spark.md, "Exactly once").
         """
         settings = config or ClientConfig()
         directory = FixedDirectory(layout, connect_timeout_ms=settings.zookeeper_connect_timeout_ms)
         client = cls(directory, layout.connect, settings, client_id=client_id)
         client._connection_sequence = connection_sequence
+        client.claim = claim
         return Opening(client)
 
     async def open(self) -> Self:
@@ -148,9 +155,14 @@ class AsyncWaltzClient:
         assert self._root is None
         try:
             await self.directory.open(self._assignment_changed)
+            if self.claim is not None:
+                await self.claim.open(self.config)
         except BaseException:
             self._is_closed = True
             raise
+        if self.claim is not None and not self.claim.is_done:
+            self._client_id = self.claim.state.client_id
+            self._connection_sequence = self.claim.connection_sequence
         started = asyncio.Event()
         # The one task that is nobody's child: it holds the group of all others until `close`.
         self._root = asyncio.get_running_loop().create_task(
@@ -180,6 +192,8 @@ class AsyncWaltzClient:
         await self._root
         await self.links.close("the client was closed")
         await self.directory.close()
+        if self.claim is not None:
+            await self.claim.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -311,6 +325,14 @@ class AsyncWaltzClient:
 
         await _all_of(mount(partition_id) for partition_id in wanted)
         return dict(sorted(marks.items()))
+
+    async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
+        """Number requests from these numbers on, by partition: lower ones were somebody else's.
+
+        For a client that writes with the id of an earlier one; before it appends anything.
+        """
+        for partition_id, sequence in sequences.items():
+            (await self._partition(self._checked(partition_id))).begin_sequences(sequence)
 
     # --- writing
 
@@ -562,27 +584,6 @@ class AsyncWaltzClient:
             found = ClientPartition(partition_id, self._client_id, self)
             self._partitions[partition_id] = found
         return found
-
-
-class Opening:
-    """A client that is being opened: await it, or use it as `async with`."""
-
-    def __init__(self, client: AsyncWaltzClient) -> None:
-        self._client = client
-
-    def __await__(self) -> Generator[Any, None, AsyncWaltzClient]:
-        return self._client.open().__await__()
-
-    async def __aenter__(self) -> AsyncWaltzClient:
-        return await self._client.open()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._client.close()
 
 
 async def _all_of(tasks: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, assert_never
 from waltz_core import errors
 from waltz_core.client import events
 from waltz_core.client.appends import Appends, Window
+from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory
 from waltz_core.client.events import Phase, StreamSettings
@@ -48,6 +49,7 @@ class Surroundings(Protocol):
     directory: Directory
     links: ServerLinks
     random: Random
+    claim: TaskClaim | None
 
     def spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
         """Run a task until the client is closed."""
@@ -153,6 +155,11 @@ class ClientPartition:
         """The assignment has changed for this partition."""
         self._driver.post(events.Moved(generation))
 
+    def begin_sequences(self, sequence: int) -> None:
+        """Number requests from `sequence` on, unless they are already further."""
+        assert not self.stream.has_pending
+        self.stream.next_sequence = max(self.stream.next_sequence, sequence)
+
     def close(self) -> None:
         """Give up what is not final."""
         if self.applier is not None:
@@ -204,6 +211,8 @@ class ClientPartition:
         around, attempt = self._surroundings, effect.attempt
         try:
             owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
+            if around.claim is not None:
+                await around.claim.check()  # after the generation was read (claim.py, rule 2)
             link = await around.links.get(owner.address, but=effect.spoiled)
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
             self._driver.post(events.LinkFailed(attempt, _as_retriable(error)))
@@ -218,6 +227,9 @@ class ClientPartition:
         self._driver.post(events.Linked(attempt, link.number, owner.generation, sequence))
 
     async def _renew_client_id(self) -> None:
+        if self._surroundings.claim is not None:
+            self._died(errors.TooLarge("a task of a write has more rows than there are numbers"))
+            return
         pause_s = self._surroundings.config.retry_interval_ms_min / 1000
         while self._stopped is None:
             try:

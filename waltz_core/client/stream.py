@@ -95,7 +95,7 @@ class PartitionStream:
             interval_ms_max=settings.retry_interval_ms_max,
             random=random,
         )
-        self._next_sequence = 1
+        self.next_sequence = 1
         self._next_control = -1
         self.phase = Phase.IDLE
         # When the phase is over at the latest; in READY only while it waits to be mounted anew.
@@ -438,7 +438,7 @@ class PartitionStream:
             in_flight_bytes = self._monitor.in_flight_bytes + parcel.size_bytes
             if len(self._monitor) and in_flight_bytes > self._limits.in_flight_bytes_max:
                 return
-            if self._next_sequence + parcel.row_count > SEQUENCE_MAX:
+            if self.next_sequence + parcel.row_count > SEQUENCE_MAX:
                 self._ask_client_id(out)
                 return
             self._outbox.take()
@@ -446,8 +446,8 @@ class PartitionStream:
 
     def _send_parcel(self, parcel: Parcel, deadline_ms: int, out: list[Effect]) -> None:
         client_id = ClientId(self._client_id)
-        req_id = ReqId(client_id, self._generation, self._partition_id, self._next_sequence)
-        self._next_sequence += parcel.row_count  # invariant 5
+        req_id = ReqId(client_id, self._generation, self._partition_id, self.next_sequence)
+        self.next_sequence += parcel.row_count  # invariant 5
         self._monitor.register(
             Pending(parcel, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
         )
@@ -534,7 +534,7 @@ class PartitionStream:
         self._renewing = False
         self._client_id = client_id
         self._monitor = Monitor(client_id, self._partition_id)
-        self._next_sequence = 1
+        self.next_sequence = 1
         if self.phase in _LINKED:
             self._leave("the client id has changed", now_ms, out)
 

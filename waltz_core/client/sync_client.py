@@ -13,7 +13,7 @@ Rules:
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 import uvloop
 
 from waltz_core import errors
-from waltz_core.client.async_client import AsyncWaltzClient, Opening
+from waltz_core.client.async_client import AsyncWaltzClient
 from waltz_core.client.callbacks import Callbacks, PoisonPolicy
+from waltz_core.client.claim import TaskClaim
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import Verdict, Words, mark_of
+from waltz_core.client.opening import Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
 from waltz_core.client.transaction import Transaction, TransactionBuilder, TransactionContext
 from waltz_core.config import ClientConfig
@@ -77,17 +79,22 @@ class WaltzClient:
         *,
         client_id: int | None = None,
         connection_sequence: int = 0,
+        claim: TaskClaim | None = None,
     ) -> Self:
         """Open a client that is told where everything is; see `AsyncWaltzClient.at`."""
         made = cls.__new__(cls)
         made._begin(
             lambda: AsyncWaltzClient.at(
-                layout, config, client_id=client_id, connection_sequence=connection_sequence
+                layout,
+                config,
+                client_id=client_id,
+                connection_sequence=connection_sequence,
+                claim=claim,
             )
         )
         return made
 
-    def _begin(self, opening: Callable[[], Opening]) -> None:
+    def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
         self._pid = os.getpid()
         self._is_closed = False
         self._closing = threading.Lock()
@@ -176,6 +183,16 @@ class WaltzClient:
         return self._call(self._client.mount(partitions))
 
     # --- writing
+
+    def begin_sequences(self, sequences: Mapping[int, int]) -> None:
+        """Number requests from these numbers on; see `AsyncWaltzClient.begin_sequences`."""
+        self._call(self._client.begin_sequences(sequences))
+
+    def other_clients(self) -> set[int]:
+        """Return the client ids of the claimed write's other tasks that earlier runs have begun."""
+        claim = self._client.claim
+        assert claim is not None, "for clients with a claim"
+        return self._call(claim.other_clients())
 
     def append(  # noqa: PLR0913 - every one of them is a part of a transaction
         self,

@@ -21,7 +21,7 @@ The nodes, below the cluster's root R:
     R/x/partition/P                   ours: whether P may be without history, and the nonce of its
                                       session; changes in one write with R/store/partition/P
     R/x/storage/HOST:PORT             ours: the id of the storage that belongs at this address
-    R/x/writes                        reserved
+    R/x/writes/W, R/x/writes/W/T      ours: a write that must enter the log once, and its tasks
 
 Everything but R/x is the original's, byte for byte, so that an original server or client can work
 on the same root; what is below R/x it neither reads nor minds.
@@ -43,6 +43,7 @@ The files, each using only those above it:
     creation.py        the writes that make a cluster
     nodes.py           reading and following nodes below a root
     membership.py      the live servers, and the lead server's duty
+    writes.py          writes that must enter the log once, and which attempt of a task is the last
     coordinator.py     what servers, storages, clients and commands do here: start reading there
     memory.py          a ZooKeeper in memory, with faults on request
     zookeeper.py       a real one, through kazoo; `connect` is where a process begins

@@ -25,6 +25,7 @@ from waltz_core.cluster.assignment import check_replica_change
 from waltz_core.cluster.creation import NewCluster, NewStorage, creation_steps
 from waltz_core.cluster.membership import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.writes import WriteRegistry
 from waltz_core.cluster.znodes import (
     NO_NODE,
     Create,
@@ -90,6 +91,7 @@ class Coordinator:
         self._znodes = znodes
         self._nodes = ClusterNodes(znodes, root)
         self._membership = Membership(self._nodes)
+        self.writes = WriteRegistry(self._nodes)
         self.paths = self._nodes.paths
 
     @property

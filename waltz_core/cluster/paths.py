@@ -44,7 +44,9 @@ ZNODES = (
     Znode("R/x/partition/P", "persistent", "PartitionMarker", "the owner of P, with its metadata"),
     Znode("R/x/storage", "persistent", "nothing", "cluster create, or the first storage"),
     Znode("R/x/storage/HOST:PORT", "persistent", "StorageRegistration", "its storage, once"),
-    Znode("R/x/writes", "persistent", "reserved for exactly-once writes", "nobody yet"),
+    Znode("R/x/writes", "persistent", "nothing", "the first write"),
+    Znode("R/x/writes/W", "persistent", "WriteState (JSON)", "who begins and who ends write W"),
+    Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
 )
 
 
@@ -134,3 +136,12 @@ class ClusterPaths:
     def storage_id(self, address: ReplicaId) -> str:
         """Id of the storage that answers at `address`."""
         return f"{self.storage_ids}/{address}"
+
+    @property
+    def writes(self) -> str:
+        """Parent of the writes that must enter the log once."""
+        return f"{self.root}/x/writes"
+
+    def write(self, name: str) -> str:
+        """One write, and parent of its tasks."""
+        return f"{self.writes}/{name}"

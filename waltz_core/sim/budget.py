@@ -8,7 +8,8 @@ Rules:
     1. A loss that a replica notices (its disk is empty, or from before its last session, or it
        cannot read its slots) may happen when every other engaged replica can be believed: then
        each acknowledged transaction is still on one of them. Rot that a replica has not noticed
-       yet may not wait on one that is not engaged either: a session could still engage it.
+       yet may not wait on one that is not engaged either, nor on one that has left: a session
+       could still engage it.
     2. A loss that nobody can notice (the end of a log gone, within a session, without a trace) may
        happen only when a quorum of others is engaged, and all of them hold all that this replica
        holds (correctness.md 2.4, rows 2 and 8): with any of them away, the rest still outvotes it.
@@ -75,7 +76,8 @@ class Budget:
         others = [each for each in rest if each[1].closing_high_water_mark == UNRESOLVED]
         if len(metadata.states) < 2 or not others:
             return False
-        rots = any(storage.replica in self.lost and not is_sound(storage) for storage, _ in rest)
+        unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
+        rots = any(not is_sound(storage) for storage in unsound)
         if rots or not all(self._is_believed(storage, state) for storage, state in others):
             return False
         if not is_silent:

@@ -23,6 +23,9 @@ def test_the_table_names_every_path():
         paths.marker("P"),
         paths.storage_ids,
         paths.storage_id("HOST:PORT"),
+        paths.writes,
+        paths.write("W"),
+        f"{paths.write('W')}/T",
     }
-    reserved = {"/R/store/adminLock", "/R/x/writes"}
+    reserved = {"/R/store/adminLock"}
     assert found | reserved == {f"/{znode.path}" for znode in ZNODES}

@@ -1,0 +1,275 @@
+"""Writes that must enter the log once, however often their tasks are run: who is at which task.
+
+Why it stands alone: a write is run by processes that know nothing of each other, several of which
+may believe to run the same task. What they have to agree on is small, and is here: from which marks
+the write started, which client id each task has, which attempt of a task is the last, and whether
+the write is over.
+
+Rules (spark.md, "Exactly once"):
+    1. The first to come writes the starting marks; they never change.
+    2. A task keeps its client id for ever. Each attempt raises the task's attempt number, by
+       compare-and-set; where the outcome of that is unknown, it is raised once more.
+    3. An attempt goes on while it is the last one, and the write neither done nor forgotten:
+       `check` says so from what ZooKeeper held after the call.
+    4. A run is one execution of the whole job. A task's runs are written down, because what another
+       run has written may be cut into other tasks.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from waltz_core import errors, strict_json
+from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.znodes import Create, Delete, Node, Operation, Set
+from waltz_core.record import ClientId
+
+ATTEMPTS_MAX = 100
+RUNS_MAX = 1_000
+NAME_CHARACTERS_MAX = 200
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WriteState:
+    """`R/x/writes/W`: JSON with `format` 1 and these fields.
+
+    `marks` are the log's high-water marks by partition when the write was first begun, `made_ms`
+    the time of that, `summary` what the write has come to (None while it goes on).
+    """
+
+    marks: Mapping[int, int]
+    made_ms: int
+    summary: Mapping[str, Any] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is to be appended any more."""
+        return self.summary is not None
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        marks = {str(partition): mark for partition, mark in sorted(self.marks.items())}
+        fields = {"marks": marks, "made_ms": self.made_ms, "summary": self.summary}
+        return strict_json.to_json({"format": _FORMAT, **fields})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "WriteState":
+        """Decode; raises BadFormat."""
+        values = _object(data, "WriteState", {"marks": dict, "made_ms": int})
+        marks, summary = values["marks"], values.get("summary")
+        if not all(name.isdecimal() and _is_whole(mark) for name, mark in marks.items()):
+            raise errors.BadFormat(f"WriteState: expected marks by partition, found {marks!r:.200}")
+        if summary is not None and not isinstance(summary, dict):
+            raise errors.BadFormat(f"WriteState: expected a summary, found {summary!r:.200}")
+        return WriteState(
+            {int(name): mark for name, mark in marks.items()}, values["made_ms"], summary
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskState:
+    """`R/x/writes/W/T`: JSON with `format` 1 and these fields."""
+
+    client_id: ClientId
+    attempt: int
+    runs: tuple[str, ...] = field(default=())
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        fields = {"client_id": self.client_id, "attempt": self.attempt, "runs": list(self.runs)}
+        return strict_json.to_json({"format": _FORMAT, **fields})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "TaskState":
+        """Decode; raises BadFormat."""
+        kinds = {"client_id": int, "attempt": int, "runs": list}
+        values = _object(data, "TaskState", kinds)
+        if not all(isinstance(run, str) for run in values["runs"]):
+            raise errors.BadFormat(f"TaskState: expected names of runs, found {data!r:.200}")
+        return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
+
+
+class WriteRegistry:
+    """The writes of one cluster, through one session."""
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+        self._znodes = nodes.znodes
+
+    async def read(self, write: str) -> WriteState | None:
+        """Return a write, None when it was never begun, or is forgotten."""
+        path = self._path(write)
+        await self._znodes.sync()
+        node = await self._znodes.get(path)
+        return None if node is None else decode_node(path, node, WriteState.from_bytes)
+
+    async def begin(self, write: str, marks: Mapping[int, int], now_ms: int) -> WriteState:
+        """Return the write, begun with these marks unless somebody else was first (rule 1)."""
+        path, made = self._path(write), WriteState(dict(marks), now_ms)
+        for _ in range(ATTEMPTS_MAX):
+            found = await self.read(write)
+            if found is not None:
+                return found
+            await self._nodes.ensure((self._nodes.paths.ours, self._nodes.paths.writes))
+            if await self._try([Create(path, made.to_bytes())]):
+                return made
+        raise errors.CoordinatorUnavailable(f"{path} could not be created")
+
+    async def enter(
+        self, write: str, task: int, run: str, next_client_id: Callable[[], Awaitable[ClientId]]
+    ) -> TaskState:
+        """Begin an attempt of a task, and return where it stands now (rule 2).
+
+        Raises:
+            ConnectionSuperseded: the write is forgotten.
+        """
+        path = self._path(write, task)
+        client_id: ClientId | None = None
+        for _ in range(ATTEMPTS_MAX):
+            node = await self._znodes.get(path)
+            if node is None:
+                if await self.read(write) is None:
+                    raise _over(write, task, "it is over and forgotten")
+                client_id = await next_client_id() if client_id is None else client_id
+                first = TaskState(client_id, 1, (run,))
+                if await self._try([Create(path, first.to_bytes())]):
+                    return first
+                continue
+            old = decode_node(path, node, TaskState.from_bytes)
+            runs = old.runs if run in old.runs else (*old.runs, run)[-RUNS_MAX:]
+            new = replace(old, attempt=old.attempt + 1, runs=runs)
+            if await self._try([Set(path, new.to_bytes(), node.stat.version)]):
+                return new
+        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
+
+    async def check(self, write: str, task: int, attempt: int) -> None:
+        """Return if this attempt may go on (rule 3).
+
+        Raises:
+            ConnectionSuperseded: it is over; the message says why.
+        """
+        state = await self.read(write)
+        if state is None:
+            raise _over(write, task, "it is over and forgotten")
+        if state.is_done:
+            raise _over(write, task, "it is done")
+        path = self._path(write, task)
+        node = await self._znodes.get(path)
+        found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
+        if found != attempt:
+            raise _over(write, task, f"attempt {found} has taken over from attempt {attempt}")
+
+    async def tasks(self, write: str) -> dict[int, TaskState]:
+        """Return the tasks that were ever begun."""
+        listing = await self._znodes.children(self._path(write))
+        found: dict[int, TaskState] = {}
+        for name in () if listing is None else listing.names:
+            path = f"{self._path(write)}/{name}"
+            node = await self._znodes.get(path)
+            if node is not None and name.isdecimal():
+                found[int(name)] = decode_node(path, node, TaskState.from_bytes)
+        return found
+
+    async def finish(self, write: str, summary: Mapping[str, Any]) -> WriteState:
+        """Mark a write as done, and return it: with the summary of whoever was first.
+
+        Raises:
+            ConnectionSuperseded: the write is forgotten.
+        """
+        path = self._path(write)
+        for _ in range(ATTEMPTS_MAX):
+            await self._znodes.sync()
+            node = await self._znodes.get(path)
+            if node is None:
+                raise _over(write, None, "it is over and forgotten")
+            found = decode_node(path, node, WriteState.from_bytes)
+            if found.is_done:
+                return found
+            done = replace(found, summary=dict(summary))
+            if await self._try([Set(path, done.to_bytes(), node.stat.version)]):
+                return done
+        raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
+
+    async def forget(self, write: str) -> None:
+        """Remove a write; whoever still runs a task of it gives up at its next mount."""
+        path = self._path(write)
+        for _ in range(ATTEMPTS_MAX):
+            node, listing = await self._znodes.get(path), await self._znodes.children(path)
+            if node is None or listing is None:
+                return
+            removals: list[Operation] = []
+            for name in listing.names:
+                child = await self._znodes.get(f"{path}/{name}")
+                if child is not None:
+                    removals.append(Delete(f"{path}/{name}", child.stat.version))
+            if await self._try([*removals, Delete(path, node.stat.version)]):
+                return
+        raise errors.CoordinatorUnavailable(f"{path} could not be removed")
+
+    async def made_before(self, time_ms: int, count_max: int) -> list[str]:
+        """Return up to `count_max` writes that were begun before a time."""
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        old: list[str] = []
+        for name in () if listing is None else listing.names:
+            node = await self._znodes.get(self._path(name))
+            if len(old) < count_max and node is not None and _is_older(node, time_ms):
+                old.append(name)
+        return old
+
+    def _path(self, write: str, task: int | None = None) -> str:
+        check_name(write)
+        return self._nodes.paths.write(write) + ("" if task is None else f"/{task}")
+
+    async def _try(self, operations: list[Operation]) -> bool:
+        """Write; False when that was refused, or nobody knows: then it is read again."""
+        try:
+            await self._znodes.write(operations)
+        except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+            await self._znodes.sync()
+            return False
+        return True
+
+
+def check_name(write: str) -> None:
+    """Raise BadRequest unless a write can be called so."""
+    is_good = 0 < len(write) <= NAME_CHARACTERS_MAX and write not in {".", ".."}
+    if not is_good or any(
+        not (each.isalnum() or each in "-_.") or ord(each) > 127 for each in write
+    ):
+        raise errors.BadRequest(
+            f"the name of a write is to be 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_' "
+            f"and '.'; found {write!r:.250}"
+        )
+
+
+def _over(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded:
+    which = "" if task is None else f", task {task}"
+    return errors.ConnectionSuperseded(f"write {write}{which}: {why}")
+
+
+def _is_older(node: Node, time_ms: int) -> bool:
+    try:
+        return WriteState.from_bytes(node.data).made_ms < time_ms
+    except errors.BadFormat:
+        return False
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _object(data: bytes, what: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+    try:
+        values = strict_json.from_json(data)
+    except ValueError as error:
+        raise errors.BadFormat(f"{what}: expected JSON: {error!s:.200}") from error
+    if not isinstance(values, dict) or values.get("format") != _FORMAT:
+        raise errors.BadFormat(f"{what}: expected an object of format 1, found {data!r:.200}")
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if not isinstance(value, kind) or (kind is int and not _is_whole(value)):
+            raise errors.BadFormat(
+                f"{what}: expected {name} as {kind.__name__}, found {value!r:.200}"
+            )
+    return values
