@@ -14,6 +14,7 @@ import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_ti
 TASK_TRANSACTIONS_MAX = 1_000_000
 TRIGGER_TRANSACTIONS_MAX = 1_000_000
 DATA_FORMATS = ("msgpack", "json")
+_WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
 class Use(Enum):
@@ -176,6 +178,27 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("batchSize", Use.WRITE, "1000", "Rows in one append, 1 to 10,000 (and at most 4 MiB)."),
     Option("maxInFlight", Use.WRITE, "8", "Appends that a task keeps in flight, 1 to 64."),
+    Option(
+        "exactlyOnce",
+        Use.WRITE,
+        "true",
+        "A task that is run again finds in the log what its earlier attempts have written, and "
+        "writes the rest. `false`: a task that is run again writes all of its rows again.",
+    ),
+    Option(
+        "writeId",
+        Use.WRITE,
+        "new for each write",
+        "Names the write, so that the whole job can be run again: what it has written stays "
+        "written once, and a write that is done appends nothing. In `foreachBatch` with `batchId`.",
+    ),
+    Option(
+        "batchId",
+        Use.WRITE,
+        "none",
+        "The number that `foreachBatch` hands over; it tells the batches of one `writeId` apart.",
+    ),
+    Option("writeRetention", Use.WRITE, "7", "For so many days a named write is remembered."),
 )
 _BY_KEY = {option.name.lower(): option for option in OPTIONS}
 
@@ -224,6 +247,9 @@ class WriteOptions:
     result_columns: tuple[str, ...] | None = None
     batch_rows: int = 1000
     in_flight_max: int = 8
+    exactly_once: bool = True
+    write_name: str | None = None
+    retention_days: int = 7
 
 
 def check_names(options: Mapping[str, str]) -> None:
@@ -296,6 +322,9 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         result_columns=None if names is None else tuple(_split(names)),
         batch_rows=bag.integer("batchSize", 1, 10_000),
         in_flight_max=bag.integer("maxInFlight", 1, 64),
+        exactly_once=bag.choice("exactlyOnce", ("true", "false")) == "true",
+        write_name=bag.write_name(),
+        retention_days=bag.integer("writeRetention", 1, 3_650),
     )
 
 
@@ -336,6 +365,21 @@ class _Bag:
                 "(a table made by CREATE TABLE forgets its options: use CREATE TEMPORARY VIEW)"
             )
         return value
+
+    def write_name(self) -> str | None:
+        name, batch = self.text("writeId"), self.text("batchId")
+        if name is None:
+            if batch is not None:
+                raise BadConfig("option 'batchId' numbers the batches of a 'writeId'; give both")
+            return None
+        if batch is not None:
+            name = f"{name}-{self.integer('batchId', 0, 1 << 62)}"
+        if _WRITE_NAME.fullmatch(name) is None or name in {".", ".."}:
+            raise BadConfig(
+                "option 'writeId' is up to 170 letters, digits, '-', '_' and '.'; "
+                f"found {name[:200]!r}"
+            )
+        return name
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:
         value = (self.text(name) or _BY_KEY[name.lower()].default).lower()

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from kazoo.client import KazooClient
 
+from tests import writes_contract
 from tests.cluster_contract import STORIES, Inbox, created, descriptor, owned, running
 from tests.integration.conftest import ZooKeeperProcess
 from waltz_core import errors
@@ -57,7 +58,9 @@ async def world_at(host: str) -> AsyncIterator[RealWorld]:
             await session.close()
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+@pytest.mark.parametrize(
+    "story", STORIES + writes_contract.STORIES, ids=lambda story: story.__name__
+)
 def test_story(story, zookeeper):
     async def run():
         async with world_at(zookeeper) as world:

@@ -12,7 +12,7 @@ Rules (spark.md, "Exactly once"; `cluster/writes.py`):
     3. A write that is done is not entered any more: `is_done` says so, and nothing is appended.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from waltz_core.cluster import zookeeper
@@ -148,8 +148,17 @@ async def begin_write(
         return None if state.summary is None else dict(state.summary)
 
 
-async def end_write(connect: str, write: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+async def end_write(
+    connect: str,
+    write: str,
+    summary: Mapping[str, Any],
+    *,
+    forget: Sequence[str] = (),
+    made_before_ms: int | None = None,
+) -> dict[str, Any]:
     """Mark a write as done; return the summary that holds, which is that of whoever was first.
+
+    In passing the writes in `forget` are removed, and some that were begun before a time.
 
     Raises:
         ConnectionSuperseded: the write is forgotten.
@@ -157,17 +166,26 @@ async def end_write(connect: str, write: str, summary: Mapping[str, Any]) -> dic
     async with zookeeper.connected(connect) as coordinator:
         state = await coordinator.writes.finish(write, summary)
         assert state.summary is not None
+        await _forget(coordinator, forget, made_before_ms)
         return dict(state.summary)
 
 
-async def forget_writes(connect: str, names: list[str], *, made_before_ms: int | None) -> list[str]:
+async def forget_writes(
+    connect: str, names: Sequence[str], *, made_before_ms: int | None
+) -> list[str]:
     """Remove writes by name, and some of those that were begun before a time; return which."""
     async with zookeeper.connected(connect) as coordinator:
-        writes = coordinator.writes
-        old = [] if made_before_ms is None else await writes.made_before(made_before_ms, _OLD_MAX)
-        for name in (*names, *old):
-            await writes.forget(name)
-        return [*names, *old]
+        return await _forget(coordinator, names, made_before_ms)
+
+
+async def _forget(
+    coordinator: Coordinator, names: Sequence[str], made_before_ms: int | None
+) -> list[str]:
+    writes = coordinator.writes
+    old = [] if made_before_ms is None else await writes.made_before(made_before_ms, _OLD_MAX)
+    for name in (*names, *old):
+        await writes.forget(name)
+    return [*names, *old]
 
 
 # So many writes are looked at and removed in passing; the rest waits for the next one.

@@ -16,6 +16,7 @@ Rules (spark.md, "Exactly once"):
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,7 +112,8 @@ class WriteRegistry:
             found = await self.read(write)
             if found is not None:
                 return found
-            await self._nodes.ensure((self._nodes.paths.ours, self._nodes.paths.writes))
+            with suppress(errors.CoordinatorOutcomeUnknown):
+                await self._nodes.ensure((self._nodes.paths.ours, self._nodes.paths.writes))
             if await self._try([Create(path, made.to_bytes())]):
                 return made
         raise errors.CoordinatorUnavailable(f"{path} could not be created")
@@ -212,8 +214,10 @@ class WriteRegistry:
         listing = await self._znodes.children(self._nodes.paths.writes)
         old: list[str] = []
         for name in () if listing is None else listing.names:
-            node = await self._znodes.get(self._path(name))
-            if len(old) < count_max and node is not None and _is_older(node, time_ms):
+            if len(old) == count_max:
+                break
+            node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
+            if node is not None and _is_older(node, time_ms):
                 old.append(name)
         return old
 

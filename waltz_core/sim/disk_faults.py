@@ -182,7 +182,10 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
         disk.stop_lying()
 
     def trust_again() -> None:
-        storage.trusts_fsync = True
+        if storage.log is None:  # It has not been opened since, with this in its settings.
+            cluster.world.after(1_000 * MS, trust_again)
+        else:
+            storage.trusts_fsync = True
 
     lies_ms = rng.randrange(5, 800)
     cluster.world.after(lies_ms * MS, lose_power)

@@ -13,6 +13,7 @@ from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
     DataSourceStreamReader,
+    DataSourceStreamWriter,
     DataSourceWriter,
 )
 from pyspark.sql.types import StructType
@@ -97,6 +98,18 @@ class WaltzDataSource(DataSource):
         from waltz_spark.writer.batch import WaltzBatchWriter  # noqa: PLC0415 - see the module
 
         return WaltzBatchWriter(parse_write(self.options), schema)
+
+    @plainly
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's
+        """Return the writer of a stream."""
+        if overwrite:
+            raise BadRequest(
+                "outputMode 'complete' cannot be: it writes all rows anew in each micro-batch, and "
+                "a log keeps every transaction for ever; use outputMode('append') or 'update'"
+            )
+        from waltz_spark.writer.stream import WaltzStreamWriter  # noqa: PLC0415 - see the module
+
+        return WaltzStreamWriter(parse_write(self.options), schema)
 
     def __reduce__(self) -> Any:  # noqa: ANN401 - pickle's own protocol
         return (type(self), (dict(self.options),))

@@ -1,0 +1,273 @@
+"""A task's rows enter the log once, however its attempts end; real cluster, no Spark between."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import BinaryType, IntegerType, StructField, StructType
+
+import waltz_core.local
+from waltz_core.client import WaltzClient, forget_writes
+from waltz_core.errors import BadRequest, ConnectionSuperseded
+from waltz_spark.options import parse_write
+from waltz_spark.writer.batch import new_job
+from waltz_spark.writer.task import Job, Written
+
+pytestmark = pytest.mark.spark
+
+SCHEMA = StructType([StructField("data", BinaryType()), StructField("partition", IntegerType())])
+PARTITIONS = 4
+
+
+class Stop(Exception):
+    """An attempt ends here."""
+
+
+def rows_of(task: int, count: int, *, of: int = 0) -> list[bytes]:
+    return [b"%d-%d" % (task, n) for n in range(of, count)]
+
+
+def batches_of(rows: list[bytes], size: int = 20) -> Iterator[pa.RecordBatch]:
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        partitions = pa.array([(start + n) % PARTITIONS for n in range(len(part))], pa.int32())
+        yield pa.RecordBatch.from_arrays(
+            [pa.array(part, pa.binary()), partitions], ["data", "partition"]
+        )
+
+
+class Write:
+    """One write and its runs."""
+
+    def __init__(self, connect: str, name: str, **options: str) -> None:
+        self.connect, self.name = connect, name
+        self.options = parse_write({"connect": connect, "batchSize": "5", **options})
+        self.client = WaltzClient(connect)
+        self.marks = self.client.high_water_marks(linearizable=True)
+
+    def job(self) -> Job:
+        """Begin a run."""
+        return new_job(self.options, SCHEMA, self.name)
+
+    def in_log(self) -> Counter[bytes]:
+        """Return what has come in since the write was made, and how often."""
+        found: Counter[bytes] = Counter()
+        for partition, last in self.client.high_water_marks(linearizable=True).items():
+            for chunk in self.client.read_range(partition, self.marks[partition] + 1, last):
+                records, start = bytes(chunk.records), 0
+                for length in chunk.lengths.tolist():
+                    found[records[start + 36 : start + length - 4]] += 1
+                    start += length
+        return found
+
+    def until(self, count: int) -> None:
+        """Wait until so many rows are in the log."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if sum(self.in_log().values()) >= count:
+                return
+        raise AssertionError(f"expected {count} rows in the log, found {self.in_log()}")
+
+
+@pytest.fixture
+def write(connect: str, request: pytest.FixtureRequest) -> Iterator[Write]:
+    made = Write(connect, request.node.name)
+    yield made
+    made.client.close()
+
+
+def stopped_after(write: Write, job: Job, rows: list[bytes], count: int, task: int = 0) -> None:
+    """Run an attempt that brings `count` rows into the log and dies."""
+    before = sum(write.in_log().values())
+
+    def feed() -> Iterator[pa.RecordBatch]:
+        yield from batches_of(rows[:count])
+        write.until(before + count)
+        raise Stop
+
+    with pytest.raises(Stop):
+        job.write_task(feed(), task, 0)
+
+
+def once(rows: list[bytes]) -> Counter[bytes]:
+    return Counter(dict.fromkeys(rows, 1))
+
+
+def test_an_attempt_goes_on_where_the_one_before_has_stopped(write: Write) -> None:
+    rows, job = rows_of(0, 200), write.job()
+    stopped_after(write, job, rows, 100)
+    second = job.write_task(batches_of(rows), 0, 1)
+    assert write.in_log() == once(rows)
+    assert (second.committed, second.rejected) == (200, 0)
+    assert second.found == 100
+    third = job.write_task(batches_of(rows), 0, 2)
+    assert (third.committed, third.found) == (200, 200)
+    assert write.in_log() == once(rows)
+    assert third.runs != []
+
+
+def test_without_it_rows_are_there_twice(write: Write) -> None:
+    """What the other tests prevent: the same job with `exactlyOnce` off."""
+    rows = rows_of(0, 100)
+    off = Write(write.connect, write.name, exactlyOnce="false")
+    off.client.close()
+    off.client = write.client
+    job = new_job(off.options, SCHEMA, None)
+    stopped_after(off, job, rows, 60)
+    job.write_task(batches_of(rows), 0, 1)
+    assert max(off.in_log().values()) == 2
+
+
+def test_rows_in_another_order_and_equal_rows_are_matched(write: Write) -> None:
+    rows, job = [b"same"] * 40 + rows_of(0, 40), write.job()
+    stopped_after(write, job, rows, 60)
+    shuffled = [(rows[n], n % PARTITIONS) for n in range(80)]
+    shuffled = sorted(shuffled, key=lambda each: (each[1], each[0]))
+    batch = pa.RecordBatch.from_arrays(
+        [
+            pa.array([each for each, _ in shuffled], pa.binary()),
+            pa.array([each for _, each in shuffled], pa.int32()),
+        ],
+        ["data", "partition"],
+    )
+    job.write_task(iter([batch]), 0, 1)
+    assert write.in_log() == Counter(rows)
+
+
+def test_an_older_attempt_that_lives_on_gets_nothing_in(write: Write) -> None:
+    """A straggler after `abort`, or the slower of two attempts under speculation."""
+    rows, job = rows_of(0, 120), write.job()
+    may_go_on, failures = threading.Event(), []
+
+    def slow() -> Iterator[pa.RecordBatch]:
+        yield from batches_of(rows[:60])
+        assert may_go_on.wait(120)
+        yield from batches_of(rows[60:])
+
+    def straggle() -> None:
+        try:
+            job.write_task(slow(), 0, 0)
+        except ConnectionSuperseded as error:
+            failures.append(error)
+
+    straggler = threading.Thread(target=straggle)
+    straggler.start()
+    write.until(60)
+    done = job.write_task(batches_of(rows), 0, 1)
+    assert (done.committed, done.found) == (120, 60)
+    may_go_on.set()
+    straggler.join(60)
+    assert len(failures) == 1
+    assert write.in_log() == once(rows)
+
+
+def test_a_run_of_the_whole_job_goes_on_with_the_one_before(write: Write) -> None:
+    first, rows = write.job(), {task: rows_of(task, 60) for task in range(3)}
+    first.write_task(batches_of(rows[0]), 0, 0)
+    stopped_after(write, first, rows[1], 40, task=1)
+    second = write.job()
+    assert second.run != first.run
+    told = [second.write_task(batches_of(rows[task]), task, 1) for task in range(3)]
+    assert [each.found == 0 for each in told] == [False, False, True]
+    assert sum(each.committed for each in told) == 180
+    assert write.in_log() == once([row for each in rows.values() for row in each])
+
+
+def test_another_cut_into_tasks_writes_nothing_twice(write: Write) -> None:
+    first, rows = write.job(), rows_of(0, 120)
+    first.write_task(batches_of(rows[:60]), 0, 0)
+    stopped_after(write, first, rows[60:], 40, task=1)
+    there = write.in_log()
+    second = write.job()
+    for task, part, why in (
+        (0, rows, "another task has brought a row of this task"),
+        (0, rows[:40], "not deterministic"),
+        (1, rows[100:], "not deterministic"),
+        (2, rows[116:] + rows[96:100], "another task has brought a row of this task"),
+    ):
+        with pytest.raises(BadRequest, match=why):
+            second.write_task(batches_of(part), task, 1)
+        assert write.in_log() == there
+    third = write.job()
+    assert third.write_task(batches_of(rows[:60]), 0, 1).found == 60
+    assert third.write_task(batches_of(rows[60:]), 1, 1).found == 40
+    assert write.in_log() == once(rows)
+
+
+def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
+    import asyncio  # noqa: PLC0415
+
+    from waltz_core.client import end_write  # noqa: PLC0415
+
+    rows, job = rows_of(0, 50), write.job()
+    job.write_task(batches_of(rows), 0, 0)
+    assert asyncio.run(end_write(write.connect, write.name, {"committed": 50})) == {"committed": 50}
+    again = write.job().write_task(batches_of(rows_of(7, 30)), 0, 1)
+    assert again == Written(write=write.name, was_done=True)
+    assert write.in_log() == once(rows)
+    asyncio.run(forget_writes(write.connect, [write.name], made_before_ms=None))
+    assert write.job().write_task(batches_of([b"new"]), 0, 2).committed == 1
+
+
+def test_a_server_that_dies_between_two_attempts(
+    write: Write, cluster: waltz_core.local.LocalCluster
+) -> None:
+    """The next owner has forgotten who was fenced; the generation says so, and the node."""
+    rows, job = rows_of(0, 120), write.job()
+    may_go_on, failures = threading.Event(), []
+
+    def slow() -> Iterator[pa.RecordBatch]:
+        yield from batches_of(rows[:60])
+        assert may_go_on.wait(120)
+        yield from batches_of(rows[60:])
+
+    def straggle() -> None:
+        try:
+            job.write_task(slow(), 0, 0)
+        except ConnectionSuperseded as error:
+            failures.append(error)
+
+    straggler = threading.Thread(target=straggle)
+    straggler.start()
+    write.until(60)
+    cluster.kill("server-1")
+    try:
+        done = job.write_task(batches_of(rows), 0, 1)
+    finally:
+        cluster.start("server-1")
+    may_go_on.set()
+    straggler.join(120)
+    assert (done.committed, len(failures)) == (120, 1)
+    assert write.in_log() == once(rows)
+
+
+def test_rows_with_other_locks_are_not_taken_for_one_another(connect: str) -> None:
+    from pyspark.sql.types import ArrayType  # noqa: PLC0415
+
+    write = Write(connect, "t-locks")
+    schema = StructType([*SCHEMA.fields, StructField("append_locks", ArrayType(IntegerType()))])
+    job = new_job(write.options, schema, write.name)
+
+    def batch(locks: list[int]) -> pa.RecordBatch:
+        count = len(locks)
+        columns = [
+            pa.array([b"same"] * count, pa.binary()),
+            pa.array([0] * count, pa.int32()),
+            pa.array([[lock] for lock in locks], pa.list_(pa.int32())),
+        ]
+        return pa.RecordBatch.from_arrays(columns, ["data", "partition", "append_locks"])
+
+    def feed() -> Iterator[pa.RecordBatch]:
+        yield batch([7] * 10)
+        write.until(10)
+        raise Stop
+
+    with pytest.raises(Stop):
+        job.write_task(feed(), 0, 0)
+    with pytest.raises(BadRequest, match="other locks or marks"):
+        job.write_task(iter([batch([7] * 10 + [8])]), 0, 1)
+    assert job.write_task(iter([batch([7] * 12)]), 0, 2).committed == 12
+    assert write.in_log() == Counter({b"same": 12})

@@ -1,0 +1,99 @@
+"""Unit tests of `waltz_core.cluster.writes`: the stories over memory, lost answers, the bytes."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cluster_contract import created
+from tests.unit.cluster.test_coordinator import MemoryWorld
+from tests.writes_contract import MARKS, STORIES
+from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.memory import WriteFault
+from waltz_core.cluster.writes import TaskState, WriteState, check_name
+
+ROOT = "/waltz/writes"
+FAULTS = pytest.mark.parametrize("fault", WriteFault)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_story(story):
+    asyncio.run(story(MemoryWorld(), ROOT))
+
+
+@FAULTS
+def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        session = await world.znodes()
+        coordinator = Coordinator(session, ROOT)
+        writes = coordinator.writes
+        session.faults += [fault] * 2
+        assert (await writes.begin("w", MARKS, 5)).marks == MARKS
+        client_id = await coordinator.next_client_id()
+
+        async def the_one():
+            return client_id
+
+        was_done = fault is WriteFault.REPLY_LOST
+        session.faults.append(fault)
+        assert (await writes.enter("w", 0, "r", the_one)).attempt == 1 + was_done
+        session.faults.append(fault)
+        assert (await writes.enter("w", 0, "r", the_one)).attempt == 2 + 2 * was_done
+        session.faults.append(fault)
+        assert (await writes.finish("w", {"rows": 1})).summary == {"rows": 1}
+        session.faults.append(fault)
+        await writes.forget("w")
+        assert await writes.read("w") is None
+
+    asyncio.run(story())
+
+
+@given(
+    st.dictionaries(st.integers(0, 1 << 20), st.integers(-1, (1 << 63) - 1), max_size=8),
+    st.integers(0, 1 << 50),
+    st.none() | st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8)),
+)
+def test_a_write_round_trips(marks, made_ms, summary):
+    state = WriteState(marks, made_ms, summary)
+    assert WriteState.from_bytes(state.to_bytes()) == state
+
+
+@given(st.integers(1, 1 << 30), st.integers(1, 1 << 40), st.lists(st.text(max_size=20), max_size=5))
+def test_a_task_round_trips(client_id, attempt, runs):
+    state = TaskState(client_id, attempt, tuple(runs))
+    assert TaskState.from_bytes(state.to_bytes()) == state
+
+
+@given(
+    st.binary(max_size=60)
+    | st.sampled_from([WriteState({0: 1}, 5), TaskState(1, 2)]).flatmap(
+        lambda state: st.tuples(st.integers(0, 60), st.binary(min_size=1, max_size=4)).map(
+            lambda change: (
+                state.to_bytes()[: change[0]] + change[1] + state.to_bytes()[change[0] + 1 :]
+            )
+        )
+    )
+)
+def test_any_bytes_are_a_value_or_a_bad_format(data):
+    for kind in (WriteState, TaskState):
+        told = None
+        try:
+            value = kind.from_bytes(data)
+        except errors.BadFormat as error:
+            told = str(error)
+        assert isinstance(value, kind) if told is None else kind.__name__ in told
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 201])
+def test_names_that_are_no_names(name):
+    with pytest.raises(errors.BadRequest, match="the name of a write is to be"):
+        check_name(name)
+
+
+def test_names_that_are_names():
+    for name in ("a", "stream-1f-7", "Nightly_2026.11", "x" * 200):
+        check_name(name)

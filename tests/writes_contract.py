@@ -1,0 +1,60 @@
+"""What the registry of writes must do; told once, as in `cluster_contract.py`."""
+
+import pytest
+
+from tests.cluster_contract import World, created, member
+from waltz_core import errors
+
+MARKS = {0: 41, 3: -1}
+
+
+async def a_task_has_one_last_attempt(world: World, root: str) -> None:
+    first, second = await created(world, root), await member(world, root)
+    begun = await first.writes.begin("w-1", MARKS, 1_000)
+    assert (dict(begun.marks), begun.made_ms, begun.is_done) == (MARKS, 1_000, False)
+    assert await second.writes.begin("w-1", {0: 99}, 2_000) == begun
+    one = await first.writes.enter("w-1", 5, "run-a", first.next_client_id)
+    assert (one.client_id, one.attempt, one.runs) == (1, 1, ("run-a",))
+    await first.writes.check("w-1", 5, 1)
+    two = await second.writes.enter("w-1", 5, "run-a", second.next_client_id)
+    assert (two.client_id, two.attempt, two.runs) == (1, 2, ("run-a",))
+    three = await second.writes.enter("w-1", 5, "run-b", second.next_client_id)
+    assert (three.client_id, three.attempt, three.runs) == (1, 3, ("run-a", "run-b"))
+    for attempt in (1, 2):
+        with pytest.raises(
+            errors.ConnectionSuperseded, match=f"3 has taken over from .* {attempt}"
+        ):
+            await first.writes.check("w-1", 5, attempt)
+    await second.writes.check("w-1", 5, 3)
+    other = await first.writes.enter("w-1", 6, "run-b", first.next_client_id)
+    assert other.client_id == 2
+    assert await second.writes.tasks("w-1") == {5: three, 6: other}
+
+
+async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
+    first, second = await created(world, root), await member(world, root)
+    await first.writes.begin("w", MARKS, 1_000)
+    await first.writes.enter("w", 0, "run", first.next_client_id)
+    done = await second.writes.finish("w", {"committed": 7})
+    assert done.is_done
+    assert await first.writes.finish("w", {"committed": 8}) == done
+    assert (await first.writes.begin("w", {}, 5_000)).summary == {"committed": 7}
+    with pytest.raises(errors.ConnectionSuperseded, match=r"write w, task 0: it is done"):
+        await first.writes.check("w", 0, 1)
+    await second.writes.begin("young", MARKS, 3_000)
+    assert await first.writes.made_before(2_000, 10) == ["w"]
+    assert await first.writes.made_before(9_000, 1) == ["w"]
+    await second.writes.forget("w")
+    await second.writes.forget("w")
+    assert await first.writes.read("w") is None
+    assert await first.writes.tasks("w") == {}
+    for over in (
+        first.writes.check("w", 0, 1),
+        first.writes.enter("w", 0, "run", first.next_client_id),
+        first.writes.finish("w", {}),
+    ):
+        with pytest.raises(errors.ConnectionSuperseded, match="it is over and forgotten"):
+            await over
+
+
+STORIES = [a_task_has_one_last_attempt, a_write_that_is_over_is_over_for_all]

@@ -1,0 +1,289 @@
+"""Which rows of a task are in the log already, brought there by an earlier attempt.
+
+Why it stands alone: it is the half of "exactly once" that looks at rows; the half that looks at
+attempts is the client's (`TaskClaim`).
+
+Rules (spark.md, "Exactly once"):
+    1. The log is read once all partitions are mounted: from then on no earlier attempt of this task
+       can append, and the answer stays true.
+    2. Rows are matched with records as a multiset of partition, header and data: an attempt may
+       have them in another order. Rows that are equal in these, but not in locks or mark, are not
+       interchangeable: with a record of one of them in the log, the write fails in words.
+    3. A record that no row matches says that the input is not what it was: the write fails.
+    4. What another task of an earlier run has brought in is no row of this task, unless the input
+       is cut into tasks in another way than it was then. Nobody can tell; the write fails.
+    5. Nothing is appended before rules 2 to 4 are known to hold: until then rows are spooled to a
+       file. So a run that fails by them leaves the log as it was, and the right one can go on.
+"""
+
+import hashlib
+import struct
+import tempfile
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+
+from waltz_core import raw_records
+from waltz_core.client import RangeForm, Reason, WaltzClient
+from waltz_core.errors import BadRequest
+from waltz_spark.writer.appender import Answered
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+
+_KEY_BYTES = 16
+_PLACE = struct.Struct(">ii")
+_APPEND_HEADERS = raw_records.HEADER_DTYPE
+
+
+class Found(NamedTuple):
+    """A record that an earlier attempt of this task has brought into the log."""
+
+    transaction_id: int
+    sequence: int
+
+
+class Already:
+    """What is in the log of a task's rows.
+
+    Args:
+        own: by row key, the ids of records that earlier attempts of this task have brought in.
+        others: the row keys of what other tasks of earlier runs have.
+        next_sequences: by partition, the first request number that no earlier attempt has used.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[bytes, Iterable[int]],
+        others: frozenset[bytes] = frozenset(),
+        next_sequences: Mapping[int, int] | None = None,
+    ) -> None:
+        self._own = {key: deque(sorted(ids)) for key, ids in own.items()}
+        self._others = others
+        self._locks: dict[bytes, tuple[object, ...]] = {}
+        self.next_sequences = dict(next_sequences or {})
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the log has nothing that a row could match."""
+        return not self._own and not self._others
+
+    @property
+    def count(self) -> int:
+        """How many records wait for their row."""
+        return sum(map(len, self._own.values()))
+
+    def split(self, shaped: Shaped) -> tuple[Shaped | None, list[Answered]]:
+        """Return the rows that are to be appended, and the outcomes of those that are there.
+
+        Raises:
+            BadRequest: rules 2 and 4.
+        """
+        if self.is_empty:
+            return shaped, []
+        missing: list[int] = []
+        there: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, key in enumerate(_keys(shaped)):
+            found = self._own.get(key)
+            if found is not None:
+                self._check_locks(key, shaped, row)
+            if found:
+                there[int(shaped.partitions[row])].append((row, found.popleft()))
+                continue
+            if key in self._others:
+                raise _recut(int(shaped.partitions[row]))
+            missing.append(row)
+        answers = [_answered(shaped, partition, rows) for partition, rows in sorted(there.items())]
+        if not there:
+            return shaped, []
+        return (_taken(shaped, missing) if missing else None), answers
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no row to come can make the write fail, but by its locks (rule 5)."""
+        return not self._others and self.count == 0
+
+    def missing(self, batches: Iterable[Shaped], there: list[Answered]) -> Iterator[Shaped]:
+        """Yield what is to be appended; put the outcomes of the rest into `there` (rule 5).
+
+        Raises:
+            BadRequest: rules 2 to 4.
+        """
+        with Spool() as spool:
+            for shaped in batches:
+                rest, answers = self.split(shaped)
+                there.extend(answers)
+                if self.is_settled:
+                    yield from spool.take()
+                    if rest is not None:
+                        yield rest
+                elif rest is not None:
+                    spool.put(rest)
+            self.check_all_matched()
+            yield from spool.take()
+
+    def check_all_matched(self) -> None:
+        """Raise BadRequest when a record has found no row (rule 3)."""
+        left = [(ids[0], len(ids)) for ids in self._own.values() if ids]
+        if left:
+            raise BadRequest(
+                f"the input is not deterministic: an earlier attempt of this task has brought "
+                f"{sum(count for _, count in left)} rows into the log (transaction {left[0][0]} is "
+                f"the first) that are not among the rows it has now; sort the input, write from a "
+                f"checkpointed DataFrame, or cut it into the same tasks as before"
+            )
+
+    def _check_locks(self, key: bytes, shaped: Shaped, row: int) -> None:
+        columns = [shaped.append.column(name) for name in (*LOCK_COLUMNS, MARK_COLUMN)]
+        locks = tuple(str(column[row].as_py()) for column in columns)
+        if self._locks.setdefault(key, locks) != locks:
+            raise BadRequest(
+                f"partition {shaped.partitions[row]}: an earlier attempt of this task has brought "
+                "a row into the log of which there are several with the same header and data, but "
+                "other locks or marks: nobody can tell which one it was; give each row something "
+                "of its own in 'data'"
+            )
+
+
+class Spool:
+    """Shaped rows on disk, in order, until they may be appended."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._writer: pa.RecordBatchStreamWriter | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def put(self, shaped: Shaped) -> None:
+        """Add rows."""
+        parts = {"": pa.array(shaped.partitions)}
+        for kind, batch in (("a", shaped.append), ("i", shaped.identity)):
+            if batch is not None:
+                parts |= {f"{kind}{name}": batch.column(name) for name in batch.schema.names}
+        row_batch = pa.RecordBatch.from_pydict(parts)
+        if self._writer is None:
+            self._file = tempfile.TemporaryFile(prefix="waltz-spool-")  # noqa: SIM115 - see __exit__
+            self._writer = pa.ipc.new_stream(self._file, row_batch.schema)
+        self._writer.write_batch(row_batch)
+
+    def take(self) -> Iterator[Shaped]:
+        """Yield all that was put in, once."""
+        if self._writer is None or self._file is None:
+            return
+        self._writer.close()
+        self._file.seek(0)
+        for row_batch in pa.ipc.open_stream(self._file):
+            append = _columns_of(row_batch, "a")
+            assert append is not None
+            yield Shaped(row_batch.column("").to_numpy(), append, _columns_of(row_batch, "i"))
+        self._file.close()
+        self._file = self._writer = None
+
+
+def _columns_of(row_batch: pa.RecordBatch, kind: str) -> pa.RecordBatch | None:
+    names = [name for name in row_batch.schema.names if name.startswith(kind)]
+    columns = {name[1:]: row_batch.column(name) for name in names}
+    return pa.RecordBatch.from_pydict(columns) if columns else None
+
+
+def read_back(
+    client: WaltzClient, marks: Mapping[int, int], *, own: int, others: set[int]
+) -> Already:
+    """Read what the clients of a write have brought in since its starting marks (rule 1)."""
+    records: dict[bytes, list[int]] = defaultdict(list)
+    elsewhere: set[bytes] = set()
+    sequences: dict[int, int] = {}
+    for partition, last in client.mount().items():
+        first = marks.get(partition, -1) + 1
+        wanted = np.array(sorted({own, *others}), dtype=np.int64)
+        for client_id, found, key in _records_of(client, partition, first, int(last), wanted):
+            if client_id == own:
+                records[key].append(found.transaction_id)
+                sequences[partition] = max(sequences.get(partition, 0), found.sequence + 1)
+            else:
+                elsewhere.add(key)
+    return Already(records, frozenset(elsewhere), sequences)
+
+
+def _records_of(
+    client: WaltzClient,
+    partition: int,
+    first: int,
+    last: int,
+    wanted: "np.typing.NDArray[np.int64]",
+) -> Iterator[tuple[int, Found, bytes]]:
+    """Yield the records of some clients; only headers travel where there are none."""
+    for chunk in client.read_range(partition, first, last, form=RangeForm.HEADERS):
+        headers = np.frombuffer(chunk.records, dtype=_APPEND_HEADERS)
+        places = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
+        if not places.size:
+            continue
+        low, high = int(chunk.first) + int(places[0]), int(chunk.first) + int(places[-1])
+        yield from _whole_records(client, partition, (low, high), set(wanted.tolist()))
+
+
+def _whole_records(
+    client: WaltzClient, partition: int, span: tuple[int, int], wanted: set[int]
+) -> Iterator[tuple[int, Found, bytes]]:
+    for chunk in client.read_range(partition, *span):
+        records, lengths = memoryview(chunk.records), chunk.lengths
+        req_ids = raw_records.req_ids_of(records, lengths)
+        headers = raw_records.application_headers_of(records, lengths).tolist()
+        starts = raw_records.offsets_of(lengths).tolist()
+        for row, client_id in enumerate(req_ids["client_id"].tolist()):
+            if client_id in wanted:
+                data = records[starts[row] + _DATA_FROM : starts[row + 1] - _DATA_UNTIL]
+                found = Found(int(chunk.first) + row, int(req_ids["sequence"][row]))
+                yield client_id, found, _key(partition, headers[row], data)
+
+
+# A record's bytes before and after its data (interop.md, 5.2).
+_DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
+
+
+def _keys(shaped: Shaped) -> Iterator[bytes]:
+    headers = shaped.append.column("header").to_pylist()
+    data = shaped.append.column("data").to_pylist()
+    for partition, header, each in zip(shaped.partitions.tolist(), headers, data, strict=True):
+        yield _key(partition, header, each)
+
+
+def _key(partition: int, header: int, data: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(_PLACE.pack(partition, header), digest_size=_KEY_BYTES)
+    digest.update(data)
+    return digest.digest()
+
+
+def _taken(shaped: Shaped, rows: list[int]) -> Shaped:
+    index = pa.array(rows, pa.int64())
+    identity = None if shaped.identity is None else shaped.identity.take(index)
+    return Shaped(shaped.partitions[rows], shaped.append.take(index), identity)
+
+
+def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> Answered:
+    ids = np.array([found for _, found in rows], dtype=np.int64)
+    index = pa.array([row for row, _ in rows], pa.int64())
+    return Answered(
+        partition=partition,
+        identity=None if shaped.identity is None else shaped.identity.take(index),
+        transaction_ids=ids,
+        reasons=np.full(len(rows), int(Reason.COMMITTED), dtype=np.uint8),
+        conflicting=np.full(len(rows), -1, dtype=np.int64),
+        high_water_mark=int(ids.max()),
+        attempt=1,
+    )
+
+
+def _recut(partition: int) -> BadRequest:
+    return BadRequest(
+        f"partition {partition}: another task has brought a row of this task into the log, in an "
+        "earlier run of this write. Either the input is cut into other tasks than it was then: run "
+        "it with as many tasks as before; or rows are equal: give each one something of its own "
+        "in 'data'"
+    )

@@ -1,0 +1,91 @@
+"""`df.writeStream.format("waltz")`: a micro-batch is a write, and enters the log once.
+
+Why it stands alone: Spark makes one of these for the tasks of a micro-batch, and another one, in
+another process, to commit it; neither is told which batch it is. The tasks are.
+
+Rules (spark.md, "Exactly once"):
+    1. A micro-batch is the write (query, batch). Its tasks find both in their local properties, and
+       tell the commit in their messages. The first task of its first run says where it starts.
+    2. Spark records a micro-batch after our commit. If the driver dies in between, the batch comes
+       again with the same tasks, finds its write done and appends nothing.
+    3. The write of the batch before is forgotten then: Spark has recorded it.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from waltz_spark.failures import plainly
+from waltz_spark.options import WriteOptions
+from waltz_spark.writer.batch import finish, new_job
+from waltz_spark.writer.task import Job, Written, place_of_task
+
+_log = logging.getLogger("waltz")
+
+# What Spark tells a task of the stream that it is part of.
+_QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
+
+
+class WaltzStreamWriter(DataSourceStreamArrowWriter):
+    """Writes the micro-batches of a stream; one row is one transaction.
+
+    Args:
+        options: the write's, already checked.
+        schema: the stream's.
+
+    Raises:
+        BadRequest: the stream cannot be written; on the driver, before any task.
+        Unavailable: the cluster cannot be reached.
+    """
+
+    def __init__(self, options: WriteOptions, schema: StructType) -> None:
+        self._job = new_job(options, schema, None)
+
+    # -- in a task ----------------------------------------------------------------------------
+
+    @plainly
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Send a task's rows; return what became of them."""
+        return _job_of_batch(self._job).write_task(iterator, *place_of_task())
+
+    # -- on the driver again ------------------------------------------------------------------
+
+    @plainly
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Close the results and say in one line what became of the micro-batch."""
+        tasks = [message for message in messages if isinstance(message, Written)]
+        write = next((task.write for task in tasks if task.write is not None), None)
+        before: tuple[str, ...] = ()
+        if write is not None and batchId > 0:
+            before = (f"{write.removesuffix(str(batchId))}{batchId - 1}",)
+        _log.info("waltz: micro-batch %d", batchId)
+        finish(self._job, tasks, write=write, forget=before)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Say what is in the log; when the stream goes on, it is found there."""
+        tasks = [message for message in messages if isinstance(message, Written)]
+        _log.warning(
+            "waltz: micro-batch %d failed; at least %d of its rows are in the log and stay there",
+            batchId,
+            sum(task.committed for task in tasks),
+        )
+
+
+def _job_of_batch(job: Job) -> Job:
+    """Return the job as that of the micro-batch that this task is part of (rule 1)."""
+    context = TaskContext.get()
+    assert context is not None, "a micro-batch is written in tasks"
+    query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
+    assert query is not None
+    assert batch is not None
+    options = job.options
+    if options.results_path is not None:
+        path = f"{options.results_path.rstrip('/')}/batch={batch}"
+        options = dataclasses.replace(options, results_path=path)
+    write = f"{options.write_name or 'stream'}-{query}-{batch}" if options.exactly_once else None
+    return dataclasses.replace(job, options=options, write=write)

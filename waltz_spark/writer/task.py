@@ -1,0 +1,201 @@
+"""One task of a write: its rows into the log, once, and what became of them.
+
+Why it stands alone: batches and micro-batches write in the same way. Spark pickles the job to every
+task, so it holds plain values only.
+
+Rules:
+    1. With `exactlyOnce` an attempt first takes the task's place in the write (`TaskClaim`), and
+       skips what an earlier attempt has brought into the log (`once.py`).
+    2. A write that is done already appends nothing, whatever its input.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import WriterCommitMessage
+
+from waltz_core.client import Layout, Reason, TaskClaim, WaltzClient
+from waltz_core.errors import LockFailed
+from waltz_spark.connections import client_at
+from waltz_spark.options import OnLockFailure, WriteOptions
+from waltz_spark.writer.appender import Answered, Appender
+from waltz_spark.writer.columns import Shaped, Shaper
+from waltz_spark.writer.once import Already, read_back
+from waltz_spark.writer.results import ResultFile
+
+_log = logging.getLogger("waltz")
+
+# What a task reports of single conflicts is for a count in a log line, so it may be cut short.
+CONFLICTS_MAX = 10_000
+RUNS_MAX = 100_000
+
+
+@dataclass
+class Written(WriterCommitMessage):
+    """What one task tells the job: counts, marks, and which ids it wrote (runs of first, last)."""
+
+    write: str | None = None
+    was_done: bool = False
+    results_path: str | None = None
+    committed: int = 0
+    rejected: int = 0
+    found: int = 0  # how many of the committed rows an earlier attempt had brought in
+    marks: dict[int, int] = field(default_factory=dict)
+    runs: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
+    conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting id
+    file: str | None = None
+
+    def count(self, answered: Answered) -> None:
+        """Take the outcomes of some rows into the counts."""
+        committed = answered.reasons == Reason.COMMITTED
+        self.committed += int(committed.sum())
+        self.rejected += int((~committed).sum())
+        mark = max(self.marks.get(answered.partition, -1), answered.high_water_mark)
+        self.marks[answered.partition] = mark
+        ids = np.sort(answered.transaction_ids[committed])
+        breaks = np.flatnonzero(np.diff(ids) != 1)
+        firsts = ids[np.concatenate(([0], breaks + 1))] if len(ids) else ids
+        lasts = ids[np.concatenate((breaks, [len(ids) - 1]))] if len(ids) else ids
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            self._add_run(answered.partition, first, last)
+        room = CONFLICTS_MAX - len(self.conflicts)
+        for conflict in answered.conflicting[~committed][: max(room, 0)].tolist():
+            self.conflicts.append((answered.partition, conflict))
+
+    def _add_run(self, partition: int, first: int, last: int) -> None:
+        for index in range(len(self.runs) - 1, max(len(self.runs) - 9, -1), -1):
+            if self.runs[index][0] == partition and self.runs[index][2] == first - 1:
+                self.runs[index] = (partition, self.runs[index][1], last)
+                return
+        if len(self.runs) < RUNS_MAX:
+            self.runs.append((partition, first, last))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all tasks of one execution share.
+
+    `write` names the write, None where nothing is to be written once. `run` names the execution,
+    `began_ms` is when it began. `marks` are in the options.
+    """
+
+    layout: Layout
+    options: WriteOptions
+    run: str
+    began_ms: int
+    write: str | None
+
+    def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
+        """Write a task's rows; return what became of them."""
+        if self.write is None:
+            client = client_at(self.layout)
+            return self._send(client, batches, Already({}), _file_name(task, attempt))
+        claim = TaskClaim(
+            self.layout.connect,
+            self.write,
+            task,
+            run=self.run,
+            marks=self.options.marks,
+            now_ms=self.began_ms,
+        )
+        with WaltzClient.at(self.layout, claim=claim) as client:
+            if claim.is_done:
+                for _ in batches:
+                    pass  # Spark waits until all of it is taken.
+                return Written(write=self.write, was_done=True)
+            already = self._look_back(client, claim)
+            return self._send(client, batches, already, _file_name(task, attempt), claim.marks)
+
+    def _look_back(self, client: WaltzClient, claim: TaskClaim) -> Already:
+        state, others = claim.state, client.other_clients()
+        if state.attempt == 1 and not others:
+            return Already({})
+        already = read_back(client, claim.marks, own=int(state.client_id), others=others)
+        client.begin_sequences(already.next_sequences)
+        _log.info(
+            "task %d of write %s, attempt %d: %d rows are in the log already",
+            claim.task,
+            claim.write,
+            state.attempt,
+            already.count,
+        )
+        return already
+
+    def _send(
+        self,
+        client: WaltzClient,
+        batches: Iterator[pa.RecordBatch],
+        already: Already,
+        file_name: str,
+        marks: dict[int, int] | None = None,
+    ) -> Written:
+        options = self.options
+        written = Written(write=self.write, results_path=options.results_path)
+        results = None
+        if options.results_path is not None:
+            results = ResultFile(options.results_path, file_name)
+        shaper = Shaper(
+            options,
+            self.layout.cluster.partition_count,
+            options.marks if marks is None else marks,
+            wants_identity=results is not None,
+        )
+        shaped = (shaper.shape(batch) for batch in batches if batch.num_rows)
+        began = time.monotonic()
+        for answered in self._outcomes(client, shaped, already, written):
+            written.count(answered)
+            if results is not None:
+                results.add(answered)
+            if options.on_lock_failure is OnLockFailure.FAIL and written.rejected:
+                self._fail(written, answered, results)
+        written.file = None if results is None else results.close()
+        took, rows = time.monotonic() - began, written.committed + written.rejected
+        _log.info("%s: %d rows in %.2f s (%d rejected)", file_name, rows, took, written.rejected)
+        return written
+
+    def _outcomes(
+        self, client: WaltzClient, shaped: Iterable[Shaped], already: Already, written: Written
+    ) -> Iterator[Answered]:
+        there: list[Answered] = []
+        for answered in Appender(client, self.options).send(already.missing(shaped, there)):
+            yield from _drained(there, written)
+            yield answered
+        yield from _drained(there, written)
+
+    def _fail(self, written: Written, answered: Answered, results: ResultFile | None) -> None:
+        if results is not None:
+            results.close()
+        refused = np.flatnonzero(answered.reasons != Reason.COMMITTED)
+        conflict = int(answered.conflicting[refused[0]])
+        where = (
+            f"which ones stands in {self.options.results_path}"
+            if results is not None
+            else "give option resultsPath to have each row's outcome, or onLockFailure=reject"
+        )
+        raise LockFailed(
+            f"partition {answered.partition}: a row was refused, transaction {conflict} has "
+            f"written one of its locks since the row's high-water mark. {written.committed} rows "
+            f"of this task are in the log, those of other tasks may be too; {where}"
+        )
+
+
+def place_of_task() -> tuple[int, int]:
+    """Return the number of the task, and of the attempt, that this process runs for Spark."""
+    context = TaskContext.get()
+    return (0, 0) if context is None else (context.partitionId(), context.taskAttemptId())
+
+
+def _file_name(task: int, attempt: int) -> str:
+    return f"part-{task:05d}-{attempt}.parquet"
+
+
+def _drained(there: list[Answered], written: Written) -> Iterator[Answered]:
+    while there:
+        answered = there.pop(0)
+        written.found += len(answered.transaction_ids)
+        yield answered
