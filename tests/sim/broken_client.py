@@ -48,7 +48,7 @@ def sequence_numbers_used_again() -> Patches:
 
     def _mounted(self, message, now_ms, out):
         if not len(self._monitor):
-            self._next_sequence = 1
+            self.next_sequence = 1
             self._monitor._last_sequence = 0
         original(self, message, now_ms, out)
 
