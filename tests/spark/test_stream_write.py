@@ -1,0 +1,199 @@
+"""Micro-batches into a real cluster: each enters the log once, however often Spark runs it."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import DataSourceStreamWriter
+from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.types import StructType
+
+import waltz_spark
+from waltz_core.client import WaltzClient
+from waltz_spark.datasource.source import WaltzDataSource
+
+pytestmark = pytest.mark.spark
+
+ROWS = 60  # in a file, and so in a micro-batch
+
+
+class Place:
+    """Files that a stream reads, its checkpoint, and what of it is in the log."""
+
+    def __init__(self, spark: SparkSession, connect: str, path: Path) -> None:
+        self.spark, self.connect, self.path = spark, connect, path
+        with WaltzClient(connect) as client:
+            marks = client.high_water_marks(linearizable=True)
+        self.marks = json.dumps({str(each): int(mark) for each, mark in marks.items()})
+
+    def put(self, number: int) -> None:
+        """Add a file, the input of one micro-batch."""
+        table = self.spark.range(number * ROWS, (number + 1) * ROWS, numPartitions=1)
+        table.write.mode("append").parquet(str(self.path / "in"))
+
+    def table(self) -> DataFrame:
+        """Return what is written."""
+        files = self.spark.readStream.schema("id long").option("maxFilesPerTrigger", 1)
+        return (
+            files.parquet(str(self.path / "in"))
+            .repartition(3)
+            .selectExpr("CAST(id AS string) AS data", "CAST(id % 4 AS int) AS partition")
+        )
+
+    def start(self, name: str = "waltz", **options: str) -> StreamingQuery:
+        """Write all that is there now, and end."""
+        writer = self.table().writeStream.format(name).options(**options)
+        writer = writer.option("checkpointLocation", str(self.path / "checkpoint"))
+        return writer.option("path", self.connect).trigger(availableNow=True).start()
+
+    def run(self, name: str = "waltz", **options: str) -> None:
+        """Do that, and wait for it."""
+        assert self.start(name, **options).awaitTermination(120)
+
+    def in_log(self) -> Counter[int]:
+        """Return what has come in since, and how often."""
+        reader = self.spark.read.format("waltz").option("startingHighWaterMarks", self.marks)
+        return Counter(int(bytes(row.data)) for row in reader.load(self.connect).collect())
+
+    def forget_commit(self, number: int) -> None:
+        """Leave the checkpoint as a driver does that dies before Spark records a micro-batch."""
+        commits = self.path / "checkpoint" / "commits"
+        for name in (f"{number}", f".{number}.crc"):
+            (commits / name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def place(spark: SparkSession, connect: str, tmp_path: Path) -> Place:
+    return Place(spark, connect, tmp_path)
+
+
+def once(batches: int) -> Counter[int]:
+    return Counter(dict.fromkeys(range(batches * ROWS), 1))
+
+
+def test_a_stream_writes_what_a_batch_writes(place: Place) -> None:
+    place.put(0)
+    place.run()
+    assert place.in_log() == once(1)
+    place.put(1)
+    place.put(2)
+    place.run()
+    assert place.in_log() == once(3)
+
+
+def test_a_batch_that_spark_has_not_recorded_is_not_written_again(place: Place) -> None:
+    """The driver dies between our commit and Spark's own."""
+    place.put(0)
+    place.put(1)
+    place.run()
+    place.forget_commit(1)
+    place.put(2)
+    place.run()
+    assert place.in_log() == once(3)
+
+
+def test_without_it_such_a_batch_is_there_twice(place: Place) -> None:
+    place.put(0)
+    place.run(exactlyOnce="false")
+    place.forget_commit(0)
+    place.run(exactlyOnce="false")
+    assert place.in_log() == Counter(dict.fromkeys(range(ROWS), 2))
+
+
+def test_a_batch_whose_tasks_are_done_and_that_was_not_committed(place: Place) -> None:
+    """The driver dies between the tasks and our commit; the next one finds all rows there."""
+
+    class Dies(WaltzDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "waltz_dies"
+
+        def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
+            writer = super().streamWriter(schema, overwrite)
+
+            def commit(messages: object, batchId: int) -> None:  # noqa: N803
+                raise RuntimeError("the driver is gone")
+
+            writer.commit = commit
+            return writer
+
+    place.spark.dataSource.register(Dies)
+    place.put(0)
+    with pytest.raises(StreamingQueryException, match="the driver is gone"):
+        place.run("waltz_dies")
+    assert place.in_log() == once(1)
+    place.put(1)
+    place.run()
+    assert place.in_log() == once(2)
+
+
+def test_results_stand_beside_each_other_by_micro_batch(place: Place, tmp_path: Path) -> None:
+    place.put(0)
+    place.put(1)
+    results = tmp_path / "results"
+    place.run(resultsPath=str(results))
+    place.forget_commit(1)
+    place.run(resultsPath=str(results))
+    for number in (0, 1):
+        directory = results / f"batch={number}"
+        assert (directory / "_SUCCESS").exists()
+        told = place.spark.read.parquet(str(directory)).collect()
+        assert {row.status for row in told} == {"COMMITTED"}
+        assert len(told) == len({(row.partition, row.transaction_id) for row in told}) == ROWS
+
+
+def test_foreach_batch_with_a_name_and_a_number(place: Place) -> None:
+    def write(table: DataFrame, number: int) -> None:
+        options = {"writeId": "foreach-test", "batchId": str(number)}
+        table.write.format("waltz").mode("append").options(**options).save(place.connect)
+        if number == 1 and not (place.path / "failed").exists():
+            (place.path / "failed").touch()
+            raise RuntimeError("after the write")
+
+    def run() -> None:
+        query = place.table().writeStream.foreachBatch(write)
+        query = query.option("checkpointLocation", str(place.path / "checkpoint"))
+        assert query.trigger(availableNow=True).start().awaitTermination(120)
+
+    place.put(0)
+    place.put(1)
+    with pytest.raises(StreamingQueryException, match="after the write"):
+        run()
+    run()
+    assert place.in_log() == once(2)
+
+
+def test_a_stream_that_a_log_cannot_take_says_why(place: Place) -> None:
+    place.put(0)
+    counts = place.table().groupBy("partition").count().selectExpr("CAST(count AS string) AS data")
+    writer = counts.writeStream.format("waltz").outputMode("complete")
+    writer = writer.option("checkpointLocation", str(place.path / "checkpoint"))
+    query = writer.option("path", place.connect).trigger(availableNow=True).start()
+    with pytest.raises(StreamingQueryException, match="outputMode 'complete' cannot be"):
+        query.awaitTermination(120)
+
+
+def test_a_named_job_that_failed_is_run_again(place: Place) -> None:
+    """The batch twin: rows that are in the log by then are not written again."""
+    table = place.spark.range(0, 4_000, numPartitions=4).selectExpr(
+        "CAST(IF(id = 3900 AND {fail}, raise_error('no'), id) AS string) AS data".format(
+            fail="true"
+        ),
+        "CAST(id % 4 AS int) AS partition",
+    )
+    right = place.spark.range(0, 4_000, numPartitions=4).selectExpr(
+        "CAST(id AS string) AS data", "CAST(id % 4 AS int) AS partition"
+    )
+    options = {"writeId": "nightly-2026-11-21", "batchSize": "50"}
+    with pytest.raises(Exception, match="no"):
+        table.write.format("waltz").mode("append").options(**options).save(place.connect)
+    there = sum(place.in_log().values())
+    assert there > 0
+    for _ in range(2):  # the second one finds it done
+        right.write.format("waltz").mode("append").options(**options).save(place.connect)
+        assert place.in_log() == Counter(dict.fromkeys(range(4_000), 1))
+    result = waltz_spark.append(right, place.connect, writeId="another")
+    assert result.counts["committed"] == 4_000
