@@ -8,11 +8,14 @@ Rules:
     2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs; the
        original takes the same lock (interop.md section 5.1).
     3. Partitions do not share state here: each may be written by a thread of its own.
-    4. Falling back to the older slot is told to the caller, as a promise may be lost with it.
+    4. Falling back to the older slot is told to the caller, as a promise may be lost with it. Even
+       sequences stand in block 1 and odd ones in block 0: a slot that a disk has put where the
+       other one belongs, or that is another partition's, is none.
     5. The control file is made anew only where there is no partition: it says of each that it is
        here, and what it has promised.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -200,6 +203,7 @@ class SlotFile:
     @classmethod
     def create(cls, disk: Disk, directory: Path, slot: Slot) -> "SlotFile":
         """Create the file with two valid slots, durably."""
+        assert _block_of(slot.sequence) == 1, "rule 4"
         older = replace(slot, sequence=slot.sequence - 1)
         blocks = [one.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for one in (older, slot)]
         create_durably(disk, directory, [(SLOTS_NAME, b"".join(blocks))])
@@ -214,26 +218,28 @@ class SlotFile:
         """
         path = directory / SLOTS_NAME
         file = disk.open(path)
-        valid: list[tuple[int, int, Slot]] = []
+        found: list[tuple[int, Slot]] = []
         for place in range(SLOT_COUNT):
-            try:
-                slot = Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * place))
-            except (BadFormat, ChecksumMismatch):
-                continue
-            valid.append((slot.sequence, place, slot))
+            with suppress(BadFormat, ChecksumMismatch):
+                found.append((place, Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * place))))
+        valid = [
+            (slot.sequence, place, slot)
+            for place, slot in found
+            if slot.partition_id == partition_id and place == _block_of(slot.sequence)
+        ]
         if not valid:
             file.close()
-            raise BadFormat(f"{path}: no control slot is valid")
+            whose = ", ".join(str(slot.partition_id) for _, slot in found)
+            why = f"expected partition {partition_id}, found {whose}" if found else "none"
+            raise BadFormat(f"{path}: no control slot is valid: {why}")
         _, place, slot = max(valid, key=lambda one: one[0])
-        if slot.partition_id != partition_id:
-            file.close()
-            raise BadFormat(f"{path}: expected partition {partition_id}, found {slot.partition_id}")
         return cls(file, slot, place, fell_back=len(valid) == 1)
 
     def write(self, slot: Slot) -> None:
         """Make a slot durable, and the one that counts (rule 1)."""
         slot = replace(slot, sequence=self.slot.sequence + 1)
         place = 1 - self._place
+        assert place == _block_of(slot.sequence), "rule 4"
         self._file.pwrite([slot.encode()], SLOT_BLOCK_BYTES * place)
         self._file.sync()
         self.slot, self._place = slot, place
@@ -241,3 +247,7 @@ class SlotFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _block_of(sequence: int) -> int:
+    return (sequence + 1) % SLOT_COUNT

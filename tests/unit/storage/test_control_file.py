@@ -199,6 +199,21 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_says_so():
         SlotFile.open(disk, ROOT, 2)
 
 
+@pytest.mark.parametrize("spoiled", ["newest", "older"])
+def test_a_slot_in_the_others_place_is_none(spoiled):
+    """A misdirected write of our own bytes: valid, but not there."""
+    disk = new_disk()
+    slots = new_slots(disk)
+    slots.write(Slot(2, promised=6))
+    slots.write(Slot(2, promised=9))
+    content, newest = disk.content(SLOTS), slots._place
+    victim = newest if spoiled == "newest" else 1 - newest
+    other = SLOT_BLOCK_BYTES * (1 - victim)
+    disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * victim, content[other : other + SLOT_BLOCK_BYTES])
+    again = SlotFile.open(disk, ROOT, 2)
+    assert (again.slot.promised, again.fell_back) == (6 if spoiled == "newest" else 9, True)
+
+
 def test_slots_of_another_partition_are_refused():
     disk = new_disk()
     new_slots(disk)
