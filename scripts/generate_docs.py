@@ -7,6 +7,7 @@ drift from the code that it describes.
 import sys
 from pathlib import Path
 
+from waltz_core.cluster.paths import ZNODES
 from waltz_core.config import KINDS
 from waltz_core.settings import sample_toml
 from waltz_core.zookeeper_process import zookeeper_config
@@ -85,7 +86,21 @@ def generated() -> dict[Path, str]:
     for kind, config_type in KINDS.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
     texts[ROOT / "docs" / "spark.md"] = spark_page()
+    texts[ROOT / "docs" / "zookeeper.md"] = zookeeper_page()
     return texts
+
+
+def zookeeper_page() -> str:
+    """Return docs/zookeeper.md: the table of nodes as the code has it."""
+    head = (
+        "# What a cluster keeps in ZooKeeper\n\n"
+        "R is the cluster's root, as in `host:port/R`. Everything but R/x is as Waltz 0.13 has it, "
+        "byte for byte; how the\nnodes play together stands at the head of "
+        "`waltz_core/cluster/__init__.py`.\n\n"
+        "| node | kind | content | written by |\n|---|---|---|---|\n"
+    )
+    rows = (f"| `{n.path}` | {n.kind} | {n.content} | {n.written_by} |\n" for n in ZNODES)
+    return head + "".join(rows)
 
 
 def spark_page() -> str:

@@ -1,5 +1,6 @@
 """A task's rows enter the log once, however its attempts end; real cluster, no Spark between."""
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -137,10 +138,11 @@ def test_rows_in_another_order_and_equal_rows_are_matched(write: Write) -> None:
     assert write.in_log() == Counter(rows)
 
 
-def test_an_older_attempt_that_lives_on_gets_nothing_in(write: Write) -> None:
-    """A straggler after `abort`, or the slower of two attempts under speculation."""
-    rows, job = rows_of(0, 120), write.job()
-    may_go_on, failures = threading.Event(), []
+@contextlib.contextmanager
+def straggling(write: Write, job: Job, rows: list[bytes]) -> Iterator[list[ConnectionSuperseded]]:
+    """Run the block while an attempt has half of its rows in the log; it goes on afterwards."""
+    may_go_on = threading.Event()
+    failures: list[ConnectionSuperseded] = []
 
     def slow() -> Iterator[pa.RecordBatch]:
         yield from batches_of(rows[:60])
@@ -155,12 +157,20 @@ def test_an_older_attempt_that_lives_on_gets_nothing_in(write: Write) -> None:
 
     straggler = threading.Thread(target=straggle)
     straggler.start()
-    write.until(60)
-    done = job.write_task(batches_of(rows), 0, 1)
-    assert (done.committed, done.found) == (120, 60)
-    may_go_on.set()
-    straggler.join(60)
-    assert len(failures) == 1
+    try:
+        write.until(60)
+        yield failures
+    finally:
+        may_go_on.set()
+        straggler.join(120)
+
+
+def test_an_older_attempt_that_lives_on_gets_nothing_in(write: Write) -> None:
+    """A straggler after `abort`, or the slower of two attempts under speculation."""
+    rows, job = rows_of(0, 120), write.job()
+    with straggling(write, job, rows) as failures:
+        done = job.write_task(batches_of(rows), 0, 1)
+    assert (done.committed, done.found, len(failures)) == (120, 60, 1)
     assert write.in_log() == once(rows)
 
 
@@ -217,29 +227,12 @@ def test_a_server_that_dies_between_two_attempts(
 ) -> None:
     """The next owner has forgotten who was fenced; the generation says so, and the node."""
     rows, job = rows_of(0, 120), write.job()
-    may_go_on, failures = threading.Event(), []
-
-    def slow() -> Iterator[pa.RecordBatch]:
-        yield from batches_of(rows[:60])
-        assert may_go_on.wait(120)
-        yield from batches_of(rows[60:])
-
-    def straggle() -> None:
+    with straggling(write, job, rows) as failures:
+        cluster.kill("server-1")
         try:
-            job.write_task(slow(), 0, 0)
-        except ConnectionSuperseded as error:
-            failures.append(error)
-
-    straggler = threading.Thread(target=straggle)
-    straggler.start()
-    write.until(60)
-    cluster.kill("server-1")
-    try:
-        done = job.write_task(batches_of(rows), 0, 1)
-    finally:
-        cluster.start("server-1")
-    may_go_on.set()
-    straggler.join(120)
+            done = job.write_task(batches_of(rows), 0, 1)
+        finally:
+            cluster.start("server-1")
     assert (done.committed, len(failures)) == (120, 1)
     assert write.in_log() == once(rows)
 
