@@ -139,6 +139,20 @@ OPTIONS: tuple[Option, ...] = (
         "A mark past the end of the log is an error; `false` reads what is there.",
     ),
     Option(
+        "mode",
+        Use.READ,
+        "FAILFAST",
+        "A payload that cannot be unpacked into your schema: `FAILFAST` fails and names it, "
+        "`PERMISSIVE` gives nulls, `DROPMALFORMED` leaves the row out.",
+    ),
+    Option(
+        "columnNameOfCorruptRecord",
+        Use.READ,
+        "_corrupt_record",
+        "A column of this name in your schema, string or binary, has the payloads that could not "
+        "be unpacked (with `PERMISSIVE`).",
+    ),
+    Option(
         "readFrom",
         Use.READ,
         "replica",
@@ -203,6 +217,14 @@ OPTIONS: tuple[Option, ...] = (
 _BY_KEY = {option.name.lower(): option for option in OPTIONS}
 
 
+class OnCorrupt(Enum):
+    """What becomes of a row whose payload cannot be unpacked; Spark's own words."""
+
+    FAIL = "failfast"
+    NULLS = "permissive"
+    DROP = "dropmalformed"
+
+
 class OnLockFailure(Enum):
     """What a refused row means to the job."""
 
@@ -232,6 +254,8 @@ class ReadOptions:
     trigger_transactions_max: int = TRIGGER_TRANSACTIONS_MAX
     poll_ms: int = 100
     data_format: str | None = None
+    on_corrupt: OnCorrupt = OnCorrupt.FAIL
+    corrupt_column: str = "_corrupt_record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +325,8 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
         trigger_transactions_max=bag.integer("maxTransactionsPerTrigger", 1, 1 << 40),
         poll_ms=bag.integer("pollInterval", 0, 3_600_000),
         data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
+        on_corrupt=OnCorrupt(bag.choice("mode", ("failfast", "permissive", "dropmalformed"))),
+        corrupt_column=bag.text("columnNameOfCorruptRecord") or "_corrupt_record",
     )
 
 

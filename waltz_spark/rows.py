@@ -25,6 +25,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from pyspark.sql import types
 from pyspark.sql.types import StructType
@@ -265,6 +266,30 @@ class Unpacker:
             found.append(self._column(values, part, plain, where))
         return found
 
+    def what_can_be_read(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+        """Return the same columns, null where a payload cannot be unpacked, and which ones can."""
+        good = np.ones(len(data), dtype=np.bool_)
+        self._find_bad(data, 0, good)
+        columns = self.columns(data.filter(pa.array(good)), _nowhere)
+        if good.all():
+            return columns, good
+        place = pa.array(np.cumsum(good) - 1, mask=~good)
+        return [column.take(place) for column in columns], good
+
+    def _find_bad(self, data: pa.Array, start: int, good: npt.NDArray[np.bool_]) -> None:
+        """Mark what cannot be unpacked, looking ever closer where something is wrong."""
+        if not len(data):
+            return
+        try:
+            self.columns(data, _nowhere)
+        except BadFormat:
+            half = len(data) // 2
+            if half == 0:
+                good[start] = False
+                return
+            self._find_bad(data.slice(0, half), start, good)
+            self._find_bad(data.slice(half), start + half, good)
+
     def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         decode: Callable[[Any], Any] = _unpack_msgpack if self._format == "msgpack" else from_json
         payloads = data.to_pylist()
@@ -301,6 +326,10 @@ class Unpacker:
                         f"found {value!r} ({error})"
                     ) from None
             raise
+
+
+def _nowhere(_row: int) -> str:
+    return ""
 
 
 def _typed(values: list[Any], kind: pa.DataType, plain: pa.DataType) -> pa.Array:

@@ -244,3 +244,51 @@ def test_append_from_threads(spark: SparkSession, connect: str) -> None:
         thread.join(60)
     # Whoever was faster, each aircraft was dispatched once.
     assert sum(found.values()) == 60
+
+
+CORRUPT = [b'{"n":1}', b"no json", b'{"n":"x"}', b'{"n":4}', b"[5]", b"\xff\xfe", b'{"n":7}', b"{}"]
+
+
+def corrupt_log(spark: SparkSession, connect: str):
+    """Write payloads of which half are none; return a reader of them."""
+    before = marks_of(spark, connect)
+    with WaltzClient(connect) as client:
+        for payload in CORRUPT:
+            client.append(payload, partition=0).result(30)
+    return since(spark, connect, before).option("dataFormat", "json")
+
+
+def test_payloads_that_cannot_be_unpacked_fail_by_default(
+    spark: SparkSession, connect: str
+) -> None:
+    reader = corrupt_log(spark, connect)
+    with pytest.raises(Exception, match=r"partition 0, transaction \d+: the payload is no json"):
+        reader.schema("n long").load(connect).collect()
+
+
+def test_payloads_that_cannot_be_unpacked_give_nulls_and_are_kept(
+    spark: SparkSession, connect: str
+) -> None:
+    reader = corrupt_log(spark, connect).option("mode", "PERMISSIVE")
+    rows = reader.schema("n long, _corrupt_record binary").load(connect).collect()
+    assert [row.n for row in rows] == [1, None, None, 4, None, None, 7, None]
+    kept = [None if row[1] is None else bytes(row[1]) for row in rows]
+    assert kept == [None, *CORRUPT[1:3], None, *CORRUPT[4:6], None, None]
+    named = reader.option("columnNameOfCorruptRecord", "bad").schema("bad string, n long")
+    assert [row.bad for row in named.load(connect).collect()][4:7] == ["[5]", "��", None]
+    plain = reader.schema("transaction_id long, n long").load(connect)
+    assert plain.count() == plain.where("transaction_id IS NOT NULL").count() == len(CORRUPT)
+
+
+def test_payloads_that_cannot_be_unpacked_are_left_out(spark: SparkSession, connect: str) -> None:
+    reader = corrupt_log(spark, connect).option("mode", "DROPMALFORMED")
+    rows = reader.schema("n long, transaction_id long").load(connect).collect()
+    assert [row.n for row in rows] == [1, 4, 7, None]
+    ids = [row.transaction_id for row in rows]
+    assert [each - ids[0] for each in ids] == [0, 3, 6, 7]
+
+
+def test_a_column_for_corrupt_payloads_is_text_or_bytes(spark: SparkSession, connect: str) -> None:
+    reader = spark.read.format("waltz").option("dataFormat", "json")
+    with pytest.raises(Exception, match="column '_corrupt_record' is to be string or binary"):
+        reader.schema("n long, _corrupt_record int").load(connect).collect()

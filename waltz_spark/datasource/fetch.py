@@ -12,14 +12,16 @@ import logging
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_core import batches
 from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
 from waltz_core.record import PartitionId
-from waltz_spark.options import LOG_COLUMNS, ReadOptions
+from waltz_spark.options import LOG_COLUMNS, OnCorrupt, ReadOptions
 from waltz_spark.planning import Span
 from waltz_spark.rows import Unpacker
 
@@ -41,10 +43,14 @@ class Shape:
         self.options = options
         self.arrow = to_arrow_schema(schema, timezone="UTC")
         self._wanted = [part.name for part in self.arrow if part.name in LOG_COLUMNS]
-        foreign = [part for part in self.arrow if part.name not in LOG_COLUMNS]
+        corrupt = options.corrupt_column
+        foreign = [
+            part for part in self.arrow if part.name not in LOG_COLUMNS and part.name != corrupt
+        ]
         self._unpacker = None
+        self._foreign = [part.name for part in foreign]
         columns = list(self._wanted)
-        if foreign:
+        if foreign or corrupt in self.arrow.names:
             assert options.data_format is not None, "checked when the reader was made"
             self._unpacker = Unpacker(foreign, options.data_format)
             columns += [name for name in (*_PLACE, "data") if name not in columns]
@@ -56,17 +62,38 @@ class Shape:
         """Turn a batch of the log's columns into one of the schema."""
         found = {name: batch.column(name) for name in batch.schema.names}
         if self._unpacker is not None:
-            ids, partitions = batch.column("transaction_id"), batch.column("partition")
-            foreign = [part for part in self.arrow if part.name not in LOG_COLUMNS]
-            unpacked = self._unpacker.columns(
-                found["data"],
-                lambda row: f"partition {partitions[row]}, transaction {ids[row]}",
-            )
-            found |= {part.name: column for part, column in zip(foreign, unpacked, strict=True)}
+            found = self._unpacked(found, self._unpacker)
         if not len(self.arrow):
             return batch.select([])
         arrays = [found[part.name] for part in self.arrow]
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
+
+    def _unpacked(self, found: dict[str, pa.Array], unpacker: Unpacker) -> dict[str, pa.Array]:
+        """Add the payload's columns; what becomes of a bad payload says option `mode`."""
+        data, corrupt = found["data"], self.options.corrupt_column
+        if self.options.on_corrupt is OnCorrupt.FAIL:
+            ids, partitions = found["transaction_id"], found["partition"]
+            columns = unpacker.columns(
+                data, lambda row: f"partition {partitions[row]}, transaction {ids[row]}"
+            )
+            good = np.ones(len(data), dtype=np.bool_)
+        else:
+            columns, good = unpacker.what_can_be_read(data)
+        found |= dict(zip(self._foreign, columns, strict=True))
+        if corrupt in self.arrow.names:
+            kind = self.arrow.field(corrupt).type
+            found[corrupt] = pc.if_else(pa.array(good), pa.scalar(None, data.type), data)
+            if kind != data.type:
+                found[corrupt] = _as_text(found[corrupt]).cast(kind)
+        if self.options.on_corrupt is OnCorrupt.DROP and not good.all():
+            return {name: column.filter(pa.array(good)) for name, column in found.items()}
+        return found
+
+
+def _as_text(data: pa.Array) -> pa.Array:
+    """Return bytes as text, with a mark where they are none."""
+    texts = [None if each is None else each.decode(errors="replace") for each in data.to_pylist()]
+    return pa.array(texts, pa.string())
 
 
 def fetch(

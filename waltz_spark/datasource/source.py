@@ -16,7 +16,7 @@ from pyspark.sql.datasource import (
     DataSourceStreamWriter,
     DataSourceWriter,
 )
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BinaryType, StringType, StructType
 
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_spark.failures import plainly
@@ -79,6 +79,12 @@ class WaltzDataSource(DataSource):
     def _read_options(self, schema: StructType, use: Use) -> ReadOptions:
         options = parse_read(self.options, use)
         check_log_types(schema)
+        corrupt = next((each for each in schema if each.name == options.corrupt_column), None)
+        if corrupt is not None and not isinstance(corrupt.dataType, BinaryType | StringType):
+            raise BadRequest(
+                f"column {corrupt.name!r} is to be string or binary, for payloads that cannot be "
+                f"unpacked; found {corrupt.dataType.simpleString()}"
+            )
         foreign = [field.name for field in schema.fields if field.name not in LOG_COLUMNS]
         if foreign and options.data_format is None:
             raise BadRequest(
