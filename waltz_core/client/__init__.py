@@ -14,7 +14,13 @@ release. From the top: `async_client` and `sync_client` (the faces), `contexts` 
 from waltz_core.client.appends import BatchOrder
 from waltz_core.client.async_client import AsyncWaltzClient
 from waltz_core.client.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
-from waltz_core.client.claim import TaskClaim, begin_write, end_write, forget_writes
+from waltz_core.client.claim import (
+    TaskClaim,
+    begin_write,
+    end_write,
+    forget_writes,
+    summary_of_write,
+)
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import LATEST
 from waltz_core.client.monitor import BatchOutcome
@@ -63,4 +69,5 @@ __all__ = [
     "forget_writes",
     "lock",
     "partition_of",
+    "summary_of_write",
 ]

@@ -148,6 +148,13 @@ async def begin_write(
         return None if state.summary is None else dict(state.summary)
 
 
+async def summary_of_write(connect: str, write: str) -> dict[str, Any] | None:
+    """Return what a write has come to; None while it goes on, and when it is not known."""
+    async with zookeeper.connected(connect) as coordinator:
+        state = await coordinator.writes.read(write)
+        return None if state is None or state.summary is None else dict(state.summary)
+
+
 async def end_write(
     connect: str,
     write: str,

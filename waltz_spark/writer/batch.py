@@ -24,13 +24,13 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from waltz_core.client import begin_write, end_write, forget_writes
+from waltz_core.client import begin_write, end_write, forget_writes, summary_of_write
 from waltz_spark.connections import client_of
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
-from waltz_spark.writer.results import keep
+from waltz_spark.writer.results import keep, tell_again
 from waltz_spark.writer.task import Job, Written, place_of_task
 
 _log = logging.getLogger("waltz")
@@ -115,12 +115,15 @@ def finish(
 
     `forget` are writes that nobody asks about any more.
     """
-    if any(task.was_done for task in tasks):
+    paths = [task.results_path for task in tasks if task.results_path is not None]
+    if any(task.was_done for task in tasks) and write is not None:
         _log.warning("waltz: write %s was done already; nothing was appended", write)
+        done = asyncio.run(summary_of_write(job.options.connect, write))
+        if paths and done is not None:
+            tell_again(paths[0], done)
         return
     summary = summarise(tasks)
     summary["seconds"] = round((_now_ms() - job.began_ms) / 1_000, 3)
-    paths = [task.results_path for task in tasks if task.results_path is not None]
     if paths:
         keep(paths[0], [task.file for task in tasks if task.file is not None], summary)
     if write is not None:

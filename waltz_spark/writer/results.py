@@ -32,6 +32,7 @@ RESULT_FIELDS = (
     pa.field("retry_high_water_mark", pa.int64()),
 )
 SUMMARY_FILE = "_waltz.json"
+_SUCCESS = "_SUCCESS"
 _OWN = frozenset(part.name for part in RESULT_FIELDS)
 
 
@@ -113,6 +114,18 @@ def keep(results_path: str, names: list[str], summary: dict[str, object]) -> Non
     for entry in place.system.get_file_info(selector):
         if entry.base_name.endswith(".parquet") and entry.base_name not in wanted:
             place.system.delete_file(entry.path)
-    for name, text in ((SUMMARY_FILE, json.dumps(summary)), ("_SUCCESS", "")):
+    _conclude(place, summary)
+
+
+def tell_again(results_path: str, summary: dict[str, object]) -> None:
+    """Have a directory say what a write came to that was done before; its results stay theirs."""
+    place = open_place(results_path)
+    (found,) = place.system.get_file_info([f"{place.path}/{_SUCCESS}"])
+    if found.type == fs.FileType.NotFound:
+        _conclude(place, summary)
+
+
+def _conclude(place: Place, summary: dict[str, object]) -> None:
+    for name, text in ((SUMMARY_FILE, json.dumps(summary)), (_SUCCESS, "")):
         with place.system.open_output_stream(f"{place.path}/{name}") as stream:
             stream.write(text.encode())

@@ -107,7 +107,8 @@ class Job:
             if claim.is_done:
                 for _ in batches:
                     pass  # Spark waits until all of it is taken.
-                return Written(write=self.write, was_done=True)
+                path = self.options.results_path
+                return Written(write=self.write, was_done=True, results_path=path)
             already = self._look_back(client, claim)
             return self._send(client, batches, already, _file_name(task, attempt), claim.marks)
 
