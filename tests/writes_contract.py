@@ -11,7 +11,7 @@ MARKS = {0: 41, 3: -1}
 async def a_task_has_one_last_attempt(world: World, root: str) -> None:
     first, second = await created(world, root), await member(world, root)
     begun = await first.writes.begin("w-1", MARKS, 1_000)
-    assert (dict(begun.marks), begun.made_ms, begun.is_done) == (MARKS, 1_000, False)
+    assert (dict(begun.marks), begun.keep_until_ms, begun.is_done) == (MARKS, 1_000, False)
     assert await second.writes.begin("w-1", {0: 99}, 2_000) == begun
     one = await first.writes.enter("w-1", 5, "run-a", first.next_client_id)
     assert (one.client_id, one.attempt, one.runs) == (1, 1, ("run-a",))
@@ -35,15 +35,21 @@ async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
     first, second = await created(world, root), await member(world, root)
     await first.writes.begin("w", MARKS, 1_000)
     await first.writes.enter("w", 0, "run", first.next_client_id)
-    done = await second.writes.finish("w", {"committed": 7})
-    assert done.is_done
-    assert await first.writes.finish("w", {"committed": 8}) == done
+    done = await second.writes.finish("w", {"committed": 7}, 2_000)
+    assert (done.is_done, done.keep_until_ms) == (True, 2_000)
+    assert await first.writes.finish("w", {"committed": 8}, 9_000) == done
     assert (await first.writes.begin("w", {}, 5_000)).summary == {"committed": 7}
-    with pytest.raises(errors.ConnectionSuperseded, match=r"write w, task 0: it is done"):
-        await first.writes.check("w", 0, 1)
+    for over in (
+        first.writes.check("w", 0, 1),
+        first.writes.enter("w", 0, "run", first.next_client_id),
+        first.writes.enter("w", 1, "run", first.next_client_id),
+    ):
+        with pytest.raises(errors.ConnectionSuperseded, match=r"write w, task [01]: it is done"):
+            await over
     await second.writes.begin("young", MARKS, 3_000)
-    assert await first.writes.made_before(2_000, 10) == ["w"]
-    assert await first.writes.made_before(9_000, 1) == ["w"]
+    assert await first.writes.out_of_time(2_000) == []
+    assert await first.writes.out_of_time(2_001) == ["w"]
+    assert sorted(await first.writes.out_of_time(9_000)) == ["w", "young"]
     await second.writes.forget("w")
     await second.writes.forget("w")
     assert await first.writes.read("w") is None
@@ -51,10 +57,40 @@ async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
     for over in (
         first.writes.check("w", 0, 1),
         first.writes.enter("w", 0, "run", first.next_client_id),
-        first.writes.finish("w", {}),
+        first.writes.finish("w", {}, 0),
     ):
         with pytest.raises(errors.ConnectionSuperseded, match="it is over and forgotten"):
             await over
 
 
-STORIES = [a_task_has_one_last_attempt, a_write_that_is_over_is_over_for_all]
+async def of_a_series_none_begins_after_a_later_one(world: World, root: str) -> None:
+    one = await created(world, root)
+    for name in ("s-9", "s-10", "other-77", "s-x"):
+        await one.writes.begin(name, MARKS, 1_000, in_series=name != "s-x")
+    await one.writes.forget("s-9")
+    with pytest.raises(errors.ConnectionSuperseded, match="s-10 has begun"):
+        await one.writes.begin("s-9", MARKS, 1_000, in_series=True)
+    assert (await one.writes.begin("s-10", {}, 1, in_series=True)).marks == MARKS
+    assert (await one.writes.begin("s-11", {}, 1, in_series=True)).marks == {}
+
+
+async def a_write_with_many_tasks_is_forgotten_whole(world: World, root: str) -> None:
+    one = await created(world, root)
+    await one.writes.begin("w", MARKS, 1_000)
+    client_id = await one.next_client_id()
+
+    async def the_one() -> int:
+        return client_id
+
+    for task in range(1_100):
+        await one.writes.enter("w", task, "run", the_one)
+    await one.writes.forget("w")
+    assert await one.writes.read("w") is None
+
+
+STORIES = [
+    a_task_has_one_last_attempt,
+    a_write_that_is_over_is_over_for_all,
+    of_a_series_none_begins_after_a_later_one,
+    a_write_with_many_tasks_is_forgotten_whole,
+]

@@ -29,7 +29,7 @@ LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_ti
 TASK_TRANSACTIONS_MAX = 1_000_000
 TRIGGER_TRANSACTIONS_MAX = 1_000_000
 DATA_FORMATS = ("msgpack", "json")
-_WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
 
 
 class Use(Enum):
@@ -402,7 +402,7 @@ class _Bag:
             name = f"{name}-{self.integer('batchId', 0, 1 << 62)}"
         if _WRITE_NAME.fullmatch(name) is None or name in {".", ".."}:
             raise BadConfig(
-                "option 'writeId' is up to 170 letters, digits, '-', '_' and '.'; "
+                "option 'writeId' is up to 120 letters, digits, '-', '_' and '.'; "
                 f"found {name[:200]!r}"
             )
         return name

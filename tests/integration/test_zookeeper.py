@@ -267,4 +267,4 @@ def test_a_closed_session_leaves_no_thread(zookeeper):
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before

@@ -1,17 +1,21 @@
 """A task's rows enter the log once, however its attempts end; real cluster, no Spark between."""
 
+import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql.types import BinaryType, IntegerType, StructField, StructType
 
 import waltz_core.local
-from waltz_core.client import WaltzClient, forget_writes
+from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
 from waltz_core.errors import BadRequest, ConnectionSuperseded
 from waltz_spark.options import parse_write
 from waltz_spark.writer.batch import new_job
@@ -21,6 +25,7 @@ pytestmark = pytest.mark.spark
 
 SCHEMA = StructType([StructField("data", BinaryType()), StructField("partition", IntegerType())])
 PARTITIONS = 4
+FOR_LONG = 1 << 50
 
 
 class Stop(Exception):
@@ -51,7 +56,13 @@ class Write:
 
     def job(self) -> Job:
         """Begin a run."""
-        return new_job(self.options, SCHEMA, self.name)
+        return self.job_of(SCHEMA)
+
+    def job_of(self, schema: StructType) -> Job:
+        """Begin a run with other columns."""
+        job = new_job(self.options, schema, self.name)
+        asyncio.run(begin_write(self.connect, self.name, job.marks, keep_until_ms=FOR_LONG))
+        return job
 
     def in_log(self) -> Counter[bytes]:
         """Return what has come in since the write was made, and how often."""
@@ -208,18 +219,70 @@ def test_another_cut_into_tasks_writes_nothing_twice(write: Write) -> None:
 
 
 def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
-    import asyncio  # noqa: PLC0415
-
-    from waltz_core.client import end_write  # noqa: PLC0415
-
     rows, job = rows_of(0, 50), write.job()
     job.write_task(batches_of(rows), 0, 0)
-    assert asyncio.run(end_write(write.connect, write.name, {"committed": 50})) == {"committed": 50}
+    told = asyncio.run(
+        end_write(write.connect, write.name, {"committed": 50}, keep_until_ms=FOR_LONG)
+    )
+    assert told == {"committed": 50}
     again = write.job().write_task(batches_of(rows_of(7, 30)), 0, 1)
     assert again == Written(write=write.name, was_done=True)
     assert write.in_log() == once(rows)
-    asyncio.run(forget_writes(write.connect, [write.name], made_before_ms=None))
-    assert write.job().write_task(batches_of([b"new"]), 0, 2).committed == 1
+    asyncio.run(forget_writes(write.connect, [write.name], now_ms=0))
+    with pytest.raises(ConnectionSuperseded, match="it is over and forgotten"):
+        job.write_task(batches_of(rows), 0, 2)
+    assert write.in_log() == once(rows)
+
+
+def test_rows_whose_turn_it_was_in_a_partition_are_found_in_any(write: Write) -> None:
+    schema = StructType([StructField("data", BinaryType())])
+    rows, job = [*rows_of(0, 100), *[b"same"] * 20], write.job_of(schema)
+
+    def batches(rows: list[bytes]) -> Iterator[pa.RecordBatch]:
+        for start in range(0, len(rows), 20):
+            yield pa.RecordBatch.from_arrays([pa.array(rows[start : start + 20])], ["data"])
+
+    def feed() -> Iterator[pa.RecordBatch]:
+        yield from batches(rows[:40] + rows[100:])
+        write.until(60)
+        raise Stop
+
+    with pytest.raises(Stop):
+        job.write_task(feed(), 0, 0)
+    done = job.write_task(batches(rows[::-1]), 0, 1)
+    assert (done.committed, done.found) == (120, 60)
+    assert write.in_log() == Counter(rows)
+
+
+def test_results_without_columns_of_the_input(connect: str, tmp_path: Path) -> None:
+    write = Write(connect, "t-results", resultsPath=str(tmp_path), batchSize="1")
+    schema = StructType([StructField("data", BinaryType())])
+    job = write.job_of(schema)
+    batch = pa.RecordBatch.from_arrays([pa.array(rows_of(0, 20))], ["data"])
+
+    def feed() -> Iterator[pa.RecordBatch]:
+        yield batch.slice(10)
+        write.until(10)
+        raise Stop
+
+    with pytest.raises(Stop):
+        job.write_task(feed(), 0, 0)
+    done = job.write_task(iter([batch]), 0, 1)
+    assert (done.committed, done.found) == (20, 10)
+    assert pq.read_table(tmp_path / str(done.file)).num_rows == 20
+    write.client.close()
+
+
+def test_an_earlier_micro_batch_does_not_begin_anew(write: Write) -> None:
+    """A zombie's task comes when the batch is long forgotten; a later one stands for that."""
+    stream = {n: dataclasses.replace(write.job(), write=f"s-{n}") for n in (9, 10)}
+    series = {n: dataclasses.replace(job, keep_until_ms=FOR_LONG) for n, job in stream.items()}
+    series[9].write_task(batches_of(rows_of(9, 20)), 0, 0)
+    series[10].write_task(batches_of(rows_of(10, 20)), 0, 0)
+    asyncio.run(forget_writes(write.connect, ["s-9"], now_ms=0))
+    with pytest.raises(ConnectionSuperseded, match="s-10 has begun"):
+        series[9].write_task(batches_of(rows_of(9, 20)), 0, 1)
+    assert write.in_log() == once(rows_of(9, 20) + rows_of(10, 20))
 
 
 def test_a_server_that_dies_between_two_attempts(
@@ -242,7 +305,7 @@ def test_rows_with_other_locks_are_not_taken_for_one_another(connect: str) -> No
 
     write = Write(connect, "t-locks")
     schema = StructType([*SCHEMA.fields, StructField("append_locks", ArrayType(IntegerType()))])
-    job = new_job(write.options, schema, write.name)
+    job = write.job_of(schema)
 
     def batch(locks: list[int]) -> pa.RecordBatch:
         count = len(locks)

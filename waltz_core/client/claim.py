@@ -10,6 +10,8 @@ Rules (spark.md, "Exactly once"; `cluster/writes.py`):
     2. Before each mount, and after the generation that it names was read, `check` is asked: a
        server of a later generation has forgotten who was fenced, but refuses an older generation.
     3. A write that is done is not entered any more: `is_done` says so, and nothing is appended.
+    4. A task begins a write only where nobody else can: the tasks of a series (a stream's
+       micro-batches). Otherwise a write that is not there is over.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,7 @@ from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import TaskState, WriteState, check_name
 from waltz_core.config import ClientConfig
-from waltz_core.errors import Unreachable
+from waltz_core.errors import ConnectionSuperseded, Unreachable
 
 SEQUENCES_OF_ATTEMPT = 1 << 32
 
@@ -32,9 +34,8 @@ class TaskClaim:
         write: the write's name; letters, digits, "-", "_", ".".
         task: the task's number, the same in each attempt.
         run: names one execution of the whole job.
-        marks: the high-water marks from which the write starts, by partition; those of whoever
-            came first hold.
-        now_ms: the time, to be kept with a write that is begun here.
+        series: where this task may begin the write (rule 4), the marks from which it starts, by
+            partition, and until when it is to be kept; those of whoever came first hold.
 
     Raises:
         BadRequest: the write cannot be called so.
@@ -47,16 +48,14 @@ class TaskClaim:
         task: int,
         *,
         run: str,
-        marks: Mapping[int, int],
-        now_ms: int,
+        series: tuple[Mapping[int, int], int] | None = None,
     ) -> None:
         check_name(write)
         self.write = write
         self.task = task
         self.run = run
         self._connect = connect
-        self._marks = dict(marks)
-        self._now_ms = now_ms
+        self._series = series
         self._coordinator: Coordinator | None = None
         self._write_state: WriteState | None = None
         self._task_state: TaskState | None = None
@@ -81,8 +80,14 @@ class TaskClaim:
 
     async def _enter(self, coordinator: Coordinator) -> None:
         writes = coordinator.writes
-        self._write_state = await writes.begin(self.write, self._marks, self._now_ms)
-        if not self._write_state.is_done:
+        if self._series is not None:
+            state: WriteState | None = await writes.begin(self.write, *self._series, in_series=True)
+        else:
+            state = await writes.read(self.write)
+        if state is None:
+            raise ConnectionSuperseded(f"write {self.write}: it is over and forgotten")
+        self._write_state = state
+        if not state.is_done:
             self._task_state = await writes.enter(
                 self.write, self.task, self.run, coordinator.next_client_id
             )
@@ -140,11 +145,11 @@ class TaskClaim:
 
 
 async def begin_write(
-    connect: str, write: str, marks: Mapping[int, int], *, now_ms: int
+    connect: str, write: str, marks: Mapping[int, int], *, keep_until_ms: int
 ) -> dict[str, Any] | None:
     """Begin a write unless it was; return its summary when it is done already, else None."""
     async with zookeeper.connected(connect) as coordinator:
-        state = await coordinator.writes.begin(write, marks, now_ms)
+        state = await coordinator.writes.begin(write, marks, keep_until_ms)
         return None if state.summary is None else dict(state.summary)
 
 
@@ -156,44 +161,24 @@ async def summary_of_write(connect: str, write: str) -> dict[str, Any] | None:
 
 
 async def end_write(
-    connect: str,
-    write: str,
-    summary: Mapping[str, Any],
-    *,
-    forget: Sequence[str] = (),
-    made_before_ms: int | None = None,
+    connect: str, write: str, summary: Mapping[str, Any], *, keep_until_ms: int
 ) -> dict[str, Any]:
     """Mark a write as done; return the summary that holds, which is that of whoever was first.
-
-    In passing the writes in `forget` are removed, and some that were begun before a time.
 
     Raises:
         ConnectionSuperseded: the write is forgotten.
     """
     async with zookeeper.connected(connect) as coordinator:
-        state = await coordinator.writes.finish(write, summary)
+        state = await coordinator.writes.finish(write, summary, keep_until_ms)
         assert state.summary is not None
-        await _forget(coordinator, forget, made_before_ms)
         return dict(state.summary)
 
 
-async def forget_writes(
-    connect: str, names: Sequence[str], *, made_before_ms: int | None
-) -> list[str]:
-    """Remove writes by name, and some of those that were begun before a time; return which."""
+async def forget_writes(connect: str, names: Sequence[str], *, now_ms: int) -> list[str]:
+    """Remove writes by name, and some of those whose time is over; return which."""
     async with zookeeper.connected(connect) as coordinator:
-        return await _forget(coordinator, names, made_before_ms)
-
-
-async def _forget(
-    coordinator: Coordinator, names: Sequence[str], made_before_ms: int | None
-) -> list[str]:
-    writes = coordinator.writes
-    old = [] if made_before_ms is None else await writes.made_before(made_before_ms, _OLD_MAX)
-    for name in (*names, *old):
-        await writes.forget(name)
-    return [*names, *old]
-
-
-# So many writes are looked at and removed in passing; the rest waits for the next one.
-_OLD_MAX = 20
+        writes = coordinator.writes
+        removed = [*names, *await writes.out_of_time(now_ms)]
+        for name in removed:
+            await writes.forget(name)
+        return removed

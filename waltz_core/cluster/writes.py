@@ -11,7 +11,11 @@ Rules (spark.md, "Exactly once"):
        compare-and-set; where the outcome of that is unknown, it is raised once more.
     3. An attempt goes on while it is the last one, and the write neither done nor forgotten:
        `check` says so from what ZooKeeper held after the call.
-    4. A run is one execution of the whole job. A task's runs are written down, because what another
+    4. A write that is forgotten is not begun again by those who only enter it. Of a series (`X-7`
+       comes after `X-6`) none is begun when a later one is there.
+    5. A write is forgotten when its own time is over: set when it is begun, and again when it is
+       done. It is marked as done first, so that nobody enters while its tasks are removed.
+    6. A run is one execution of the whole job. A task's runs are written down, because what another
        run has written may be cut into other tasks.
 """
 
@@ -27,6 +31,8 @@ from waltz_core.record import ClientId
 
 ATTEMPTS_MAX = 100
 RUNS_MAX = 1_000
+REMOVALS_MAX = 500
+LOOKED_AT_MAX = 50
 NAME_CHARACTERS_MAX = 200
 _FORMAT = 1
 
@@ -35,12 +41,13 @@ _FORMAT = 1
 class WriteState:
     """`R/x/writes/W`: JSON with `format` 1 and these fields.
 
-    `marks` are the log's high-water marks by partition when the write was first begun, `made_ms`
-    the time of that, `summary` what the write has come to (None while it goes on).
+    `marks` are the log's high-water marks by partition when the write was first begun,
+    `keep_until_ms` is when it may be forgotten, `summary` what it has come to (None while it goes
+    on).
     """
 
     marks: Mapping[int, int]
-    made_ms: int
+    keep_until_ms: int
     summary: Mapping[str, Any] | None = None
 
     @property
@@ -51,20 +58,20 @@ class WriteState:
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
         marks = {str(partition): mark for partition, mark in sorted(self.marks.items())}
-        fields = {"marks": marks, "made_ms": self.made_ms, "summary": self.summary}
+        fields = {"marks": marks, "keep_until_ms": self.keep_until_ms, "summary": self.summary}
         return strict_json.to_json({"format": _FORMAT, **fields})
 
     @staticmethod
     def from_bytes(data: bytes) -> "WriteState":
         """Decode; raises BadFormat."""
-        values = _object(data, "WriteState", {"marks": dict, "made_ms": int})
+        values = _object(data, "WriteState", {"marks": dict, "keep_until_ms": int})
         marks, summary = values["marks"], values.get("summary")
         if not all(name.isdecimal() and _is_whole(mark) for name, mark in marks.items()):
             raise errors.BadFormat(f"WriteState: expected marks by partition, found {marks!r:.200}")
         if summary is not None and not isinstance(summary, dict):
             raise errors.BadFormat(f"WriteState: expected a summary, found {summary!r:.200}")
         return WriteState(
-            {int(name): mark for name, mark in marks.items()}, values["made_ms"], summary
+            {int(name): mark for name, mark in marks.items()}, values["keep_until_ms"], summary
         )
 
 
@@ -105,18 +112,34 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         return None if node is None else decode_node(path, node, WriteState.from_bytes)
 
-    async def begin(self, write: str, marks: Mapping[int, int], now_ms: int) -> WriteState:
-        """Return the write, begun with these marks unless somebody else was first (rule 1)."""
-        path, made = self._path(write), WriteState(dict(marks), now_ms)
+    async def begin(
+        self, write: str, marks: Mapping[int, int], keep_until_ms: int, *, in_series: bool = False
+    ) -> WriteState:
+        """Return the write, begun with these marks unless somebody else was first (rule 1).
+
+        Raises:
+            ConnectionSuperseded: a later one of its series is there (rule 4).
+        """
+        path, made = self._path(write), WriteState(dict(marks), keep_until_ms)
         for _ in range(ATTEMPTS_MAX):
             found = await self.read(write)
             if found is not None:
                 return found
+            if in_series:
+                await self._check_is_last(write)
             with suppress(errors.CoordinatorOutcomeUnknown):
                 await self._nodes.ensure((self._nodes.paths.ours, self._nodes.paths.writes))
             if await self._try([Create(path, made.to_bytes())]):
                 return made
         raise errors.CoordinatorUnavailable(f"{path} could not be created")
+
+    async def _check_is_last(self, write: str) -> None:
+        series, _, number = write.rpartition("-")
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        for name in () if listing is None else listing.names:
+            other, _, later = name.rpartition("-")
+            if other == series and later.isdecimal() and int(later) > int(number):
+                raise _over(write, None, f"{name} has begun, so it is over and forgotten")
 
     async def enter(
         self, write: str, task: int, run: str, next_client_id: Callable[[], Awaitable[ClientId]]
@@ -124,15 +147,14 @@ class WriteRegistry:
         """Begin an attempt of a task, and return where it stands now (rule 2).
 
         Raises:
-            ConnectionSuperseded: the write is forgotten.
+            ConnectionSuperseded: the write is done or forgotten.
         """
         path = self._path(write, task)
         client_id: ClientId | None = None
         for _ in range(ATTEMPTS_MAX):
+            await self._check_goes_on(write, task)
             node = await self._znodes.get(path)
             if node is None:
-                if await self.read(write) is None:
-                    raise _over(write, task, "it is over and forgotten")
                 client_id = await next_client_id() if client_id is None else client_id
                 first = TaskState(client_id, 1, (run,))
                 if await self._try([Create(path, first.to_bytes())]):
@@ -145,17 +167,20 @@ class WriteRegistry:
                 return new
         raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
 
+    async def _check_goes_on(self, write: str, task: int) -> None:
+        state = await self.read(write)
+        if state is None:
+            raise _over(write, task, "it is over and forgotten")
+        if state.is_done:
+            raise _over(write, task, "it is done")
+
     async def check(self, write: str, task: int, attempt: int) -> None:
         """Return if this attempt may go on (rule 3).
 
         Raises:
             ConnectionSuperseded: it is over; the message says why.
         """
-        state = await self.read(write)
-        if state is None:
-            raise _over(write, task, "it is over and forgotten")
-        if state.is_done:
-            raise _over(write, task, "it is done")
+        await self._check_goes_on(write, task)
         path = self._path(write, task)
         node = await self._znodes.get(path)
         found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
@@ -173,7 +198,9 @@ class WriteRegistry:
                 found[int(name)] = decode_node(path, node, TaskState.from_bytes)
         return found
 
-    async def finish(self, write: str, summary: Mapping[str, Any]) -> WriteState:
+    async def finish(
+        self, write: str, summary: Mapping[str, Any], keep_until_ms: int
+    ) -> WriteState:
         """Mark a write as done, and return it: with the summary of whoever was first.
 
         Raises:
@@ -188,38 +215,47 @@ class WriteRegistry:
             found = decode_node(path, node, WriteState.from_bytes)
             if found.is_done:
                 return found
-            done = replace(found, summary=dict(summary))
+            done = replace(found, summary=dict(summary), keep_until_ms=keep_until_ms)
             if await self._try([Set(path, done.to_bytes(), node.stat.version)]):
                 return done
         raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
 
     async def forget(self, write: str) -> None:
-        """Remove a write; whoever still runs a task of it gives up at its next mount."""
+        """Remove a write; whoever still runs a task of it gives up at its next mount (rule 5)."""
         path = self._path(write)
         for _ in range(ATTEMPTS_MAX):
-            node, listing = await self._znodes.get(path), await self._znodes.children(path)
-            if node is None or listing is None:
+            if await self._znodes.get(path) is None:
                 return
-            removals: list[Operation] = []
-            for name in listing.names:
-                child = await self._znodes.get(f"{path}/{name}")
-                if child is not None:
-                    removals.append(Delete(f"{path}/{name}", child.stat.version))
-            if await self._try([*removals, Delete(path, node.stat.version)]):
+            with suppress(errors.ConnectionSuperseded):
+                await self.finish(write, {}, 0)
+            await self._remove_tasks(path)
+            node = await self._znodes.get(path)
+            if node is None or await self._try([Delete(path, node.stat.version)]):
                 return
         raise errors.CoordinatorUnavailable(f"{path} could not be removed")
 
-    async def made_before(self, time_ms: int, count_max: int) -> list[str]:
-        """Return up to `count_max` writes that were begun before a time."""
-        listing = await self._znodes.children(self._nodes.paths.writes)
-        old: list[str] = []
+    async def _remove_tasks(self, path: str) -> None:
+        listing = await self._znodes.children(path)
+        removals: list[Operation] = []
         for name in () if listing is None else listing.names:
-            if len(old) == count_max:
-                break
+            child = await self._znodes.get(f"{path}/{name}")
+            if child is not None:
+                removals.append(Delete(f"{path}/{name}", child.stat.version))
+        # A request has at most 1 MiB.
+        for start in range(0, len(removals), REMOVALS_MAX):
+            await self._try(removals[start : start + REMOVALS_MAX])
+
+    async def out_of_time(self, now_ms: int) -> list[str]:
+        """Return writes whose time is over, of the few that are looked at in one call."""
+        listing = await self._znodes.children(self._nodes.paths.writes)
+        names = () if listing is None else listing.names
+        start = now_ms % len(names) if names else 0  # another place each time
+        over: list[str] = []
+        for name in (*names[start:], *names[:start])[:LOOKED_AT_MAX]:
             node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
-            if node is not None and _is_older(node, time_ms):
-                old.append(name)
-        return old
+            if node is not None and _is_over(node, now_ms):
+                over.append(name)
+        return over
 
     def _path(self, write: str, task: int | None = None) -> str:
         check_name(write)
@@ -252,9 +288,9 @@ def _over(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded
     return errors.ConnectionSuperseded(f"write {write}{which}: {why}")
 
 
-def _is_older(node: Node, time_ms: int) -> bool:
+def _is_over(node: Node, now_ms: int) -> bool:
     try:
-        return WriteState.from_bytes(node.data).made_ms < time_ms
+        return WriteState.from_bytes(node.data).keep_until_ms < now_ms
     except errors.BadFormat:
         return False
 

@@ -535,8 +535,8 @@ class StoreSession:
                 claim.session_id, claim.generation, mark, self.window.chain, claim.unbroken
             )
         )
-        self._settling = Settling(claim, mark)
-        self._settling.begin(self.engaged[0], now_ms)
+        self._settling = Settling(claim, mark, self.engaged)
+        self._settling.begin(now_ms)
         self._note_settled()
 
     def _note_settled(self) -> None:

@@ -222,6 +222,9 @@ class SimCluster:
         self.world.note(f"{storage.name} is replaced")
         storage.kill()
         self.budget.spend(storage)
+        former = self.coordinator.storage_ids.get(storage.replica)
+        if former is not None:
+            self.coordinator.former_ids.setdefault(storage.replica, []).append(former)
         storage.start_anew()
         self.coordinator.storage_ids[storage.replica] = storage.storage_id
         self.restart_later(storage)

@@ -65,6 +65,7 @@ class SimCoordinator:
         self.marker: PartitionMarker | None = PartitionMarker(MarkerState.NEW)
         self.marker_version = 0
         self.storage_ids: dict[ReplicaId, bytes] = {}
+        self.former_ids: dict[ReplicaId, list[bytes]] = {}  # of storages that were replaced
         self.assignment = Assignment(None, Generation(-1), replicas)
         self.alive: dict[str, bool] = {}  # server sessions, in the order of their first coming
         self.client_count = 0

@@ -4,15 +4,16 @@ Why it stands alone: Spark pickles the writer to every task and unpickles it aga
 so it holds plain values only, and nothing may hang on shared state, `abort` or `finally`.
 
 Rules (spark.md, "Exactly once"):
-    1. A write with a name of its own begins on the driver, so that its starting marks are those of
-       its first run. One without is named anew each time: only its tasks can be run again.
+    1. A write begins on the driver, so that its starting marks are those of its first run, and a
+       task that finds none knows that it is over. One without a name of its own is named anew each
+       time: only its tasks can be run again.
     2. `commit` keeps the results first, and then marks the write as done: whoever finds it done
-       finds the results. A write that nobody can name is forgotten instead.
+       finds the results. A write that nobody can name is forgotten instead. Forgetting can wait:
+       where ZooKeeper does not answer it is no reason for a job to fail whose rows are in the log.
     3. `abort` takes nothing back and forgets nothing: tasks may still run, and it may be run again.
 """
 
 import asyncio
-import dataclasses
 import logging
 import secrets
 import time
@@ -25,6 +26,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from waltz_core.client import begin_write, end_write, forget_writes, summary_of_write
+from waltz_core.errors import WaltzError
 from waltz_spark.connections import client_of
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
@@ -36,6 +38,8 @@ from waltz_spark.writer.task import Job, Written, place_of_task
 _log = logging.getLogger("waltz")
 
 DAY_MS = 24 * 3_600 * 1_000
+# What is not done may be waited for longer, and of a stream only the last micro-batch is kept.
+UNDONE_DAYS = 365
 
 
 def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job:
@@ -51,8 +55,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
     # One resolution for the whole job: every row without a mark of its own was computed, for
     # all we know, from what the log held when the job started.
     marks = {int(p): int(mark) for p, mark in client.high_water_marks().items()}
-    options = dataclasses.replace(options, marks={**marks, **options.marks})
-    return Job(client.layout(), options, secrets.token_hex(12), _now_ms(), write)
+    return Job(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)
 
 
 class WaltzBatchWriter(DataSourceArrowWriter):
@@ -73,8 +76,10 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         job = new_job(options, schema, write if options.exactly_once else None)
         self._job = job
         self._is_named = named is not None
-        if self._is_named and options.exactly_once:
-            asyncio.run(begin_write(options.connect, write, job.options.marks, now_ms=job.began_ms))
+        if options.exactly_once:
+            days = UNDONE_DAYS if self._is_named else options.retention_days
+            until_ms = job.began_ms + days * DAY_MS
+            asyncio.run(begin_write(options.connect, write, job.marks, keep_until_ms=until_ms))
 
     # -- in a task ----------------------------------------------------------------------------
 
@@ -89,10 +94,9 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Close the results and say in one line what became of the job (rule 2)."""
         tasks = [message for message in messages if isinstance(message, Written)]
-        finish(self._job, tasks, write=self._job.write if self._is_named else None)
-        if self._job.write is not None and not self._is_named:
-            names, connect = [self._job.write], self._job.options.connect
-            asyncio.run(forget_writes(connect, names, made_before_ms=None))
+        write = self._job.write
+        finish(self._job, tasks, write=write if self._is_named else None)
+        forget(self._job, [] if write is None or self._is_named else [write])
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Say what is in the log; nothing is taken back, because a log cannot."""
@@ -108,13 +112,8 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         )
 
 
-def finish(
-    job: Job, tasks: list[Written], *, write: str | None, forget: tuple[str, ...] = ()
-) -> None:
-    """Keep the results, mark the write as done, and log in one line what became of it.
-
-    `forget` are writes that nobody asks about any more.
-    """
+def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | None = None) -> None:
+    """Keep the results, mark the write as done for some days, and log what became of it."""
     paths = [task.results_path for task in tasks if task.results_path is not None]
     if any(task.was_done for task in tasks) and write is not None:
         _log.warning("waltz: write %s was done already; nothing was appended", write)
@@ -123,16 +122,12 @@ def finish(
             tell_again(paths[0], done)
         return
     summary = summarise(tasks)
-    summary["seconds"] = round((_now_ms() - job.began_ms) / 1_000, 3)
+    summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
     if paths:
         keep(paths[0], [task.file for task in tasks if task.file is not None], summary)
     if write is not None:
-        old_ms = _now_ms() - job.options.retention_days * DAY_MS
-        asyncio.run(
-            end_write(
-                job.options.connect, write, summary, forget=list(forget), made_before_ms=old_ms
-            )
-        )
+        until_ms = now_ms() + max(days or 0, job.options.retention_days) * DAY_MS
+        asyncio.run(end_write(job.options.connect, write, summary, keep_until_ms=until_ms))
     _log.warning(
         "waltz: %(committed)d rows committed, %(rejected)d rejected "
         "(%(rejected_by_own_rows)d of them by rows of this job) in %(seconds).1f s",
@@ -140,8 +135,19 @@ def finish(
     )
 
 
-def _now_ms() -> int:
-    return int(time.time() * 1_000)  # noqa: TID251 - the job's duration, over two processes
+def forget(job: Job, writes: list[str]) -> None:
+    """Forget writes that nobody asks about any more, and some whose time is over (rule 2)."""
+    if not job.options.exactly_once:
+        return
+    try:
+        asyncio.run(forget_writes(job.options.connect, writes, now_ms=now_ms()))
+    except WaltzError as error:
+        _log.warning("waltz: writes %s are forgotten later: %s", writes, error)
+
+
+def now_ms() -> int:
+    """Return the time, for what outlives a process."""
+    return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
 def summarise(tasks: list[Written]) -> dict[str, Any]:

@@ -131,11 +131,15 @@ def _check_locks(name: str, kind: DataType) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """Rows ready to be sent: the log partition of each, the append columns, the result columns."""
+    """Rows ready to be sent: the log partition of each, the append columns, the result columns.
+
+    `is_free` marks the rows whose partition says nothing: it was their turn.
+    """
 
     partitions: npt.NDArray[np.int32]
     append: pa.RecordBatch  # header, data, three lock lists, client_high_water_mark
     identity: pa.RecordBatch | None
+    is_free: npt.NDArray[np.bool_]
 
 
 class Shaper:
@@ -174,11 +178,12 @@ class Shaper:
         """
         count = batch.num_rows
         locks = [self._locks(batch, name) for name in LOCK_COLUMNS]
-        partitions = self._partitions(batch, locks, count)
+        partitions, is_free = self._partitions(batch, locks, count)
         marks = self._row_marks(batch, partitions)
         columns = [self._header(batch, count), self._data(batch), *locks, pa.array(marks)]
         names = ["header", "data", *LOCK_COLUMNS, MARK_COLUMN]
-        return Shaped(partitions, pa.RecordBatch.from_arrays(columns, names), self._identity(batch))
+        append = pa.RecordBatch.from_arrays(columns, names)
+        return Shaped(partitions, append, self._identity(batch), is_free)
 
     def _identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
         if not self._wants_identity:
@@ -225,28 +230,30 @@ class Shaper:
 
     def _partitions(
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
-    ) -> npt.NDArray[np.int32]:
-        chosen = self._defaults(batch, locks, count)
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        chosen, is_free = self._defaults(batch, locks, count)
         if "partition" in batch.schema.names:
             given = batch.column("partition").cast(pa.int32())
             known = np.asarray(given.is_valid())
             chosen = np.where(known, np.asarray(pc.fill_null(given, 0)), chosen)
+            is_free = is_free & ~known
             wrong = chosen[(chosen < 0) | (chosen >= self._partition_count)]
             if len(wrong):
                 raise BadRequest(
                     f"column 'partition' holds {int(wrong[0])}; "
                     f"this cluster has partitions 0 to {self._partition_count - 1}"
                 )
-        return chosen.astype(np.int32)
+        return chosen.astype(np.int32), is_free
 
     def _defaults(
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
-    ) -> npt.NDArray[np.int64]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         turn = (self._turn + np.arange(count, dtype=np.int64)) % self._partition_count
         self._turn = (self._turn + count) % self._partition_count
         if self._options.partition_by is not None:
-            return self._spread(_hash_column(batch.column(self._options.partition_by)))
-        chosen = turn
+            hashes = _hash_column(batch.column(self._options.partition_by))
+            return self._spread(hashes), np.zeros(count, dtype=np.bool_)
+        chosen, is_free = turn, np.ones(count, dtype=np.bool_)
         # The first lock of the first kind that a row has: write, then read, then append locks.
         for column in reversed(locks):
             offsets = np.asarray(column.offsets)
@@ -255,7 +262,8 @@ class Shaper:
                 values = np.asarray(column.values)
                 first = values[np.minimum(offsets[:-1], max(len(values) - 1, 0))]
                 chosen = np.where(has, self._spread(first.astype(np.uint32)), chosen)
-        return chosen
+                is_free &= ~has
+        return chosen, is_free
 
     def _spread(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Do what `record.spread` does, for a whole column."""

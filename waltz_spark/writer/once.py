@@ -7,7 +7,8 @@ Rules (spark.md, "Exactly once"):
     1. The log is read once all partitions are mounted: from then on no earlier attempt of this task
        can append, and the answer stays true.
     2. Rows are matched with records as a multiset of partition, header and data: an attempt may
-       have them in another order. Rows that are equal in these, but not in locks or mark, are not
+       have them in another order. A row that has its partition only because it was its turn there
+       is matched in any. Rows that are equal in these, but not in locks or mark, are not
        interchangeable: with a record of one of them in the log, the write fails in words.
     3. A record that no row matches says that the input is not what it was: the write fails.
     4. What another task of an earlier run has brought in is no row of this task, unless the input
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from waltz_core import raw_records
@@ -34,32 +36,34 @@ from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 
 _KEY_BYTES = 16
 _PLACE = struct.Struct(">ii")
-_APPEND_HEADERS = raw_records.HEADER_DTYPE
+_ANY = -1  # stands for the partition of a row that may be in any
 
 
 class Found(NamedTuple):
     """A record that an earlier attempt of this task has brought into the log."""
 
+    partition: int
     transaction_id: int
-    sequence: int
 
 
 class Already:
     """What is in the log of a task's rows.
 
     Args:
-        own: by row key, the ids of records that earlier attempts of this task have brought in.
-        others: the row keys of what other tasks of earlier runs have.
+        own: the records that earlier attempts of this task have brought in, by row key; each by
+            the key with its partition and by the one without.
+        others: the row keys of what other tasks of earlier runs have, both kinds.
         next_sequences: by partition, the first request number that no earlier attempt has used.
     """
 
     def __init__(
         self,
-        own: Mapping[bytes, Iterable[int]],
+        own: Mapping[bytes, Iterable[Found]] | None = None,
         others: frozenset[bytes] = frozenset(),
         next_sequences: Mapping[int, int] | None = None,
     ) -> None:
-        self._own = {key: deque(sorted(ids)) for key, ids in own.items()}
+        self._own = {key: deque(sorted(found)) for key, found in (own or {}).items()}
+        self._left = {found for waiting in self._own.values() for found in waiting}
         self._others = others
         self._locks: dict[bytes, tuple[object, ...]] = {}
         self.next_sequences = dict(next_sequences or {})
@@ -72,7 +76,7 @@ class Already:
     @property
     def count(self) -> int:
         """How many records wait for their row."""
-        return sum(map(len, self._own.values()))
+        return len(self._left)
 
     def split(self, shaped: Shaped) -> tuple[Shaped | None, list[Answered]]:
         """Return the rows that are to be appended, and the outcomes of those that are there.
@@ -85,19 +89,28 @@ class Already:
         missing: list[int] = []
         there: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, key in enumerate(_keys(shaped)):
-            found = self._own.get(key)
-            if found is not None:
+            if key in self._own and not shaped.is_free[row]:  # a free row has no locks
                 self._check_locks(key, shaped, row)
-            if found:
-                there[int(shaped.partitions[row])].append((row, found.popleft()))
-                continue
-            if key in self._others:
+            found = self._take(key)
+            if found is not None:
+                there[found.partition].append((row, found.transaction_id))
+            elif key in self._others:
                 raise _recut(int(shaped.partitions[row]))
-            missing.append(row)
+            else:
+                missing.append(row)
         answers = [_answered(shaped, partition, rows) for partition, rows in sorted(there.items())]
         if not there:
             return shaped, []
         return (_taken(shaped, missing) if missing else None), answers
+
+    def _take(self, key: bytes) -> Found | None:
+        waiting = self._own.get(key)
+        while waiting:
+            found = waiting.popleft()
+            if found in self._left:  # else a row has it by the other kind of key
+                self._left.remove(found)
+                return found
+        return None
 
     @property
     def is_settled(self) -> bool:
@@ -125,13 +138,14 @@ class Already:
 
     def check_all_matched(self) -> None:
         """Raise BadRequest when a record has found no row (rule 3)."""
-        left = [(ids[0], len(ids)) for ids in self._own.values() if ids]
-        if left:
+        if self._left:
+            partition, transaction_id = min(self._left)
             raise BadRequest(
                 f"the input is not deterministic: an earlier attempt of this task has brought "
-                f"{sum(count for _, count in left)} rows into the log (transaction {left[0][0]} is "
-                f"the first) that are not among the rows it has now; sort the input, write from a "
-                f"checkpointed DataFrame, or cut it into the same tasks as before"
+                f"{len(self._left)} rows into the log (the first is transaction {transaction_id} "
+                f"of partition {partition}) that are not among the rows it has now; sort the "
+                f"input, write from a checkpointed DataFrame, or cut it into the same tasks as "
+                f"before"
             )
 
     def _check_locks(self, key: bytes, shaped: Shaped, row: int) -> None:
@@ -152,6 +166,7 @@ class Spool:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._writer: pa.RecordBatchStreamWriter | None = None
+        self._has_identity = False
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +177,8 @@ class Spool:
 
     def put(self, shaped: Shaped) -> None:
         """Add rows."""
-        parts = {"": pa.array(shaped.partitions)}
+        parts = {"p": pa.array(shaped.partitions), "f": pa.array(shaped.is_free)}
+        self._has_identity = shaped.identity is not None
         for kind, batch in (("a", shaped.append), ("i", shaped.identity)):
             if batch is not None:
                 parts |= {f"{kind}{name}": batch.column(name) for name in batch.schema.names}
@@ -179,48 +195,56 @@ class Spool:
         self._writer.close()
         self._file.seek(0)
         for row_batch in pa.ipc.open_stream(self._file):
-            append = _columns_of(row_batch, "a")
-            assert append is not None
-            yield Shaped(row_batch.column("").to_numpy(), append, _columns_of(row_batch, "i"))
+            yield Shaped(
+                row_batch.column("p").to_numpy(),
+                _columns_of(row_batch, "a"),
+                _columns_of(row_batch, "i") if self._has_identity else None,
+                row_batch.column("f").to_numpy(zero_copy_only=False),
+            )
         self._file.close()
         self._file = self._writer = None
 
 
-def _columns_of(row_batch: pa.RecordBatch, kind: str) -> pa.RecordBatch | None:
-    names = [name for name in row_batch.schema.names if name.startswith(kind)]
-    columns = {name[1:]: row_batch.column(name) for name in names}
-    return pa.RecordBatch.from_pydict(columns) if columns else None
+def _columns_of(row_batch: pa.RecordBatch, kind: str) -> pa.RecordBatch:
+    names = [name for name in row_batch.schema.names if name.startswith(kind) and len(name) > 1]
+    return row_batch.select(names).rename_columns([name[1:] for name in names])
 
 
 def read_back(
     client: WaltzClient, marks: Mapping[int, int], *, own: int, others: set[int]
 ) -> Already:
     """Read what the clients of a write have brought in since its starting marks (rule 1)."""
-    records: dict[bytes, list[int]] = defaultdict(list)
+    records: dict[bytes, list[Found]] = defaultdict(list)
     elsewhere: set[bytes] = set()
     sequences: dict[int, int] = {}
+    wanted = np.array(sorted({own, *others}), dtype=np.int64)
     for partition, last in client.mount().items():
         first = marks.get(partition, -1) + 1
-        wanted = np.array(sorted({own, *others}), dtype=np.int64)
-        for client_id, found, key in _records_of(client, partition, first, int(last), wanted):
-            if client_id == own:
-                records[key].append(found.transaction_id)
-                sequences[partition] = max(sequences.get(partition, 0), found.sequence + 1)
+        for record in _records_of(client, partition, (first, int(last)), wanted):
+            if record.client_id == own:
+                for key in record.keys:
+                    records[key].append(record.found)
+                sequences[partition] = max(sequences.get(partition, 0), record.sequence + 1)
             else:
-                elsewhere.add(key)
+                elsewhere.update(record.keys)
     return Already(records, frozenset(elsewhere), sequences)
 
 
+class _Record(NamedTuple):
+    """What is read back of one record."""
+
+    client_id: int
+    sequence: int
+    found: Found
+    keys: tuple[bytes, bytes]
+
+
 def _records_of(
-    client: WaltzClient,
-    partition: int,
-    first: int,
-    last: int,
-    wanted: "np.typing.NDArray[np.int64]",
-) -> Iterator[tuple[int, Found, bytes]]:
+    client: WaltzClient, partition: int, span: tuple[int, int], wanted: npt.NDArray[np.int64]
+) -> Iterator[_Record]:
     """Yield the records of some clients; only headers travel where there are none."""
-    for chunk in client.read_range(partition, first, last, form=RangeForm.HEADERS):
-        headers = np.frombuffer(chunk.records, dtype=_APPEND_HEADERS)
+    for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
+        headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
         places = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
         if not places.size:
             continue
@@ -230,7 +254,7 @@ def _records_of(
 
 def _whole_records(
     client: WaltzClient, partition: int, span: tuple[int, int], wanted: set[int]
-) -> Iterator[tuple[int, Found, bytes]]:
+) -> Iterator[_Record]:
     for chunk in client.read_range(partition, *span):
         records, lengths = memoryview(chunk.records), chunk.lengths
         req_ids = raw_records.req_ids_of(records, lengths)
@@ -239,8 +263,12 @@ def _whole_records(
         for row, client_id in enumerate(req_ids["client_id"].tolist()):
             if client_id in wanted:
                 data = records[starts[row] + _DATA_FROM : starts[row + 1] - _DATA_UNTIL]
-                found = Found(int(chunk.first) + row, int(req_ids["sequence"][row]))
-                yield client_id, found, _key(partition, headers[row], data)
+                yield _Record(
+                    client_id,
+                    int(req_ids["sequence"][row]),
+                    Found(partition, int(chunk.first) + row),
+                    (_key(partition, headers[row], data), _key(_ANY, headers[row], data)),
+                )
 
 
 # A record's bytes before and after its data (interop.md, 5.2).
@@ -250,7 +278,8 @@ _DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
 def _keys(shaped: Shaped) -> Iterator[bytes]:
     headers = shaped.append.column("header").to_pylist()
     data = shaped.append.column("data").to_pylist()
-    for partition, header, each in zip(shaped.partitions.tolist(), headers, data, strict=True):
+    partitions = np.where(shaped.is_free, _ANY, shaped.partitions).tolist()
+    for partition, header, each in zip(partitions, headers, data, strict=True):
         yield _key(partition, header, each)
 
 
@@ -263,7 +292,9 @@ def _key(partition: int, header: int, data: bytes | memoryview) -> bytes:
 def _taken(shaped: Shaped, rows: list[int]) -> Shaped:
     index = pa.array(rows, pa.int64())
     identity = None if shaped.identity is None else shaped.identity.take(index)
-    return Shaped(shaped.partitions[rows], shaped.append.take(index), identity)
+    return Shaped(
+        shaped.partitions[rows], shaped.append.take(index), identity, shaped.is_free[rows]
+    )
 
 
 def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> Answered:

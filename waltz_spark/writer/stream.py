@@ -8,7 +8,8 @@ Rules (spark.md, "Exactly once"):
        tell the commit in their messages. The first task of its first run says where it starts.
     2. Spark records a micro-batch after our commit. If the driver dies in between, the batch comes
        again with the same tasks, finds its write done and appends nothing.
-    3. The write of the batch before is forgotten then: Spark has recorded it.
+    3. The write of the batch before is forgotten then: Spark has recorded it. The last one stays,
+       for a year after its end: while it is there, no task of an earlier batch begins anew.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from pyspark.sql.types import StructType
 
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
-from waltz_spark.writer.batch import finish, new_job
+from waltz_spark.writer.batch import DAY_MS, UNDONE_DAYS, finish, forget, new_job
 from waltz_spark.writer.task import Job, Written, place_of_task
 
 _log = logging.getLogger("waltz")
@@ -60,11 +61,12 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         """Close the results and say in one line what became of the micro-batch."""
         tasks = [message for message in messages if isinstance(message, Written)]
         write = next((task.write for task in tasks if task.write is not None), None)
-        before: tuple[str, ...] = ()
+        before: list[str] = []
         if write is not None and batchId > 0:
-            before = (f"{write.removesuffix(str(batchId))}{batchId - 1}",)
+            before = [f"{write.removesuffix(str(batchId))}{batchId - 1}"]
         _log.info("waltz: micro-batch %d", batchId)
-        finish(self._job, tasks, write=write, forget=before)
+        finish(self._job, tasks, write=write, days=UNDONE_DAYS)
+        forget(self._job, before)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Say what is in the log; when the stream goes on, it is found there."""
@@ -88,4 +90,5 @@ def _job_of_batch(job: Job) -> Job:
         path = f"{options.results_path.rstrip('/')}/batch={batch}"
         options = dataclasses.replace(options, results_path=path)
     write = f"{options.write_name or 'stream'}-{query}-{batch}" if options.exactly_once else None
-    return dataclasses.replace(job, options=options, write=write)
+    until_ms = job.began_ms + UNDONE_DAYS * DAY_MS
+    return dataclasses.replace(job, options=options, write=write, keep_until_ms=until_ms)

@@ -80,28 +80,31 @@ class Written(WriterCommitMessage):
 class Job:
     """What all tasks of one execution share.
 
-    `write` names the write, None where nothing is to be written once. `run` names the execution,
-    `began_ms` is when it began. `marks` are in the options.
+    `marks` are the log's when it began, at `began_ms`; those in the options are the user's. `run`
+    names the execution, `write` the write: None where nothing is to be written once.
+    `keep_until_ms` is for a write that the first of its tasks begins.
     """
 
     layout: Layout
     options: WriteOptions
+    marks: dict[int, int]
     run: str
     began_ms: int
     write: str | None
+    keep_until_ms: int | None = None
 
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
         """Write a task's rows; return what became of them."""
         if self.write is None:
             client = client_at(self.layout)
-            return self._send(client, batches, Already({}), _file_name(task, attempt))
+            return self._send(client, batches, Already(), _file_name(task, attempt), self.marks)
+        until_ms = self.keep_until_ms
         claim = TaskClaim(
             self.layout.connect,
             self.write,
             task,
             run=self.run,
-            marks=self.options.marks,
-            now_ms=self.began_ms,
+            series=None if until_ms is None else (self.marks, until_ms),
         )
         with WaltzClient.at(self.layout, claim=claim) as client:
             if claim.is_done:
@@ -115,7 +118,7 @@ class Job:
     def _look_back(self, client: WaltzClient, claim: TaskClaim) -> Already:
         state, others = claim.state, client.other_clients()
         if state.attempt == 1 and not others:
-            return Already({})
+            return Already()
         already = read_back(client, claim.marks, own=int(state.client_id), others=others)
         client.begin_sequences(already.next_sequences)
         _log.info(
@@ -133,7 +136,7 @@ class Job:
         batches: Iterator[pa.RecordBatch],
         already: Already,
         file_name: str,
-        marks: dict[int, int] | None = None,
+        marks: dict[int, int],
     ) -> Written:
         options = self.options
         written = Written(write=self.write, results_path=options.results_path)
@@ -143,7 +146,7 @@ class Job:
         shaper = Shaper(
             options,
             self.layout.cluster.partition_count,
-            options.marks if marks is None else marks,
+            {**marks, **options.marks},
             wants_identity=results is not None,
         )
         shaped = (shaper.shape(batch) for batch in batches if batch.num_rows)

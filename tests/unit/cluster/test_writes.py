@@ -44,7 +44,7 @@ def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
         session.faults.append(fault)
         assert (await writes.enter("w", 0, "r", the_one)).attempt == 2 + 2 * was_done
         session.faults.append(fault)
-        assert (await writes.finish("w", {"rows": 1})).summary == {"rows": 1}
+        assert (await writes.finish("w", {"rows": 1}, 9)).summary == {"rows": 1}
         session.faults.append(fault)
         await writes.forget("w")
         assert await writes.read("w") is None
@@ -57,8 +57,8 @@ def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
     st.integers(0, 1 << 50),
     st.none() | st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8)),
 )
-def test_a_write_round_trips(marks, made_ms, summary):
-    state = WriteState(marks, made_ms, summary)
+def test_a_write_round_trips(marks, keep_until_ms, summary):
+    state = WriteState(marks, keep_until_ms, summary)
     assert WriteState.from_bytes(state.to_bytes()) == state
 
 

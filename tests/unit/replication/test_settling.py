@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from waltz_core import errors
-from waltz_core.record import GENESIS_CHAIN, LineageEntry
+from waltz_core.record import GENESIS_CHAIN, MADE_UP, LineageEntry
 from waltz_core.replication.claim import InDoubt
 from waltz_core.replication.events import Settled
 from waltz_core.replication.settling import SETTLING, Settling
@@ -25,9 +25,10 @@ class Replica:
         self.asked.append((first, last))
 
 
-def settling(mark, *, unbroken=True, in_doubt=None):
+def settling(mark, *others, unbroken=True, in_doubt=None):
     claim = SimpleNamespace(session_id=9, unbroken=unbroken, in_doubt=in_doubt)
-    return Settling(claim, mark), Replica()
+    replica = Replica()
+    return Settling(claim, mark, [replica, *others]), replica
 
 
 def lineage(*entries):
@@ -38,19 +39,19 @@ def lineage(*entries):
 
 def test_an_unbroken_thread_without_doubt_asks_nothing():
     past, replica = settling(5)
-    past.begin(replica, 0)
+    past.begin(0)
     assert (past.outcome, replica.asked) == (Settled(9, 5), [])
 
 
 def test_an_empty_log_has_no_stamp_to_go_on_from():
     past, replica = settling(-1, unbroken=False)
-    past.begin(replica, 0)
+    past.begin(0)
     assert (past.outcome, replica.asked) == (Settled(9, -1), [])
 
 
 def test_the_last_batch_of_a_log_that_others_may_have_written_tells_its_stamp():
     past, replica = settling(5, unbroken=False)
-    past.begin(replica, 0)
+    past.begin(0)
     assert (past.outcome, replica.asked) == (None, [(5, 5)])
     past.heard(replica, lineage((4, 5, 8, 777)), 0)
     assert past.outcome == Settled(9, 5, 777)
@@ -58,7 +59,7 @@ def test_the_last_batch_of_a_log_that_others_may_have_written_tells_its_stamp():
 
 def test_doubt_is_read_back_window_by_window_after_the_stamp():
     past, replica = settling(9, unbroken=False, in_doubt=InDoubt(7, 3, 8))
-    past.begin(replica, 0)
+    past.begin(0)
     past.heard(replica, lineage((9, 9, 8, 777)), 0)
     past.heard(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
     past.heard(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
@@ -68,7 +69,27 @@ def test_doubt_is_read_back_window_by_window_after_the_stamp():
 
 def test_an_answer_without_batches_is_refused():
     past, replica = settling(5, unbroken=False)
-    past.begin(replica, 0)
+    past.begin(0)
     with pytest.raises(errors.RemoteProtocolError):
         past.heard(replica, lineage(), 0)
+    assert past.outcome is None
+
+
+def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
+    other = Replica()
+    past, replica = settling(9, other, in_doubt=InDoubt(7, 3, 8))
+    past.begin(0)
+    past.heard(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
+    past.heard(replica, lineage((4, 5, MADE_UP, 0)), 0)
+    assert past.outcome is None
+    past.heard(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
+    assert (replica.asked, other.asked) == ([(4, 8), (4, 5)], [(4, 8)])
+    assert past.outcome == Settled(9, 8, 0)
+
+
+def test_nobody_is_left_who_has_the_batches():
+    past, replica = settling(5, unbroken=False)
+    past.begin(0)
+    with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
+        past.heard(replica, lineage((4, 5, MADE_UP, 0)), 0)
     assert past.outcome is None

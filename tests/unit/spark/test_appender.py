@@ -114,7 +114,8 @@ def shaped(rows: list[tuple[int, bytes]]) -> Shaped:
         ["header", "data", *LOCK_COLUMNS, MARK_COLUMN],
     )
     identity = pa.record_batch({"name": [data.decode() for _, data in rows]})
-    return Shaped(np.array([p for p, _ in rows], np.int32), append, identity)
+    free = np.zeros(len(rows), dtype=np.bool_)
+    return Shaped(np.array([p for p, _ in rows], np.int32), append, identity, free)
 
 
 def rows_of(chance: random.Random, count: int) -> list[tuple[int, bytes]]:

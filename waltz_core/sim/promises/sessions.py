@@ -244,8 +244,11 @@ class Sessions:
     def heard(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
         """A storage's answer has come to the owner."""
         if isinstance(answer, Prepared):
-            registered = self._witness.cluster.coordinator.storage_ids.get(ReplicaId(replica))
-            is_its = registered in (None, answer.storage_id)
+            coordinator = self._witness.cluster.coordinator
+            registered = coordinator.storage_ids.get(ReplicaId(replica))
+            # An answer may come from before the storage at this address was replaced.
+            former = coordinator.former_ids.get(ReplicaId(replica), ())
+            is_its = registered in (None, answer.storage_id) or answer.storage_id in former
             self._prepared.setdefault((session, replica), []).append((answer, is_its))
             self._notice_wait(session)
         elif isinstance(answer, Appended | ReplicaAnswer):
