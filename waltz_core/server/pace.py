@@ -36,7 +36,7 @@ FACTOR_UP: Final = 1.5
 FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 199)
 # What a small request may take beside a piece, in calm times. Its client suffers more than the
 # server sees, for its own turns and its answer's way take longer too: this keeps it below twice.
-SUFFERS: Final = 1.35
+SUFFERS: Final = 1.2
 # A calm time is believed for so long; later, requests that meet no piece must do to tell another.
 CALM_KEPT_MS: Final = 60_000
 # The calm time moves by so much of itself, up and down, a hundred times as often down.
