@@ -10,7 +10,7 @@ Rules:
     2. For a while after one client's small request met another client's large ones, large ones go
        in pieces, one at a time, with a pause after each in proportion to the time that it took.
     3. The proportion is steered by what small requests suffer. While the server is not shared, one
-       in a hundred takes longer than the calm time. One that meets a piece and takes a third longer
+       in a hundred takes longer than the calm time. One that meets a piece and takes a fifth longer
        still raises the proportion, each that does not lowers it a little, so that one in two
        hundred does. Where there are processors to spare it comes down to next to nothing.
     4. Nothing waits for ever: a pause is bounded, and a piece that never lands (its session has
