@@ -426,10 +426,10 @@ def doubt_is_forgotten() -> Patches:
     """What was in flight in a lost session is taken for lost, without a look at the log."""
     original = Settling.begin
 
-    def begin(self, each, now_ms):
+    def begin(self, now_ms):
         doubt = self._claim.in_doubt
         if doubt is None or self._stamp_ms is None:
-            original(self, each, now_ms)
+            original(self, now_ms)
         else:
             self._settle(doubt.committed)
 
