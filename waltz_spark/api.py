@@ -21,7 +21,7 @@ from pyspark.sql import functions as F
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.connections import client_of
 from waltz_spark.failures import error_of
-from waltz_spark.writer.results import COMMITTED, REJECTED, SUMMARY_FILE, open_place
+from waltz_spark.writer.results import COMMITTED, REJECTED, RETRY, SUMMARY_FILE, open_place
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class WriteResult:
     Attributes:
         results: one row for each row written: its input columns, `status`, `partition`,
             `transaction_id`, `attempts`, `lock_failure_transaction_id`, `retry_high_water_mark`.
-        counts: `committed`, `rejected`, `rejected_by_own_rows`, `seconds`.
+        counts: `committed`, `rejected`, `retry`, `rejected_by_own_rows`, `seconds`.
         high_water_marks: by partition, the last mark that the write saw.
         results_path: where the results lie as Parquet.
     """
@@ -50,6 +50,11 @@ class WriteResult:
     def rejected(self) -> DataFrame:
         """The rows that a lock refused, with the transaction that won."""
         return self.results.where(F.col("status") == REJECTED)
+
+    @property
+    def retry(self) -> DataFrame:
+        """With `onLockFailure=retry`, the same: compute them again from `retry_high_water_mark`."""
+        return self.results.where(F.col("status") == RETRY)
 
 
 def append(

@@ -176,7 +176,8 @@ OPTIONS: tuple[Option, ...] = (
         Use.WRITE,
         "fail",
         "`fail`: the job aborts at the first refused row and says what is in the log by then. "
-        "`reject`: a refused row is final and comes back in the results as REJECTED.",
+        "`reject`: a refused row is final and comes back in the results as REJECTED. `retry`: it "
+        "comes back as RETRY, with the mark from which to compute it again.",
     ),
     Option(
         "resultsPath",
@@ -229,6 +230,7 @@ class OnLockFailure(Enum):
     """What a refused row means to the job."""
 
     FAIL = "fail"
+    RETRY = "retry"
     REJECT = "reject"
 
 
@@ -343,7 +345,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
         partition_by=bag.text("partitionBy"),
         marks=bag.marks("clientHighWaterMarks"),
-        on_lock_failure=OnLockFailure(bag.choice("onLockFailure", ("fail", "reject"))),
+        on_lock_failure=OnLockFailure(bag.choice("onLockFailure", ("fail", "reject", "retry"))),
         results_path=bag.text("resultsPath"),
         result_columns=None if names is None else tuple(_split(names)),
         batch_rows=bag.integer("batchSize", 1, 10_000),

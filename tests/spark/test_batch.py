@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,40 @@ def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str) -> None:
         dispatches(spark, "boris", 25, 39), connect, dataFormat="msgpack", onLockFailure="fail"
     )
     assert again.counts["committed"] == 15
+
+
+def count_up(spark: SparkSession, connect: str, key: int) -> None:
+    """Read a counter from the log, add one, write it; from the start again when it was too late."""
+    while True:
+        snapshot = waltz_spark.snapshot(spark, connect)
+        seen = snapshot.read("key int, value int", dataFormat="json", mode="DROPMALFORMED")
+        (row,) = seen.where(F.col("key") == key).agg(F.max("value").alias("value")).collect()
+        table = spark.createDataFrame([(key, (row.value or 0) + 1)], "key int, value int")
+        locked = table.withColumn("write_locks", F.array(lock("counter", F.col("key"))))
+        result = waltz_spark.append(
+            locked.coalesce(1),
+            connect,
+            high_water_marks=snapshot.high_water_marks,
+            dataFormat="json",
+            onLockFailure="retry",
+        )
+        if result.counts["committed"]:
+            return
+        assert (result.counts["retry"], result.counts["rejected"]) == (1, 0)
+        (refused,) = result.retry.collect()
+        assert refused.status == "RETRY"
+        assert refused.retry_high_water_mark >= refused.lock_failure_transaction_id
+
+
+def test_ten_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
+    key = 4711
+    with ThreadPoolExecutor(10) as pool:
+        jobs = [pool.submit(count_up, spark, connect, key) for _ in range(10)]
+        for job in jobs:
+            job.result(110)
+    reader = spark.read.format("waltz").option("dataFormat", "json").option("mode", "DROPMALFORMED")
+    rows = reader.schema("key int, value int").load(connect).where(F.col("key") == key).collect()
+    assert sorted(row.value for row in rows) == list(range(1, 11))
 
 
 def test_fail_says_what_is_in_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:

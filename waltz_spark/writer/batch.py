@@ -29,7 +29,7 @@ from waltz_core.client import begin_write, end_write, forget_writes, summary_of_
 from waltz_core.errors import WaltzError
 from waltz_spark.connections import client_of
 from waltz_spark.failures import plainly
-from waltz_spark.options import WriteOptions
+from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.results import keep, tell_again
@@ -121,7 +121,7 @@ def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | Non
         if paths and done is not None:
             tell_again(paths[0], done)
         return
-    summary = summarise(tasks)
+    summary = summarise(tasks, is_retry=job.options.on_lock_failure is OnLockFailure.RETRY)
     summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
     if paths:
         keep(paths[0], [task.file for task in tasks if task.file is not None], summary)
@@ -129,8 +129,8 @@ def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | Non
         until_ms = now_ms() + max(days or 0, job.options.retention_days) * DAY_MS
         asyncio.run(end_write(job.options.connect, write, summary, keep_until_ms=until_ms))
     _log.warning(
-        "waltz: %(committed)d rows committed, %(rejected)d rejected "
-        "(%(rejected_by_own_rows)d of them by rows of this job) in %(seconds).1f s",
+        "waltz: %(committed)d rows committed, %(rejected)d rejected, %(retry)d to be tried again "
+        "(%(rejected_by_own_rows)d refused by rows of this job) in %(seconds).1f s",
         summary,
     )
 
@@ -150,7 +150,7 @@ def now_ms() -> int:
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
-def summarise(tasks: list[Written]) -> dict[str, Any]:
+def summarise(tasks: list[Written], *, is_retry: bool = False) -> dict[str, Any]:
     """Return the job's counts and marks from its tasks'."""
     marks: dict[int, int] = {}
     for task in tasks:
@@ -162,10 +162,12 @@ def summarise(tasks: list[Written]) -> dict[str, Any]:
             runs.setdefault(partition, []).append((first, last))
     for found in runs.values():
         found.sort()
+    refused = sum(task.rejected for task in tasks)
     own = sum(_is_own(runs.get(partition, []), conflict) for partition, conflict in _all(tasks))
     return {
         "committed": sum(task.committed for task in tasks),
-        "rejected": sum(task.rejected for task in tasks),
+        "rejected": 0 if is_retry else refused,
+        "retry": refused if is_retry else 0,
         "rejected_by_own_rows": own,
         "found": sum(task.found for task in tasks),
         "high_water_marks": {str(partition): mark for partition, mark in sorted(marks.items())},

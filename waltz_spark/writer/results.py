@@ -21,7 +21,7 @@ from waltz_core.client import Reason
 from waltz_core.errors import BadConfig
 from waltz_spark.writer.appender import Answered
 
-COMMITTED, REJECTED = "COMMITTED", "REJECTED"
+COMMITTED, REJECTED, RETRY = "COMMITTED", "REJECTED", "RETRY"
 # The log's own columns of a result; an input column of the same name gives way to them.
 RESULT_FIELDS = (
     pa.field("status", pa.string()),
@@ -36,8 +36,11 @@ _SUCCESS = "_SUCCESS"
 _OWN = frozenset(part.name for part in RESULT_FIELDS)
 
 
-def result_batch(answered: Answered) -> pa.RecordBatch:
-    """Return one row of results for each answered row."""
+def result_batch(answered: Answered, refused: str) -> pa.RecordBatch:
+    """Return one row of results for each answered row; `refused` is what a refused one is called.
+
+    `retry_high_water_mark` is a mark from which such a row can be computed again.
+    """
     assert answered.identity is not None
     identity = answered.identity
     kept = [name for name in identity.schema.names if name not in _OWN]
@@ -45,7 +48,7 @@ def result_batch(answered: Answered) -> pa.RecordBatch:
     count = len(committed)
     marks = np.maximum(answered.conflicting, answered.high_water_mark)
     own = [
-        pa.array(np.where(committed, COMMITTED, REJECTED).tolist(), pa.string()),
+        pa.array(np.where(committed, COMMITTED, refused).tolist(), pa.string()),
         pa.array(np.full(count, answered.partition, np.int32)),
         pa.array(answered.transaction_ids, pa.int64(), mask=~committed),
         pa.array(np.full(count, answered.attempt, np.int32)),
@@ -84,14 +87,15 @@ def open_place(results_path: str) -> Place:
 class ResultFile:
     """The results of one task attempt; made when the first row comes."""
 
-    def __init__(self, results_path: str, name: str) -> None:
+    def __init__(self, results_path: str, name: str, *, refused: str) -> None:
+        self._refused = refused
         self._place = open_place(results_path)
         self.name = name
         self._writer: pq.ParquetWriter | None = None
 
     def add(self, answered: Answered) -> None:
         """Append the outcomes of some rows."""
-        batch = result_batch(answered)
+        batch = result_batch(answered, self._refused)
         if self._writer is None:
             self._writer = pq.ParquetWriter(
                 f"{self._place.path}/{self.name}", batch.schema, filesystem=self._place.system

@@ -26,7 +26,7 @@ from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.appender import Answered, Appender
 from waltz_spark.writer.columns import Shaped, Shaper
 from waltz_spark.writer.once import Already, read_back
-from waltz_spark.writer.results import ResultFile
+from waltz_spark.writer.results import REJECTED, RETRY, ResultFile
 
 _log = logging.getLogger("waltz")
 
@@ -142,7 +142,9 @@ class Job:
         written = Written(write=self.write, results_path=options.results_path)
         results = None
         if options.results_path is not None:
-            results = ResultFile(options.results_path, file_name)
+            is_retry = options.on_lock_failure is OnLockFailure.RETRY
+            refused = RETRY if is_retry else REJECTED
+            results = ResultFile(options.results_path, file_name, refused=refused)
         shaper = Shaper(
             options,
             self.layout.cluster.partition_count,
