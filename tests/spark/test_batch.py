@@ -184,12 +184,13 @@ def count_up(spark: SparkSession, connect: str, key: int) -> None:
         assert refused.retry_high_water_mark >= refused.lock_failure_transaction_id
 
 
+@pytest.mark.timeout(300)  # each of the ten tries again as often as it comes too late
 def test_ten_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
     key = 4711
     with ThreadPoolExecutor(10) as pool:
         jobs = [pool.submit(count_up, spark, connect, key) for _ in range(10)]
         for job in jobs:
-            job.result(110)
+            job.result(250)
     reader = spark.read.format("waltz").option("dataFormat", "json").option("mode", "DROPMALFORMED")
     rows = reader.schema("key int, value int").load(connect).where(F.col("key") == key).collect()
     assert sorted(row.value for row in rows) == list(range(1, 11))

@@ -6,6 +6,7 @@ from waltz_core.errors import BadConfig
 from waltz_spark.options import (
     LOG_COLUMNS,
     OPTIONS,
+    OnCorrupt,
     OnLockFailure,
     check_names,
     parse_read,
@@ -114,5 +115,24 @@ def test_a_write_s_options() -> None:
     assert options.on_lock_failure is OnLockFailure.REJECT
     assert options.batch_rows == 10
     assert options.result_columns == ("a", "b")
-    with pytest.raises(BadConfig, match="one of fail, reject; found 'retries'"):
+    with pytest.raises(BadConfig, match="one of fail, reject, retry; found 'retries'"):
         parse_write({**CLUSTER, "onLockFailure": "retries"})
+
+
+def test_the_name_of_a_write() -> None:
+    assert parse_write(CLUSTER).write_name is None
+    assert parse_write({**CLUSTER, "writeId": "n-1"}).write_name == "n-1"
+    assert parse_write({**CLUSTER, "writeId": "n", "batchId": "7"}).write_name == "n-7"
+    with pytest.raises(BadConfig, match="'batchId' numbers the batches of a 'writeId'"):
+        parse_write({**CLUSTER, "batchId": "7"})
+    for bad in ("a/b", "..", "x" * 141, "ü"):
+        with pytest.raises(BadConfig, match="option 'writeId' is up to 120 letters"):
+            parse_write({**CLUSTER, "writeId": bad})
+
+
+def test_what_becomes_of_bad_payloads() -> None:
+    assert parse_read(CLUSTER).on_corrupt is OnCorrupt.FAIL
+    options = parse_read({**CLUSTER, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": "bad"})
+    assert (options.on_corrupt, options.corrupt_column) == (OnCorrupt.NULLS, "bad")
+    with pytest.raises(BadConfig, match="one of failfast, permissive, dropmalformed"):
+        parse_read({**CLUSTER, "mode": "lenient"})
