@@ -65,12 +65,18 @@ class Write:
         return job
 
     def in_log(self) -> Counter[bytes]:
-        """Return what has come in since the write was made, and how often."""
+        """Return what has come in since the write was made, and how often.
+
+        No request id may stand there twice, whichever attempt has used it.
+        """
         found: Counter[bytes] = Counter()
+        req_ids: set[bytes] = set()
         for partition, last in self.client.high_water_marks(linearizable=True).items():
             for chunk in self.client.read_range(partition, self.marks[partition] + 1, last):
                 records, start = bytes(chunk.records), 0
                 for length in chunk.lengths.tolist():
+                    assert records[start + 8 : start + 24] not in req_ids
+                    req_ids.add(records[start + 8 : start + 24])
                     found[records[start + 36 : start + length - 4]] += 1
                     start += length
         return found
