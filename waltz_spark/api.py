@@ -4,12 +4,13 @@ Why it stands alone: these functions run in the user's own Python, where results
 hand; everything else of the package runs in processes that Spark starts.
 """
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -222,7 +223,8 @@ def session(app_name: str = "waltz", master: str | None = None, **conf: str) -> 
     """Return a Spark session that is set up for Waltz.
 
     Its workers run this very Python (the commonest first failure is another one), quick tasks go
-    over Unix sockets, and the console stays readable. Settings of your own win.
+    over Unix sockets, and the console stays readable: in a notebook what Spark's processes say goes
+    to the terminal that Jupyter runs in, not into a cell. Settings of your own win.
 
     Args:
         app_name: shown in Spark's UI.
@@ -253,4 +255,27 @@ def session(app_name: str = "waltz", master: str | None = None, **conf: str) -> 
     }
     for key, value in settings.items():
         builder = builder.config(key, value)
-    return builder.getOrCreate()
+    with _stderr_of_the_terminal():
+        return builder.getOrCreate()
+
+
+@contextlib.contextmanager
+def _stderr_of_the_terminal() -> Iterator[None]:
+    """Let Java inherit the stderr that this process had before a notebook's kernel took it.
+
+    A kernel copies whatever its children write into the cell that runs just then, for ever.
+    """
+    terminal = getattr(sys.stderr, "_original_stdstream_copy", None)  # ipykernel's; no public name
+    if terminal is None:
+        yield
+        return
+    of_cell = os.dup(2)
+    os.dup2(terminal, 2)
+    try:
+        yield
+    except PySparkException as failure:
+        failure.add_note("What Java said before it ended stands in the terminal of Jupyter.")
+        raise
+    finally:
+        os.dup2(of_cell, 2)
+        os.close(of_cell)
