@@ -1,0 +1,34 @@
+"""The page for those who come from Kafka names every option of ours, and none that is not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from waltz_spark.options import LOG_COLUMNS, OPTIONS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kafka.md"
+CELL = re.compile(r"(?<!\\)\|")
+NAME = re.compile(r"`([A-Za-z_]+)`")
+# Columns of a write, and what stands among our names without being an option.
+NOT_OPTIONS = {
+    *LOG_COLUMNS,
+    *("write_locks", "read_locks", "append_locks", "client_high_water_mark"),
+    *("LagListener", "endOffset"),
+}
+
+
+def our_names() -> set[str]:
+    """Return what stands in backticks in the second column of each table about options."""
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    ours = [CELL.split(row)[2] for row in rows if CELL.split(row)[1].strip()]
+    return {name for cell in ours for name in NAME.findall(cell)}
+
+
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS])
+def test_every_option_is_compared_with_kafkas(name: str):
+    assert name in our_names()
+
+
+def test_no_option_is_named_that_there_is_not():
+    assert our_names() <= {option.name for option in OPTIONS} | NOT_OPTIONS
