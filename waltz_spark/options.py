@@ -29,6 +29,7 @@ LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_ti
 TASK_TRANSACTIONS_MAX = 1_000_000
 TRIGGER_TRANSACTIONS_MAX = 1_000_000
 DATA_FORMATS = ("msgpack", "json")
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
 
 
@@ -177,7 +178,34 @@ OPTIONS: tuple[Option, ...] = (
         "fail",
         "`fail`: the job aborts at the first refused row and says what is in the log by then. "
         "`reject`: a refused row is final and comes back in the results as REJECTED. `retry`: it "
-        "comes back as RETRY, with the mark from which to compute it again.",
+        "comes back as RETRY, with the mark from which to compute it again; or `recompute` does "
+        "that at once.",
+    ),
+    Option(
+        "recompute",
+        Use.WRITE,
+        "none",
+        "With `onLockFailure=retry`: `module:function`, called in the task with the refused rows "
+        "and the transactions since their mark, two Arrow tables; it returns the rows anew.",
+    ),
+    Option(
+        "maxRetries",
+        Use.WRITE,
+        "10",
+        "A row is computed again at most so many times, 1 to 1,000; then it is REJECTED.",
+    ),
+    Option(
+        "retryBackoff",
+        Use.WRITE,
+        "50",
+        "Milliseconds before a row is computed again, doubled each time up to 5 s, with jitter.",
+    ),
+    Option(
+        "identityColumns",
+        Use.WRITE,
+        "none",
+        "Packed columns that tell which row it is and that `recompute` leaves alone: a task that "
+        "is run again finds its rows in the log by them.",
     ),
     Option(
         "resultsPath",
@@ -276,6 +304,15 @@ class WriteOptions:
     exactly_once: bool = True
     write_name: str | None = None
     retention_days: int = 7
+    recompute: str | None = None
+    retries_max: int = 10
+    backoff_ms: int = 50
+    identity_columns: tuple[str, ...] = ()
+
+    @property
+    def hands_back(self) -> bool:
+        """Whether a refused row is told as RETRY: somebody else computes it again."""
+        return self.on_lock_failure is OnLockFailure.RETRY and self.recompute is None
 
 
 def check_names(options: Mapping[str, str]) -> None:
@@ -339,7 +376,13 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         BadConfig: names the option, what was expected and what was found.
     """
     bag = _Bag(options, Use.WRITE)
-    names = bag.text("resultColumns")
+    names, identity = bag.text("resultColumns"), bag.text("identityColumns")
+    recompute = bag.recompute()
+    if identity is not None and bag.text("dataFormat") is None:
+        raise BadConfig(
+            "option 'identityColumns' names columns that are packed into the payload; "
+            "give option dataFormat too"
+        )
     return WriteOptions(
         connect=bag.connect(),
         data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
@@ -353,6 +396,10 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         exactly_once=bag.choice("exactlyOnce", ("true", "false")) == "true",
         write_name=bag.write_name(),
         retention_days=bag.integer("writeRetention", 1, 3_650),
+        recompute=recompute,
+        retries_max=bag.integer("maxRetries", 1, 1_000),
+        backoff_ms=bag.integer("retryBackoff", 0, 60_000),
+        identity_columns=() if identity is None else tuple(_split(identity)),
     )
 
 
@@ -408,6 +455,18 @@ class _Bag:
                 f"found {name[:200]!r}"
             )
         return name
+
+    def recompute(self) -> str | None:
+        value = self.text("recompute")
+        if self.choice("onLockFailure", ("fail", "reject", "retry")) != "retry":
+            for name in ("recompute", "maxRetries", "retryBackoff"):
+                if self.text(name) is not None:
+                    raise BadConfig(f"option {name!r} is for onLockFailure=retry; give both")
+        if value is not None and _FUNCTION.fullmatch(value) is None:
+            raise BadConfig(
+                f"option 'recompute' is 'module:function', 'shop.stock:again'; found {value!r}"
+            )
+        return value
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:
         value = (self.text(name) or _BY_KEY[name.lower()].default).lower()

@@ -8,7 +8,10 @@ Rules:
     2. A row that the log did not take (the session broke, a server moved) is known not to be in the
        log, so it is sent again; everything after it in its partition waits for that, so that rule
        1 holds. A row refused by a lock is never sent again: its payload is stale.
-    3. At most `maxInFlight` batches wait for an answer; the input is not read meanwhile.
+    3. At most `maxInFlight` batches wait for an answer; the input is not read meanwhile, nor while
+       as many refused rows wait for their next execution.
+    4. With a function to compute refused rows anew, they wait a little and enter as it returns
+       them, later than rows that came after them. They keep nobody waiting.
 """
 
 import time
@@ -25,7 +28,8 @@ from waltz_core.batches import encode_append_arrow
 from waltz_core.client import BatchOrder, BatchOutcome, Reason
 from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
 from waltz_spark.options import WriteOptions
-from waltz_spark.writer.columns import Shaped
+from waltz_spark.writer.columns import MARK_COLUMN, Shaped
+from waltz_spark.writer.recompute import Anew, Refused
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -67,6 +71,18 @@ class BatchClient(Protocol):
         """Send one append batch; once one of `order` has lost rows, later ones are lost too."""
 
 
+class Recompute(Protocol):
+    """What a task needs to have refused rows computed anew; `Recomputer` is one."""
+
+    retries_max: int
+
+    def pause_s(self, retries: int) -> float:
+        """Return how long rows wait that were computed anew so often already."""
+
+    def again(self, refused: Refused) -> Anew:
+        """Return rows anew, or fewer."""
+
+
 class Answered(NamedTuple):
     """Rows whose outcome is final: refused by a lock, or committed (`reasons` tells)."""
 
@@ -77,6 +93,7 @@ class Answered(NamedTuple):
     conflicting: npt.NDArray[np.int64]
     high_water_mark: int
     attempt: int
+    retries: int = 0  # how often they were computed anew
 
 
 @dataclass(slots=True)
@@ -86,12 +103,27 @@ class _Chunk:
     partition: int
     append: pa.RecordBatch
     identity: pa.RecordBatch | None
+    source: pa.RecordBatch | None
     attempt: int = 1
+    retries: int = 0
 
-    def take(self, rows: npt.NDArray[np.intp]) -> "_Chunk":
+    def take(self, rows: npt.NDArray[np.integer]) -> "_Chunk":
+        """Return some of the rows, to be sent once more."""
         index = pa.array(rows)
-        identity = None if self.identity is None else self.identity.take(index)
-        return _Chunk(self.partition, self.append.take(index), identity, self.attempt + 1)
+        append, identity, source = (
+            None if batch is None else batch.take(index)
+            for batch in (self.append, self.identity, self.source)
+        )
+        return _Chunk(self.partition, append, identity, source, self.attempt + 1, self.retries)
+
+
+class _Waiting(NamedTuple):
+    """Refused rows that wait for their next execution."""
+
+    due: float
+    chunk: _Chunk
+    conflicting: npt.NDArray[np.int64]
+    high_water_mark: int
 
 
 @dataclass(slots=True)
@@ -103,6 +135,8 @@ class _Lane:
     waiting_bytes: int = 0
     sent: "deque[tuple[_Chunk, Future[BatchOutcome]]]" = field(default_factory=deque)
     again: list[_Chunk] = field(default_factory=list)
+    refused: "deque[_Waiting]" = field(default_factory=deque)
+    anew: "deque[_Chunk]" = field(default_factory=deque)
     order: BatchOrder = field(default_factory=BatchOrder)
     failing_since: float | None = None
     failures: int = 0
@@ -112,8 +146,15 @@ class _Lane:
 class Appender:
     """Sends shaped rows and yields their final outcomes, oldest first within a log partition."""
 
-    def __init__(self, client: BatchClient, options: WriteOptions) -> None:
+    def __init__(
+        self,
+        client: BatchClient,
+        options: WriteOptions,
+        recomputer: Recompute | None = None,
+    ) -> None:
         self._client = client
+        self._recomputer = recomputer
+        self._refused_rows_max = options.batch_rows * options.in_flight_max
         self._batch_rows = options.batch_rows
         self._in_flight_max = options.in_flight_max
         self._lanes: dict[int, _Lane] = {}
@@ -124,6 +165,7 @@ class Appender:
 
         Raises:
             Unavailable: rows could not be placed for a minute; the message names the partition.
+            BadRequest: the function that computes rows anew returned something else.
             ClientAhead, TooLarge: the log will never take a row.
         """
         for shaped in batches:
@@ -141,11 +183,12 @@ class Appender:
             rows = pa.array(order[bounds[number] : bounds[number + 1]])
             whole = len(partitions) == 1
             append = shaped.append if whole else shaped.append.take(rows)
-            identity = shaped.identity
-            if identity is not None and not whole:
-                identity = identity.take(rows)
+            identity, source = (
+                batch if batch is None or whole else batch.take(rows)
+                for batch in (shaped.identity, shaped.source)
+            )
             lane = self._lanes.setdefault(partition, _Lane())
-            lane.waiting.append(_Chunk(partition, append, identity))
+            lane.waiting.append(_Chunk(partition, append, identity, source))
             lane.waiting_rows += append.num_rows
             lane.waiting_bytes += append.nbytes
 
@@ -155,10 +198,15 @@ class Appender:
         """Send what can be sent; return when the input may be read on (or all is answered)."""
         while True:
             for partition in sorted(self._lanes):
-                self._fill(self._lanes[partition], last=last)
+                lane = self._lanes[partition]
+                if lane.refused:
+                    yield from self._compute_anew(lane)
+                self._fill(lane, last=last)
             yield from self._collect(block=False)
             if self._has_room() and not self._has_work(last=last):
                 return
+            if not self._in_flight:
+                self._await_refused()
             yield from self._collect(block=True)
 
     def _has_room(self) -> bool:
@@ -166,11 +214,12 @@ class Appender:
 
     def _has_work(self, *, last: bool) -> bool:
         lanes = self._lanes.values()
-        if any(lane.again for lane in lanes):
+        if any(lane.again or lane.anew for lane in lanes):
             return True
         if last:
-            return any(lane.waiting_rows or lane.sent for lane in lanes)
-        return any(self._is_full(lane) for lane in lanes)
+            return any(lane.waiting_rows or lane.sent or lane.refused for lane in lanes)
+        refused = sum(w.chunk.append.num_rows for lane in lanes for w in lane.refused)
+        return refused >= self._refused_rows_max or any(self._is_full(lane) for lane in lanes)
 
     def _is_full(self, lane: _Lane) -> bool:
         return lane.waiting_rows >= self._batch_rows or lane.waiting_bytes >= BATCH_BYTES_MAX
@@ -186,6 +235,8 @@ class Appender:
             for chunk in chunks:
                 self._submit(lane, chunk)
             return
+        while lane.anew and self._has_room():
+            self._submit(lane, lane.anew.popleft())
         while self._has_room() and (self._is_full(lane) or (last and lane.waiting_rows)):
             self._submit(lane, self._next_chunk(lane))
 
@@ -248,9 +299,16 @@ class Appender:
         elif not lane.again:
             lane.failing_since, lane.failures = None, 0
         kept = np.flatnonzero(~lost)
+        if self._recomputer is not None and chunk.retries < self._recomputer.retries_max:
+            refused = np.flatnonzero(~lost & (reasons != Reason.COMMITTED))
+            kept = np.flatnonzero(reasons == Reason.COMMITTED)
+            if len(refused):
+                due = time.monotonic() + self._recomputer.pause_s(chunk.retries)
+                won, mark = outcome.conflicting[refused], outcome.high_water_mark
+                lane.refused.append(_Waiting(due, chunk.take(refused), won, mark))
         if len(kept):
             identity = chunk.identity
-            if identity is not None and lost.any():
+            if identity is not None and len(kept) < len(reasons):
                 identity = identity.take(pa.array(kept))
             yield Answered(
                 chunk.partition,
@@ -260,7 +318,40 @@ class Appender:
                 outcome.conflicting[kept],
                 outcome.high_water_mark,
                 chunk.attempt,
+                chunk.retries,
             )
+
+    # -- again --------------------------------------------------------------------------------
+
+    def _compute_anew(self, lane: _Lane) -> Iterator[Answered]:
+        """Have the rows whose time has come computed anew; yield those that are given up."""
+        assert self._recomputer is not None
+        now = time.monotonic()
+        for waiting in [each for each in lane.refused if each.due <= now]:
+            lane.refused.remove(waiting)
+            chunk = waiting.chunk
+            assert chunk.source is not None
+            marks = chunk.append.column(MARK_COLUMN).to_numpy()
+            anew = self._recomputer.again(
+                Refused(chunk.partition, chunk.source, marks, waiting.conflicting)
+            )
+            made = _Chunk(
+                chunk.partition,
+                anew.shaped.append,
+                anew.shaped.identity,
+                anew.shaped.source,
+                chunk.attempt,
+                chunk.retries + 1,
+            )
+            lane.anew.extend(_pieces(made, self._batch_rows))
+            given_up = np.setdiff1d(np.arange(chunk.append.num_rows), anew.rows)
+            if len(given_up):
+                yield _given_up(waiting, given_up)
+
+    def _await_refused(self) -> None:
+        due = [each.due for lane in self._lanes.values() for each in lane.refused]
+        if due:
+            time.sleep(max(0.0, min(due) - time.monotonic()))
 
     def _pause(self, lane: _Lane) -> None:
         """Wait a little longer each time in a row that the log takes none; give up after long."""
@@ -282,8 +373,37 @@ class Appender:
 def _cut(chunk: _Chunk, start: int, count: int) -> _Chunk:
     if start == 0 and count == chunk.append.num_rows:
         return chunk
-    identity = None if chunk.identity is None else chunk.identity.slice(start, count)
-    return _Chunk(chunk.partition, chunk.append.slice(start, count), identity, chunk.attempt)
+    append, identity, source = (
+        None if batch is None else batch.slice(start, count)
+        for batch in (chunk.append, chunk.identity, chunk.source)
+    )
+    return _Chunk(chunk.partition, append, identity, source, chunk.attempt, chunk.retries)
+
+
+def _pieces(chunk: _Chunk, rows_max: int) -> Iterator[_Chunk]:
+    """Cut rows that were computed anew to what one append takes."""
+    start = 0
+    while start < chunk.append.num_rows:
+        rest = chunk.append.slice(start)
+        count = max(1, _rows_that_fit(rest, rows_max, BATCH_BYTES_MAX))
+        yield _cut(chunk, start, count)
+        start += count
+
+
+def _given_up(waiting: _Waiting, rows: npt.NDArray[np.int64]) -> Answered:
+    """Return refused rows that are final: the function left them out."""
+    chunk = waiting.chunk
+    assert chunk.identity is None or len(chunk.identity) == len(waiting.conflicting)
+    return Answered(
+        chunk.partition,
+        None if chunk.identity is None else chunk.identity.take(pa.array(rows)),
+        np.full(len(rows), -1, dtype=np.int64),
+        np.full(len(rows), int(Reason.LOCK), dtype=np.uint8),
+        waiting.conflicting[rows],
+        waiting.high_water_mark,
+        chunk.attempt - 1,  # `take` has counted one that did not come
+        chunk.retries,
+    )
 
 
 def _joined(chunks: list[_Chunk]) -> _Chunk:
@@ -292,8 +412,12 @@ def _joined(chunks: list[_Chunk]) -> _Chunk:
         return chunks[0]
     append = pa.concat_batches([chunk.append for chunk in chunks])
     identities = [chunk.identity for chunk in chunks if chunk.identity is not None]
-    identity = pa.concat_batches(identities) if identities else None
-    return _Chunk(chunks[0].partition, append, identity, max(chunk.attempt for chunk in chunks))
+    sources = [chunk.source for chunk in chunks if chunk.source is not None]
+    identity, source = (
+        pa.concat_batches(parts) if parts else None for parts in (identities, sources)
+    )
+    attempt = max(chunk.attempt for chunk in chunks)
+    return _Chunk(chunks[0].partition, append, identity, source, attempt)
 
 
 def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int) -> int:

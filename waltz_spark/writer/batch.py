@@ -29,9 +29,10 @@ from waltz_core.client import begin_write, end_write, forget_writes, summary_of_
 from waltz_core.errors import WaltzError
 from waltz_spark.connections import client_of
 from waltz_spark.failures import plainly
-from waltz_spark.options import OnLockFailure, WriteOptions
+from waltz_spark.options import WriteOptions
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
+from waltz_spark.writer.recompute import load_function
 from waltz_spark.writer.results import keep, tell_again
 from waltz_spark.writer.task import Job, Written, place_of_task
 
@@ -47,9 +48,12 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
 
     Raises:
         BadRequest: the DataFrame cannot be written.
+        BadConfig: there is no function as option `recompute` names.
         Unavailable: the cluster cannot be reached.
     """
     check_schema(schema, options)
+    if options.recompute is not None:
+        load_function(options.recompute)
     client = client_of(options.connect)
     check_marks(options.marks, client.partition_count)
     # One resolution for the whole job: every row without a mark of its own was computed, for
@@ -121,7 +125,7 @@ def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | Non
         if paths and done is not None:
             tell_again(paths[0], done)
         return
-    summary = summarise(tasks, is_retry=job.options.on_lock_failure is OnLockFailure.RETRY)
+    summary = summarise(tasks, hands_back=job.options.hands_back)
     summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
     if paths:
         keep(paths[0], [task.file for task in tasks if task.file is not None], summary)
@@ -129,8 +133,9 @@ def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | Non
         until_ms = now_ms() + max(days or 0, job.options.retention_days) * DAY_MS
         asyncio.run(end_write(job.options.connect, write, summary, keep_until_ms=until_ms))
     _log.warning(
-        "waltz: %(committed)d rows committed, %(rejected)d rejected, %(retry)d to be tried again "
-        "(%(rejected_by_own_rows)d refused by rows of this job) in %(seconds).1f s",
+        "waltz: %(committed)d rows committed (%(recomputed)d computed anew), %(rejected)d "
+        "rejected, %(retry)d to be tried again (%(rejected_by_own_rows)d refused by rows of this "
+        "job) in %(seconds).1f s",
         summary,
     )
 
@@ -150,7 +155,7 @@ def now_ms() -> int:
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
-def summarise(tasks: list[Written], *, is_retry: bool = False) -> dict[str, Any]:
+def summarise(tasks: list[Written], *, hands_back: bool = False) -> dict[str, Any]:
     """Return the job's counts and marks from its tasks'."""
     marks: dict[int, int] = {}
     for task in tasks:
@@ -166,8 +171,9 @@ def summarise(tasks: list[Written], *, is_retry: bool = False) -> dict[str, Any]
     own = sum(_is_own(runs.get(partition, []), conflict) for partition, conflict in _all(tasks))
     return {
         "committed": sum(task.committed for task in tasks),
-        "rejected": 0 if is_retry else refused,
-        "retry": refused if is_retry else 0,
+        "recomputed": sum(task.recomputed for task in tasks),
+        "rejected": 0 if hands_back else refused,
+        "retry": refused if hands_back else 0,
         "rejected_by_own_rows": own,
         "found": sum(task.found for task in tasks),
         "high_water_marks": {str(partition): mark for partition, mark in sorted(marks.items())},

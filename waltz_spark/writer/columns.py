@@ -64,8 +64,8 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
 
 def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> None:
     """A column that goes nowhere is a mistake: a misspelt lock column would lock nothing."""
-    if options.data_format is not None:
-        return
+    if options.data_format is not None or options.recompute is not None:
+        return  # packed, or the function may need it
     used = {*WRITE_COLUMNS, options.partition_by}
     if options.results_path is not None:
         used.update(types if options.result_columns is None else options.result_columns)
@@ -86,6 +86,9 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
     for name in options.result_columns or ():
         if name not in types:
             raise BadRequest(f"option 'resultColumns': there is no column {name!r}")
+    for name in options.identity_columns:
+        if name not in types or name in WRITE_COLUMNS:
+            raise BadRequest(f"option 'identityColumns': no column {name!r} is packed")
     if options.partition_by is not None:
         kind = types.get(options.partition_by)
         if kind is None:
@@ -133,13 +136,15 @@ def _check_locks(name: str, kind: DataType) -> None:
 class Shaped:
     """Rows ready to be sent: the log partition of each, the append columns, the result columns.
 
-    `is_free` marks the rows whose partition says nothing: it was their turn.
+    `is_free` marks the rows whose partition says nothing: it was their turn. `source` has the rows
+    as they came, where they may be computed again.
     """
 
     partitions: npt.NDArray[np.int32]
     append: pa.RecordBatch  # header, data, three lock lists, client_high_water_mark
     identity: pa.RecordBatch | None
     is_free: npt.NDArray[np.bool_]
+    source: pa.RecordBatch | None = None
 
 
 class Shaper:
@@ -183,9 +188,11 @@ class Shaper:
         columns = [self._header(batch, count), self._data(batch), *locks, pa.array(marks)]
         names = ["header", "data", *LOCK_COLUMNS, MARK_COLUMN]
         append = pa.RecordBatch.from_arrays(columns, names)
-        return Shaped(partitions, append, self._identity(batch), is_free)
+        source = None if self._options.recompute is None else batch
+        return Shaped(partitions, append, self.identity(batch), is_free, source)
 
-    def _identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
+    def identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
+        """Return what the results carry of a batch; None where there are none."""
         if not self._wants_identity:
             return None
         names = self._options.result_columns

@@ -9,7 +9,8 @@ Rules (spark.md, "Exactly once"):
     2. Rows are matched with records as a multiset of partition, header and data: an attempt may
        have them in another order. A row that has its partition only because it was its turn there
        is matched in any. Rows that are equal in these, but not in locks or mark, are not
-       interchangeable: with a record of one of them in the log, the write fails in words.
+       interchangeable: with a record of one of them in the log, the write fails in words. With
+       `identityColumns` these stand in the place of header and data.
     3. A record that no row matches says that the input is not what it was: the write fails.
     4. What another task of an earlier run has brought in is no row of this task, unless the input
        is cut into tasks in another way than it was then. Nobody can tell; the write fails.
@@ -17,8 +18,6 @@ Rules (spark.md, "Exactly once"):
        file. So a run that fails by them leaves the log as it was, and the right one can go on.
 """
 
-import hashlib
-import struct
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,10 +32,7 @@ from waltz_core.client import RangeForm, Reason, WaltzClient
 from waltz_core.errors import BadRequest
 from waltz_spark.writer.appender import Answered
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
-
-_KEY_BYTES = 16
-_PLACE = struct.Struct(">ii")
-_ANY = -1  # stands for the partition of a row that may be in any
+from waltz_spark.writer.row_keys import RowKeys
 
 
 class Found(NamedTuple):
@@ -54,6 +50,7 @@ class Already:
             the key with its partition and by the one without.
         others: the row keys of what other tasks of earlier runs have, both kinds.
         next_sequences: by partition, the first request number that no earlier attempt has used.
+        keys: makes row keys; those of the records were made by the same.
     """
 
     def __init__(
@@ -61,7 +58,9 @@ class Already:
         own: Mapping[bytes, Iterable[Found]] | None = None,
         others: frozenset[bytes] = frozenset(),
         next_sequences: Mapping[int, int] | None = None,
+        keys: RowKeys | None = None,
     ) -> None:
+        self._keys = keys or RowKeys()
         self._own = {key: deque(sorted(found)) for key, found in (own or {}).items()}
         self._left = {found for waiting in self._own.values() for found in waiting}
         self._others = others
@@ -88,7 +87,7 @@ class Already:
             return shaped, []
         missing: list[int] = []
         there: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for row, key in enumerate(_keys(shaped)):
+        for row, key in enumerate(self._keys.of_rows(shaped)):
             if key in self._own and not shaped.is_free[row]:  # a free row has no locks
                 self._check_locks(key, shaped, row)
             found = self._take(key)
@@ -145,18 +144,19 @@ class Already:
                 f"{len(self._left)} rows into the log (the first is transaction {transaction_id} "
                 f"of partition {partition}) that are not among the rows it has now; sort the "
                 f"input, write from a checkpointed DataFrame, or cut it into the same tasks as "
-                f"before"
+                f"before{self._keys.hint}"
             )
 
     def _check_locks(self, key: bytes, shaped: Shaped, row: int) -> None:
-        columns = [shaped.append.column(name) for name in (*LOCK_COLUMNS, MARK_COLUMN)]
+        names = (*LOCK_COLUMNS, MARK_COLUMN, *self._keys.besides)
+        columns = [shaped.append.column(name) for name in names]
         locks = tuple(str(column[row].as_py()) for column in columns)
         if self._locks.setdefault(key, locks) != locks:
             raise BadRequest(
                 f"partition {shaped.partitions[row]}: an earlier attempt of this task has brought "
-                "a row into the log of which there are several with the same header and data, but "
-                "other locks or marks: nobody can tell which one it was; give each row something "
-                "of its own in 'data'"
+                f"a row into the log of which there are several with the same {self._keys.text}, "
+                "but otherwise different: nobody can tell which one it was; give each row "
+                "something of its own there"
             )
 
 
@@ -166,7 +166,7 @@ class Spool:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._writer: pa.RecordBatchStreamWriter | None = None
-        self._has_identity = False
+        self._kinds: dict[str, bool] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -178,8 +178,8 @@ class Spool:
     def put(self, shaped: Shaped) -> None:
         """Add rows."""
         parts = {"p": pa.array(shaped.partitions), "f": pa.array(shaped.is_free)}
-        self._has_identity = shaped.identity is not None
-        for kind, batch in (("a", shaped.append), ("i", shaped.identity)):
+        self._kinds = {"i": shaped.identity is not None, "s": shaped.source is not None}
+        for kind, batch in (("a", shaped.append), ("i", shaped.identity), ("s", shaped.source)):
             if batch is not None:
                 parts |= {f"{kind}{name}": batch.column(name) for name in batch.schema.names}
         row_batch = pa.RecordBatch.from_pydict(parts)
@@ -198,8 +198,9 @@ class Spool:
             yield Shaped(
                 row_batch.column("p").to_numpy(),
                 _columns_of(row_batch, "a"),
-                _columns_of(row_batch, "i") if self._has_identity else None,
+                _columns_of(row_batch, "i") if self._kinds["i"] else None,
                 row_batch.column("f").to_numpy(zero_copy_only=False),
+                _columns_of(row_batch, "s") if self._kinds["s"] else None,
             )
         self._file.close()
         self._file = self._writer = None
@@ -211,9 +212,15 @@ def _columns_of(row_batch: pa.RecordBatch, kind: str) -> pa.RecordBatch:
 
 
 def read_back(
-    client: WaltzClient, marks: Mapping[int, int], *, own: int, others: set[int]
+    client: WaltzClient,
+    marks: Mapping[int, int],
+    *,
+    own: int,
+    others: set[int],
+    keys: RowKeys | None = None,
 ) -> Already:
     """Read what the clients of a write have brought in since its starting marks (rule 1)."""
+    keys = keys or RowKeys()
     records: dict[bytes, list[Found]] = defaultdict(list)
     elsewhere: set[bytes] = set()
     sequences: dict[int, int] = {}
@@ -221,13 +228,14 @@ def read_back(
     for partition, last in client.mount().items():
         first = marks.get(partition, -1) + 1
         for record in _records_of(client, partition, (first, int(last)), wanted):
+            both = keys.of_record(partition, record.header, record.data)
             if record.client_id == own:
-                for key in record.keys:
+                for key in both:
                     records[key].append(record.found)
                 sequences[partition] = max(sequences.get(partition, 0), record.sequence + 1)
             else:
-                elsewhere.update(record.keys)
-    return Already(records, frozenset(elsewhere), sequences)
+                elsewhere.update(both)
+    return Already(records, frozenset(elsewhere), sequences, keys)
 
 
 class _Record(NamedTuple):
@@ -236,7 +244,8 @@ class _Record(NamedTuple):
     client_id: int
     sequence: int
     found: Found
-    keys: tuple[bytes, bytes]
+    header: int
+    data: memoryview
 
 
 def _records_of(
@@ -267,7 +276,8 @@ def _whole_records(
                     client_id,
                     int(req_ids["sequence"][row]),
                     Found(partition, int(chunk.first) + row),
-                    (_key(partition, headers[row], data), _key(_ANY, headers[row], data)),
+                    headers[row],
+                    data,
                 )
 
 
@@ -275,25 +285,12 @@ def _whole_records(
 _DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
 
 
-def _keys(shaped: Shaped) -> Iterator[bytes]:
-    headers = shaped.append.column("header").to_pylist()
-    data = shaped.append.column("data").to_pylist()
-    partitions = np.where(shaped.is_free, _ANY, shaped.partitions).tolist()
-    for partition, header, each in zip(partitions, headers, data, strict=True):
-        yield _key(partition, header, each)
-
-
-def _key(partition: int, header: int, data: bytes | memoryview) -> bytes:
-    digest = hashlib.blake2b(_PLACE.pack(partition, header), digest_size=_KEY_BYTES)
-    digest.update(data)
-    return digest.digest()
-
-
 def _taken(shaped: Shaped, rows: list[int]) -> Shaped:
     index = pa.array(rows, pa.int64())
     identity = None if shaped.identity is None else shaped.identity.take(index)
+    source = None if shaped.source is None else shaped.source.take(index)
     return Shaped(
-        shaped.partitions[rows], shaped.append.take(index), identity, shaped.is_free[rows]
+        shaped.partitions[rows], shaped.append.take(index), identity, shaped.is_free[rows], source
     )
 
 

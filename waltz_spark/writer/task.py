@@ -10,6 +10,7 @@ Rules:
 """
 
 import logging
+import random
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,9 +25,11 @@ from waltz_core.errors import LockFailed
 from waltz_spark.connections import client_at
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.appender import Answered, Appender
-from waltz_spark.writer.columns import Shaped, Shaper
+from waltz_spark.writer.columns import Shaper
 from waltz_spark.writer.once import Already, read_back
+from waltz_spark.writer.recompute import Recomputer
 from waltz_spark.writer.results import REJECTED, RETRY, ResultFile
+from waltz_spark.writer.row_keys import RowKeys
 
 _log = logging.getLogger("waltz")
 
@@ -44,6 +47,7 @@ class Written(WriterCommitMessage):
     results_path: str | None = None
     committed: int = 0
     rejected: int = 0
+    recomputed: int = 0  # how many of the committed rows were computed anew
     found: int = 0  # how many of the committed rows an earlier attempt had brought in
     marks: dict[int, int] = field(default_factory=dict)
     runs: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
@@ -55,6 +59,7 @@ class Written(WriterCommitMessage):
         committed = answered.reasons == Reason.COMMITTED
         self.committed += int(committed.sum())
         self.rejected += int((~committed).sum())
+        self.recomputed += int(committed.sum()) if answered.retries else 0
         mark = max(self.marks.get(answered.partition, -1), answered.high_water_mark)
         self.marks[answered.partition] = mark
         ids = np.sort(answered.transaction_ids[committed])
@@ -119,7 +124,9 @@ class Job:
         state, others = claim.state, client.other_clients()
         if state.attempt == 1 and not others:
             return Already()
-        already = read_back(client, claim.marks, own=int(state.client_id), others=others)
+        keys = RowKeys(self.options)
+        own = int(state.client_id)
+        already = read_back(client, claim.marks, own=own, others=others, keys=keys)
         client.begin_sequences(already.next_sequences)
         _log.info(
             "task %d of write %s, attempt %d: %d rows are in the log already",
@@ -142,8 +149,7 @@ class Job:
         written = Written(write=self.write, results_path=options.results_path)
         results = None
         if options.results_path is not None:
-            is_retry = options.on_lock_failure is OnLockFailure.RETRY
-            refused = RETRY if is_retry else REJECTED
+            refused = RETRY if options.hands_back else REJECTED
             results = ResultFile(options.results_path, file_name, refused=refused)
         shaper = Shaper(
             options,
@@ -153,7 +159,9 @@ class Job:
         )
         shaped = (shaper.shape(batch) for batch in batches if batch.num_rows)
         began = time.monotonic()
-        for answered in self._outcomes(client, shaped, already, written):
+        there: list[Answered] = []
+        sent = self._appender(client, shaper).send(already.missing(shaped, there))
+        for answered in _with_those_there(sent, there, written):
             written.count(answered)
             if results is not None:
                 results.add(answered)
@@ -164,14 +172,11 @@ class Job:
         _log.info("%s: %d rows in %.2f s (%d rejected)", file_name, rows, took, written.rejected)
         return written
 
-    def _outcomes(
-        self, client: WaltzClient, shaped: Iterable[Shaped], already: Already, written: Written
-    ) -> Iterator[Answered]:
-        there: list[Answered] = []
-        for answered in Appender(client, self.options).send(already.missing(shaped, there)):
-            yield from _drained(there, written)
-            yield answered
-        yield from _drained(there, written)
+    def _appender(self, client: WaltzClient, shaper: Shaper) -> Appender:
+        recomputer = None
+        if self.options.recompute is not None:
+            recomputer = Recomputer(client, self.options, shaper, random.SystemRandom())
+        return Appender(client, self.options, recomputer)
 
     def _fail(self, written: Written, answered: Answered, results: ResultFile | None) -> None:
         if results is not None:
@@ -198,6 +203,16 @@ def place_of_task() -> tuple[int, int]:
 
 def _file_name(task: int, attempt: int) -> str:
     return f"part-{task:05d}-{attempt}.parquet"
+
+
+def _with_those_there(
+    sent: Iterable[Answered], there: list[Answered], written: Written
+) -> Iterator[Answered]:
+    """Yield the outcomes of rows that were sent, and of those that were in the log already."""
+    for answered in sent:
+        yield from _drained(there, written)
+        yield answered
+    yield from _drained(there, written)
 
 
 def _drained(there: list[Answered], written: Written) -> Iterator[Answered]:

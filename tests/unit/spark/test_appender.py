@@ -1,5 +1,6 @@
 """The appender against a log of its own that loses, refuses and takes rows at random."""
 
+import dataclasses
 import random
 from concurrent.futures import Future
 
@@ -14,6 +15,7 @@ from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
+from waltz_spark.writer.recompute import Anew, Refused
 
 OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
 LOST, REFUSED, TAKEN = int(Reason.LOST), int(Reason.LOCK), int(Reason.COMMITTED)
@@ -172,3 +174,67 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
 
     with pytest.raises(ClientAhead, match="partition 2"):
         list(Appender(Ahead(0, loss=0.0), OPTIONS).send([shaped([(2, b"a")])]))
+
+
+class Mending:
+    """Computes refused rows anew: without a "!" they are taken; every third one it leaves out."""
+
+    retries_max = 2
+
+    def __init__(self) -> None:
+        self.left_out: list[bytes] = []
+        self.asked = 0
+
+    def pause_s(self, retries: int) -> float:
+        assert retries < self.retries_max
+        return 0.0
+
+    def again(self, refused: Refused) -> Anew:
+        assert (refused.conflicting == 5).all()
+        assert (refused.marks == -1).all()
+        rows = []
+        made = []
+        for row, data in enumerate(refused.source.column("data").to_pylist()):
+            self.asked += 1
+            if self.asked % 3 == 0:
+                self.left_out.append(data)
+            else:
+                rows.append(row)
+                # A "!!" is refused a second time, and a "!!!" for good.
+                made.append((refused.partition, data[:-1]))
+        return Anew(with_source(made), np.array(rows, np.int64))
+
+
+def with_source(rows: list[tuple[int, bytes]]) -> Shaped:
+    made = shaped(rows)
+    return dataclasses.replace(made, source=made.append.select(["data"]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_refused_rows_are_computed_anew(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appender_module, "_PAUSE_SECONDS_FIRST", 0.0)
+    monkeypatch.setattr(appender_module, "_PAUSE_SECONDS_MAX", 0.0)
+    chance = random.Random(seed)
+    rows = [
+        (chance.randrange(3), f"{number}{'!' * chance.choice([0, 0, 0, 1, 2, 3])}".encode())
+        for number in range(150)
+    ]
+    log, mending = Answering(seed, loss=chance.choice([0.0, 0.1])), Mending()
+    pieces = [rows[start : start + 23] for start in range(0, len(rows), 23)]
+    appender = Appender(log, OPTIONS, mending)
+    told = list(appender.send(with_source(piece) for piece in pieces))
+    ends: dict[str, bool] = {}
+    for answered in told:
+        names = answered.identity.column("name").to_pylist()
+        for name, reason in zip(names, answered.reasons.tolist(), strict=True):
+            key = name.rstrip("!")
+            assert key not in ends, "every row ends once"
+            ends[key] = reason == TAKEN
+            assert answered.attempt >= answered.retries + 1
+    assert len(ends) == len(rows)
+    in_log = {data.decode() for taken in log.taken.values() for data in taken}
+    assert in_log == {key for key, is_taken in ends.items() if is_taken}
+    left_out = {data.decode().rstrip("!") for data in mending.left_out}
+    for _, data in rows:
+        key, times = data.decode().rstrip("!"), data.count(b"!")
+        assert ends[key] == (times <= mending.retries_max and key not in left_out)

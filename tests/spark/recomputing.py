@@ -1,0 +1,31 @@
+"""Functions for option `recompute`; the tests hand this file to Spark."""
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+def add_to_newest(refused: pa.Table, since: pa.Table) -> pa.Table:
+    """Add each refused row's `more` to the newest value of its key; all rows are of one key."""
+    (key,) = set(refused.column("key").to_pylist())
+    newest = since.filter(pc.equal(since.column("key"), key))
+    assert newest.num_rows, "the transaction that won is among them"
+    value = pc.max(newest.column("value")).as_py()
+    place = refused.column_names.index("value")
+    values = pc.cast(pc.add(refused.column("more"), value), pa.int32())
+    return refused.set_column(place, "value", values)
+
+
+def drop_all(refused: pa.Table, since: pa.Table) -> pa.Table:
+    """Give every row up."""
+    assert since.num_rows
+    return refused.slice(0, 0)
+
+
+def as_it_was(refused: pa.Table, _since: pa.Table) -> pa.Table:
+    """Say the same again, as is right for rows that only must not be overtaken unseen."""
+    return refused
+
+
+def no_table(_refused: pa.Table, _since: pa.Table) -> object:
+    """Return something else."""
+    return [1, 2]

@@ -1,0 +1,236 @@
+"""Refused rows are executed again in their task, by the user's function."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType
+
+import waltz_spark
+from waltz_core.client import begin_write
+from waltz_core.errors import BadRequest
+from waltz_spark.functions import lock
+from waltz_spark.options import parse_write
+from waltz_spark.writer.batch import new_job
+from waltz_spark.writer.task import Job
+
+pytestmark = pytest.mark.spark
+
+FUNCTIONS = Path(__file__).parent / "recomputing.py"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def functions(spark: SparkSession) -> Iterator[None]:
+    spark.addArtifact(str(FUNCTIONS), pyfile=True)
+    sys.path.insert(0, str(FUNCTIONS.parent))
+    yield
+    sys.path.remove(str(FUNCTIONS.parent))
+
+
+def counters(spark: SparkSession, key: int, more: int, value: int, count: int = 1) -> DataFrame:
+    rows = spark.range(count).select(
+        F.col("id").cast("int").alias("row"),
+        F.lit(key).alias("key"),
+        F.lit(more).alias("more"),
+        F.lit(value + more).alias("value"),
+    )
+    return rows.withColumn("write_locks", F.array(lock("counter", F.col("key")))).coalesce(1)
+
+
+def values_of(spark: SparkSession, connect: str, key: int) -> list[tuple[int, int]]:
+    reader = spark.read.format("waltz").option("dataFormat", "json").option("mode", "DROPMALFORMED")
+    schema = "transaction_id bigint, key int, more int, value int"
+    rows = reader.schema(schema).load(connect).where(F.col("key") == key)
+    return [(row.more, row.value) for row in rows.orderBy("transaction_id").collect()]
+
+
+def test_a_refused_row_is_computed_anew(spark: SparkSession, connect: str) -> None:
+    key = 9001
+    snapshot = waltz_spark.snapshot(spark, connect)
+    marks = snapshot.high_water_marks
+    first = counters(spark, key, 5, 0)
+    waltz_spark.append(first, connect, high_water_marks=marks, dataFormat="json")
+    result = waltz_spark.append(
+        counters(spark, key, 7, 0),  # from the same snapshot: too late
+        connect,
+        high_water_marks=marks,
+        dataFormat="json",
+        onLockFailure="retry",
+        recompute="recomputing:add_to_newest",
+    )
+    assert result.counts["committed"] == result.counts["recomputed"] == 1
+    (row,) = result.committed.collect()
+    assert (row.value, row.attempts) == (12, 2)
+    assert values_of(spark, connect, key) == [(5, 5), (7, 12)]
+
+
+@pytest.mark.timeout(300)
+def test_ten_jobs_add_to_one_counter(spark: SparkSession, connect: str) -> None:
+    key = 9002
+    marks = waltz_spark.snapshot(spark, connect).high_water_marks
+    frames = [counters(spark, key, more, 0) for more in range(1, 11)]
+
+    def add(frame: DataFrame) -> int:
+        result = waltz_spark.append(
+            frame,
+            connect,
+            high_water_marks=marks,
+            dataFormat="json",
+            onLockFailure="retry",
+            recompute="recomputing:add_to_newest",
+            maxRetries=100,
+        )
+        assert result.counts["committed"] == 1
+        return int(result.counts["recomputed"])
+
+    with ThreadPoolExecutor(10) as pool:
+        recomputed = list(pool.map(add, frames))
+    assert sum(recomputed) == 9  # all of them knew the same empty counter
+    found = values_of(spark, connect, key)
+    total = 0
+    for more, value in found:
+        total += more
+        assert value == total
+    assert total == 55
+
+
+def test_what_the_function_leaves_out_stays_refused(spark: SparkSession, connect: str) -> None:
+    key = 9003
+    marks = waltz_spark.snapshot(spark, connect).high_water_marks
+    taken = counters(spark, key, 1, 0)
+    waltz_spark.append(taken, connect, high_water_marks=marks, dataFormat="json")
+    result = waltz_spark.append(
+        counters(spark, key, 2, 0, count=3),
+        connect,
+        high_water_marks=marks,
+        dataFormat="json",
+        onLockFailure="retry",
+        recompute="recomputing:drop_all",
+    )
+    assert (result.counts["committed"], result.counts["rejected"]) == (0, 3)
+    assert result.rejected.count() == 3
+    assert {row.attempts for row in result.rejected.collect()} == {1}
+    assert values_of(spark, connect, key) == [(1, 1)]
+
+
+def test_a_row_is_rejected_when_its_retries_are_used_up(spark: SparkSession, connect: str) -> None:
+    """Eight rows of one job under one lock: each round commits one of them."""
+    result = waltz_spark.append(
+        counters(spark, 9004, 1, 0, count=8),
+        connect,
+        dataFormat="json",
+        onLockFailure="retry",
+        recompute="recomputing:add_to_newest",
+        maxRetries=3,
+        retryBackoff=0,
+    )
+    assert (result.counts["committed"], result.counts["rejected"]) == (4, 4)
+    assert result.counts["recomputed"] == 3
+    assert {row.attempts for row in result.rejected.collect()} == {4}
+    assert values_of(spark, connect, 9004) == [(1, 1), (1, 2), (1, 3), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"recompute": "recomputing:none_such"}, "'recomputing:none_such' cannot be imported"),
+        ({"recompute": "no_such_module:f"}, "'no_such_module:f' cannot be imported"),
+        ({"recompute": "just_a_name"}, "is 'module:function'"),
+        ({"recompute": "a:b", "onLockFailure": "reject"}, "is for onLockFailure=retry"),
+        ({"identityColumns": "nothing"}, "'identityColumns': no column 'nothing' is packed"),
+    ],
+)
+def test_what_cannot_be_is_told_before_any_task(
+    spark: SparkSession, connect: str, options: dict[str, str], text: str
+) -> None:
+    given = {"onLockFailure": "retry", "dataFormat": "json", **options}
+    with pytest.raises(Exception, match=text):
+        waltz_spark.append(counters(spark, 9005, 1, 0), connect, **given)
+    assert values_of(spark, connect, 9005) == []
+
+
+def test_an_answer_that_is_no_table_fails_the_job(spark: SparkSession, connect: str) -> None:
+    with pytest.raises(BadRequest, match=r"is to return a pyarrow\.Table; found list"):
+        waltz_spark.append(
+            counters(spark, 9006, 1, 0, count=2),
+            connect,
+            dataFormat="json",
+            onLockFailure="retry",
+            recompute="recomputing:no_table",
+        )
+
+
+SCHEMA = StructType(
+    [
+        StructField("row", StringType()),
+        StructField("key", IntegerType()),
+        StructField("more", IntegerType()),
+        StructField("value", IntegerType()),
+    ]
+)
+
+
+def job_of(connect: str, name: str, **options: str) -> Job:
+    """Begin a write under a lock, of rows that were computed before anything was in the log."""
+    wanted = {
+        "connect": connect,
+        "dataFormat": "json",
+        "onLockFailure": "retry",
+        "recompute": "recomputing:add_to_newest",
+        "maxRetries": "50",
+        "retryBackoff": "0",
+        "clientHighWaterMarks": "{}",
+        **options,
+    }
+    job = new_job(parse_write(wanted), SCHEMA, name)
+    asyncio.run(begin_write(connect, name, job.marks, keep_until_ms=1 << 50))
+    return job
+
+
+def batch_of(key: int, rows: list[int]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pydict(
+        {
+            "row": pa.array([f"{key}-{row}" for row in rows]),
+            "key": pa.array([key] * len(rows), pa.int32()),
+            "more": pa.array([1] * len(rows), pa.int32()),
+            "value": pa.array([1] * len(rows), pa.int32()),
+            "write_locks": pa.array([[key]] * len(rows), pa.list_(pa.int32())),
+        }
+    )
+
+
+@pytest.mark.timeout(120)
+def test_rows_computed_anew_are_found_again(spark: SparkSession, connect: str) -> None:
+    """An attempt that is run again finds them by their identity, whatever they became."""
+    job = job_of(connect, "anew-1", identityColumns="row")
+    first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # and its answer is lost
+    assert (first.committed, first.recomputed) == (3, 2)
+    told = job.write_task(iter([batch_of(9101, [0, 1, 2, 3, 4])]), 0, 1)
+    assert (told.committed, told.found) == (5, 3)
+    assert values_of(spark, connect, 9101) == [(1, value) for value in range(1, 6)]
+
+
+@pytest.mark.timeout(120)
+def test_without_identity_nothing_is_written_twice_either(
+    spark: SparkSession, connect: str
+) -> None:
+    job = job_of(connect, "anew-2")
+    job.write_task(iter([batch_of(9102, [0, 1, 2])]), 0, 0)
+    with pytest.raises(BadRequest, match=r"found by option identityColumns"):
+        job.write_task(iter([batch_of(9102, [0, 1, 2, 3, 4])]), 0, 1)
+    assert values_of(spark, connect, 9102) == [(1, value) for value in range(1, 4)]
+
+
+@pytest.mark.timeout(120)
+def test_rows_of_one_identity_fail_the_write(spark: SparkSession, connect: str) -> None:
+    job = job_of(connect, "anew-3", identityColumns="key")
+    job.write_task(iter([batch_of(9103, [0])]), 0, 0)
+    with pytest.raises(BadRequest, match=r"several with the same key, but otherwise different"):
+        job.write_task(iter([batch_of(9103, [0, 1])]), 0, 1)
+    assert len(values_of(spark, connect, 9103)) == 1

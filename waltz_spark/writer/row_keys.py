@@ -1,0 +1,89 @@
+"""What a row and its record have in common: by it, a row is found in the log again.
+
+Why it stands alone: rows come from Spark and records from the log, and both must give the same
+bytes.
+
+Rules:
+    1. A key is a digest of partition, header and data; or of the partition and the columns of
+       option `identityColumns`, which a row keeps when it is computed anew.
+    2. There are two of each record: with its partition, and for rows that may be in any.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import msgpack
+import numpy as np
+
+from waltz_core.strict_json import from_json
+from waltz_spark.options import WriteOptions
+from waltz_spark.writer.columns import Shaped
+
+_KEY_BYTES = 16
+_PLACE = struct.Struct(">ii")
+_ANY = -1  # stands for the partition of a row that may be in any
+
+
+class RowKeys:
+    """Makes the keys of a write's rows and records.
+
+    Args:
+        options: the write's; None where there are no identity columns.
+    """
+
+    def __init__(self, options: WriteOptions | None = None) -> None:
+        self._names = () if options is None else options.identity_columns
+        self._format = None if options is None else options.data_format
+        self._recomputes = options is not None and options.recompute is not None
+
+    @property
+    def besides(self) -> tuple[str, ...]:
+        """Append columns, besides locks and mark, in which rows of one key must be equal."""
+        return ("header", "data") if self._names else ()
+
+    @property
+    def text(self) -> str:
+        """What makes a key, in words."""
+        return ", ".join(self._names) if self._names else "header and data"
+
+    @property
+    def hint(self) -> str:
+        """What else to do when records find no row."""
+        if self._names or not self._recomputes:
+            return ""
+        return (
+            "; rows that were computed anew are found by option identityColumns (with dataFormat)"
+        )
+
+    def of_rows(self, shaped: Shaped) -> Iterator[bytes]:
+        """Yield the key of each row."""
+        headers = shaped.append.column("header").to_pylist()
+        data = shaped.append.column("data").to_pylist()
+        partitions = np.where(shaped.is_free, _ANY, shaped.partitions).tolist()
+        for partition, header, each in zip(partitions, headers, data, strict=True):
+            yield self._key(partition, header, each)
+
+    def of_record(self, partition: int, header: int, data: memoryview) -> tuple[bytes, bytes]:
+        """Return both keys of a record (rule 2)."""
+        return self._key(partition, header, data), self._key(_ANY, header, data)
+
+    def _key(self, partition: int, header: int, data: bytes | memoryview) -> bytes:
+        identity = self._identity(data) if self._names else None
+        if identity is not None:
+            header, data = 0, identity
+        digest = hashlib.blake2b(_PLACE.pack(partition, header), digest_size=_KEY_BYTES)
+        digest.update(data)
+        return digest.digest()
+
+    def _identity(self, data: bytes | memoryview) -> bytes | None:
+        """Return the identity columns of a payload; None when it is no row of such a write."""
+        try:
+            if self._format == "msgpack":
+                row = msgpack.unpackb(data, strict_map_key=False)
+            else:
+                row = from_json(bytes(data))
+            packed: bytes = msgpack.packb([row[name] for name in self._names])
+        except (ValueError, msgpack.UnpackException, KeyError, TypeError):
+            return None
+        return packed
