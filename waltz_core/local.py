@@ -35,6 +35,7 @@ from waltz_core.errors import BadConfig, Unreachable, WaltzError
 from waltz_core.zookeeper_process import zookeeper_config
 
 ROOT_DEFAULT = "/waltz/local"
+LOOPBACK = "127.0.0.1"
 STATE_FILE = "cluster.json"
 STATE_VERSION = 1
 # Below the range from which the kernel draws ports for outgoing connections, so that none of
@@ -85,6 +86,7 @@ class State:
     root: str
     partition_count: int
     members: list[Member] = field(default_factory=list)
+    host: str = LOOPBACK
 
 
 class LocalCluster:
@@ -97,6 +99,8 @@ class LocalCluster:
         partition_count: partitions; fixed for the life of the directory.
         usual_ports: try the well-known ports first; else free ones are taken at once.
         bound: the processes end with this one, however it ends.
+        host: the address of this machine at which all of them listen and are known; other machines
+            reach them there, and nobody is asked who he is. Fixed for the life of the directory.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
     """
 
@@ -109,12 +113,14 @@ class LocalCluster:
         partition_count: int = 4,
         usual_ports: bool = False,
         bound: bool = False,
+        host: str = LOOPBACK,
         settings: dict[str, dict[str, object]] | None = None,
     ) -> None:
         self.directory = directory.absolute()
         self._counts = (storage_count, server_count, partition_count)
         self._usual_ports = usual_ports
         self._bound = bound
+        self._host = host
         self._settings = settings or {}
         self._state: State | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -125,7 +131,7 @@ class LocalCluster:
     def connect(self) -> str:
         """Return the connect string, for Spark's ``load`` and every client."""
         state = self._loaded()
-        return f"127.0.0.1:{self.member('zookeeper').port}{state.root}"
+        return f"{state.host}:{self.member('zookeeper').port}{state.root}"
 
     @property
     def members(self) -> list[Member]:
@@ -181,7 +187,7 @@ class LocalCluster:
         if member.process() is not None:
             return
         self._await_end(member, STOP_TIMEOUT_S)
-        if not _port_is_free_soon(member.port):
+        if not _port_is_free_soon(member.port, self._loaded().host):
             self._move_port(member)
         self._write_config(member)
         self.log_path(name).parent.mkdir(exist_ok=True)
@@ -255,7 +261,8 @@ class LocalCluster:
             try:
                 raw = json.loads(path.read_text(encoding="utf-8"))
                 members = [Member(**entry) for entry in raw["members"]]
-                self._state = State(raw["root"], raw["partition_count"], members)
+                host = raw.get("host", LOOPBACK)
+                self._state = State(raw["root"], raw["partition_count"], members, host)
             except FileNotFoundError:
                 raise BadConfig(
                     f"no local cluster in {self.directory}: start one with `waltz-core local up`"
@@ -270,9 +277,11 @@ class LocalCluster:
             return
         storages, servers, partitions = self._counts
         taken: set[int] = set()
+        host = self._host
 
         def port(usual: int) -> int:
-            chosen = usual if self._usual_ports and _port_is_free(usual) else _free_port(taken)
+            is_chosen = self._usual_ports and _port_is_free(usual, host)
+            chosen = usual if is_chosen else _free_port(taken, host)
             taken.add(chosen)
             return chosen
 
@@ -285,9 +294,9 @@ class LocalCluster:
             for index in range(servers)
         ]
         for member in members[1:]:
-            member.http_port = _free_port(taken)
+            member.http_port = _free_port(taken, host)
             taken.add(member.http_port)
-        self._state = State(ROOT_DEFAULT, partitions, members)
+        self._state = State(ROOT_DEFAULT, partitions, members, host)
         self._save()
 
     def _save(self) -> None:
@@ -305,7 +314,7 @@ class LocalCluster:
                 f"port {member.port} of {member.name} is taken by another program; a storage is "
                 f"known by its address, so free that port and start again"
             )
-        member.port = _free_port({m.port for m in self.members})
+        member.port = _free_port({m.port for m in self.members}, self._loaded().host)
         self._save()
 
     # -- the processes ----------------------------------------------------------------------
@@ -314,7 +323,8 @@ class LocalCluster:
         where = self.directory / "conf" / f"{member.name}.{_CONFIG_SUFFIX[member.kind]}"
         where.parent.mkdir(exist_ok=True)
         if member.kind == "zookeeper":
-            text = zookeeper_config(self.directory / "zookeeper", member.port)
+            data, host = self.directory / "zookeeper", self._loaded().host
+            text = zookeeper_config(data, member.port, host=host)
         else:
             text = render_toml(member.kind, self._values(member))
         where.write_text(text, encoding="utf-8")
@@ -322,9 +332,9 @@ class LocalCluster:
     def _values(self, member: Member) -> dict[str, object]:
         values: dict[str, object] = {
             "connect": self.connect,
-            "listen_host": "127.0.0.1",
+            "listen_host": self._loaded().host,
             "port": member.port,
-            "advertised_host": "127.0.0.1",
+            "advertised_host": self._loaded().host,
             "http_port": member.http_port,
         }
         if member.kind == "storage":
@@ -357,7 +367,8 @@ class LocalCluster:
         assert storages, "a cluster has storages"
         command = [sys.executable, "-m", "waltz_core", "cluster", "create", self.connect]
         command += ["--name", "local", "--partitions", str(self._loaded().partition_count)]
-        command += [f"--storage=127.0.0.1:{m.port}:{m.admin_port}" for m in storages]
+        host = self._loaded().host
+        command += [f"--storage={host}:{m.port}:{m.admin_port}" for m in storages]
         left = max(1.0, deadline - time.monotonic())
         command += ["--if-absent", "--wait-s", f"{left:.1f}"]
         done = subprocess.run(  # noqa: S603 - our own program and our own arguments
@@ -454,30 +465,30 @@ def cluster(directory: Path | None = None, **options: object) -> Iterator[str]:
         yield running_cluster.connect
 
 
-def _port_is_free(port: int) -> bool:
+def _port_is_free(port: int, host: str = LOOPBACK) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
 
 
-def _port_is_free_soon(port: int) -> bool:
+def _port_is_free_soon(port: int, host: str) -> bool:
     """Tell whether a port is free, or becomes so: of a process just killed it is held a moment."""
     deadline = time.monotonic() + PORT_TIMEOUT_S
-    while not _port_is_free(port):
+    while not _port_is_free(port, host):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True
 
 
-def _free_port(taken: set[int]) -> int:
+def _free_port(taken: set[int], host: str) -> int:
     chooser = random.SystemRandom()
     for _ in range(1000):
         port = chooser.randint(PORT_FIRST, PORT_LAST)
-        if port not in taken and _port_is_free(port):
+        if port not in taken and _port_is_free(port, host):
             return port
-    raise Unreachable(f"no free port between {PORT_FIRST} and {PORT_LAST} on 127.0.0.1")
+    raise Unreachable(f"no free port between {PORT_FIRST} and {PORT_LAST} on {host}")

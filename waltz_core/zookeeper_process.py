@@ -19,12 +19,12 @@ MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 HEAP = "-Xmx192m"
 
 
-def zookeeper_config(data_directory: Path, port: int) -> str:
-    """Return the text of a zoo.cfg for one standalone node on loopback."""
+def zookeeper_config(data_directory: Path, port: int, *, host: str = "127.0.0.1") -> str:
+    """Return the text of a zoo.cfg for one standalone node that listens at one address."""
     return (
         f"dataDir={data_directory}\n"
         f"clientPort={port}\n"
-        "clientPortAddress=127.0.0.1\n"
+        f"clientPortAddress={host}\n"
         # A short tick allows short sessions: 2 to 20 ticks.
         "tickTime=500\n"
         "maxClientCnxns=0\n"

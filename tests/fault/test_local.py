@@ -15,7 +15,7 @@ import pytest
 
 from tests.fault.load import command, wait_until
 from waltz_core.client import WaltzClient
-from waltz_core.local import LocalCluster, _port_is_free, cluster
+from waltz_core.local import LocalCluster, _port_is_free, cluster, running
 
 pytestmark = pytest.mark.fault
 # `WALTZ_LOCAL_CYCLES=20` is the long version.
@@ -225,3 +225,16 @@ def test_an_embedded_cluster_leaves_nothing_behind(tmp_path: Path, monkeypatch):
 def test_what_is_said_without_a_cluster(directory: Path):
     for verb in ("status", "down"):
         assert "start one with `waltz-core local up`" in refused(local(directory, verb))
+
+
+def test_a_cluster_listens_at_the_address_that_it_is_given(directory: Path):
+    host = "127.0.0.3"
+    with running(directory, host=host, storage_count=1, server_count=1, partition_count=2) as made:
+        assert made.connect.startswith(f"{host}:")
+        with WaltzClient(made.connect) as client:
+            assert client.append(b"x", partition=0).result(30) == 0
+            assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
+        for member in made.members:
+            assert _port_is_free(member.port)
+            assert not _port_is_free(member.port, host)
+    assert LocalCluster(directory).connect == made.connect

@@ -19,9 +19,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 import waltz_spark
-from waltz_core.client import WaltzClient
-
-TASKS, ROWS = 4, 400
+from tests.spark.once_rows import ROWS, SMALL_BATCHES, TASKS, rows_of, until_some_are_there
 
 
 class Breaker:
@@ -48,21 +46,13 @@ class Breaker:
             return
         if task == TASKS - 1:
             return
-        self._until_some_are_there(b"task%d-" % task)
+        until_some_are_there(self.connect, b"task%d-" % task)
         if task == 0:
             raise RuntimeError("struck")
         worker = psutil.Process()
         victim = worker if task == 1 else worker.parent().parent()
         victim.send_signal(signal.SIGKILL)
         signal.pause()  # it dies here
-
-    def _until_some_are_there(self, prefix: bytes) -> None:
-        with WaltzClient(self.connect) as client:
-            while True:
-                for partition, last in client.high_water_marks(linearizable=True).items():
-                    for chunk in client.read_range(partition, 0, last):
-                        if prefix in bytes(chunk.records):
-                            return
 
 
 def main(connect: str, directory: str, options: dict[str, str]) -> int:
@@ -73,15 +63,10 @@ def main(connect: str, directory: str, options: dict[str, str]) -> int:
         **{
             "spark.executor.memory": "512m",
             "spark.ui.enabled": "false",
-            # So many rows Spark collects before it hands them to the writer.
-            "spark.sql.execution.arrow.maxRecordsPerBatch": "20",
+            **SMALL_BATCHES,
         },
     )
-    rows = spark.range(0, TASKS * ROWS, numPartitions=TASKS).selectExpr(
-        # Large rows: between two workers Spark hands on 64 KiB at a time.
-        f"concat('task', id DIV {ROWS}, '-', id, '-', repeat('x', 2000)) AS data",
-        "CAST(id % 4 AS int) AS partition",
-    )
+    rows = rows_of(spark)
     broken = rows.mapInArrow(Breaker(connect, directory), rows.schema)
     result = waltz_spark.append(broken, connect, batchSize="10", **options)
     print(json.dumps(result.counts))  # noqa: T201 - the test reads it

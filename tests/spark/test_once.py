@@ -15,6 +15,7 @@ import pytest
 from pyspark.sql.types import BinaryType, IntegerType, StructField, StructType
 
 import waltz_core.local
+from tests.spark.in_log import in_log
 from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
 from waltz_core.errors import BadRequest, ConnectionSuperseded
 from waltz_spark.options import parse_write
@@ -65,21 +66,8 @@ class Write:
         return job
 
     def in_log(self) -> Counter[bytes]:
-        """Return what has come in since the write was made, and how often.
-
-        No request id may stand there twice, whichever attempt has used it.
-        """
-        found: Counter[bytes] = Counter()
-        req_ids: set[bytes] = set()
-        for partition, last in self.client.high_water_marks(linearizable=True).items():
-            for chunk in self.client.read_range(partition, self.marks[partition] + 1, last):
-                records, start = bytes(chunk.records), 0
-                for length in chunk.lengths.tolist():
-                    assert records[start + 8 : start + 24] not in req_ids
-                    req_ids.add(records[start + 8 : start + 24])
-                    found[records[start + 36 : start + length - 4]] += 1
-                    start += length
-        return found
+        """Return what has come in since the write was made, and how often."""
+        return in_log(self.client, self.marks)
 
     def until(self, count: int) -> None:
         """Wait until so many rows are in the log."""

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import waltz_core.local
-from tests.spark.once_job import ROWS, TASKS
-from waltz_core.client import WaltzClient
+from tests.spark.once_rows import EXPECTED, ROWS, TASKS, rows_in
 
 pytestmark = pytest.mark.spark
 
@@ -38,31 +37,16 @@ def run_job(connect: str, directory: Path, *options: str) -> dict[str, int]:
     return counts
 
 
-def in_log(connect: str) -> Counter[bytes]:
-    found: Counter[bytes] = Counter()
-    with WaltzClient(connect) as client:
-        for partition, last in client.high_water_marks(linearizable=True).items():
-            for chunk in client.read_range(partition, 0, last):
-                records, start = bytes(chunk.records), 0
-                for length in chunk.lengths.tolist():
-                    found[records[start + 36 : start + length - 4].rstrip(b"x")] += 1
-                    start += length
-    return found
-
-
-EXPECTED = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
-
-
 def test_every_row_is_there_once(tmp_path: Path) -> None:
     with waltz_core.local.running() as cluster:
         counts = run_job(cluster.connect, tmp_path)
-        assert in_log(cluster.connect) == Counter(dict.fromkeys(EXPECTED, 1))
+        assert rows_in(cluster.connect) == Counter(dict.fromkeys(EXPECTED, 1))
         assert (counts["committed"], counts["rejected"]) == (TASKS * ROWS, 0)
 
 
 def test_the_same_job_with_it_off_writes_rows_twice(tmp_path: Path) -> None:
     with waltz_core.local.running() as cluster:
         run_job(cluster.connect, tmp_path, "exactlyOnce=false")
-        found = in_log(cluster.connect)
+        found = rows_in(cluster.connect)
         assert set(found) == EXPECTED
         assert max(found.values()) > 1

@@ -1,0 +1,27 @@
+"""What stands in a log, and how often."""
+
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from waltz_core.client import WaltzClient
+
+FROM_THE_START: Mapping[int, int] = MappingProxyType({})
+
+
+def in_log(client: WaltzClient, after: Mapping[int, int] = FROM_THE_START) -> Counter[bytes]:
+    """Return the payloads behind marks, and how often each stands there.
+
+    No request id may stand there twice, whichever attempt has used it.
+    """
+    found: Counter[bytes] = Counter()
+    req_ids: set[bytes] = set()
+    for partition, last in client.high_water_marks(linearizable=True).items():
+        for chunk in client.read_range(partition, after.get(partition, -1) + 1, last):
+            records, start = bytes(chunk.records), 0
+            for length in chunk.lengths.tolist():
+                assert records[start + 8 : start + 24] not in req_ids
+                req_ids.add(records[start + 8 : start + 24])
+                found[records[start + 36 : start + length - 4]] += 1
+                start += length
+    return found

@@ -1,0 +1,40 @@
+"""The rows of the jobs that are struck in the middle of a write, and how they are found again."""
+
+from collections import Counter
+
+from pyspark.sql import DataFrame, SparkSession
+
+from tests.spark.in_log import in_log
+from waltz_core.client import WaltzClient
+
+TASKS, ROWS = 4, 400
+EXPECTED = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
+# So many rows Spark collects before it hands them to the writer.
+SMALL_BATCHES = {"spark.sql.execution.arrow.maxRecordsPerBatch": "20"}
+
+
+def rows_of(spark: SparkSession) -> DataFrame:
+    """Return `ROWS` rows for each of `TASKS` tasks; each row names its task and its number."""
+    return spark.range(0, TASKS * ROWS, numPartitions=TASKS).selectExpr(
+        # Large rows: between two workers Spark hands on 64 KiB at a time.
+        f"concat('task', id DIV {ROWS}, '-', id, '-', repeat('x', 2000)) AS data",
+        "CAST(id % 4 AS int) AS partition",
+    )
+
+
+def rows_in(connect: str) -> Counter[bytes]:
+    """Return which of the rows stand in the log, and how often."""
+    with WaltzClient(connect) as client:
+        return Counter(
+            {data.rstrip(b"x"): count for data, count in in_log(client).items()},
+        )
+
+
+def until_some_are_there(connect: str, prefix: bytes) -> None:
+    """Wait until a row that begins so stands in the log."""
+    with WaltzClient(connect) as client:
+        while True:
+            for partition, last in client.high_water_marks(linearizable=True).items():
+                for chunk in client.read_range(partition, 0, last):
+                    if prefix in bytes(chunk.records):
+                        return
