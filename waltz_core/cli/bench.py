@@ -64,6 +64,7 @@ class Measured:
     errors: int = 0
     extra: dict[str, object] = field(default_factory=dict)
     cpu_seconds: dict[str, float] | None = None  # by member, where the workload measured it itself
+    of_ceiling: float | None = None  # share of a rate that no log could exceed, from the same run
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Report:
     errors: int
     rows: int
     seconds: float
+    of_ceiling: float | None
     cpu_us_per_tx_by_role: dict[str, float]
     load: dict[str, object]
     ran_on: dict[str, object]
@@ -211,6 +213,7 @@ def make_report(name: str, load: Load, measured: Measured, cpu: dict[str, float]
         errors=measured.errors,
         rows=measured.rows,
         seconds=round(measured.seconds, 3),
+        of_ceiling=measured.of_ceiling,
         cpu_us_per_tx_by_role=by_role,
         load=asked,
         ran_on={
@@ -242,6 +245,8 @@ def _lines(report: Report) -> list[str]:
     if report.cpu_us_per_tx is not None:
         parts = ", ".join(f"{role} {us}" for role, us in report.cpu_us_per_tx_by_role.items())
         lines.append(f"  {report.cpu_us_per_tx} us of CPU a transaction ({parts})")
+    if report.of_ceiling is not None:
+        lines.append(f"  {report.of_ceiling:.0%} of what Spark's Python workers can do at all")
     if report.p50_ms is not None:
         lines.append(f"  answers: p50 {report.p50_ms} ms, p99 {report.p99_ms} ms")
     lines.append(
