@@ -317,7 +317,9 @@ def test_rows_with_other_locks_are_not_taken_for_one_another(connect: str) -> No
 
     with pytest.raises(Stop):
         job.write_task(feed(), 0, 0)
-    with pytest.raises(BadRequest, match="other locks or marks"):
+    with pytest.raises(
+        BadRequest, match="several with the same header and data, but otherwise different"
+    ):
         job.write_task(iter([batch([7] * 10 + [8])]), 0, 1)
     assert job.write_task(iter([batch([7] * 12)]), 0, 2).committed == 12
     assert write.in_log() == Counter({b"same": 12})
