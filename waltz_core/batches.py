@@ -180,15 +180,15 @@ def encode_append_arrow(rows: pa.RecordBatch) -> bytes:
     `client_high_water_mark` the request's own mark holds. Other columns are refused.
 
     Raises:
-        BadRequest: a column is missing, unknown, of a wrong type, or null where it must not be.
+        BadRequest: a column is missing, unknown, there twice, of a wrong type, or has wrong nulls.
         TooLarge: a row's data is over `TRANSACTION_BYTES_MAX`.
     """
     names = rows.schema.names
     unknown = [name for name in names if name not in _TYPES or name == "crc"]
-    if unknown or "data" not in names:
+    if unknown or "data" not in names or len(set(names)) < len(names):
         raise BadRequest(
             f"append batch: expected data and any of {APPEND_SCHEMA_WITH_MARKS.names} but crc, "
-            f"found {names}"
+            f"each once, found {names}"
         )
     return _encode_columns(dict(zip(names, rows.columns, strict=True)))
 

@@ -138,6 +138,11 @@ class LocalCluster:
         """Return all members, ZooKeeper first."""
         return self._loaded().members
 
+    @property
+    def partition_count(self) -> int:
+        """Return how many partitions the cluster has."""
+        return self._loaded().partition_count
+
     def member(self, name: str) -> Member:
         """Return a member by name.
 
@@ -170,16 +175,25 @@ class LocalCluster:
             BadConfig: a storage's port is taken by somebody else.
         """
         deadline = time.monotonic() + timeout_s
+        self.prepare(timeout_s)
+        with self._exclusive():
+            for member in self.members:
+                self.start(member.name)
+        self._await_ready(deadline)
+        return self.connect
+
+    def prepare(self, timeout_s: float = 60.0) -> None:
+        """Start ZooKeeper and create the cluster in it; no storage and no server runs yet.
+
+        Raises:
+            Unreachable: ZooKeeper was not ready in time.
+        """
+        deadline = time.monotonic() + timeout_s
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
             self._load_or_create()
             self.start("zookeeper")
             self._create_cluster(deadline)
-            for member in self.members:
-                if member.kind != "zookeeper":
-                    self.start(member.name)
-        self._await_ready(deadline)
-        return self.connect
 
     def start(self, name: str) -> None:
         """Start one member unless it runs."""

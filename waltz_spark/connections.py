@@ -8,9 +8,9 @@ fork opens one of its own. An idle client is closed when its process ends.
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from waltz_core.client import Layout, WaltzClient
+from waltz_core.client import Layout, ReplicaSet, WaltzClient
 
 _lock = threading.Lock()
 # Keyed by process and cluster; a process that was forked finds none of its own.
@@ -32,7 +32,41 @@ def client_at(layout: Layout) -> WaltzClient:
 
     A task asks ZooKeeper only when a server has moved since.
     """
-    return _client(layout.connect, lambda: WaltzClient.at(layout))
+    client = _client(layout.connect, lambda: WaltzClient.at(layout))
+    if client.cluster().key != layout.cluster.key:  # a worker outlives a cluster that is made anew
+        close_client(layout.connect)
+        client = _client(layout.connect, lambda: WaltzClient.at(layout))
+    client.learn(layout)
+    return client
+
+
+def sources_of(
+    connect: str, choose: Callable[[int], Sequence[int]], *, linearizable: bool
+) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
+    """Return the client, and marks and replicas of the partitions that are chosen of so many.
+
+    They are asked for at once. A client that knows another cluster, one that was there before, is
+    replaced.
+
+    Raises:
+        BadConfig, CoordinatorUnavailable: as `client_of`.
+        Unavailable: a partition does not answer.
+    """
+    client = client_of(connect)
+    sources = client.replica_sets(choose(client.partition_count), linearizable=linearizable)
+    if any(each.cluster_key != client.cluster().key for each in sources.values()):
+        close_client(connect)
+        client = client_of(connect)
+        sources = client.replica_sets(choose(client.partition_count), linearizable=linearizable)
+    return client, sources
+
+
+def close_client(connect: str) -> None:
+    """Close this process's client of a cluster; the next use connects anew."""
+    with _lock:
+        client = _clients.pop((os.getpid(), connect), None)
+    if client is not None:
+        client.close()
 
 
 def _client(connect: str, make: Callable[[], WaltzClient]) -> WaltzClient:

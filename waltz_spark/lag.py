@@ -55,36 +55,36 @@ class LagListener(StreamingQueryListener):
 
         listener = LagListener()
         spark.streams.addListener(listener)
-        listener.lags  # {query id: {partition: transactions behind}}
+        listener.lags  # {query id: [{partition: transactions behind}]}
+
+    A query that reads several logs has an entry for each, in the query's order, as `lag_of` has.
 
     Args:
-        told: called with a query's id and its lags by partition at each progress.
+        told: called with a query's id and its logs' lags by partition at each progress.
     """
 
-    def __init__(self, told: Callable[[str, Lags], None] | None = None) -> None:
+    def __init__(self, told: Callable[[str, list[Lags]], None] | None = None) -> None:
         self._told = told
         self._lock = threading.Lock()
-        self._lags: dict[str, Lags] = {}
+        self._lags: dict[str, list[Lags]] = {}
 
     @property
-    def lags(self) -> dict[str, Lags]:
-        """The lags by query id and partition, as of each query's last progress."""
+    def lags(self) -> dict[str, list[Lags]]:
+        """The lags by query id, log and partition, as of each query's last progress."""
         with self._lock:
-            return {query: dict(lags) for query, lags in self._lags.items()}
+            return {query: [dict(each) for each in lags] for query, lags in self._lags.items()}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
         """Nothing yet."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
         """Take a query's progress in."""
-        query, lags = str(event.progress.id), {}
-        for each in lag_of(event.progress):
-            lags.update(each)
+        query, lags = str(event.progress.id), lag_of(event.progress)
         with self._lock:
             self._lags[query] = lags
         _log.debug("query %s is behind by %s", query, lags)
         if self._told is not None:
-            self._told(query, dict(lags))
+            self._told(query, [dict(each) for each in lags])
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
         """Nothing: what was told last still holds."""

@@ -6,6 +6,8 @@ Rules:
     1. A start is exclusive, an end inclusive, as high-water marks are.
     2. A mark past the end of its partition's log is data loss, unless that was allowed.
     3. Spans never overlap, and together cover exactly what was asked for.
+    4. A start by time may be too early, and never too late: nothing is skipped that is not known
+       to be older.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,9 @@ from typing import NamedTuple
 from waltz_core.errors import BadConfig, DataLoss
 from waltz_core.record import BEFORE_FIRST
 from waltz_spark.options import Marks, ReadOptions
+
+UNSTAMPED = 0  # the commit stamp of what an original wrote
+UNSTAMPED_LOOKS_MAX = 32
 
 
 class Span(NamedTuple):
@@ -28,8 +33,9 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
     """Return the partitions to read.
 
     Raises:
-        BadConfig: one of them does not exist.
+        BadConfig: one of them, or one that a mark was given for, does not exist.
     """
+    check_marks(options, partition_count)
     chosen = range(partition_count) if options.partitions is None else options.partitions
     for partition in chosen:
         check_partition(partition, partition_count, "option 'partitions'")
@@ -63,18 +69,34 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
 
 
 def first_since(stamp_ms_of: Callable[[int], int], mark: int, since_ms: int) -> int:
-    """Return the mark before the first of 0..mark that is stamped at or after a time.
+    """Return a mark of 0..mark before the first that may have been committed at or after a time.
 
-    Commit stamps never decrease in a partition, so that a few of them tell.
+    Commit stamps never decrease in a partition, so that a few of them tell. What an original wrote
+    has none (0): only a later transaction can tell that it was before the time. After a few such
+    questions it is taken for later (rule 4).
     """
-    low, high = 0, mark + 1
-    while low < high:
+    found = int(BEFORE_FIRST)
+    unstamped_left = UNSTAMPED_LOOKS_MAX
+    parts = [(0, mark)]  # what is left to look at; the last one first, as it is the latest
+    while parts:
+        low, high = parts.pop()
+        if low > high:
+            continue
         middle = (low + high) // 2
-        if stamp_ms_of(middle) < since_ms:
-            low = middle + 1
+        stamp_ms = stamp_ms_of(middle)
+        if stamp_ms == UNSTAMPED:
+            parts.append((low, middle - 1))
+            if unstamped_left:
+                unstamped_left -= 1
+                parts.append((middle + 1, high))
+            else:
+                del parts[1:]  # rule 4
+        elif stamp_ms < since_ms:
+            # All before it was before the time as well.
+            found, parts = middle, [(middle + 1, high)]
         else:
-            high = middle
-    return low - 1
+            parts.append((low, middle - 1))
+    return found
 
 
 def limited(starts: Mapping[int, int], ends: Mapping[int, int], count_max: int) -> dict[int, int]:

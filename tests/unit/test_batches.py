@@ -152,6 +152,13 @@ def test_columns_that_are_refused_before_they_are_sent(
         batches.encode_append_arrow(rows)
 
 
+def test_a_column_that_is_there_twice_is_refused() -> None:
+    columns = [pa.array([b"one"]), pa.array([b"other"])]
+    rows = pa.RecordBatch.from_arrays(columns, names=["data", "data"])
+    with pytest.raises(BadRequest, match="each once, found"):
+        batches.encode_append_arrow(rows)
+
+
 def test_lists_that_are_refused_before_they_are_sent() -> None:
     none: list[list[int]] = [[]]
     with pytest.raises(BadRequest, match="column header"):

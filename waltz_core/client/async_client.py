@@ -13,10 +13,11 @@ Rules:
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from waltz_core import errors
 from waltz_core.client.appends import BatchOrder, Row
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CLOSED = "the client is closed"
+
+AnswerT = TypeVar("AnswerT")
 
 
 class AsyncWaltzClient:
@@ -289,18 +292,19 @@ class AsyncWaltzClient:
 
     async def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
         """Return the marks of all partitions, asked at once."""
-        self._check_usable()
-        marks: dict[int, TransactionId] = {}
-
-        async def ask(partition_id: PartitionId) -> None:
-            marks[partition_id] = await self._ask_mark(partition_id, linearizable=linearizable)
-
-        await _all_of(ask(PartitionId(number)) for number in range(self.partition_count))
-        return dict(sorted(marks.items()))
+        wanted = self._all_or(None)
+        return await _by_partition(wanted, partial(self._ask_mark, linearizable=linearizable))
 
     async def replicas(self, partition: int, *, linearizable: bool = False) -> ReplicaSet:
         """Return the session, its mark and the replicas to read a partition from."""
         return await self.requests.replicas(self._checked(partition), linearizable=linearizable)
+
+    async def replica_sets(
+        self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
+    ) -> dict[int, ReplicaSet]:
+        """Return what `replicas` does of many partitions (all by default), asked at once."""
+        ask = partial(self.requests.replicas, linearizable=linearizable)
+        return await _by_partition(self._all_or(partitions), ask)
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until every append made before is final; return the partition's mark."""
@@ -315,16 +319,13 @@ class AsyncWaltzClient:
 
         Everything that older connections with this client id have sent is final then.
         """
-        wanted = self._all_or(partitions)
-        marks: dict[int, TransactionId] = {}
 
-        async def mount(partition_id: PartitionId) -> None:
+        async def mount(partition_id: PartitionId) -> TransactionId:
             partition = await self._partition(partition_id)
             await partition.mounted()
-            marks[partition_id] = partition.stream.high_water_mark
+            return partition.stream.high_water_mark
 
-        await _all_of(mount(partition_id) for partition_id in wanted)
-        return dict(sorted(marks.items()))
+        return await _by_partition(self._all_or(partitions), mount)
 
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
         """Number requests from these numbers on, by partition: lower ones were somebody else's.
@@ -586,11 +587,13 @@ class AsyncWaltzClient:
         return found
 
 
-async def _all_of(tasks: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them at once; raise the first error alone, not in a group."""
+async def _by_partition(
+    partition_ids: Iterable[PartitionId], ask: Callable[[PartitionId], Coroutine[Any, Any, AnswerT]]
+) -> dict[int, AnswerT]:
+    """Ask of all of them at once; raise the first error alone, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
-            for task in tasks:
-                group.create_task(task)
+            asked = {int(each): group.create_task(ask(each)) for each in sorted(partition_ids)}
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
+    return {partition: task.result() for partition, task in asked.items()}

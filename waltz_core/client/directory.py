@@ -50,6 +50,11 @@ class Layout:
     cluster: ClusterInfo
     owners: dict[int, tuple[str, int]]
 
+    def of(self, partition: int) -> "Layout":
+        """Return what is needed of it for one partition."""
+        owners = {partition: self.owners[partition]} if partition in self.owners else {}
+        return Layout(self.connect, self.cluster, owners)
+
 
 Changed = Callable[[Mapping[PartitionId, Owner]], None]
 
@@ -215,15 +220,19 @@ class FixedDirectory:
     """The directory of a process that was told where things are (rule 3)."""
 
     def __init__(self, layout: Layout, *, connect_timeout_ms: int) -> None:
-        self._told = {
-            PartitionId(partition): Owner(address, Generation(generation))
-            for partition, (address, generation) in layout.owners.items()
-        }
+        self._told: dict[PartitionId, Owner] = {}
+        self.learn(layout)
         self._cluster = layout.cluster
         self._changed: Changed | None = None
         self._fallback = ZooKeeperDirectory(layout.connect, connect_timeout_ms=connect_timeout_ms)
         self._is_open = False
         self._opening = asyncio.Lock()
+
+    def learn(self, layout: Layout) -> None:
+        """Take in the owners of partitions of which nothing is known yet; from any thread."""
+        for partition, (address, generation) in layout.owners.items():
+            owner = Owner(address, Generation(generation))
+            self._told.setdefault(PartitionId(partition), owner)
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:

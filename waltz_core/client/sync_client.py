@@ -24,7 +24,7 @@ from waltz_core import errors
 from waltz_core.client.async_client import AsyncWaltzClient
 from waltz_core.client.callbacks import Callbacks, PoisonPolicy
 from waltz_core.client.claim import TaskClaim
-from waltz_core.client.directory import ClusterInfo, Layout
+from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
 from waltz_core.client.feed import Verdict, Words, mark_of
 from waltz_core.client.opening import Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
@@ -162,6 +162,12 @@ class WaltzClient:
         """Return where everything is, as plain values for `at` in other processes."""
         return self._client.layout()
 
+    def learn(self, layout: Layout) -> None:
+        """Take in where partitions are that a client made by `at` does not know of yet."""
+        directory = self._client.directory
+        if isinstance(directory, FixedDirectory):
+            directory.learn(layout)
+
     def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
         """Return the last committed transaction of a partition, -1 for an empty one."""
         return self._call(self._client.high_water_mark(partition, linearizable=linearizable))
@@ -173,6 +179,12 @@ class WaltzClient:
     def replicas(self, partition: int, *, linearizable: bool = False) -> ReplicaSet:
         """Return the session, its mark and the replicas to read a partition from."""
         return self._call(self._client.replicas(partition, linearizable=linearizable))
+
+    def replica_sets(
+        self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
+    ) -> dict[int, ReplicaSet]:
+        """Return what `replicas` does of many partitions (all by default), asked at once."""
+        return self._call(self._client.replica_sets(partitions, linearizable=linearizable))
 
     def flush(self, partition: int) -> TransactionId:
         """Wait until every append made before is final; return the partition's mark."""

@@ -6,6 +6,7 @@ Why it stands alone: Spark pickles the reader to every task and calls `partition
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
@@ -13,7 +14,7 @@ from pyspark.sql.types import StructType
 
 from waltz_core.client import Layout, ReplicaSet, WaltzClient
 from waltz_spark import planning
-from waltz_spark.connections import client_at, client_of
+from waltz_spark.connections import client_at, sources_of
 from waltz_spark.datasource.fetch import Shape, fetch
 from waltz_spark.datasource.starts import starts
 from waltz_spark.failures import plainly, plainly_each
@@ -22,7 +23,10 @@ from waltz_spark.options import ReadOptions
 
 @dataclass
 class Task(InputPartition):
-    """What one task reads: transactions first..last of one partition, and from where."""
+    """What one task reads: transactions first..last of one partition, and from where.
+
+    Spark pickles each task by itself, so that a task knows the owner of its own partition only.
+    """
 
     layout: Layout
     replicas: ReplicaSet
@@ -53,13 +57,12 @@ class WaltzBatchReader(DataSourceReader):
             Unavailable: the cluster does not answer.
         """
         options = self._options
-        client = client_of(options.connect)
-        chosen = planning.chosen_partitions(options, client.partition_count)
-        planning.check_marks(options, client.partition_count)
         # A mark that was given may be later than what a server knows that was the owner just now.
         is_given = not (isinstance(options.starting, str) and isinstance(options.ending, str))
-        sources = {each: client.replicas(each, linearizable=is_given) for each in chosen}
-        marks = {partition: int(sources[partition].high_water_mark) for partition in chosen}
+        client, sources = sources_of(
+            options.connect, partial(planning.chosen_partitions, options), linearizable=is_given
+        )
+        marks = {each: int(source.high_water_mark) for each, source in sources.items()}
         whole = planning.spans(
             starts(client, options, marks),
             planning.resolve_ends(options, marks),
@@ -86,7 +89,7 @@ def tasks_of(
         per_task_max=options.task_transactions_max,
     )
     layout = client.layout()
-    return [Task(layout, sources[span.partition], *span) for span in spans]
+    return [Task(layout.of(span.partition), sources[span.partition], *span) for span in spans]
 
 
 def read_task(

@@ -6,28 +6,43 @@ pickles another one to the tasks; the only thing they share is what stands in th
 Rules:
     1. An offset is JSON from partition to mark, `{"0": 41}`: what was read, inclusive. A
        micro-batch reads what lies between two of them, whoever plans it, however often.
-    2. Offsets never go back, though a server that was the owner a moment ago may tell an old mark.
+    2. Offsets never go back, though a server that was the owner a moment ago may tell an old mark,
+       but for rule 4.
     3. A start past the end of the log is data loss, once a quorum of the replicas has confirmed it.
+       So is another cluster in the place of the one that a running query has read from.
+    4. Where data loss is allowed a partition of another log is read from its start: an offset goes
+       back to `BEFORE_FIRST`, by a micro-batch of its own that reads nothing of it.
+    5. Of a micro-batch that ends past the end of the log nothing is left: it was of another log.
 """
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
+from waltz_core.client import ReplicaSet, WaltzClient
 from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.record import BEFORE_FIRST
 from waltz_spark import planning
-from waltz_spark.connections import client_of
+from waltz_spark.connections import client_of, sources_of
 from waltz_spark.datasource.batch import read_task, tasks_of
 from waltz_spark.datasource.starts import starts
 from waltz_spark.failures import plainly, plainly_each
 from waltz_spark.options import Marks, ReadOptions
 
+_log = logging.getLogger("waltz")
+
 Offset = dict[str, int]
+
+_OTHER_LOG = (
+    "it was made anew, or is another one. Begin with another checkpoint, or set "
+    "failOnDataLoss=false to read it from its start"
+)
 
 
 class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -44,6 +59,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target: Marks | None = None  # where a query ends that reads only what is there
         self._marks: Marks = {}
         self._marks_until_s = 0.0
+        self._cluster_key: bytes | None = None  # of the log that this query has read from
+        self._anew: set[int] = set()  # partitions to be begun again (rule 4)
 
     # ---- offsets, in the process that Spark keeps for them
 
@@ -56,12 +73,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             BadConfig: a partition does not exist.
             Unavailable: the cluster does not answer.
         """
-        options, client = self._options, client_of(self._options.connect)
-        planning.check_marks(options, client.partition_count)
-        chosen = planning.chosen_partitions(options, client.partition_count)
         # Rule 3: a mark that was given is held against what a quorum confirms.
-        marks = {each: int(client.high_water_mark(each, linearizable=True)) for each in chosen}
-        return _offset(starts(client, options, marks))
+        client, sources = self._ask(linearizable=True)
+        return _offset(starts(client, self._options, _marks(sources)))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Return the most that a micro-batch reads, unless the trigger says otherwise."""
@@ -81,10 +95,17 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             BadConfig: `start`, from a checkpoint, is of other partitions.
         """
         begin = self._begin(start)
-        ends = self._marks_now() if self._target is None else self._target
-        ends = {each: self._end_of(each, begin[each], mark) for each, mark in ends.items()}
+        marks = self._marks_now(begin)
+        lost = [each for each, mark in begin.items() if each in self._anew or mark > marks[each]]
+        if lost:
+            self._anew.difference_update(lost)
+            return _offset({**begin, **self._begun_again(lost, begin, marks)})
+        ends = marks
+        if self._target is not None:
+            # A target of another log would never be reached.
+            ends = {each: min(mark, marks[each]) for each, mark in self._target.items()}
+            ends = {each: max(mark, begin[each]) for each, mark in ends.items()}
         if isinstance(limit, ReadMaxRows):
-            begin = {each: min(mark, ends[each]) for each, mark in begin.items()}
             ends = planning.limited(begin, ends, limit.max_rows)
         return _offset(ends)
 
@@ -112,47 +133,77 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         return {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
 
-    def _end_of(self, partition: int, start: int, mark: int) -> int:
-        if start <= mark:
-            return mark
-        if self._target is not None and start <= self._marks_now()[partition]:
-            return start
-        mark = client_of(self._options.connect).high_water_mark(partition, linearizable=True)
-        if start > mark and self._options.fail_on_data_loss:
-            raise DataLoss(
-                f"the checkpoint ends at transaction {start} of partition {partition}, but its log "
-                f"ends at {mark}: another cluster, or a log that was made anew. Begin with another "
-                "checkpoint, or set failOnDataLoss=false to go on from the end of the log"
-            )
-        return min(start, mark)
+    def _begun_again(self, lost: Sequence[int], begin: Marks, marks: Marks) -> Marks:
+        """Return the start of partitions that are another log's (rule 4).
 
-    def _marks_now(self) -> Marks:
-        """Return the marks, at most `pollInterval` old."""
+        Raises:
+            DataLoss: unless that was allowed.
+        """
+        if self._options.fail_on_data_loss:
+            # One that ends before shows best what has happened.
+            shown = min(lost, key=lambda each: marks[each] - begin[each])
+            what = (
+                f"the stream has read partition {shown} up to transaction {begin[shown]}, but its "
+                f"log ends at {marks[shown]}"
+            )
+            if marks[shown] >= begin[shown]:
+                what = f"{self._options.connect} is not the cluster that the stream has read from"
+            raise DataLoss(f"{what}: {_OTHER_LOG}")
+        _log.warning("partitions %s are of another log and are read from its start", lost)
+        return dict.fromkeys(lost, int(BEFORE_FIRST))
+
+    def _marks_now(self, least: Marks | None = None) -> Marks:
+        """Return the marks, at most `pollInterval` old; less than `least` only if confirmed."""
         now_s = time.monotonic()
         if now_s >= self._marks_until_s:
-            client = client_of(self._options.connect)
-            chosen = planning.chosen_partitions(self._options, client.partition_count)
-            if len(chosen) == client.partition_count:
-                marks = client.high_water_marks()
-            else:
-                marks = {each: client.high_water_mark(each) for each in chosen}
-            # Rule 2: of two answers the later mark is true.
-            self._marks = {
-                each: max(int(marks[each]), self._marks.get(each, int(BEFORE_FIRST)))
-                for each in chosen
-            }
+            known = self._marks
+            self._marks = self._asked(linearizable=False)
+            self._confirm(known)
             self._marks_until_s = now_s + self._options.poll_ms / 1000
+        self._confirm(least or {})
         return self._marks
+
+    def _confirm(self, known: Marks) -> None:
+        """Have marks that were told later before confirmed by a quorum (rules 2 and 3)."""
+        if any(mark < known.get(each, mark) for each, mark in self._marks.items()):
+            self._marks = self._asked(linearizable=True)
+
+    def _asked(self, *, linearizable: bool) -> Marks:
+        return _marks(self._ask(linearizable=linearizable)[1])
+
+    def _ask(self, *, linearizable: bool) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
+        choose = partial(planning.chosen_partitions, self._options)
+        client, sources = sources_of(self._options.connect, choose, linearizable=linearizable)
+        key = client.cluster().key
+        if self._cluster_key not in (None, key):
+            self._anew.update(sources)
+        self._cluster_key = key
+        return client, sources
 
     # ---- a micro-batch
 
     @plainly
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """Return the tasks of a micro-batch (rule 1)."""
-        whole = planning.spans(self._begin(start), self._begin(end), self._options.transaction_ids)
-        client = client_of(self._options.connect)
-        sources = {span.partition: client.replicas(span.partition) for span in whole}
-        return tasks_of(client, self._options, whole, sources)
+        """Return the tasks of a micro-batch (rule 1).
+
+        Raises:
+            DataLoss: the log ends before the micro-batch does.
+        """
+        options, ends = self._options, self._begin(end)
+        whole = planning.spans(self._begin(start), ends, options.transaction_ids)
+        held = {span.partition: ends[span.partition] for span in whole}
+        client, sources = sources_of(options.connect, lambda _: list(held), linearizable=False)
+        if _past(held, sources):
+            sources = client.replica_sets(held, linearizable=True)
+        if lost := _past(held, sources):
+            if options.fail_on_data_loss:
+                raise DataLoss(
+                    f"the micro-batch ends at transaction {held[lost[0]]} of partition {lost[0]}, "
+                    f"but its log ends at {sources[lost[0]].high_water_mark}: {_OTHER_LOG}"
+                )
+            _log.warning("a micro-batch of another log: nothing is left of partitions %s", lost)
+            whole = [span for span in whole if span.partition not in lost]
+        return tasks_of(client, options, whole, sources)
 
     @plainly_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -188,6 +239,15 @@ class RefusedStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Raise what is wrong."""
         raise self._error
+
+
+def _marks(sources: Mapping[int, ReplicaSet]) -> Marks:
+    return {partition: int(source.high_water_mark) for partition, source in sources.items()}
+
+
+def _past(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
+    """Return the partitions whose log ends before an end."""
+    return [each for each, end in ends.items() if end > sources[each].high_water_mark]
 
 
 def _offset(marks: Marks) -> Offset:

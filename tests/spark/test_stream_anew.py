@@ -1,0 +1,156 @@
+"""A log that is made anew under a stream: told in a sentence, or read from its start."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kazoo.client import KazooClient
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import StreamingQuery  # noqa: TC002
+
+import waltz_core.local
+import waltz_spark
+from waltz_core.client import WaltzClient
+from waltz_core.errors import DataLoss
+from waltz_core.local import LocalCluster
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+PARTITIONS = 2
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with waltz_core.local.running(
+        storage_count=1, server_count=1, partition_count=PARTITIONS
+    ) as running:
+        yield running
+
+
+def make_anew(cluster: LocalCluster) -> None:
+    """Put another cluster in the place of one, at the same root of the same ZooKeeper."""
+    daemons = [member.name for member in cluster.members if member.kind != "zookeeper"]
+    for name in reversed(daemons):
+        cluster.kill(name)
+        shutil.rmtree(cluster.directory / name, ignore_errors=True)
+    hosts, _, root = cluster.connect.partition("/")
+    zookeeper = KazooClient(hosts)
+    zookeeper.start()
+    zookeeper.delete(f"/{root}", recursive=True)
+    zookeeper.stop()
+    zookeeper.close()
+    (cluster.directory / "created").unlink()
+    cluster.up()
+
+
+def append(connect: str, tag: str, count: int) -> set[str]:
+    texts = [f"{tag}{n}" for n in range(count)]
+    with WaltzClient(connect) as client:
+        futures = [
+            client.append(text.encode(), partition=n % PARTITIONS) for n, text in enumerate(texts)
+        ]
+        for future in futures:
+            future.result(60)
+    return set(texts)
+
+
+class Reader:
+    """A stream of the whole log, and what it has seen; `after` runs once, before the next poll."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        connect: str,
+        place: Path,
+        after: Callable[[], None] = lambda: None,
+        **options: object,
+    ) -> None:
+        self.seen: list[str] = []
+        self._after = after
+        chosen = {"startingHighWaterMarks": "earliest", "pollInterval": 0, **options}
+        self.query: StreamingQuery = (
+            spark.readStream.format("waltz")
+            .options(**chosen)
+            .load(connect)
+            .writeStream.foreachBatch(self._take)
+            .option("checkpointLocation", str(place))
+            .start()
+        )
+
+    def _take(self, batch: DataFrame, _number: int) -> None:
+        self.seen += [row.data for row in batch.selectExpr("CAST(data AS string)").collect()]
+        after, self._after = self._after, lambda: None
+        after()
+
+
+@pytest.mark.parametrize("later", [2, 40])  # less than was there before, and more
+def test_a_running_stream_tells_that_the_log_is_another_one(
+    spark: SparkSession, cluster: LocalCluster, tmp_path: Path, later: int
+) -> None:
+    def swap() -> None:
+        make_anew(cluster)
+        append(cluster.connect, "new", later)
+
+    old = append(cluster.connect, "old", 10)
+    reader = Reader(spark, cluster.connect, tmp_path, after=swap)
+    with pytest.raises(StreamingQueryException, match="made anew") as failed:
+        reader.query.awaitTermination(200)
+    assert isinstance(waltz_spark.error_of(failed.value), DataLoss)
+    assert "Traceback" not in str(waltz_spark.error_of(failed.value))
+    assert set(reader.seen) == old
+
+
+@pytest.mark.parametrize("later", [2, 40])
+def test_where_data_loss_is_allowed_the_new_log_is_read_from_its_start(
+    spark: SparkSession, cluster: LocalCluster, tmp_path: Path, later: int
+) -> None:
+    new: set[str] = set()
+
+    def swap() -> None:
+        make_anew(cluster)
+        new.update(append(cluster.connect, "new", later))
+
+    old = append(cluster.connect, "old", 10)
+    reader = Reader(spark, cluster.connect, tmp_path, after=swap, failOnDataLoss="false")
+    try:
+        reader.query.processAllAvailable()
+        assert sorted(reader.seen) == sorted(old | new)
+        more = append(cluster.connect, "more", 3)
+        reader.query.processAllAvailable()
+        assert sorted(reader.seen) == sorted(old | new | more)
+    finally:
+        reader.query.stop()
+
+
+def plan_past_the_end(checkpoint: Path) -> None:
+    """Have the last micro-batch end at transaction 1000 of each partition, and not done."""
+    (last,) = (checkpoint / "commits").glob("0")
+    last.unlink()
+    offsets = checkpoint / "offsets" / "0"
+    *head, _ = offsets.read_text().splitlines()
+    offsets.write_text("\n".join([*head, json.dumps({str(n): 1000 for n in range(PARTITIONS)})]))
+    for crc in checkpoint.glob("*/.*.crc"):
+        crc.unlink()
+
+
+def test_a_micro_batch_that_was_planned_of_another_log(
+    spark: SparkSession, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    here = append(cluster.connect, "here", 10)
+    reader = Reader(spark, cluster.connect, tmp_path)
+    reader.query.processAllAvailable()
+    reader.query.stop()
+    plan_past_the_end(tmp_path)
+    reader = Reader(spark, cluster.connect, tmp_path)
+    with pytest.raises(StreamingQueryException, match="the micro-batch ends at") as failed:
+        reader.query.awaitTermination(120)
+    assert isinstance(waltz_spark.error_of(failed.value), DataLoss)
+    reader = Reader(spark, cluster.connect, tmp_path, failOnDataLoss="false")
+    try:
+        reader.query.processAllAvailable()
+        assert sorted(reader.seen) == sorted(here)
+    finally:
+        reader.query.stop()
