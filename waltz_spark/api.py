@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
@@ -22,6 +23,7 @@ from pyspark.sql import functions as F
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.connections import client_of
 from waltz_spark.failures import error_of
+from waltz_spark.unwrapping import is_connect, unwrap
 from waltz_spark.writer.results import COMMITTED, REJECTED, RETRY, SUMMARY_FILE, open_place
 
 
@@ -68,8 +70,8 @@ def append(
     """Append a DataFrame and return the outcome of every row.
 
     The same write as `df.write.format("waltz")`, with `onLockFailure=reject` unless you say
-    otherwise. Without `resultsPath` the results go to a temporary directory, which only a local
-    Spark can do.
+    otherwise. Without `resultsPath` the results go to a temporary directory, which only a Spark
+    that is all on this machine can do.
 
     Args:
         df: one row is one transaction.
@@ -101,11 +103,21 @@ def append(
         if found is None:
             raise
         raise found from failure
-    place = open_place(path)
-    with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
-        summary = json.loads(stream.read())
+    summary = _summary(path)
     marks = {int(partition): mark for partition, mark in summary.pop("high_water_marks").items()}
     return WriteResult(_results(spark, df, path), summary, marks, path)
+
+
+def _summary(path: str) -> dict[str, Any]:
+    place = open_place(path)
+    try:
+        with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
+            return dict(json.loads(stream.read()))
+    except FileNotFoundError:
+        raise BadConfig(
+            f"the write is done, but what became of it is not in {path}: resultsPath is to be a "
+            "place that this Python and every executor reach"
+        ) from None
 
 
 def _results(spark: SparkSession, df: DataFrame, path: str) -> DataFrame:
@@ -160,14 +172,12 @@ def _is_whole(value: object, *, minimum: int) -> bool:
 
 
 def _temporary_results(spark: SparkSession) -> str:
-    try:
-        master = spark.conf.get("spark.master", "")
-    except Exception:  # noqa: BLE001 - Spark Connect may keep it to itself
-        master = ""
-    if not (master or "").startswith("local"):
+    # A server of Spark Connect may be elsewhere, unless this process has started it.
+    is_here = not is_connect(spark) or "SPARK_LOCAL_REMOTE" in os.environ
+    if not (is_here and (spark.conf.get("spark.master", "") or "").startswith("local")):
         raise BadConfig(
-            "this Spark runs on other machines too: give option resultsPath, a directory that "
-            "every executor reaches"
+            "this Spark runs on other machines too, or may: give option resultsPath, a directory "
+            "that this Python and every executor reach"
         )
     return str(Path(tempfile.mkdtemp(prefix="waltz-results-")) / uuid.uuid4().hex)  # noqa: TID251
 
@@ -219,44 +229,72 @@ def register(spark: SparkSession) -> None:
     spark.dataSource.register(WaltzDataSource)
 
 
-def session(app_name: str = "waltz", master: str | None = None, **conf: str) -> SparkSession:
+def session(
+    app_name: str = "waltz",
+    master: str | None = None,
+    *,
+    remote: str | None = None,
+    **conf: str,
+) -> SparkSession:
     """Return a Spark session that is set up for Waltz.
 
     Its workers run this very Python (the commonest first failure is another one), quick tasks go
     over Unix sockets, and the console stays readable: in a notebook what Spark's processes say goes
-    to the terminal that Jupyter runs in, not into a cell. Settings of your own win.
+    to the terminal that Jupyter runs in, not into a cell. What goes wrong in it is raised as
+    `LockFailed`, `BadConfig`, ... (`waltz_core.errors`). Settings of your own win.
 
     Args:
         app_name: shown in Spark's UI.
         master: `local[*]`, `spark://...`; Spark's own default when None.
+        remote: in place of `master`, a server of Spark Connect, `sc://host:15002`; or `local[2]`,
+            for one of this process. A server elsewhere is set up where it is started.
         conf: settings with `_` for `.`, or give them in a dict by `**{"spark.x.y": "z"}`.
 
     Raises:
         BadRequest: a session with other workers already runs.
     """
-    wanted = os.environ.get("PYSPARK_PYTHON")
-    if wanted is None:
-        os.environ["PYSPARK_PYTHON"] = sys.executable
-        if SparkSession.getActiveSession() is not None:
-            raise BadRequest(
-                "a Spark session runs already, and its workers may run another Python: set "
-                f"PYSPARK_PYTHON={sys.executable} before the first session starts"
-            )
-    builder = SparkSession.builder.appName(app_name)
+    if master is not None and remote is not None:
+        raise BadRequest(f"a session is of a master ({master}) or of a server ({remote}); give one")
+    own = {key if "." in key else key.replace("_", "."): value for key, value in conf.items()}
+    if remote is not None and not remote.startswith("local"):
+        builder, settings = SparkSession.builder.remote(remote), _SETTINGS_OF_A_SESSION
+    else:
+        _set_python_of_workers()
+        builder, settings = SparkSession.builder.appName(app_name), _SETTINGS
+        if remote is not None:
+            builder = builder.remote(remote)
     if master is not None:
         builder = builder.master(master)
-    settings = {
-        "spark.ui.showConsoleProgress": "false",
-        "spark.ui.enabled": "false",
-        "spark.log.level": "ERROR",
-        "spark.python.unix.domain.socket.enabled": "true",
-        "spark.sql.session.timeZone": "UTC",
-        **{key if "." in key else key.replace("_", "."): value for key, value in conf.items()},
-    }
-    for key, value in settings.items():
+    for key, value in {**settings, **own}.items():
         builder = builder.config(key, value)
     with _stderr_of_the_terminal():
-        return builder.getOrCreate()
+        made = builder.getOrCreate()
+    unwrap(made)
+    return made
+
+
+_SETTINGS_OF_A_SESSION = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.connect.serverStacktrace.enabled": "false",  # as Spark does without Connect
+}
+_SETTINGS = {
+    "spark.ui.showConsoleProgress": "false",
+    "spark.ui.enabled": "false",
+    "spark.log.level": "ERROR",
+    "spark.python.unix.domain.socket.enabled": "true",
+    **_SETTINGS_OF_A_SESSION,
+}
+
+
+def _set_python_of_workers() -> None:
+    if "PYSPARK_PYTHON" in os.environ:
+        return
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    if SparkSession.getActiveSession() is not None:
+        raise BadRequest(
+            "a Spark session runs already, and its workers may run another Python: set "
+            f"PYSPARK_PYTHON={sys.executable} before the first session starts"
+        )
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ _WORKER = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
 _HIDE = "SPARK_HIDE_TRACEBACK"
 _SPOKEN = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
 _SENTENCE = re.compile(r"\bwaltz_core\.errors\.(\w+): (.*)")
+# What Python says between an error and the one that was raised in answer to it.
+_ANSWERED = re.compile(r"^(During handling of|The above exception was the)", re.MULTILINE)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,11 +76,21 @@ def error_of(failure: BaseException) -> errors.WaltzError | None:
     It has the class and the sentence; other attributes do not travel.
     """
     if isinstance(failure, errors.WaltzError):
-        return failure
+        plain: errors.WaltzError = getattr(failure, "plain", failure)  # see unwrapping.py
+        return plain
     found = _SENTENCE.findall(str(failure))
-    if not found:
+    return _made(*found[-1]) if found else None
+
+
+def last_word(text: str) -> errors.WaltzError | None:
+    """Return our error at the end of a text; None when somebody has raised another one over it."""
+    found = list(_SENTENCE.finditer(text))
+    if not found or _ANSWERED.search(text, found[-1].end()):
         return None
-    name, sentence = found[-1]
+    return _made(*found[-1].groups())
+
+
+def _made(name: str, sentence: str) -> errors.WaltzError | None:
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, errors.WaltzError)):
         return None

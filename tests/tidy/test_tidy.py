@@ -41,6 +41,7 @@ ONE_DOOR = {
     "msgpack": ("waltz_core/client/transaction.py", "waltz_spark/rows.py"),
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local.py",),
+    "py4j": ("waltz_spark/unwrapping.py",),
     "sqlalchemy": ("waltz_core/client/sql.py",),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.

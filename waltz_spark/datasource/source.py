@@ -99,7 +99,7 @@ class WaltzDataSource(DataSource):
         if overwrite:
             raise BadRequest(
                 "mode 'overwrite' cannot be: a log keeps every transaction for ever; use "
-                ".mode('append')"
+                ".mode('append'), or INSERT INTO"
             )
         from waltz_spark.writer.batch import WaltzBatchWriter  # noqa: PLC0415 - see the module
 

@@ -1,0 +1,368 @@
+"""Tests of Spark Connect, for a pytest of their own: `test_connect.py` runs them.
+
+The server is Spark's own, as `start-connect-server.sh` starts it. This process is its client: it
+has no Java, and what is done here reaches the log through the server's Python workers.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pyspark
+import pytest
+from chispa import assert_df_equality
+from pyspark.errors import AnalysisException, PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming import StreamingQuery
+
+import waltz_spark
+from waltz_core import errors
+from waltz_core.client import WaltzClient
+from waltz_spark import LagListener, lag_of
+from waltz_spark.functions import lock
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(240)]
+
+SERVER = "org.apache.spark.sql.connect.service.SparkConnectServer"
+ACCOUNTS = "id long, owner string, balance decimal(12,2), opened date, seen timestamp"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(log: Path) -> Iterator[str]:
+    """Start a server of Spark Connect; give its address once it answers, and end it."""
+    port = free_port()
+    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    settings = {
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": str(port),
+        "spark.ui.enabled": "false",
+        "spark.log.level": "ERROR",
+        "spark.python.unix.domain.socket.enabled": "true",
+        "spark.sql.shuffle.partitions": "4",
+        "spark.sql.warehouse.dir": str(log.parent / "warehouse"),
+    }
+    line = [str(submit), "--master", "local[2]", "--class", SERVER]
+    line += [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
+    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+    with log.open("wb") as told:
+        process = subprocess.Popen(
+            [*line, "spark-internal"], env=environment, stdout=told, stderr=told
+        )
+    try:
+        wait_for(process, port, log)
+        yield f"sc://127.0.0.1:{port}"
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait(30)
+
+
+def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    paced = threading.Event()
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        assert process.poll() is None, log.read_text()
+        paced.wait(0.2)
+
+
+@pytest.fixture(scope="session")
+def connect() -> str:
+    return os.environ["WALTZ_TESTS_CONNECT"]
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    with server(tmp_path_factory.mktemp("server") / "server.log") as address:
+        session = waltz_spark.session(remote=address)
+        yield session
+        session.stop()
+
+
+@pytest.fixture
+def marks(spark: SparkSession, connect: str) -> dict[int, int]:
+    """The log's marks before the test."""
+    return dict(waltz_spark.snapshot(spark, connect).high_water_marks)
+
+
+def as_json(marks: dict[int, int]) -> str:
+    return json.dumps({str(partition): mark for partition, mark in marks.items()})
+
+
+def read(spark: SparkSession, connect: str, marks: dict[int, int], **options: object) -> DataFrame:
+    reader = spark.read.format("waltz").option("startingHighWaterMarks", as_json(marks))
+    return reader.options(**options).load(connect)
+
+
+def seats(spark: SparkSession, who: str, first: int, last: int) -> DataFrame:
+    locks = F.array(lock("seat over connect", "id")).alias("write_locks")
+    return spark.range(first, last + 1).select("id", F.lit(who).alias("who"), locks)
+
+
+def is_one_sentence(error: BaseException) -> bool:
+    return "\n" not in str(error) and type(error).__module__ == "waltz_core.errors"
+
+
+def test_it_is_a_session_of_connect(spark: SparkSession) -> None:
+    assert type(spark).__module__.startswith("pyspark.sql.connect.")
+
+
+def test_a_table_comes_back_whole(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
+    table = spark.range(500).selectExpr(
+        "id",
+        "concat('owner ', id) AS owner",
+        "CAST(id * 1.25 AS decimal(12,2)) AS balance",
+        "date_add(DATE'2013-01-01', CAST(id % 365 AS int)) AS opened",
+        "timestamp_micros(id * 1234567) AS seen",
+    )
+    locked = table.withColumn("append_locks", F.array(lock("account", "id")))
+    locked.write.format("waltz").mode("append").option("dataFormat", "msgpack").save(connect)
+    back = spark.read.format("waltz").option("dataFormat", "msgpack").schema(ACCOUNTS)
+    back = back.option("startingHighWaterMarks", as_json(marks)).load(connect)
+    assert_df_equality(back, table, ignore_row_order=True, ignore_nullable=True)
+
+
+def test_reading_options(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
+    table = spark.range(300).selectExpr(
+        "2 AS partition", "CAST(id % 3 AS int) AS header", "CAST(id AS string) AS data"
+    )
+    table.coalesce(1).write.format("waltz").mode("append").save(connect)
+    first = marks[2] + 1
+    wanted = {"partitions": "2", "transactionIds": f"{first + 10}-{first + 19}"}
+    some = spark.read.format("waltz").options(**wanted).load(connect)
+    assert sorted(int(bytes(row.data)) for row in some.collect()) == list(range(10, 20))
+    ones = read(spark, connect, marks, headers="1", columns="transaction_id,header")
+    assert ones.columns == ["transaction_id", "header"]
+    assert ones.count() == 100
+    split = read(spark, connect, marks, minPartitions=4, columns="header")
+    assert split.select(F.spark_partition_id()).distinct().count() >= 4
+    for place in ("replica", "server"):
+        assert read(spark, connect, marks, readFrom=place).count() == 300
+
+
+def test_payloads_that_cannot_be_unpacked(
+    spark: SparkSession, connect: str, marks: dict[int, int]
+) -> None:
+    with WaltzClient(connect) as client:
+        for payload in (b'{"n":1}', b"no json", b'{"n":3}'):
+            client.append(payload, partition=0).result(30)
+    reader = spark.read.format("waltz").options(
+        dataFormat="json", startingHighWaterMarks=as_json(marks)
+    )
+    with pytest.raises(errors.BadFormat, match=r"^partition 0, transaction \d+: the payload is no"):
+        reader.schema("n long").load(connect).collect()
+    some = reader.option("mode", "DROPMALFORMED").schema("n long").load(connect)
+    assert [row.n for row in some.collect()] == [1, 3]
+    all_of_them = reader.option("mode", "PERMISSIVE").schema("n long, _corrupt_record string")
+    assert [tuple(row) for row in all_of_them.load(connect).collect()] == [
+        (1, None),
+        (None, "no json"),
+        (3, None),
+    ]
+
+
+def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+    snapshot = waltz_spark.snapshot(spark, connect)
+    count = snapshot.read().count()
+    assert count == sum(mark + 1 for mark in snapshot.high_water_marks.values())
+
+    def write(who: str, first: int, last: int, **options: object) -> waltz_spark.WriteResult:
+        return waltz_spark.append(
+            seats(spark, who, first, last),
+            connect,
+            high_water_marks=snapshot.high_water_marks,
+            resultsPath=tmp_path / who,
+            dataFormat="msgpack",
+            **options,
+        )
+
+    anna = write("anna", 0, 39)
+    assert (anna.counts["committed"], anna.rejected.count()) == (40, 0)
+    boris = write("boris", 25, 64)
+    assert (boris.counts["committed"], boris.counts["rejected"]) == (25, 15)
+    won = {row.id: row.transaction_id for row in anna.committed.collect()}
+    lost = {row.id: row.lock_failure_transaction_id for row in boris.rejected.collect()}
+    assert lost == {number: won[number] for number in range(25, 40)}
+    clara = write("clara", 64, 65, onLockFailure="retry")
+    assert (clara.counts["retry"], clara.counts["rejected"]) == (1, 0)
+    (again,) = clara.retry.collect()
+    assert again.status == "RETRY"
+    assert again.retry_high_water_mark >= again.lock_failure_transaction_id
+    assert snapshot.read().count() == count
+    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was refused") as caught:
+        write("dora", 0, 0, onLockFailure="fail")
+    assert is_one_sentence(caught.value)
+
+
+def test_results_need_a_place_that_both_reach(spark: SparkSession, connect: str) -> None:
+    with pytest.raises(errors.BadConfig, match="give option resultsPath"):
+        waltz_spark.append(seats(spark, "anna", 100, 100), connect, dataFormat="msgpack")
+
+
+def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
+    with pytest.raises(errors.BadConfig) as caught:
+        read(spark, connect, marks, startingHighWaterMark="x").collect()
+    assert str(caught.value) == (
+        "format 'waltz' has no option 'startinghighwatermark'; did you mean "
+        "'startingHighWaterMarks'?"
+    )
+    assert is_one_sentence(caught.value)
+    assert isinstance(caught.value, AnalysisException)
+    locked = seats(spark, "anna", 200, 200)
+    writer = locked.write.format("waltz").mode("append").options(dataFormat="msgpack")
+    writer = writer.option("clientHighWaterMarks", as_json(marks))
+    writer.save(connect)
+    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was refused") as refused:
+        writer.save(connect)
+    assert is_one_sentence(refused.value)
+    with pytest.raises(errors.Unavailable, match=r"^no ZooKeeper answered at 127\.0\.0\.1:1"):
+        spark.read.format("waltz").load("127.0.0.1:1/waltz/none").collect()
+    with pytest.raises(PySparkException, match="TABLE_OR_VIEW_NOT_FOUND") as other:
+        spark.sql("SELECT * FROM nobody_has_made_this").collect()
+    assert not isinstance(other.value, errors.WaltzError)
+
+
+def test_a_session_that_is_not_ours_tells_the_sentence_too(
+    spark: SparkSession, connect: str
+) -> None:
+    own = spark.newSession()
+    with pytest.raises(AnalysisException) as caught:
+        own.read.format("waltz").option("partition", "3").load(connect).collect()
+    assert not isinstance(caught.value, errors.WaltzError)
+    found = waltz_spark.error_of(caught.value)
+    assert type(found) is errors.BadConfig
+    assert str(found) in str(caught.value).splitlines()[0]
+    assert "did you mean 'partitions'?" in str(found)
+
+
+def test_a_named_write_is_written_once(
+    spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
+) -> None:
+    table = spark.range(0, 400, numPartitions=4).selectExpr(
+        "CAST(id AS string) AS data", "CAST(id % 4 AS int) AS partition"
+    )
+    name = f"once-{sum(marks.values())}"
+    for number in range(2):
+        result = waltz_spark.append(
+            table, connect, writeId=name, resultsPath=tmp_path / str(number)
+        )
+        assert result.counts["committed"] == 400
+    found = Counter(int(bytes(row.data)) for row in read(spark, connect, marks).collect())
+    assert found == Counter(dict.fromkeys(range(400), 1))
+
+
+def test_sql(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
+    base = f"connect '{connect}', columns 'partition,data'"
+    for name, options in (
+        ("log_in", base),
+        ("log", f"{base}, startingHighWaterMarks '{as_json(marks)}'"),
+    ):
+        spark.sql(f"CREATE TEMPORARY VIEW {name} USING waltz OPTIONS ({options})")
+    spark.sql("INSERT INTO log_in SELECT 3, CAST('over connect' AS binary)")
+    (row,) = spark.sql("SELECT data FROM log").collect()
+    assert bytes(row.data) == b"over connect"
+    with pytest.raises(errors.BadConfig, match=r"did you mean 'partitions'\?"):
+        spark.sql(f"CREATE TEMPORARY VIEW bad USING waltz OPTIONS ({base}, partition '3')")
+
+
+def finished(query: StreamingQuery) -> StreamingQuery:
+    assert query.awaitTermination(120)
+    return query
+
+
+def test_streams_in_and_out(
+    spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
+) -> None:
+    """From the log into files and on from the checkpoint; from files into the log, once."""
+    told: list[str] = []
+    listener = LagListener(lambda query, _lags: told.append(query))
+    spark.streams.addListener(listener)
+    starting = {"startingHighWaterMarks": as_json(marks), "maxTransactionsPerTrigger": "40"}
+    for times in (1, 2):
+        rows = spark.range(0, 60, numPartitions=2).selectExpr(f"concat('{times}-', id) AS data")
+        rows.write.format("waltz").mode("append").save(connect)
+        table = spark.readStream.format("waltz").options(**starting).load(connect)
+        writer = table.selectExpr("CAST(data AS string)").writeStream.format("parquet")
+        writer = writer.option("checkpointLocation", str(tmp_path / "in"))
+        query = finished(writer.trigger(availableNow=True).start(str(tmp_path / "files")))
+        assert sum(lag_of(query.lastProgress)[0].values()) == 0
+        assert len(query.recentProgress) >= 2
+        files = spark.read.parquet(str(tmp_path / "files"))
+        assert files.count() == files.distinct().count() == 60 * times
+    spark.streams.removeListener(listener)
+
+    middle = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
+    results = tmp_path / "results"
+    for times in (1, 2):
+        files = spark.readStream.schema("data string").parquet(str(tmp_path / "files"))
+        writer = files.writeStream.format("waltz").option("resultsPath", str(results))
+        writer = writer.option("checkpointLocation", str(tmp_path / "out"))
+        finished(writer.trigger(availableNow=True).start(connect))
+        assert read(spark, connect, middle).count() == 120
+        if times == 1:  # as a driver leaves it that dies before Spark records the micro-batch
+            for name in ("0", ".0.crc"):
+                (tmp_path / "out" / "commits" / name).unlink(missing_ok=True)
+    assert (results / "batch=0" / "_SUCCESS").exists()
+    assert told
+
+
+def test_foreach_batch_is_written_once(
+    spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
+) -> None:
+    """The function runs beside the server; its first run fails after its write."""
+    rows = spark.range(0, 80, numPartitions=2).selectExpr("CAST(id AS string) AS data")
+    rows.write.parquet(str(tmp_path / "in"))
+    failed, name = str(tmp_path / "failed"), f"foreach-{sum(marks.values())}"
+
+    def settle(table: DataFrame, number: int) -> None:
+        options = {"writeId": name, "batchId": str(number)}
+        table.write.format("waltz").mode("append").options(**options).save(connect)
+        if not os.path.exists(failed):
+            with open(failed, "w"):
+                pass
+            raise RuntimeError("after the write")
+
+    def run() -> StreamingQuery:
+        stream = spark.readStream.schema("data string").parquet(str(tmp_path / "in"))
+        writer = stream.writeStream.foreachBatch(settle)
+        writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        return writer.trigger(availableNow=True).start()
+
+    with pytest.raises(PySparkException, match="after the write"):
+        run().awaitTermination(120)
+    finished(run())
+    found = Counter(int(bytes(row.data)) for row in read(spark, connect, marks).collect())
+    assert found == Counter(dict.fromkeys(range(80), 1))
+
+
+def test_a_stream_that_cannot_be(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+    spark.range(1).write.parquet(str(tmp_path / "in"))
+    stream = spark.readStream.schema("id long").parquet(str(tmp_path / "in"))
+    writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
+    query = writer.trigger(availableNow=True).start(connect)
+    with pytest.raises(errors.BadRequest, match=r"^there is no column 'data'") as caught:
+        query.awaitTermination(120)
+    assert is_one_sentence(caught.value)
+    told = query.exception()
+    assert type(waltz_spark.error_of(told)) is errors.BadRequest
+    assert re.search("there is no column 'data'", str(told).splitlines()[0])

@@ -1,0 +1,184 @@
+"""In a session of `waltz_spark.session` what goes wrong is our own error, one sentence."""
+
+import copy
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import AnalysisException, PySparkException, StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+import waltz_spark
+from waltz_core import errors
+from waltz_spark import unwrapping
+from waltz_spark.functions import lock
+
+pytestmark = pytest.mark.spark
+
+NOBODY = "127.0.0.1:1/waltz/none"
+
+
+def read(spark: SparkSession, connect: str, **options: str) -> DataFrame:
+    return spark.read.format("waltz").options(**options).load(connect)
+
+
+def locked(spark: SparkSession, key: int) -> DataFrame:
+    write_locks = F.array(lock("unwrapped", F.lit(key))).alias("write_locks")
+    return spark.range(1).select(F.lit("x").alias("data"), write_locks)
+
+
+def write(table: DataFrame, connect: str, **options: str) -> None:
+    table.write.format("waltz").mode("append").options(**options).save(connect)
+
+
+def is_one_sentence(error: BaseException) -> bool:
+    """Whether what the user sees last is the class and the sentence, and no line of Java's."""
+    shown = traceback.format_exception_only(error)
+    last = f"waltz_core.errors.{type(error).__name__}: {error}\n"
+    return shown == [last] and "\n" not in str(error) and "\tat org.apache" not in str(error)
+
+
+def test_a_wrong_option(spark: SparkSession, connect: str) -> None:
+    with pytest.raises(errors.BadConfig) as caught:
+        read(spark, connect, startingHighWaterMark="x")
+    assert str(caught.value) == (
+        "format 'waltz' has no option 'startinghighwatermark'; did you mean "
+        "'startingHighWaterMarks'?"
+    )
+    assert is_one_sentence(caught.value)
+
+
+def test_it_is_sparks_error_too(spark: SparkSession, connect: str) -> None:
+    """So that what waits for Spark's classes goes on to do so."""
+    with pytest.raises(AnalysisException) as caught:
+        read(spark, connect, partitions="99").count()
+    assert isinstance(caught.value, errors.BadConfig)
+    assert caught.value.getCondition() == "PYTHON_DATA_SOURCE_ERROR"
+    assert type(caught.value.__cause__) is not type(caught.value)
+    assert isinstance(caught.value.__cause__, AnalysisException)
+    assert "Java" not in "".join(traceback.format_exception(caught.value))
+    assert type(waltz_spark.error_of(caught.value)) is errors.BadConfig
+    again = copy.copy(caught.value)  # as pickle does it
+    assert (type(again), str(again)) == (errors.BadConfig, str(caught.value))
+
+
+def test_a_refused_row(spark: SparkSession, connect: str) -> None:
+    marks = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
+    waltz_spark.append(locked(spark, 1), connect, high_water_marks=marks)
+    begun = json.dumps({str(partition): mark for partition, mark in marks.items()})
+    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was refused") as caught:
+        write(locked(spark, 1), connect, onLockFailure="fail", clientHighWaterMarks=begun)
+    assert is_one_sentence(caught.value)
+
+
+def test_no_zookeeper(spark: SparkSession) -> None:
+    with pytest.raises(errors.Unavailable, match=r"^no ZooKeeper answered") as caught:
+        write(locked(spark, 2), NOBODY)
+    assert is_one_sentence(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:toPandas attempted Arrow optimization")  # Spark's own words
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda table: table.collect(),
+        lambda table: table.toPandas(),
+        lambda table: list(table.toLocalIterator()),
+        lambda table: table.rdd.count(),
+    ],
+    ids=["collect", "toPandas", "toLocalIterator", "rdd"],
+)
+def test_every_way_to_take_rows(
+    spark: SparkSession, connect: str, action: Callable[[DataFrame], object]
+) -> None:
+    """Some of them raise no error of Spark's but py4j's, with the whole stack of Java."""
+    write(spark.createDataFrame([("no msgpack", 0)], "data string, partition int"), connect)
+    reader = spark.read.format("waltz").option("dataFormat", "msgpack").schema("id long")
+    with pytest.raises(errors.BadFormat, match=r"^partition \d, transaction \d+") as caught:
+        action(reader.load(connect))
+    assert is_one_sentence(caught.value)
+    assert "\tat " not in str(caught.value.__cause__)
+
+
+def test_a_stream(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+    spark.range(1).write.parquet(str(tmp_path / "in"))
+    stream = spark.readStream.schema("id long").parquet(str(tmp_path / "in"))
+    writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
+    query = writer.trigger(availableNow=True).start(connect)
+    with pytest.raises(errors.BadRequest, match=r"^there is no column 'data'") as caught:
+        query.awaitTermination(60)
+    assert isinstance(caught.value, StreamingQueryException)
+    assert is_one_sentence(caught.value)
+    told = query.exception()
+    assert str(caught.value) in str(told).splitlines()[0]
+    assert type(waltz_spark.error_of(told)) is errors.BadRequest
+
+
+def test_what_a_users_function_raises_over_it_stays(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    spark.range(1).write.parquet(str(tmp_path / "in"))
+    stream = spark.readStream.schema("id long").parquet(str(tmp_path / "in"))
+    seen: list[BaseException] = []
+
+    def settle(table: DataFrame, _number: int) -> None:
+        try:
+            write(table, connect)
+        except errors.BadRequest as error:
+            seen.append(error)
+            raise RuntimeError("the ledger is closed") from error
+
+    query = stream.writeStream.foreachBatch(settle).trigger(availableNow=True)
+    with pytest.raises(StreamingQueryException, match="the ledger is closed") as caught:
+        query.option("checkpointLocation", str(tmp_path / "c")).start().awaitTermination(60)
+    assert len(seen) == 1
+    assert not isinstance(caught.value, errors.WaltzError)
+
+
+def test_other_errors_stay_as_they_are(spark: SparkSession) -> None:
+    with pytest.raises(AnalysisException, match="TABLE_OR_VIEW_NOT_FOUND") as analysis:
+        spark.sql("SELECT * FROM nobody_has_made_this").collect()
+    with pytest.raises(PySparkException, match="DIVIDE_BY_ZERO") as arithmetic:
+        spark.sql("SELECT 1 / id FROM range(1)").collect()
+    with pytest.raises(Py4JJavaError) as java:
+        spark.sparkContext._jvm.java.util.ArrayList().get(1)
+    for caught in (analysis, arithmetic, java):
+        assert not isinstance(caught.value, errors.WaltzError)
+        assert caught.value.__cause__ is None
+
+
+def test_a_session_that_is_not_ours_raises_what_spark_raises(
+    spark: SparkSession, connect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unwrapping, "_contexts", set())
+    with pytest.raises(AnalysisException) as caught:
+        read(spark, connect, startingHighWaterMarks="x")
+    assert not isinstance(caught.value, errors.WaltzError)
+    assert type(waltz_spark.error_of(caught.value)) is errors.BadConfig
+    unwrapping.unwrap(spark)
+    unwrapping.unwrap(spark)
+    with pytest.raises(errors.BadConfig) as caught:
+        read(spark, connect, startingHighWaterMarks="x")
+    # Once, however often: the cause is Spark's.
+    assert not isinstance(caught.value.__cause__, errors.WaltzError)
+
+
+def test_a_pyspark_that_has_changed_keeps_its_own_errors(
+    spark: SparkSession, connect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*_: object) -> None:
+        raise AttributeError("no such method any more")
+
+    monkeypatch.setattr(unwrapping, "convert_exception", changed)
+    with pytest.raises(errors.BadConfig) as caught:
+        read(spark, connect, startingHighWaterMarks="x")
+    assert isinstance(caught.value.__cause__, Py4JJavaError)
+    monkeypatch.setattr(unwrapping, "last_word", changed)
+    with pytest.raises(AnalysisException, match="startingHighWaterMarks"):
+        read(spark, connect, startingHighWaterMarks="x")
+    monkeypatch.setattr(unwrapping, "_unwrap_gateway", changed)
+    unwrapping.unwrap(spark)  # does nothing, and says so to the log only

@@ -1,0 +1,129 @@
+"""What a session of ours raises: our error, where Spark has one of ours to tell.
+
+Why it stands alone: neither py4j nor PySpark has a public place to say this at, so this is the one
+file that reaches into them, and the only one that names py4j.
+
+Rules:
+    1. Only an error whose last word is a sentence of ours is changed, and only where `unwrap` was
+       asked for: under the SparkContext of a classic session, in the client of a Connect session.
+       The error that Spark would have raised is its cause, and its class one of its classes.
+    2. Unwrapping twice is unwrapping once.
+    3. Where PySpark or py4j are not as we know them, Spark's own error is what the user gets; it
+       tells the sentence too.
+"""
+
+import logging
+from typing import Any
+from weakref import WeakSet
+
+from py4j import protocol
+from pyspark import SparkContext
+from pyspark.errors import PySparkException
+from pyspark.errors.exceptions.captured import convert_exception, install_exception_handler
+from pyspark.sql import SparkSession
+
+from waltz_core.errors import WaltzError
+from waltz_spark.failures import last_word
+
+_log = logging.getLogger("waltz")
+
+_contexts: WeakSet[SparkContext] = WeakSet()
+
+
+def unwrap(session: SparkSession) -> None:
+    """Have what is done in a session raise `LockFailed`, `BadConfig`, ... themselves (rule 1)."""
+    try:
+        if is_connect(session):
+            _unwrap_client(session.client)
+        else:
+            _unwrap_gateway()
+            _contexts.add(session.sparkContext)
+    except (AttributeError, TypeError) as error:
+        _log.debug("errors stay as Spark raises them", exc_info=error)  # rule 3
+
+
+def is_connect(session: SparkSession) -> bool:
+    """Return whether a session is one of Spark Connect."""
+    return type(session).__module__.startswith("pyspark.sql.connect.")
+
+
+def _unwrap_gateway() -> None:
+    """Put ours around the function through which every error of Java's comes.
+
+    PySpark puts its own around it, for each session anew, and lets ours pass.
+    """
+    given = protocol.get_return_value
+    if given.__module__ == __name__:
+        return  # rule 2
+
+    def get_return_value(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - py4j's own signature
+        try:
+            return given(*args, **kwargs)
+        except protocol.Py4JJavaError as failure:
+            ours = _last_word_of_java(failure)
+            if ours is None:
+                raise
+            cause = _told_by_spark(failure)
+        raise _both(ours, cause) from cause
+
+    protocol.get_return_value = get_return_value
+    install_exception_handler()
+
+
+def _last_word_of_java(failure: protocol.Py4JJavaError) -> WaltzError | None:
+    if SparkContext._active_spark_context not in _contexts:
+        return None
+    try:
+        return last_word(str(failure))  # asks Java for it
+    except Exception as error:  # noqa: BLE001 - rule 3
+        _log.debug("an error has no text", exc_info=error)
+        return None
+
+
+def _told_by_spark(failure: protocol.Py4JJavaError) -> Exception:
+    """Return the error that PySpark would have raised."""
+    try:
+        return convert_exception(failure.java_exception)
+    except Exception as error:  # noqa: BLE001 - rule 3
+        _log.debug("an error stays as it is", exc_info=error)
+        found: Exception = failure
+        return found
+
+
+def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be named without grpc
+    """Do the same for the method by which a client of Spark Connect raises."""
+    given = client._handle_error
+    if given.__module__ == __name__:
+        return  # rule 2
+
+    def handle_error(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as above
+        try:
+            return given(*args, **kwargs)
+        except PySparkException as failure:
+            ours, cause = last_word(str(failure)), failure
+            if ours is None:
+                raise
+        raise _both(ours, cause) from cause
+
+    client._handle_error = handle_error
+
+
+def _both(ours: WaltzError, told: Exception) -> Exception:
+    """Return our error, which whoever waits for Spark's class catches too."""
+    if not isinstance(told, PySparkException):
+        return ours
+    kind = _kind(type(ours), type(told))
+    error: Exception = kind.__new__(kind, *ours.args)
+    error.__dict__.update(told.__dict__, plain=ours)
+    return error
+
+
+def _kind(ours: type[WaltzError], told: type[PySparkException]) -> type[Exception]:
+    """Return a class that is of both families, has Spark's methods, and shows as ours."""
+    members = {
+        "__module__": ours.__module__,
+        "__doc__": ours.__doc__,
+        "__str__": Exception.__str__,
+        "__reduce__": lambda self: (ours, self.args),
+    }
+    return type(ours.__name__, (ours, told), members)
