@@ -1,0 +1,234 @@
+"""A thousand partitions, a billion transactions, many workers, large rows: what does not grow.
+
+The billion is real to server and client, and forged on disk: see `tests/forged_log.py`.
+"""
+
+import contextlib
+import json
+import logging
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import psutil
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import LongType, StructType
+
+import waltz_core.local
+from tests.forged_log import DATA, forge
+from waltz_core.client import WaltzClient
+from waltz_core.client.connections import ServerLink
+from waltz_core.local import LocalCluster
+from waltz_spark.connections import close_client
+from waltz_spark.datasource.batch import WaltzBatchReader
+from waltz_spark.options import Use, parse_read
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+PARTITIONS = 1000
+LAST = 999_999
+ZOOKEEPER_PACKETS_MAX = 200  # opening a session, and what all daemons say in the meantime
+MIB = 1 << 20
+
+log = logging.getLogger("waltz")
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A directory in memory where there is one: a thousand logs have thousands of files to sync."""
+    memory = Path("/dev/shm")
+    where = tempfile.mkdtemp(prefix="waltz-scale-", dir=memory if memory.is_dir() else None)
+    yield Path(where)
+    shutil.rmtree(where, ignore_errors=True)
+
+
+# ---- a billion
+
+
+@pytest.fixture(scope="module")
+def billion(place: Path) -> Iterator[LocalCluster]:
+    """One storage and one server; with two servers starting takes twice as long, and moves more."""
+    cluster = LocalCluster(
+        place / "billion", storage_count=1, server_count=1, partition_count=PARTITIONS, bound=True
+    )
+    try:
+        cluster.prepare()
+        forge(cluster, LAST)
+        cluster.up(timeout_s=400)
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def zookeeper_packets(cluster: LocalCluster) -> int:
+    """Return how many packets ZooKeeper was sent since its start."""
+    with socket.create_connection(("127.0.0.1", cluster.member("zookeeper").port)) as asked:
+        asked.sendall(b"mntr")
+        text = b"".join(iter(lambda: asked.recv(1 << 16), b"")).decode()
+    return next(
+        int(line.split()[1]) for line in text.splitlines() if line.startswith("zk_packets_received")
+    )
+
+
+def planned(cluster: LocalCluster, **options: str) -> WaltzBatchReader:
+    read = parse_read({"connect": cluster.connect, **options}, Use.BATCH)
+    return WaltzBatchReader(read, StructType().add("transaction_id", LongType()))
+
+
+def test_a_billion_transactions_are_planned_with_one_look(
+    billion: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way, at_once, asked, links = 0, 0, Counter[str](), set()
+    request = ServerLink.request
+
+    async def counted(self, answer, make, **rest):
+        nonlocal under_way, at_once
+        asked[answer.__name__] += 1
+        links.add(self.number)
+        under_way += 1
+        at_once = max(at_once, under_way)
+        try:
+            return await request(self, answer, make, **rest)
+        finally:
+            under_way -= 1
+
+    monkeypatch.setattr(ServerLink, "request", counted)
+    close_client(billion.connect)
+    before = zookeeper_packets(billion)
+    began_cpu, began = time.process_time(), time.perf_counter()
+    tasks = planned(billion, maxTransactionsPerTask="250000").partitions()
+    cpu_s, took_s = time.process_time() - began_cpu, time.perf_counter() - began
+    log.info("planned %d tasks: %.3f s of CPU, %.3f s in all", len(tasks), cpu_s, took_s)
+    assert len(tasks) == 4 * PARTITIONS
+    assert sum(task.last - task.first + 1 for task in tasks) == PARTITIONS * (LAST + 1) == 10**9
+    # Each partition is asked for once, all of them before the first answer, on one connection to
+    # the server; ZooKeeper is not asked for each.
+    assert asked == {"ReplicasResponse": PARTITIONS}
+    assert at_once == PARTITIONS
+    assert len(links) == 1
+    assert zookeeper_packets(billion) - before < ZOOKEEPER_PACKETS_MAX
+    # What goes to a task does not grow with the number of partitions.
+    assert all(len(task.layout.owners) == 1 for task in tasks)
+
+
+def test_spark_plans_a_billion_and_reads_what_was_asked_for(
+    spark: SparkSession, billion: LocalCluster
+) -> None:
+    whole = spark.read.format("waltz").load(billion.connect)
+    assert whole.rdd.getNumPartitions() == PARTITIONS
+    marks = json.dumps({"7": LAST - 1})
+    with WaltzClient(billion.connect) as client:
+        high = client.high_water_mark(7)
+    last = (
+        spark.read.format("waltz")
+        .options(partitions=7, startingHighWaterMarks=marks)
+        .load(billion.connect)
+        .collect()
+    )
+    assert [row.transaction_id for row in last] == list(range(LAST, high + 1))
+    assert bytes(last[0].data) == DATA
+
+
+def test_a_forged_log_goes_on(billion: LocalCluster) -> None:
+    with WaltzClient(billion.connect) as client:
+        assert client.append(b"and one more", partition=3).result(60) == LAST + 1
+
+
+# ---- workers: their connections and their memory
+
+
+class Watch:
+    """Looks at Spark's Python workers again and again: connections to servers, memory."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._ports = {each.port for each in cluster.members if each.kind == "server"}
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look_on)
+        self.connected: list[Counter[int]] = []  # by process, at each look that found any
+        self.rss_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _look_on(self) -> None:
+        while not self._end.wait(0.05):
+            found = Counter[int]()
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "pyspark" not in " ".join(process.cmdline()[:4]):
+                        continue
+                    count = sum(
+                        bool(each.raddr) and each.raddr.port in self._ports
+                        for each in process.net_connections("tcp")
+                        if each.status == psutil.CONN_ESTABLISHED
+                    )
+                    if count:
+                        found[process.pid] = count
+                        self.rss_bytes = max(self.rss_bytes, process.memory_info().rss)
+            if found:
+                self.connected.append(found)
+
+
+@pytest.fixture(scope="module")
+def plain(place: Path) -> Iterator[LocalCluster]:
+    with waltz_core.local.running(
+        place / "plain", storage_count=1, server_count=2, partition_count=4
+    ) as running:
+        yield running
+
+
+def rows(spark: SparkSession, count: int, size: int, tasks: int = 1) -> DataFrame:
+    digest = F.sha2(F.col("id").cast("string"), 512)  # 128 characters
+    data = F.repeat(digest, size // 128).cast("binary").alias("data")
+    return spark.range(0, count, numPartitions=tasks).select(data)
+
+
+def write(table: DataFrame, connect: str, **options: object) -> None:
+    table.write.format("waltz").mode("append").options(**options).save(connect)
+
+
+def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCluster) -> None:
+    write(rows(spark, 4000, 256, tasks=4), plain.connect)
+    with Watch(plain) as watch:
+        # Each task has a worker that reads and one that writes.
+        table = spark.read.format("waltz").options(columns="data", minPartitions=8)
+        write(table.load(plain.connect), plain.connect)
+    servers = sum(each.kind == "server" for each in plain.members)
+    assert watch.connected
+    for found in watch.connected:
+        assert sum(found.values()) < 2 * len(found) * servers
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "options"),
+    [(150, 4 * MIB - 128, {"maxInFlight": 2}), (100_000, 4096, {})],
+)
+def test_a_workers_memory_is_bounded_by_options_and_not_by_what_it_reads_and_writes(
+    spark: SparkSession, place: Path, count: int, size: int, options: dict[str, int]
+) -> None:
+    with waltz_core.local.running(
+        place / f"rows-{size}", storage_count=1, server_count=1, partition_count=2
+    ) as cluster:
+        with Watch(cluster) as writing:
+            write(rows(spark, count, size), cluster.connect, **options)
+        with Watch(cluster) as reading:
+            found = spark.read.format("waltz").option("columns", "data").load(cluster.connect)
+            found.write.format("noop").mode("overwrite").save()
+    peaks = [watch.rss_bytes // MIB for watch in (writing, reading)]
+    log.info("%d rows of %d bytes: MiB when writing and reading %s", count, size, peaks)
+    # A worker has some 150 MiB before it does anything. What is written is twice as much as that.
+    assert 0 < writing.rss_bytes < 500 * MIB < count * size + 150 * MIB
+    assert 0 < reading.rss_bytes < 350 * MIB
