@@ -1,6 +1,9 @@
 """Bad input from Spark: one sentence on the driver, before any task, and nothing lost."""
 
+from pathlib import Path
+
 import pytest
+from pyspark.errors import AnalysisException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 import waltz_spark
@@ -24,6 +27,11 @@ def rows(spark: SparkSession, schema: str = DATA, *values: tuple[object, ...]) -
         ({"startingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
         ({"columns": "date"}, "did you mean 'data'"),
         ({"onLockFailure": "fail"}, "is for writing, this is reading"),
+        ({"partitions": "a"}, "'partitions' is a list of whole numbers, '0,3,5'; found 'a'"),
+        ({"failOnDataLoss": "yes"}, "'failOnDataLoss' is one of true, false; found 'yes'"),
+        ({"endingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
+        ({"transactionIds": "5-3"}, "'transactionIds' is like '1000-1999,5000'; found '5-3'"),
+        ({"minPartitions": "0"}, "whole number from 1 to 100000; found '0'"),
     ],
 )
 def test_wrong_read_options(
@@ -106,6 +114,78 @@ def test_a_sentence_comes_without_a_stack_and_with_its_class(
         assert told in str(found)
     with pytest.raises(errors.BadRequest, match="holds 9"):
         waltz_spark.append(outside, connect)
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "sentence"),
+    [
+        ("id long", {}, "columns that the log has not"),
+        ("transaction_id string", {}, "'transaction_id' of the log is bigint; the schema says"),
+        ("v interval day to second", {"dataFormat": "msgpack"}, "column 'v' is interval day"),
+        ("_corrupt_record int", {"dataFormat": "json"}, "is to be string or binary"),
+    ],
+)
+def test_wrong_schemas(
+    spark: SparkSession, connect: str, schema: str, options: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(AnalysisException, match=sentence) as failed:
+        spark.read.format("waltz").schema(schema).options(**options).load(connect).count()
+    assert isinstance(waltz_spark.error_of(failed.value), errors.BadRequest)
+
+
+def test_a_column_that_is_there_twice(spark: SparkSession, connect: str) -> None:
+    twice = rows(spark).select("data", "data")
+    with pytest.raises(AnalysisException, match="two columns have the name 'data'"):
+        twice.write.format("waltz").mode("append").save(connect)
+
+
+@pytest.mark.parametrize("place", ["nowhere://there/is", "/proc/nothing/of/ours"])
+def test_results_that_have_no_place(spark: SparkSession, connect: str, place: str) -> None:
+    with pytest.raises(AnalysisException, match="option 'resultsPath': cannot use") as failed:
+        rows(spark).write.format("waltz").mode("append").option("resultsPath", place).save(connect)
+    assert isinstance(waltz_spark.error_of(failed.value), errors.BadConfig)
+
+
+def test_a_null_is_no_payload(spark: SparkSession, connect: str) -> None:
+    with pytest.raises(Exception, match="column 'data' has a null"):
+        rows(spark, "data string, partition int", (None, 0)).write.format("waltz").mode(
+            "append"
+        ).save(connect)
+
+
+def test_nothing_to_write_is_no_error(spark: SparkSession, connect: str) -> None:
+    before = spark.read.format("waltz").load(connect).count()
+    rows(spark).limit(0).write.format("waltz").mode("append").save(connect)
+    result = waltz_spark.append(spark.createDataFrame([], DATA), connect)
+    assert result.counts["committed"] == result.committed.count() == 0
+    assert spark.read.format("waltz").load(connect).count() == before
+
+
+@pytest.mark.parametrize("mode", ["error", "ignore"])
+def test_other_modes_are_refused_before_anything_runs(
+    spark: SparkSession, connect: str, mode: str
+) -> None:
+    with pytest.raises(AnalysisException, match='Please use either the "Append"'):
+        rows(spark).write.format("waltz").mode(mode).save(connect)
+
+
+def test_a_list_of_clusters(spark: SparkSession, connect: str) -> None:
+    with pytest.raises(AnalysisException, match="a read is of one cluster"):
+        spark.read.format("waltz").load([connect, connect]).count()
+
+
+def test_complete_says_why_a_log_cannot(spark: SparkSession, connect: str, tmp_path: Path) -> None:
+    counts = spark.readStream.format("rate").load().groupBy().count()
+    query = (
+        counts.selectExpr("CAST(count AS string) AS data")
+        .writeStream.format("waltz")
+        .outputMode("complete")
+        .option("checkpointLocation", str(tmp_path))
+        .start(connect)
+    )
+    with pytest.raises(StreamingQueryException, match="outputMode 'complete' cannot be") as failed:
+        query.awaitTermination(60)
+    assert isinstance(waltz_spark.error_of(failed.value), errors.BadRequest)
 
 
 def test_overwrite_says_why_a_log_cannot(spark: SparkSession, connect: str) -> None:

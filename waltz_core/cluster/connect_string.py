@@ -39,6 +39,8 @@ def parse_connect_string(text: str) -> ConnectString:
     hosts, slash, root = text.strip().partition("/")
     if not hosts and not slash:
         raise errors.BadConfig(f"the connect string is empty: {EXPECTED}")
+    if "://" in text:
+        raise errors.BadConfig(f"the connect string {text!r} is a URL: {EXPECTED}")
     names = root.removesuffix("/").split("/")
     if names == [""]:
         raise errors.BadConfig(f"the connect string {text!r} names no cluster root: {EXPECTED}")

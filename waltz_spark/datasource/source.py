@@ -6,6 +6,7 @@ The reader and the writer are imported when they are asked for: Spark runs this 
 own to look the format up and to ask for its schema, and those need no client.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,11 +25,12 @@ from waltz_spark.options import (
     LOG_COLUMNS,
     ReadOptions,
     Use,
+    WriteOptions,
     check_names,
     parse_read,
     parse_write,
 )
-from waltz_spark.rows import check_log_types, read_schema
+from waltz_spark.rows import check_log_types, check_packed_type, read_schema
 
 
 class WaltzDataSource(DataSource):
@@ -85,12 +87,15 @@ class WaltzDataSource(DataSource):
                 f"column {corrupt.name!r} is to be string or binary, for payloads that cannot be "
                 f"unpacked; found {corrupt.dataType.simpleString()}"
             )
-        foreign = [field.name for field in schema.fields if field.name not in LOG_COLUMNS]
+        foreign = [field for field in schema.fields if field.name not in LOG_COLUMNS]
         if foreign and options.data_format is None:
+            names = ", ".join(field.name for field in foreign[:5])
             raise BadRequest(
-                f"the schema has columns that the log has not ({', '.join(foreign[:5])}); give "
+                f"the schema has columns that the log has not ({names}); give "
                 "option dataFormat=msgpack (or json) to unpack them from the payload"
             )
+        for field in foreign:
+            check_packed_type(field.name, field.dataType)
         return options
 
     @plainly
@@ -101,9 +106,10 @@ class WaltzDataSource(DataSource):
                 "mode 'overwrite' cannot be: a log keeps every transaction for ever; use "
                 ".mode('append'), or INSERT INTO"
             )
+        options = self._write_options(schema)
         from waltz_spark.writer.batch import WaltzBatchWriter  # noqa: PLC0415 - see the module
 
-        return WaltzBatchWriter(parse_write(self.options), schema)
+        return WaltzBatchWriter(options, schema)
 
     @plainly
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's
@@ -113,9 +119,21 @@ class WaltzDataSource(DataSource):
                 "outputMode 'complete' cannot be: it writes all rows anew in each micro-batch, and "
                 "a log keeps every transaction for ever; use outputMode('append') or 'update'"
             )
+        options = self._write_options(schema)
         from waltz_spark.writer.stream import WaltzStreamWriter  # noqa: PLC0415 - see the module
 
-        return WaltzStreamWriter(parse_write(self.options), schema)
+        return WaltzStreamWriter(options, schema)
+
+    def _write_options(self, schema: StructType) -> WriteOptions:
+        options = parse_write(self.options)
+        twice = [name for name, count in Counter(schema.names).items() if count > 1]
+        if twice:
+            raise BadRequest(f"two columns have the name {twice[0]!r}: leave one out, or rename it")
+        if options.results_path is not None:
+            from waltz_spark.writer.results import open_place  # noqa: PLC0415 - see the module
+
+            open_place(options.results_path)
+        return options
 
     def __reduce__(self) -> Any:  # noqa: ANN401 - pickle's own protocol
         return (type(self), (dict(self.options),))

@@ -40,6 +40,7 @@ def test_a_good_one(text, hosts, root):
         ("zk1:2181/a/../b", "has the name '..' in its cluster root"),
         ("zk1:2181/a\0", "in its cluster root"),
         ("zk1/waltz", "'zk1' has no port"),
+        ("zookeeper://zk1:2181/waltz", "is a URL"),
         ("zk1:2181,zk2/waltz", "'zk2' has no port"),
         ("/waltz", "has an empty host"),
         ("zk1:2181,/waltz", "has an empty host"),
