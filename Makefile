@@ -11,6 +11,9 @@ FIRST ?= $(shell date +%s)000
 MINUTES ?= 10
 WORKLOAD ?= append-batch
 ARGS ?=
+# No browser where there is no display; root, as in a container, must be allowed by name.
+LAB ?= $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-browser) \
+    $(if $(filter 0,$(shell id -u)),--allow-root) --log-level=WARN
 
 # Folders in the order in which they run, fast first; one that holds no tests yet is left out.
 present = $(foreach name,$(1),$(if $(shell find tests/$(name) -name 'test_*.py' 2>/dev/null),tests/$(name)))
@@ -53,10 +56,9 @@ bench: ## Measure a local cluster: make bench WORKLOAD=replay ARGS='--seconds 10
 	@scripts/bootstrap run
 	@$(RUN) waltz-core bench $(WORKLOAD) --json $(ARGS)
 
-notebook: ## Run every notebook of examples/notebooks from top to bottom
-	@scripts/bootstrap dev
-	@$(if $(call present,notebooks),$(RUN) python -m pytest tests/notebooks $(ARGS),\
-	    echo 'there is no notebook in examples/notebooks yet')
+notebook: ## Open the notebooks in JupyterLab; without a display it prints the URL; ctrl-C ends it
+	@scripts/bootstrap notebook
+	@$(RUN) jupyter lab $(LAB) $(ARGS) examples/notebooks
 
 docs: ## Write anew what is generated: the samples in conf/ and the tables in docs/
 	@scripts/bootstrap dev

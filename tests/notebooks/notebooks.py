@@ -1,0 +1,113 @@
+"""What the tests of the notebooks share: how one is executed, and how its outputs are read."""
+
+import html
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nbformat
+import psutil
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+CELL_TIMEOUT_S = 240
+PROCESSES_OF_A_CLUSTER = 6  # ZooKeeper, three storages, two servers
+_ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
+_FIELD = re.compile(r"<t[hd][^>]*>(.*?)</t[hd]>", re.DOTALL)
+
+
+class Notebook:
+    """A notebook with its outputs."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.code = [cell for cell in node.cells if cell.cell_type == "code"]
+        self.outputs = [output for cell in self.code for output in cell.outputs]
+
+    def said(self) -> str:
+        """Return what it has printed."""
+        return "".join(each.text for each in self.outputs if each.get("name") == "stdout")
+
+    def complaints(self) -> list[str]:
+        """Return what it has written to stderr, and its errors."""
+        wrong = [each.text for each in self.outputs if each.get("name") == "stderr"]
+        return wrong + [each.evalue for each in self.outputs if each.output_type == "error"]
+
+    def images(self) -> list[str]:
+        """Return its pictures, in base64."""
+        data = [each.get("data", {}) for each in self.outputs]
+        return [each["image/png"] for each in data if "image/png" in each]
+
+    def table(self, source: str) -> list[dict[str, str]]:
+        """Return the table that the one cell with this source shows; the index is column ''."""
+        (cell,) = [cell for cell in self.code if source in cell.source]
+        (shown,) = [each.data["text/html"] for each in cell.outputs if "text/html" in each.data]
+        rows = [
+            [html.unescape(field).strip() for field in _FIELD.findall(row)]
+            for row in _ROW.findall(shown)
+        ]
+        names, *rest = rows
+        if not any(rest[0][1:]):  # a second heading, which names the index
+            names = [rest[0][0], *names[1:]]
+            rest = rest[1:]
+        return [dict(zip(names, row, strict=True)) for row in rest]
+
+    def tables(self) -> list[str]:
+        """Return all of its tables as text."""
+        data = [each.get("data", {}) for each in self.outputs]
+        return [each["text/plain"] for each in data if "text/html" in each]
+
+
+class Execution(NamedTuple):
+    """A notebook that was executed just now, and what was seen on the way."""
+
+    notebook: Notebook
+    most_processes: int  # of its cluster, while it ran
+    left_processes: list[str]
+    left_directories: list[str]
+
+
+def committed(name: str) -> Notebook:
+    """Return a notebook as it lies in the repository."""
+    return Notebook(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4))
+
+
+def execute(name: str, place: Path) -> Execution:
+    """Execute a notebook from top to bottom in a directory of its own."""
+    working, temporary = place / "cwd", place / "tmp"
+    working.mkdir()
+    temporary.mkdir()
+    # ipykernel leaves what child processes write alone when it believes to be tested.
+    env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    env |= {"PYSPARK_PYTHON": sys.executable, "TMPDIR": str(temporary)}
+    node = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    for cell in node.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    counts = [0]
+    client = NotebookClient(
+        node,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(working)}},
+        on_cell_executed=lambda **_: counts.append(len(processes_of(temporary))),
+    )
+    try:
+        client.execute(env=env)
+    finally:
+        left = processes_of(temporary)
+    directories = [path.name for path in temporary.glob("waltz-*") if (path / "logs").exists()]
+    return Execution(Notebook(node), max(counts), left, directories)
+
+
+def processes_of(temporary: Path) -> list[str]:
+    """Return the command lines of the clusters' processes under a temporary directory."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if f"{temporary}/waltz-" in line:
+            found.append(line)
+    return found

@@ -1,0 +1,137 @@
+"""Executes every notebook of `examples/notebooks` and holds its outputs to what its prose says."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.notebooks.notebooks import (
+    NAMES,
+    PROCESSES_OF_A_CLUSTER,
+    Notebook,
+    committed,
+    execute,
+)
+
+# Each starts a cluster and a Spark; on a busy machine that alone takes a while.
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(400)]
+
+
+def test_every_notebook_is_known_here():
+    assert list(EXPECTED) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
+    done = execute(name, tmp_path)
+    assert done.notebook.complaints() == []
+    EXPECTED[name](done.notebook)
+    assert done.notebook.images(), "no plot"
+    assert done.most_processes == PROCESSES_OF_A_CLUSTER
+    assert done.left_processes == []
+    assert done.left_directories == []
+
+
+def expect_what_is_committed(name: str, notebook: Notebook) -> None:
+    """What depends on neither time nor chance is in the repository as it came out just now."""
+    assert notebook.said() == committed(name).said()
+    assert notebook.tables() == committed(name).tables()
+
+
+def expect_first_append(notebook: Notebook) -> None:
+    expect_what_is_committed("01_first_append_and_read", notebook)
+    assert "5 committed, 0 rejected\n" in notebook.said()
+    assert "what was read is what was written: True\n" in notebook.said()
+    assert "20,000 committed, 0 rejected\n" in notebook.said()
+    where = notebook.table("result.committed.select")
+    altona = [row for row in where if row["shop"] == "Altona"]
+    assert len(where) == 5
+    assert len({row["partition"] for row in altona}) == 1
+    ids = [int(row["transaction_id"]) for row in altona]
+    assert len(ids) == 3
+    assert ids == sorted(ids), "the orders of one shop keep their order"
+    dense = notebook.table("dense = headers.groupBy")
+    assert sum(int(row["transactions"]) for row in dense) == 20_005
+    assert all(int(row["transactions"]) == int(row["high_water_mark"]) + 1 for row in dense)
+    assert {row["first"] for row in dense} == {"0"}
+
+
+def expect_optimistic_locking(notebook: Notebook) -> None:
+    expect_what_is_committed("02_optimistic_locking", notebook)
+    counts = {row[""]: (row["North"], row["South"]) for row in notebook.table("result_north = ")}
+    assert counts == {"committed": ("6", "1"), "rejected": ("0", "5")}
+    conflicts = notebook.table("conflicts = (")
+    assert [row["party"] for row in conflicts] == ["Sander", "Thoma", "Ulmer", "Vogt", "Wolff"]
+    assert conflicts[0] == {
+        "": "0",
+        "party": "Sander",
+        "seats": "D6 D7 D8",
+        "conflicts with transaction": "3",
+        "who was faster": "North, Dietz",
+        "their seats": "D5 D6",
+    }
+    for row in conflicts:
+        assert set(row["seats"].split()) & set(row["their seats"].split()), row
+    assert "1 more round, 43 seats sold, 43 wanted\n" in notebook.said()
+    rounds = [
+        (row["committed"], row["to compute again"])
+        for row in notebook.table('onLockFailure="retry"')
+    ]
+    assert rounds == [("2", "6"), ("2", "4"), ("2", "2"), ("2", "0")]
+    for row in notebook.table("takings = counted.join"):
+        assert row["total"] == row["sum of all sales"]
+
+
+def expect_ledger(notebook: Notebook) -> None:
+    expect_what_is_committed("03_ledger", notebook)
+    batches = notebook.table("SELECT number AS batch")
+    assert sum(int(row["transfers"]) for row in batches) == 1_016
+    assert max(int(row["transfers"]) for row in batches) == 300
+    (sums,) = notebook.table("sums = ask")
+    assert float(sums["customers (EUR)"]) == -float(sums["vaults (EUR)"]) == 16_000
+    assert float(sums["all (EUR)"]) == 0
+    said = notebook.said()
+    assert "power cut: the view has batch 4, Spark does not know it\n" in said
+    assert "batch 4 came again and was left out; the stream is 0 transactions behind\n" in said
+    assert "1,816 transfers in the view\n" in said
+    assert "1,816 transfers in the log, the view equals the log: True\n" in said
+    assert "sum over all 20 accounts: 0 cents\n" in said
+
+
+def expect_time_travel(notebook: Notebook) -> None:
+    snapshot, live, *rest = notebook.said().splitlines()
+    assert snapshot == "the snapshot: 5 reads, 1 hash"
+    assert live.startswith("the log as it is: 5 reads, ")
+    assert int(live.split()[-2]) >= 2, "nobody wrote while the snapshot was read"
+    assert rest == [
+        "before and since are the whole: True",
+        "24 states were read by time travel, all lie on the replay: True",
+    ]
+    assert len(notebook.table("travelled.head")) == 3
+
+
+def expect_measurements(notebook: Notebook) -> None:
+    assert notebook.said() == "12,000 transactions, each thing was won exactly once: True\n"
+    rates = notebook.table("def write_rate")
+    assert [int(row["batchSize"]) for row in rates] == [1, 10, 100, 1_000]
+    assert all(float(row["rows per second"]) > 0 for row in rates)
+    contention = notebook.table("def expected")
+    shares = [
+        (float(row["measured (% refused)"]), float(row["expected (% refused)"]))
+        for row in contention
+    ]
+    assert len(shares) == 6
+    assert all(abs(measured - expected) < 4 for measured, expected in shares)
+    assert [measured for measured, _ in shares] == sorted(
+        (each for each, _ in shares), reverse=True
+    )
+    half, most, nearly_all = (int(row["ms"]) for row in notebook.table("latency_ms = "))
+    assert 0 < half <= most <= nearly_all
+
+
+EXPECTED = {
+    "01_first_append_and_read": expect_first_append,
+    "02_optimistic_locking": expect_optimistic_locking,
+    "03_ledger": expect_ledger,
+    "04_replay_and_time_travel": expect_time_travel,
+    "05_measure_your_cluster": expect_measurements,
+}

@@ -1,0 +1,68 @@
+"""Holds the notebooks as they lie in the repository to what a reader on a code host needs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+BYTES_MAX = 1_500_000
+# A place of one machine; `(?<!...)` because a picture is text too.
+PLACE = re.compile(r"(?<![\w.+/])/(?:work|root|home|Users|tmp|usr|opt|dev|var|private)/\w")
+ADDRESS = re.compile(r"127\.0\.0\.1:\d+|localhost:\d+")
+
+
+def cells_of(path: Path, kind: str) -> list[dict]:
+    """Return the cells of a kind."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == kind]
+
+
+def texts_of(cell: dict) -> list[str]:
+    """Return what a cell says and shows, but for its pictures."""
+    texts = ["".join(cell["source"])]
+    for output in cell.get("outputs", []):
+        texts.append("".join(output.get("text", "")))
+        data = output.get("data", {})
+        texts += ["".join(data[kind]) for kind in data if kind.startswith("text/")]
+    return texts
+
+
+def test_there_are_five_and_they_are_small():
+    assert [path.name[:3] for path in PATHS] == ["01_", "02_", "03_", "04_", "05_"]
+    assert sum(path.stat().st_size for path in PATHS) < BYTES_MAX
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_it_was_executed_from_top_to_bottom(path: Path):
+    code = cells_of(path, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert [each for each in outputs if each["output_type"] == "error"] == []
+    assert [each for each in outputs if each.get("name") == "stderr"] == []
+    assert any("image/png" in each.get("data", {}) for each in outputs), "no plot"
+    assert "".join(code[-1]["source"]).endswith("everything.close()")
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_it_names_no_place_of_one_machine(path: Path):
+    for cell in cells_of(path, "code") + cells_of(path, "markdown"):
+        for text in texts_of(cell):
+            assert not PLACE.search(text), PLACE.search(text)
+            assert not ADDRESS.search(text), ADDRESS.search(text)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_it_explains_more_than_it_computes(path: Path):
+    code, prose = cells_of(path, "code"), cells_of(path, "markdown")
+    assert "".join(prose[0]["source"]).startswith("# ")
+    assert len(prose) >= len(code) - 2  # a plot may follow its figures, the start its title
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_its_links_lead_somewhere(path: Path):
+    text = "".join(text for cell in cells_of(path, "markdown") for text in texts_of(cell))
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert all((FOLDER / link).exists() for link in links if "://" not in link), links
