@@ -1,10 +1,11 @@
 """The rows of the jobs that are struck in the middle of a write, and how they are found again."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from pyspark.sql import DataFrame, SparkSession
 
-from tests.spark.in_log import in_log
+from tests.spark.in_log import FROM_THE_START, in_log
 from waltz_core.client import WaltzClient
 
 TASKS, ROWS = 4, 400
@@ -22,19 +23,19 @@ def rows_of(spark: SparkSession) -> DataFrame:
     )
 
 
-def rows_in(connect: str) -> Counter[bytes]:
-    """Return which of the rows stand in the log, and how often."""
+def rows_in(connect: str, after: Mapping[int, int] = FROM_THE_START) -> Counter[bytes]:
+    """Return which of the rows stand in the log behind marks, and how often."""
     with WaltzClient(connect) as client:
-        return Counter(
-            {data.rstrip(b"x"): count for data, count in in_log(client).items()},
-        )
+        return Counter({data.rstrip(b"x"): n for data, n in in_log(client, after).items()})
 
 
-def until_some_are_there(connect: str, prefix: bytes) -> None:
-    """Wait until a row that begins so stands in the log."""
+def until_some_are_there(
+    connect: str, prefix: bytes, after: Mapping[int, int] = FROM_THE_START
+) -> None:
+    """Wait until a row that begins so stands in the log, behind marks."""
     with WaltzClient(connect) as client:
         while True:
             for partition, last in client.high_water_marks(linearizable=True).items():
-                for chunk in client.read_range(partition, 0, last):
+                for chunk in client.read_range(partition, after.get(partition, -1) + 1, last):
                     if prefix in bytes(chunk.records):
                         return

@@ -1,0 +1,134 @@
+"""Machines for a test, as far as one machine can be several: network namespaces on a bridge.
+
+Each place is a network of its own: an address, a loopback, ports, and no way to any other place but
+over the bridge; none of them sees the networks of this machine. A namespace lives as long as its
+holder, a process that ends with its standard input, so nothing is left behind however a test ends.
+Where namespaces cannot be made (no root, no iproute2) places are addresses of the loopback.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NETWORK = "10.99.0"
+BRIDGE = "hub"
+CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
+SECONDS_MAX = 30
+# `WALTZ_PLACES=loopback` is for a look at what remains without namespaces.
+WANTED = os.environ.get("WALTZ_PLACES", "namespaces")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A machine: its address and, in a namespace, the process that holds it."""
+
+    address: str
+    holder: int | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has a network of its own."""
+        return self.holder is not None
+
+    def command(self, *words: str) -> list[str]:
+        """Return the command that runs another one here."""
+        return (
+            [*words]
+            if self.holder is None
+            else ["nsenter", f"-n/proc/{self.holder}/ns/net", *words]
+        )
+
+    def run(self, *words: str) -> None:
+        """Run a command here; raises CalledProcessError with what it said."""
+        subprocess.run(self.command(*words), check=True, capture_output=True, timeout=SECONDS_MAX)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Be here, with this thread and whatever it starts, for the length of a `with`."""
+        if self.holder is None:
+            yield
+            return
+        with Path("/proc/thread-self/ns/net").open() as before:
+            with Path(f"/proc/{self.holder}/ns/net").open() as there:
+                _set_network(there.fileno())
+            try:
+                yield
+            finally:
+                _set_network(before.fileno())
+
+    @contextlib.contextmanager
+    def cut_off_from(self, ports: Sequence[int]) -> Iterator[None]:
+        """Let nothing here connect to some ports of other places for the length of a `with`."""
+        rules = [("ipproto", "tcp", "dport", str(port), "unreachable") for port in ports]
+        for rule in rules:
+            self.run("ip", "rule", "add", *rule, "pref", "1")
+        try:
+            yield
+        finally:
+            for rule in rules:
+                self.run("ip", "rule", "del", *rule)
+
+
+@contextlib.contextmanager
+def places() -> Iterator[tuple[Place, Place, Place]]:
+    """Give three places for the length of a `with`: one in the middle and two at the rims."""
+    with contextlib.ExitStack() as stack:
+        try:
+            holders = [stack.enter_context(_namespace()) for _ in range(3)]
+            hub, first, second = made = tuple(
+                Place(f"{NETWORK}.{n + 1}", holder) for n, holder in enumerate(holders)
+            )
+            _join(hub, (first, second))
+        except (OSError, subprocess.SubprocessError):
+            stack.close()
+            made = Place("127.0.0.1"), Place("127.0.0.1"), Place("127.0.0.2")
+        yield made
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    """Make a network namespace; give the process that holds it."""
+    if WANTED != "namespaces":
+        raise OSError(f"WALTZ_PLACES={WANTED}")
+    with subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE) as holder:
+        own, deadline = Path("/proc/self/ns/net").readlink(), time.monotonic() + SECONDS_MAX
+        try:
+            while Path(f"/proc/{holder.pid}/ns/net").readlink() == own:
+                if holder.poll() is not None or time.monotonic() > deadline:
+                    raise OSError("no network namespace can be made here")
+                time.sleep(0.01)
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+def _join(hub: Place, rims: Sequence[Place]) -> None:
+    """Connect the places by a bridge in the hub, and a pair of Ethernet ends for each rim."""
+    hub.run("ip", "link", "add", BRIDGE, "type", "bridge")
+    for number, rim in enumerate(rims, 1):
+        end = f"rim{number}"
+        peer = ("peer", "name", "eth0", "netns", str(rim.holder))
+        hub.run("ip", "link", "add", end, "type", "veth", *peer)
+        hub.run("ip", "link", "set", end, "master", BRIDGE, "up")
+    for place, link in ((hub, BRIDGE), *((rim, "eth0") for rim in rims)):
+        place.run("ip", "address", "add", f"{place.address}/24", "dev", link)
+        for name in ("lo", link):
+            place.run("ip", "link", "set", name, "up")
+
+
+def _set_network(handle: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def die_with_parent() -> None:
+    """Have Linux end this child should its parent die without a word; runs after the fork."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

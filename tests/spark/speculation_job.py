@@ -1,0 +1,101 @@
+"""A Spark job with a task so slow that Spark starts it a second time on the other worker.
+
+    spark-submit ... speculation_job.py CONNECT DIRECTORY [OPTION=VALUE ...]
+
+The first attempt waits in the middle of its rows, with some of them in the log, until the second
+one has written rows of its own. So both are inside `write()` at one time. Then the first one goes
+on, and never ends: it is the second one that wins. The last line says what the driver was told.
+"""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark import TaskContext
+
+import waltz_spark
+from tests.spark.once_rows import ROWS, SMALL_BATCHES, rows_of, until_some_are_there
+
+SLOW = 1
+STEP = 50
+
+
+class Gate:
+    """Passes rows on; two attempts of the slow task wait for one another.
+
+    Args:
+        connect: the cluster.
+        directory: where attempts tell one another how far they are.
+        after: the marks of the log when the job began.
+    """
+
+    def __init__(self, connect: str, directory: str, after: Mapping[int, int]) -> None:
+        self.connect, self.directory, self.after = connect, directory, after
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        is_slow = context.partitionId() == SLOW
+        seen = 0
+        for batch in batches:
+            for start in range(0, batch.num_rows, STEP):
+                if is_slow and context.attemptNumber() == 0:
+                    self._first(seen)
+                elif is_slow:
+                    self._second(seen)
+                part = batch.slice(start, STEP)
+                yield part
+                seen += part.num_rows
+        if is_slow and context.attemptNumber() == 0:
+            signal.pause()  # Spark kills it when the second one has won
+
+    def _first(self, seen: int) -> None:
+        if seen == ROWS // 2:
+            self._until_in_log(b"task%d-" % SLOW)
+            self._tell("first is in")
+            self._until("second is in")
+            self._tell("first goes on")
+
+    def _second(self, seen: int) -> None:
+        if seen == 0:
+            self._until("first is in")
+        elif seen == ROWS - STEP:
+            # Only the second attempt has sent what comes after the first half.
+            self._until_in_log(b"task%d-%d-" % (SLOW, SLOW * ROWS + ROWS // 2))
+            self._tell("second is in")
+            self._until("first goes on")
+
+    def _until_in_log(self, prefix: bytes) -> None:
+        until_some_are_there(self.connect, prefix, self.after)
+
+    def _tell(self, what: str) -> None:
+        (Path(self.directory) / what).touch()
+
+    def _until(self, what: str) -> None:
+        while not (Path(self.directory) / what).exists():
+            time.sleep(0.02)
+
+
+def main(connect: str, directory: str, options: dict[str, str]) -> None:
+    """Run the job."""
+    speculation = {
+        "spark.speculation": "true",
+        "spark.speculation.interval": "100ms",
+        "spark.speculation.quantile": "0.5",
+        "spark.speculation.multiplier": "1.1",
+    }
+    spark = waltz_spark.session("speculation", **speculation, **SMALL_BATCHES)
+    after = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
+    rows = rows_of(spark)
+    slow = rows.mapInArrow(Gate(connect, directory, after), rows.schema)
+    results = f"{directory}/results"
+    result = waltz_spark.append(slow, connect, resultsPath=results, batchSize="10", **options)
+    print(json.dumps(result.counts))  # noqa: T201 - the test reads it
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], dict(each.split("=", 1) for each in sys.argv[3:]))

@@ -1,0 +1,240 @@
+"""A real Spark cluster out of the pip package: a standalone master and two workers, each a process.
+
+Master and driver run in the middle, where Waltz's own processes are; each worker in a place of its
+own (`places.py`). All of them have the settings of `conf/spark-defaults.conf`.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyspark
+
+from tests.spark.places import Place, die_with_parent
+
+ROOT = Path(__file__).parents[2]
+SPARK_HOME = Path(pyspark.__file__).parent
+SECONDS_MAX = 240
+DAEMONS = "org.apache.spark.deploy"
+PYTHON_WORKER = "pyspark.daemon"
+ESTABLISHED = "01"
+
+
+@dataclass
+class Done:
+    """What a submitted job has said, and what was seen of it."""
+
+    exit_code: int
+    output: str
+    errors: str
+    events: list[dict[str, Any]]
+    # By process id of a Python worker: its connections to each port, at most, at one time.
+    connections: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The last line of its output, which is JSON."""
+        assert self.exit_code == 0, self.errors[-6_000:]
+        found: dict[str, Any] = json.loads(self.output.strip().splitlines()[-1])
+        return found
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return Spark's own account of each attempt of each task: `Index`, `Attempt`, `Host` ...
+
+        `won` says whether it is the one whose outcome counts.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for event in self.events:
+            if event["Event"] in ("SparkListenerTaskStart", "SparkListenerTaskEnd"):
+                info = event["Task Info"]
+                won = event.get("Task End Reason", {}).get("Reason") == "Success"
+                found[info["Task ID"]] = {**info, "won": won}
+        return list(found.values())
+
+
+class StandaloneSpark:
+    """A master and its workers.
+
+    Args:
+        directory: for logs, work and events.
+        hub: where master and drivers run.
+        rims: where the workers run.
+    """
+
+    def __init__(self, directory: Path, hub: Place, rims: tuple[Place, Place]) -> None:
+        self.hub, self.rims = hub, rims
+        self.master = ""
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self._directory = directory
+        self._events = directory / "events"
+        self._jobs = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["StandaloneSpark"]:
+        """Run it for the length of a `with`; what its processes have started ends with them."""
+        self._events.mkdir(parents=True)
+        with contextlib.ExitStack() as stack:
+            words = ("master.Master", "--host", self.hub.address, "--port", "0")
+            stack.enter_context(self._daemon("master", self.hub, *words))
+            found = self._awaited("master", r"Starting Spark master at (spark://\S+)", 1)
+            self.master = found[0]
+            for number, rim in enumerate(self.rims, 1):
+                words = ("worker.Worker", "--host", rim.address, "--cores", "2", "--memory", "1g")
+                words += ("--work-dir", str(self._directory / f"work-{number}"), self.master)
+                worker = stack.enter_context(self._daemon(f"worker-{number}", rim, *words))
+                self.workers.append(worker)
+            self._awaited("master", r"Registering worker (\S+)", len(self.rims))
+            yield self
+
+    def submit(
+        self,
+        script: str,
+        *arguments: str,
+        ports: tuple[int, ...] = (),
+        **settings: str,
+    ) -> Done:
+        """Submit a script as a user would, from the hub, and wait for its end.
+
+        With `ports` the connections of Python workers to these are counted while it runs.
+        """
+        self._jobs += 1
+        name = f"job-{self._jobs}"
+        of_events = {
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.dir": self._events.as_uri(),
+            "spark.eventLog.compress": "false",
+            "spark.eventLog.rolling.enabled": "false",
+        }
+        small = {"spark.executor.memory": "512m", "spark.sql.shuffle.partitions": "4"}
+        conf = {**small, "spark.ui.enabled": "false", **of_events, **settings}
+        words = [str(SPARK_HOME / "bin" / "spark-submit"), "--master", self.master, "--name", name]
+        for key, value in conf.items():
+            words += ["--conf", f"{key}={value}"]
+        words += [str(ROOT / "tests" / "spark" / script), *arguments]
+        before = set(self._events.iterdir())
+        with self._started(name, self.hub, words) as job:
+            connections = self._watched(job, ports)
+        (log,) = set(self._events.iterdir()) - before
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        output, errors = (
+            self._log(name, end).read_text(errors="replace") for end in ("out", "err")
+        )
+        return Done(job.returncode, output, errors, events, connections)
+
+    # -- the processes
+
+    @contextlib.contextmanager
+    def _daemon(self, name: str, place: Place, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+        main, *options = words
+        command = [str(SPARK_HOME / "bin" / "spark-class"), f"{DAEMONS}.{main}"]
+        defaults = ["--properties-file", str(ROOT / "conf" / "spark-defaults.conf")]
+        with self._started(name, place, [*command, "--webui-port", "0", *defaults, *options]) as it:
+            yield it
+
+    @contextlib.contextmanager
+    def _started(
+        self, name: str, place: Place, words: list[str]
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a program for the length of a `with`; it and what it has started end with it."""
+        environment = os.environ | {
+            "SPARK_HOME": str(SPARK_HOME),
+            "SPARK_CONF_DIR": str(ROOT / "conf"),
+            "SPARK_LOCAL_IP": place.address,
+            "SPARK_DAEMON_MEMORY": "256m",
+            "PYSPARK_PYTHON": sys.executable,
+        }
+        with (
+            self._log(name, "out").open("wb") as output,
+            self._log(name, "err").open("wb") as errors,
+            subprocess.Popen(
+                place.command(*words),
+                env=environment,
+                cwd=self._directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - it only asks the kernel
+            ) as child,
+        ):
+            try:
+                yield child
+            finally:
+                _end(child)
+
+    def _log(self, name: str, end: str) -> Path:
+        return self._directory / f"{name}.{end}"
+
+    def _awaited(self, name: str, pattern: str, count: int) -> list[str]:
+        """Return what stands in a log so many times, as soon as it does."""
+
+        def found() -> list[str]:
+            return re.findall(pattern, self._log(name, "err").read_text(errors="replace"))
+
+        deadline = time.monotonic() + SECONDS_MAX
+        while len(found()) < count:
+            assert time.monotonic() < deadline, self._log(name, "err").read_text(errors="replace")
+            time.sleep(0.05)
+        return found()
+
+    def _watched(
+        self, job: subprocess.Popen[bytes], ports: tuple[int, ...]
+    ) -> dict[int, dict[int, int]]:
+        """Wait for a job's end; return the most connections of each Python worker by port."""
+        most: dict[int, dict[int, int]] = {}
+        deadline = time.monotonic() + SECONDS_MAX
+        while job.poll() is None:
+            assert time.monotonic() < deadline, self._log(f"job-{self._jobs}", "err").read_text()
+            for pid in self._python_workers() if ports else ():
+                now, seen = connections_of(pid), most.setdefault(pid, {})
+                for port in ports:
+                    seen[port] = max(seen.get(port, 0), now.count(port))
+            time.sleep(0.1)
+        return most
+
+    def _python_workers(self) -> list[int]:
+        found = []
+        for worker in self.workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(worker.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        is_python = PYTHON_WORKER in each.cmdline()
+                        if is_python and PYTHON_WORKER in each.parent().cmdline():
+                            found.append(each.pid)
+        return found
+
+
+def connections_of(pid: int) -> list[int]:
+    """Return the remote port of each TCP connection that a process has, in its own network."""
+    try:
+        handles = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        table = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    except OSError:  # it has ended
+        return []
+    rows = [line.split() for line in table]
+    mine = [row for row in rows if f"socket:[{row[9]}]" in handles and row[3] == ESTABLISHED]
+    return [int(row[2].split(":")[1], 16) for row in mine]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started; a worker takes its executors down itself."""
+    try:
+        family = psutil.Process(child.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    child.terminate()
+    try:
+        child.wait(20)
+    except subprocess.TimeoutExpired:
+        child.kill()
+    for left in psutil.wait_procs(family, timeout=10)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()

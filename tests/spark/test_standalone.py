@@ -1,0 +1,162 @@
+"""A standalone Spark cluster of two workers: they reach the log by themselves, and share the work.
+
+What is seen here is what a user's `spark-submit` does. Where network namespaces can be made each
+worker has a network of its own.
+"""
+
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import waltz_core.local
+from tests.spark.once_rows import EXPECTED, ROWS, TASKS, rows_in
+from tests.spark.places import places
+from tests.spark.speculation_job import SLOW
+from tests.spark.standalone import ROOT, StandaloneSpark
+from waltz_core.client import WaltzClient
+
+# Where others use the machine too, starting a JVM takes many seconds.
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+COUNT = 200_000
+ROW_BYTES = 80
+SERVERS, STORAGES = 2, 3
+
+
+@dataclass(frozen=True)
+class Both:
+    """A Waltz cluster and a Spark cluster."""
+
+    waltz: waltz_core.local.LocalCluster
+    spark: StandaloneSpark
+
+    def ports(self, kind: str) -> tuple[int, ...]:
+        """Return the ports at which members of a kind listen for clients."""
+        return tuple(each.port for each in self.waltz.members if each.kind == kind)
+
+    @property
+    def hosts(self) -> set[str]:
+        """Where Spark's workers are."""
+        return {each.address for each in self.spark.rims}
+
+    def total(self, metric: str) -> float:
+        """Return a counter's sum over its labels and over all daemons that have it."""
+        found = 0.0
+        kind = metric.split("_")[1]
+        for member in (each for each in self.waltz.members if each.kind == kind):
+            url = f"http://{self.spark.hub.address}:{member.http_port}/metrics"
+            with urllib.request.urlopen(url, timeout=30) as page:
+                lines = page.read().decode().splitlines()
+            found += sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
+        return found
+
+
+@pytest.fixture(scope="module")
+def both(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Both]:
+    directory = tmp_path_factory.mktemp("standalone")
+    with places() as (hub, *rims), hub.entered():
+        if not hub.is_apart:
+            reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+            reporter.write_line("no network namespaces: Spark's workers share the loopback")
+        with (
+            waltz_core.local.running(
+                host=hub.address, server_count=SERVERS, storage_count=STORAGES
+            ) as waltz,
+            StandaloneSpark(directory, hub, (rims[0], rims[1])).running() as spark,
+        ):
+            yield Both(waltz, spark)
+
+
+def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path: Path) -> None:
+    ports = both.ports("server") + both.ports("storage")
+    arguments = (both.waltz.connect, str(tmp_path), str(COUNT))
+    job = both.spark.submit("cluster_job.py", *arguments, ports=ports)
+    assert job.told == {
+        "committed": COUNT,
+        "results": COUNT,
+        "read": COUNT,
+        "differing": 0,
+        "refused": 100,
+        "taken": 100,
+        # out of conf/spark-defaults.conf
+        "zone": "UTC",
+        "rows_in_batch": "10000",
+    }
+    assert {each["Host"] for each in job.attempts() if each["won"]} == both.hosts
+
+    # Whoever reads through a server has it look into its cache, or fetch from a storage.
+    assert both.total("waltz_server_cache_reads_total") == 0
+    assert both.total("waltz_server_fetched_bytes_total") == 0
+    assert both.total("waltz_storage_read_bytes_total") > COUNT * ROW_BYTES
+
+    seen = job.connections
+    assert len(seen) >= 2
+    for kind in ("server", "storage"):
+        made = sum(seen[pid][port] for pid in seen for port in both.ports(kind))
+        assert 0 < made < 2 * len(seen) * len(both.ports(kind))
+
+
+def test_executors_that_reach_servers_only_read_and_do_not_write(
+    both: Both, tmp_path: Path
+) -> None:
+    """ZooKeeper and the storages are behind a wall; the driver reaches all."""
+    if not both.spark.hub.is_apart:
+        pytest.skip("a wall between processes of one machine needs network namespaces")
+    with WaltzClient(both.waltz.connect) as client:
+        count = sum(mark + 1 for mark in client.high_water_marks(linearizable=True).values())
+    ports = both.ports("zookeeper") + both.ports("storage")
+    before = both.total("waltz_server_cache_reads_total")
+    with ExitStack() as stack:
+        for rim in both.spark.rims:
+            stack.enter_context(rim.cut_off_from(ports))
+        job = both.spark.submit(
+            "walled_job.py",
+            both.waltz.connect,
+            str(tmp_path),
+            ports=ports,
+            **{"spark.task.maxFailures": "1"},
+        )
+    assert job.told["read"] == count
+    assert both.total("waltz_server_cache_reads_total") > before
+    assert job.connections != {}
+    assert all(seen[port] == 0 for seen in job.connections.values() for port in ports)
+    zookeeper = both.waltz.connect.partition("/")[0]
+    why = f"CoordinatorUnavailable: no ZooKeeper answered at {zookeeper} within 10000 ms"
+    assert job.told["error"] == why
+
+
+@pytest.mark.parametrize("exactly_once", [True, False])
+def test_two_attempts_of_a_task_write_at_one_time(
+    both: Both, tmp_path: Path, exactly_once: bool
+) -> None:
+    with WaltzClient(both.waltz.connect) as client:
+        before = client.high_water_marks(linearizable=True)
+    job = both.spark.submit(
+        "speculation_job.py",
+        both.waltz.connect,
+        str(tmp_path),
+        *(() if exactly_once else ("exactlyOnce=false",)),
+        # Where its own modules are; the package is in the Python of the workers.
+        **{"spark.executorEnv.PYTHONPATH": str(ROOT)},
+    )
+    counts = job.told
+    first, second = (each for each in job.attempts() if each["Index"] == SLOW)
+    assert (second["Attempt"], second["Speculative"]) == (1, True)
+    assert first["Host"] != second["Host"]
+    assert (first["won"], second["won"]) == (False, True)
+    assert (tmp_path / "first goes on").exists()  # while the second one was inside, too
+
+    found = rows_in(both.waltz.connect, before)
+    if exactly_once:
+        assert found == Counter(dict.fromkeys(EXPECTED, 1))
+        assert (counts["committed"], counts["rejected"]) == (TASKS * ROWS, 0)
+    else:
+        assert set(found) == EXPECTED
+        assert max(found.values()) > 1

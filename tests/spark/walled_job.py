@@ -1,0 +1,31 @@
+"""A job whose executors reach the servers and nothing else of the cluster: it reads, then writes.
+
+    spark-submit --master spark://... walled_job.py CONNECT RESULTS
+
+The last line of its output says how many rows it has read, and how the write has failed.
+"""
+
+import json
+import sys
+
+from pyspark.sql import SparkSession
+
+import waltz_spark
+from waltz_core.errors import WaltzError
+
+
+def main(connect: str, results: str) -> None:
+    """Read all, write one row."""
+    spark = SparkSession.builder.getOrCreate()
+    read = spark.read.format("waltz").option("minPartitions", 8).load(connect).count()
+    try:
+        waltz_spark.append(spark.sql("SELECT 'x' AS data"), connect, resultsPath=results)
+        error = ""
+    except WaltzError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    print(json.dumps({"read": read, "error": error}))  # noqa: T201 - whoever has submitted it
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
