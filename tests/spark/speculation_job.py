@@ -21,7 +21,6 @@ import waltz_spark
 from tests.spark.once_rows import ROWS, SMALL_BATCHES, rows_of, until_some_are_there
 
 SLOW = 1
-STEP = 50
 
 
 class Gate:
@@ -39,30 +38,28 @@ class Gate:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
         is_slow = context.partitionId() == SLOW
+        meet = self._first if context.attemptNumber() == 0 else self._second
         seen = 0
         for batch in batches:
-            for start in range(0, batch.num_rows, STEP):
-                if is_slow and context.attemptNumber() == 0:
-                    self._first(seen)
-                elif is_slow:
-                    self._second(seen)
-                part = batch.slice(start, STEP)
-                yield part
-                seen += part.num_rows
+            rows = range(seen, seen + batch.num_rows)
+            if is_slow:
+                meet(rows)
+            yield batch
+            seen = rows.stop
         if is_slow and context.attemptNumber() == 0:
             signal.pause()  # Spark kills it when the second one has won
 
-    def _first(self, seen: int) -> None:
-        if seen == ROWS // 2:
+    def _first(self, rows: range) -> None:
+        if ROWS // 2 in rows:
             self._until_in_log(b"task%d-" % SLOW)
             self._tell("first is in")
             self._until("second is in")
             self._tell("first goes on")
 
-    def _second(self, seen: int) -> None:
-        if seen == 0:
+    def _second(self, rows: range) -> None:
+        if 0 in rows:
             self._until("first is in")
-        elif seen == ROWS - STEP:
+        elif ROWS - 1 in rows:
             # Only the second attempt has sent what comes after the first half.
             self._until_in_log(b"task%d-%d-" % (SLOW, SLOW * ROWS + ROWS // 2))
             self._tell("second is in")

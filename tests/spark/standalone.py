@@ -23,7 +23,7 @@ from tests.spark.places import Place, die_with_parent
 
 ROOT = Path(__file__).parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
-SECONDS_MAX = 240
+SECONDS_MAX = 500
 DAEMONS = "org.apache.spark.deploy"
 PYTHON_WORKER = "pyspark.daemon"
 ESTABLISHED = "01"
@@ -100,11 +100,13 @@ class StandaloneSpark:
         script: str,
         *arguments: str,
         ports: tuple[int, ...] = (),
+        imports_tests: bool = False,
         **settings: str,
     ) -> Done:
         """Submit a script as a user would, from the hub, and wait for its end.
 
-        With `ports` the connections of Python workers to these are counted while it runs.
+        With `ports` the connections of Python workers to these are counted while it runs. With
+        `imports_tests` the script, and its functions, may import modules of the tests.
         """
         self._jobs += 1
         name = f"job-{self._jobs}"
@@ -116,15 +118,17 @@ class StandaloneSpark:
         }
         small = {"spark.executor.memory": "512m", "spark.sql.shuffle.partitions": "4"}
         conf = {**small, "spark.ui.enabled": "false", **of_events, **settings}
+        path = {"PYTHONPATH": str(ROOT)} if imports_tests else {}
+        conf |= {f"spark.executorEnv.{key}": value for key, value in path.items()}
         words = [str(SPARK_HOME / "bin" / "spark-submit"), "--master", self.master, "--name", name]
         for key, value in conf.items():
             words += ["--conf", f"{key}={value}"]
         words += [str(ROOT / "tests" / "spark" / script), *arguments]
         before = set(self._events.iterdir())
-        with self._started(name, self.hub, words) as job:
+        with self._started(name, self.hub, words, path) as job:
             connections = self._watched(job, ports)
-        (log,) = set(self._events.iterdir()) - before
-        events = [json.loads(line) for line in log.read_text().splitlines()]
+        logs = set(self._events.iterdir()) - before
+        events = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
         output, errors = (
             self._log(name, end).read_text(errors="replace") for end in ("out", "err")
         )
@@ -137,12 +141,13 @@ class StandaloneSpark:
         main, *options = words
         command = [str(SPARK_HOME / "bin" / "spark-class"), f"{DAEMONS}.{main}"]
         defaults = ["--properties-file", str(ROOT / "conf" / "spark-defaults.conf")]
-        with self._started(name, place, [*command, "--webui-port", "0", *defaults, *options]) as it:
-            yield it
+        words_of_all = [*command, "--webui-port", "0", *defaults, *options]
+        with self._started(name, place, words_of_all, {}) as started:
+            yield started
 
     @contextlib.contextmanager
     def _started(
-        self, name: str, place: Place, words: list[str]
+        self, name: str, place: Place, words: list[str], variables: dict[str, str]
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Run a program for the length of a `with`; it and what it has started end with it."""
         environment = os.environ | {
@@ -151,6 +156,7 @@ class StandaloneSpark:
             "SPARK_LOCAL_IP": place.address,
             "SPARK_DAEMON_MEMORY": "256m",
             "PYSPARK_PYTHON": sys.executable,
+            **variables,
         }
         with (
             self._log(name, "out").open("wb") as output,

@@ -17,7 +17,7 @@ import waltz_core.local
 from tests.spark.once_rows import EXPECTED, ROWS, TASKS, rows_in
 from tests.spark.places import places
 from tests.spark.speculation_job import SLOW
-from tests.spark.standalone import ROOT, StandaloneSpark
+from tests.spark.standalone import StandaloneSpark
 from waltz_core.client import WaltzClient
 
 # Where others use the machine too, starting a JVM takes many seconds.
@@ -143,8 +143,7 @@ def test_two_attempts_of_a_task_write_at_one_time(
         both.waltz.connect,
         str(tmp_path),
         *(() if exactly_once else ("exactlyOnce=false",)),
-        # Where its own modules are; the package is in the Python of the workers.
-        **{"spark.executorEnv.PYTHONPATH": str(ROOT)},
+        imports_tests=True,
     )
     counts = job.told
     first, second = (each for each in job.attempts() if each["Index"] == SLOW)
