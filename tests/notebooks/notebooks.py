@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 CELL_TIMEOUT_S = 240
-PROCESSES_OF_A_CLUSTER = 6  # ZooKeeper, three storages, two servers
+PROCESSES_OF_A_CLUSTER = 6  # at least: ZooKeeper, three storages, two servers
 _ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
 _FIELD = re.compile(r"<t[hd][^>]*>(.*?)</t[hd]>", re.DOTALL)
 
@@ -44,7 +44,8 @@ class Notebook:
     def table(self, source: str) -> list[dict[str, str]]:
         """Return the table that the one cell with this source shows; the index is column ''."""
         (cell,) = [cell for cell in self.code if source in cell.source]
-        (shown,) = [each.data["text/html"] for each in cell.outputs if "text/html" in each.data]
+        data = [each.get("data", {}) for each in cell.outputs]
+        (shown,) = [each["text/html"] for each in data if "text/html" in each]
         rows = [
             [html.unescape(field).strip() for field in _FIELD.findall(row)]
             for row in _ROW.findall(shown)

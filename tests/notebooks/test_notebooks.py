@@ -26,13 +26,16 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
     assert done.notebook.complaints() == []
     EXPECTED[name](done.notebook)
     assert done.notebook.images(), "no plot"
-    assert done.most_processes == PROCESSES_OF_A_CLUSTER
+    assert done.most_processes >= PROCESSES_OF_A_CLUSTER
     assert done.left_processes == []
     assert done.left_directories == []
 
 
 def expect_what_is_committed(name: str, notebook: Notebook) -> None:
-    """What depends on neither time nor chance is in the repository as it came out just now."""
+    """What depends on neither time nor chance is in the repository as it came out just now.
+
+    Where a change is meant: run the notebook in `make notebook` from the top, and save it.
+    """
     assert notebook.said() == committed(name).said()
     assert notebook.tables() == committed(name).tables()
 
