@@ -7,9 +7,11 @@ hand; everything else of the package runs in processes that Spark starts.
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -267,7 +269,10 @@ def session(
         builder = builder.master(master)
     for key, value in {**settings, **own}.items():
         builder = builder.config(key, value)
-    with _stderr_of_the_terminal():
+    with _stderr_of_the_terminal(), warnings.catch_warnings():
+        # Connect starts its server with all of them and then tries to set them once more.
+        ours = "|".join(re.escape(key) for key in settings if key not in own)
+        warnings.filterwarnings("ignore", f"Failed to set ({ours}) ")
         made = builder.getOrCreate()
     unwrap(made)
     return made

@@ -32,7 +32,7 @@ from waltz_core.client import WaltzClient
 from waltz_spark import LagListener, lag_of
 from waltz_spark.functions import lock
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 SERVER = "org.apache.spark.sql.connect.service.SparkConnectServer"
 ACCOUNTS = "id long, owner string, balance decimal(12,2), opened date, seen timestamp"
@@ -235,8 +235,6 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
     with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was refused") as refused:
         writer.save(connect)
     assert is_one_sentence(refused.value)
-    with pytest.raises(errors.Unavailable, match=r"^no ZooKeeper answered at 127\.0\.0\.1:1"):
-        spark.read.format("waltz").load("127.0.0.1:1/waltz/none").collect()
     with pytest.raises(PySparkException, match="TABLE_OR_VIEW_NOT_FOUND") as other:
         spark.sql("SELECT * FROM nobody_has_made_this").collect()
     assert not isinstance(other.value, errors.WaltzError)

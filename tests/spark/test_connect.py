@@ -4,11 +4,13 @@ A Python process has sessions of Spark's classic kind or of Connect, so `over_co
 pytest of its own.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.spark
@@ -16,12 +18,25 @@ pytestmark = pytest.mark.spark
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(900)  # a server, a session, and some twenty jobs
+@pytest.mark.timeout(1800)  # a server, a session, and some twenty jobs
 def test_everything_over_spark_connect(connect: str) -> None:
     tests = ROOT / "tests" / "spark" / "over_connect.py"
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     environment = {**os.environ, "WALTZ_TESTS_CONNECT": connect, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        line, cwd=ROOT, env=environment, capture_output=True, timeout=870, check=False
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    assert ran.returncode == 0, f"{ran.stdout.decode()}\n{ran.stderr.decode()[-4_000:]}"
+    try:
+        told, _ = process.communicate(timeout=1_740)
+    finally:
+        end(process)
+    assert process.returncode == 0, told.decode()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End what still runs, with the server of Spark Connect and its workers."""
+    if process.poll() is not None:
+        return
+    for each in (*psutil.Process(process.pid).children(recursive=True), process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()

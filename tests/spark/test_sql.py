@@ -14,7 +14,7 @@ import waltz_spark
 from waltz_core import errors
 from waltz_core.client import lock
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]  # a busy machine takes its time
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "spark.md"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from waltz_core import errors
-from waltz_spark.failures import error_of, plainly, plainly_each
+from waltz_spark.failures import error_of, last_word, plainly, plainly_each
 
 HIDE = "SPARK_HIDE_TRACEBACK"
 
@@ -73,3 +73,43 @@ def test_what_is_not_ours_is_nobodys() -> None:
     assert error_of(RuntimeError("waltz_core.errors.ClassVar: no")) is None
     own = errors.BadRequest("no")
     assert error_of(own) is own
+
+
+WORKER = "An exception was thrown from the Python worker:\n"
+OURS = "waltz_core.errors.LockFailed: partition 2: a row was refused"
+JAVA = "\n SQLSTATE: 38000\n\tat org.apache.spark.Some.method(Some.scala:1)"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OURS,
+        WORKER + OURS,
+        f"o42.save.\n: org.apache.spark.SparkException: {WORKER}{OURS}{JAVA}",
+        # Ours, raised over another one.
+        f"KeyError: 1\n\nDuring handling of the above exception, another occurred:\n\n{OURS}",
+    ],
+)
+def test_the_last_word_is_ours(text: str) -> None:
+    for found in (last_word(text), error_of(RuntimeError(text))):
+        assert type(found) is errors.LockFailed
+        assert str(found) == "partition 2: a row was refused"
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "The above exception was the direct cause of the following exception:",
+        "During handling of the above exception, another exception occurred:",
+    ],
+)
+def test_what_is_raised_over_it_has_the_last_word(between: str) -> None:
+    text = f"{WORKER}{OURS}\n\n{between}\n\nRuntimeError: the ledger is closed{JAVA}"
+    assert last_word(text) is None
+    assert type(error_of(RuntimeError(text))) is errors.LockFailed  # it is inside
+
+
+@pytest.mark.parametrize("text", ["", "ValueError: x", "waltz_core.errors.Nobody: x", "LockFailed"])
+def test_other_texts_are_nobodys(text: str) -> None:
+    assert last_word(text) is None
+    assert error_of(RuntimeError(text)) is None
