@@ -63,8 +63,10 @@ def both(
     directory = tmp_path_factory.mktemp("standalone")
     with places() as (hub, *rims), hub.entered():
         if not hub.is_apart:
-            reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-            reporter.write_line("no network namespaces: Spark's workers share the loopback")
+            plugins = request.config.pluginmanager
+            with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+                said = "no network namespaces here: Spark's workers share the loopback"
+                plugins.get_plugin("terminalreporter").write_line(said)
         with (
             waltz_core.local.running(
                 host=hub.address, server_count=SERVERS, storage_count=STORAGES
