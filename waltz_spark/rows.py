@@ -328,6 +328,17 @@ class Unpacker:
             raise
 
 
+def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | None:
+    """Return the named columns of a payload, packed; None for one that is no map or lacks one."""
+    decode: Callable[[Any], Any] = _unpack_msgpack if data_format == "msgpack" else from_json
+    try:
+        row = decode(data)
+        packed: bytes = msgpack.packb([row[name] for name in names])
+    except (ValueError, msgpack.UnpackException, KeyError, TypeError):
+        return None
+    return packed
+
+
 def _nowhere(_row: int) -> str:
     return ""
 

@@ -13,11 +13,10 @@ import hashlib
 import struct
 from collections.abc import Iterator
 
-import msgpack
 import numpy as np
 
-from waltz_core.strict_json import from_json
 from waltz_spark.options import WriteOptions
+from waltz_spark.rows import identity_of
 from waltz_spark.writer.columns import Shaped
 
 _KEY_BYTES = 16
@@ -69,21 +68,10 @@ class RowKeys:
         return self._key(partition, header, data), self._key(_ANY, header, data)
 
     def _key(self, partition: int, header: int, data: bytes | memoryview) -> bytes:
-        identity = self._identity(data) if self._names else None
-        if identity is not None:
-            header, data = 0, identity
+        if self._names and self._format is not None:
+            identity = identity_of(bytes(data), self._names, self._format)
+            if identity is not None:
+                header, data = 0, identity
         digest = hashlib.blake2b(_PLACE.pack(partition, header), digest_size=_KEY_BYTES)
         digest.update(data)
         return digest.digest()
-
-    def _identity(self, data: bytes | memoryview) -> bytes | None:
-        """Return the identity columns of a payload; None when it is no row of such a write."""
-        try:
-            if self._format == "msgpack":
-                row = msgpack.unpackb(data, strict_map_key=False)
-            else:
-                row = from_json(bytes(data))
-            packed: bytes = msgpack.packb([row[name] for name in self._names])
-        except (ValueError, msgpack.UnpackException, KeyError, TypeError):
-            return None
-        return packed
