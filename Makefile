@@ -18,7 +18,11 @@ LAB ?= $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-br
 # Folders in the order in which they run, fast first; one that holds no tests yet is left out.
 present = $(foreach name,$(1),$(if $(shell find tests/$(name) -name 'test_*.py' 2>/dev/null),tests/$(name)))
 QUICK = $(call present,tidy unit property golden)
-SLOW = $(call present,sim integration fault spark notebooks)
+SIMULATED = $(call present,sim)
+REAL = $(call present,integration fault)
+SPARK = $(call present,spark notebooks)
+# Two Sparks fit into two cores, each with a cluster of its own; more would only wait.
+TWO = -n 2 --dist loadfile
 
 .PHONY: help demo test check sim bench notebook docs local format
 
@@ -33,7 +37,9 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 	@$(RUN) python examples/demo.py $(ARGS)
 
 test: check ## Everything: check, then the simulator, real daemons, faults, Spark, notebooks
-	@$(if $(strip $(SLOW)),$(RUN) python -m pytest $(SLOW) $(ARGS),true)
+	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
+	@$(RUN) python -m pytest $(REAL) $(ARGS)
+	@$(RUN) python -m pytest $(TWO) $(SPARK) $(ARGS)
 
 check: ## Style, types, layers, and the quick tests; under a minute
 	@scripts/bootstrap dev

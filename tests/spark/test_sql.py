@@ -44,6 +44,8 @@ def sql(spark: SparkSession, tmp_path: Path) -> Iterator[SparkSession]:
     own.sql("USE sql_tests")
     yield own
     own.sql("DROP DATABASE sql_tests CASCADE")
+    # Else this one stays the thread's active session, and what others register is not found.
+    spark.createDataFrame([], "nothing int")
 
 
 def as_json(marks: dict[int, int]) -> str:
