@@ -1,15 +1,18 @@
 """The mark and the changes stand in the database together, or not at all."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder
 from waltz_core.client.sql import SqlCallbacks
-from waltz_core.errors import BadRequest, DataLoss, Unreachable
+from waltz_core.errors import BadConfig, BadRequest, DataLoss, Unreachable
 from waltz_core.record import PartitionId, TransactionId
 
 METADATA = sa.MetaData()
@@ -123,6 +126,9 @@ def test_applications_and_partitions_have_marks_of_their_own(engine: sa.Engine) 
         lambda connection: connection.execute(sa.text("COMMIT")),
         lambda connection: connection.execute(sa.text("  rollback")),
         lambda connection: connection.execute(sa.text("begin immediate")),
+        lambda connection: connection.execute(sa.text("/* now */ COMMIT -- all of it")),
+        lambda connection: connection.execute(sa.text("UPDATE totals SET total = 1; commit")),
+        lambda connection: connection.exec_driver_sql("END"),
     ],
 )
 def test_what_would_part_them_is_refused(
@@ -150,6 +156,61 @@ def test_a_refusal_that_is_swallowed_counts_too(engine: sa.Engine) -> None:
     with pytest.raises(BadRequest):
         callbacks.apply_transaction(transaction(0))
     assert callbacks.total == 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT 'one; COMMIT' AS said",
+        "SELECT CASE WHEN total = 0 THEN 'none' ELSE 'some' END FROM totals -- ; rollback",
+        'SELECT total AS "; END" FROM totals',
+    ],
+)
+def test_words_that_end_nothing_are_no_matter(engine: sa.Engine, statement: str) -> None:
+    callbacks = Adding(engine)
+    callbacks.client_high_water_mark(0)
+    callbacks.then = lambda connection: connection.exec_driver_sql(statement).all()
+    callbacks.apply_transaction(transaction(0))
+    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 0)
+
+
+def test_what_was_skipped_moves_the_mark_with_the_next(engine: sa.Engine) -> None:
+    callbacks = Adding(engine)
+    callbacks.client_high_water_mark(0)
+    callbacks.then = lambda _: 1 // 0
+    for number in (0, 1):
+        with pytest.raises(ZeroDivisionError):
+            callbacks.apply_transaction(transaction(number))
+    callbacks.then = None
+    callbacks.apply_transaction(transaction(2))
+    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 2)
+    with pytest.raises(DataLoss):  # nobody has failed on 3
+        callbacks.apply_transaction(transaction(4))
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "found"),
+    [
+        ("sqlite://", {}, "SingletonThreadPool"),
+        ("sqlite://", {"poolclass": sa.pool.StaticPool}, "StaticPool"),
+        ("sqlite:///{}/app.db", {"isolation_level": "AUTOCOMMIT"}, "AUTOCOMMIT"),
+    ],
+)
+def test_an_engine_that_cannot_keep_them_together_is_refused(
+    tmp_path: Path, url: str, options: dict[str, Any], found: str
+) -> None:
+    engine = sa.create_engine(url.format(tmp_path), **options)
+    with pytest.raises(BadConfig, match=found):
+        Adding(engine)
+    engine.dispose()
+
+
+def test_without_sqlalchemy_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['sqlalchemy'] = None; import waltz_core.client.sql"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert "pip install 'waltz-spark[sql]'" in done.stderr.splitlines()[-1]
 
 
 def test_savepoints_are_welcome(engine: sa.Engine) -> None:
@@ -222,5 +283,8 @@ def test_an_outage_is_no_poison(engine: sa.Engine) -> None:
     gone = sa.exc.OperationalError("SELECT 1", {}, Exception("server closed the connection"))
     assert callbacks.uncaught_exception(0, 7, gone) is PoisonPolicy.RETRY
     assert callbacks.uncaught_exception(0, 7, Unreachable("the log")) is PoisonPolicy.RETRY
+    with pytest.raises(sa.exc.OperationalError) as mistake, engine.begin() as connection:
+        connection.execute(sa.text("UPDATE no_such_table SET a = 1"))
+    assert callbacks.uncaught_exception(0, 7, mistake.value) is PoisonPolicy.STOP
     wrong = sa.exc.IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed"))
     assert callbacks.uncaught_exception(0, 7, wrong) is PoisonPolicy.STOP

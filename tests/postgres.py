@@ -1,0 +1,141 @@
+"""A real PostgreSQL server for tests, from this machine's own packages, on a socket of its own.
+
+It listens at no port, lives in a directory that goes with it, and syncs nothing: what dies in these
+tests is the application, not the database's machine. PostgreSQL refuses to run as root, so there it
+runs as `postgres` or `nobody`.
+"""
+
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.fault.load import wait_until
+
+SYSTEM = Path("/usr/lib/postgresql")
+USERS = ("postgres", "nobody")
+END_S_MAX = 30.0
+SETTINGS = ("fsync=off", "full_page_writes=off", "synchronous_commit=off", "max_connections=60")
+
+
+def programs() -> Path | None:
+    """Return the folder of PostgreSQL's newest programs, None where there is none."""
+    found = [path for path in SYSTEM.glob("*/bin") if (path / "initdb").exists()]
+    found.sort(key=lambda path: float(path.parent.name))
+    on_path = shutil.which("initdb")
+    if on_path is not None and shutil.which("postgres") is not None:
+        found.append(Path(on_path).resolve().parent)
+    return found[-1] if found else None
+
+
+def owner() -> pwd.struct_passwd | None:
+    """Return whom it runs as: whoever we are, or somebody else where we are root."""
+    if os.geteuid() != 0:
+        return pwd.getpwuid(os.geteuid())
+    for name in USERS:
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(name)
+    return None
+
+
+@dataclass(frozen=True)
+class Postgres:
+    """A running server."""
+
+    directory: Path
+
+    def url(self, database: str) -> str:
+        """Return SQLAlchemy's URL of a database."""
+        return f"postgresql+psycopg://waltz@/{database}?host={self.directory}"
+
+    def create(self, database: str) -> str:
+        """Make a database; return its URL."""
+        with self.connect() as connection:
+            connection.execute(f'CREATE DATABASE "{database}"')
+        return self.url(database)
+
+    def connect(self) -> "psycopg.Connection[tuple[object, ...]]":
+        """Return a connection of the database that is always there."""
+        return psycopg.connect(
+            host=str(self.directory), user="waltz", dbname="postgres", autocommit=True
+        )
+
+    def answers(self) -> bool:
+        """Tell whether the server takes connections."""
+        try:
+            self.connect().close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Postgres]:
+    """Run a server for the length of a `with`; skips the test where there is none to run."""
+    where, user = programs(), owner()
+    if where is None:
+        pytest.skip("no PostgreSQL on this machine: apt-get install postgresql")
+    if user is None:
+        pytest.skip(f"PostgreSQL does not run as root, and there is none of the users {USERS}")
+    # A socket's path has a hundred characters at most, so it is not pytest's own directory.
+    directory = Path(tempfile.mkdtemp(prefix="waltz-postgres-"))
+    os.chown(directory, user.pw_uid, user.pw_gid)
+    who: dict[str, int | list[str]] = {}
+    if os.geteuid() == 0:
+        who = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+    data, log = directory / "data", directory / "log"
+    command = [str(where / "initdb"), "--auth=trust", "--username=waltz", "--no-sync"]
+    command += ["--encoding=UTF8", "--locale=C", f"--pgdata={data}"]
+    settings = [part for each in SETTINGS for part in ("-c", each)]
+    try:
+        made = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=directory, timeout=100, **who
+        )  # type: ignore[call-overload]
+        assert made.returncode == 0, made.stderr
+        with log.open("wb") as output:
+            server = subprocess.Popen(
+                [
+                    *(str(where / "postgres"), "-D", str(data), "-k", str(directory)),
+                    *("-c", "listen_addresses=", *settings),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                **who,
+            )  # type: ignore[call-overload]
+        try:
+            postgres = Postgres(directory)
+            wait_until("PostgreSQL answers", lambda: server.poll() is not None or postgres.answers())
+            assert server.poll() is None, log.read_text()
+            yield postgres
+        finally:
+            _end(server)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    """Have it end at once, its connections with it."""
+    server.send_signal(signal.SIGQUIT if server.poll() is None else 0)
+    try:
+        server.wait(END_S_MAX)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """Give one server to the whole session; each test makes a database of its own."""
+    with running() as server:
+        yield server
