@@ -38,6 +38,7 @@ DECLARATIONS = {
 ONE_DOOR = {
     "crcmod": (),
     "kazoo": ("waltz_core/cluster/zookeeper.py",),
+    "nats": ("waltz_core/cli/nats_peer.py",),
     "msgpack": ("waltz_core/client/transaction.py", "waltz_spark/rows.py"),
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local.py",),

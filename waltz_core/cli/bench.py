@@ -44,6 +44,7 @@ class Load:
     seconds: float
     in_flight: int
     rows: int
+    peer: str | None = None
 
 
 @dataclass
@@ -139,6 +140,9 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--in-flight", type=int, default=2, help="batches in flight for each partition (2)"
     )
+    command.add_argument(
+        "--peer", choices=("nats",), help="append-one: by turns with this one, in the same run"
+    )
     command.add_argument("--rows", type=int, default=500_000, help="rows, where a number is asked")
     command.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     command.set_defaults(verb=_bench)
@@ -180,6 +184,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             arguments.seconds,
             arguments.in_flight,
             arguments.rows,
+            arguments.peer,
         )
         meter = Meter(cluster)
         say(f"running {arguments.workload}")

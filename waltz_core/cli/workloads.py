@@ -21,6 +21,7 @@ from waltz_core import raw_records
 from waltz_core.batches import encode_append
 from waltz_core.cli.checkpoint import checkpoint
 from waltz_core.cli.flood import flood
+from waltz_core.cli.singles import append_one, append_single, conditional, feed, hot_lock
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.record import BEFORE_FIRST
 
@@ -187,7 +188,7 @@ async def _replay(load: Load, meter: Meter) -> Measured:
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
         if sum(marks.values()) + len(marks) < load.rows:
-            await _fill(client, load)
+            await fill(client, load)
             marks = await client.high_water_marks()
         rows = size = 0
         latencies: list[float] = []
@@ -214,7 +215,8 @@ async def _replay(load: Load, meter: Meter) -> Measured:
     )
 
 
-async def _fill(client: AsyncWaltzClient, load: Load) -> None:
+async def fill(client: AsyncWaltzClient, load: Load) -> None:
+    """Append `--rows` rows under append locks, spread over all partitions."""
     payload = _payload(load, Random(1), is_checked=False)  # noqa: S311 - test data
     per_partition = -(-load.rows // (load.batch_rows * client.partition_count))
     async with asyncio.TaskGroup() as group:
@@ -298,4 +300,9 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "false-refusals": false_refusals,
     "flood": flood,
     "checkpoint": checkpoint,
+    "append-one": append_one,
+    "append-single": append_single,
+    "conditional": conditional,
+    "hot-lock": hot_lock,
+    "feed": feed,
 }

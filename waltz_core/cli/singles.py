@@ -1,0 +1,332 @@
+"""The workloads of `waltz-core bench` with single transactions: latency, contention, the feed.
+
+Why it stands alone: `workloads.py` measures batches, where the log is fast; here it is what a
+service sees that sends one transaction at a time.
+
+Rules:
+    1. Every append has a lock of its own or a contended one, as the workload says, and is checked.
+    2. What was acknowledged is looked up in the log afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import AsyncExitStack
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import uvloop
+
+from waltz_core import errors, raw_records
+from waltz_core.client import (
+    AsyncCallbacks,
+    AsyncTransaction,
+    AsyncWaltzClient,
+    RangeForm,
+    TransactionBuilder,
+    TransactionContext,
+    lock,
+)
+from waltz_core.record import BEFORE_FIRST, TransactionId
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from waltz_core.cli.bench import Load, Measured, Meter
+
+WRITERS = 64
+HOT_WRITERS = 8
+SLICES = 4
+SINGLES_IN_FLIGHT = 512
+
+
+def append_one(load: Load, meter: Meter) -> Measured:
+    """Append one transaction after the other; with `--peer nats` by turns with JetStream."""
+    return uvloop.run(_append_one(load, meter))
+
+
+async def _append_one(load: Load, meter: Meter) -> Measured:
+    from waltz_core.cli.bench import percentile_ms  # noqa: PLC0415 - it imports this module
+
+    payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
+    own: list[float] = []
+    theirs: list[float] = []
+    ids: list[int] = []
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(AsyncWaltzClient.connect(load.connect))
+        peer = None
+        if load.peer is not None:
+            from waltz_core.cli.nats_peer import Jetstream  # noqa: PLC0415 - an extra of its own
+
+            peer = await stack.enter_async_context(Jetstream())
+        starts = await client.high_water_marks()
+        for _ in range(20):
+            await (await client.append(payload, partition=0))
+            if peer is not None:
+                await peer.publish(payload)
+        meter.start()
+        took = 0.0
+        for _ in range(SLICES):
+            began = time.perf_counter()
+            until = began + load.seconds / SLICES
+            while (sent := time.perf_counter()) < until:
+                locks = [lock("bench", len(ids))]
+                ids.append(await (await client.append(payload, partition=0, write_locks=locks)))
+                own.append(time.perf_counter() - sent)
+            took += time.perf_counter() - began
+            until = time.perf_counter() + load.seconds / SLICES
+            while peer is not None and (sent := time.perf_counter()) < until:
+                await peer.publish(payload)
+                theirs.append(time.perf_counter() - sent)
+        meter.stop()
+        lost, doubled = await _check(client, starts, {0: ids})
+    extra: dict[str, object] = {}
+    if theirs:
+        extra = {
+            f"{load.peer}_p{share}_ms": percentile_ms(theirs, share / 100) for share in (50, 99)
+        }
+        extra["p50_ratio"] = round(float(np.median(own) / np.median(theirs)), 2)
+    return _measured(load, ids, own, took=took, wrong=(lost, doubled), extra=extra)
+
+
+def append_single(load: Load, meter: Meter) -> Measured:
+    """Append single transactions, many in flight, to all partitions by turns."""
+    return uvloop.run(_append_single(load, meter))
+
+
+async def _append_single(load: Load, meter: Meter) -> Measured:
+    payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
+    latencies: list[float] = []
+    ids: dict[int, list[int]] = {}
+    async with AsyncWaltzClient.connect(load.connect) as client:
+        await client.mount()
+        starts = await client.high_water_marks()
+        waiting: deque[tuple[float, int, asyncio.Future[TransactionId]]] = deque()
+        meter.start()
+        began = time.perf_counter()
+        until = began + load.seconds
+        turn = 0
+        while waiting or time.perf_counter() < until:
+            while len(waiting) < SINGLES_IN_FLIGHT and (sent := time.perf_counter()) < until:
+                turn += 1
+                partition = turn % client.partition_count
+                locks = [lock("bench", turn)]
+                future = await client.append(payload, partition=partition, write_locks=locks)
+                waiting.append((sent, partition, future))
+            if waiting:
+                sent, partition, future = waiting.popleft()
+                ids.setdefault(partition, []).append(await future)
+                latencies.append(time.perf_counter() - sent)
+        took = time.perf_counter() - began
+        meter.stop()
+        lost, doubled = await _check(client, starts, ids)
+    rows = [each for part in ids.values() for each in part]
+    return _measured(load, rows, latencies, took=took, wrong=(lost, doubled), extra={})
+
+
+def conditional(load: Load, meter: Meter) -> Measured:
+    """64 writers, each with a lock of its own and one append outstanding."""
+    return uvloop.run(_conditional(load, meter))
+
+
+async def _conditional(load: Load, meter: Meter) -> Measured:
+    payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
+    latencies: list[float] = []
+    ids: dict[int, list[int]] = {}
+    refused = 0
+
+    async def write(client: AsyncWaltzClient, number: int, until: float) -> None:
+        nonlocal refused
+        partition = number % client.partition_count
+        locks, mark = [lock("writer", number)], await client.high_water_mark(partition)
+        while (sent := time.perf_counter()) < until:
+            try:
+                mark = await (
+                    await client.append(
+                        payload,
+                        partition=partition,
+                        write_locks=locks,
+                        client_high_water_mark=mark,
+                    )
+                )
+            except errors.LockFailed:  # another lock in the same slot
+                refused += 1
+                mark = await client.high_water_mark(partition)
+                continue
+            latencies.append(time.perf_counter() - sent)
+            ids.setdefault(partition, []).append(mark)
+
+    async with AsyncWaltzClient.connect(load.connect) as client:
+        await client.mount()
+        starts = await client.high_water_marks()
+        meter.start()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(WRITERS):
+                group.create_task(write(client, number, began + load.seconds))
+        took = time.perf_counter() - began
+        meter.stop()
+        lost, doubled = await _check(client, starts, ids)
+    rows = [each for part in ids.values() for each in part]
+    extra: dict[str, object] = {"writers": WRITERS, "refused": refused}
+    return _measured(load, rows, latencies, took=took, wrong=(lost, doubled), extra=extra)
+
+
+class _Increment(TransactionContext):
+    """Writes under the one hot lock until it gets in."""
+
+    def __init__(self, payload: bytes) -> None:
+        super().__init__()
+        self._payload = payload
+        self.attempts = 0
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return the one partition, whatever `partition_count`."""
+        assert partition_count > 0
+        return 0
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Fill in the builder."""
+        self.attempts += 1
+        builder.data = self._payload
+        builder.set_write_locks([lock("hot")])
+        return True
+
+
+def hot_lock(load: Load, meter: Meter) -> Measured:
+    """Eight clients write under one lock, each again and again until it gets in."""
+    return uvloop.run(_hot_lock(load, meter))
+
+
+async def _hot_lock(load: Load, meter: Meter) -> Measured:
+    payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
+    latencies: list[float] = []
+    ids: list[int] = []
+    attempts = 0
+
+    async def write(client: AsyncWaltzClient, until: float) -> None:
+        nonlocal attempts
+        while (sent := time.perf_counter()) < until:
+            context = _Increment(payload)
+            told = await (await client.submit(context))
+            assert told is not None, "it never gives up"
+            ids.append(told)
+            attempts += context.attempts
+            latencies.append(time.perf_counter() - sent)
+
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(AsyncWaltzClient.connect(load.connect))
+            for _ in range(HOT_WRITERS)
+        ]
+        for client in clients:
+            await client.mount([0])
+        starts = await clients[0].high_water_marks()
+        meter.start()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(write(client, began + load.seconds))
+        took = time.perf_counter() - began
+        meter.stop()
+        lost, doubled = await _check(clients[0], starts, {0: ids})
+    extra: dict[str, object] = {
+        "writers": HOT_WRITERS,
+        "conflicts_per_commit": round((attempts - len(ids)) / max(len(ids), 1), 2),
+    }
+    return _measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
+
+
+class _Counting(AsyncCallbacks):
+    """Takes in the feed and looks at headers only."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self.count = 0
+        self.is_done = asyncio.Event()
+
+    async def apply_transaction(self, transaction: AsyncTransaction) -> None:
+        """Count."""
+        self.count += 1
+        if self.count == self._wanted:
+            self.is_done.set()
+
+
+def feed(load: Load, meter: Meter) -> Measured:
+    """Catch up with a log of `--rows` transactions, headers only, through callbacks."""
+    return uvloop.run(_feed(load, meter))
+
+
+async def _feed(load: Load, meter: Meter) -> Measured:
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_core.cli.workloads import fill  # noqa: PLC0415 - it imports this module
+
+    async with AsyncWaltzClient.connect(load.connect) as client:
+        marks = await client.high_water_marks()
+        if sum(marks.values()) + len(marks) < load.rows:
+            await fill(client, load)
+            marks = await client.high_water_marks()
+        rows = sum(marks.values()) + len(marks)
+        callbacks = _Counting(rows)
+        meter.start()
+        began = time.perf_counter()
+        await client.subscribe(callbacks)
+        await callbacks.is_done.wait()
+        took = time.perf_counter() - began
+        meter.stop()
+    return Measured(
+        rows=rows,
+        seconds=took,
+        bytes=rows * 20,
+        acknowledged=rows,
+        lost=max(0, rows - callbacks.count),
+        doubled=max(0, callbacks.count - rows),
+    )
+
+
+def _measured(
+    load: Load,
+    ids: list[int],
+    latencies: list[float],
+    *,
+    took: float,
+    wrong: tuple[int, int],
+    extra: dict[str, object],
+) -> Measured:
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+
+    return Measured(
+        rows=len(ids),
+        seconds=took,
+        bytes=len(ids) * load.payload_bytes,
+        latencies_s=latencies,
+        gap_s_max=max(latencies, default=0.0),
+        acknowledged=len(ids),
+        lost=wrong[0],
+        doubled=wrong[1],
+        extra=extra,
+    )
+
+
+async def _check(
+    client: AsyncWaltzClient, starts: Mapping[int, int], told: Mapping[int, list[int]]
+) -> tuple[int, int]:
+    """Return how many acknowledged ids are not in the log, and how many there are twice."""
+    lost = doubled = 0
+    for partition, ids in told.items():
+        doubled += len(ids) - len(set(ids))
+        last = await client.high_water_mark(partition)
+        lost += sum(1 for each in ids if not starts[partition] < each <= last)
+        first = max(starts[partition], BEFORE_FIRST) + 1
+        chunks = client.read_range(partition, first, last, form=RangeForm.HEADERS)
+        requests = [
+            np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)["req_id"]
+            async for chunk in chunks
+        ]
+        if requests:
+            whole = np.concatenate(requests)
+            doubled += len(whole) - len(np.unique(whole))
+    return lost, doubled
