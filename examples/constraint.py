@@ -1,0 +1,127 @@
+"""A balance that must never be negative, and two services that both find enough in it.
+
+    python examples/constraint.py             the second withdrawal is refused: not enough is left
+    python examples/constraint.py --plain     the problem: the balance ends below zero
+
+The log holds differences (+100, -80), so nothing is overwritten; yet whoever writes "-80" has first
+looked whether 80 are there. On a plain log both look at the same 100. Here the second withdrawal
+is refused by the lock, looks again at what the first one has left, and gives itself up.
+"""
+
+import threading
+
+from from_log import FromLog, arguments, cluster, fresh_name
+
+from waltz_core.client import (
+    TransactionBuilder,
+    TransactionContext,
+    WaltzClient,
+    lock,
+    partition_of,
+)
+
+HEADER = 102
+DEPOSIT, WITHDRAWAL = 100, 80
+
+
+class Balance(FromLog):
+    """One account, as the log has it."""
+
+    def __init__(self, account: str) -> None:
+        super().__init__(HEADER)
+        self.account = account
+        self.amount = 0
+
+    def take(self, value: dict[str, object]) -> None:
+        """Take in a difference."""
+        if value["account"] == self.account:
+            self.amount += int(str(value["difference"]))
+
+
+class Change(TransactionContext):
+    """Adds a difference to a balance if it does not fall below zero."""
+
+    def __init__(
+        self, balance: Balance, difference: int, have_read: threading.Barrier, *, plain: bool
+    ) -> None:
+        super().__init__()
+        self._balance = balance
+        self._difference = difference
+        self._have_read = have_read
+        self._plain = plain
+        self._is_first = True
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return where the account lives."""
+        return partition_of(lock("account", self._balance.account), partition_count)
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Look whether there is enough; False gives it up."""
+        amount = self._balance.amount
+        if self._is_first:
+            self._have_read.wait()  # so that it does not depend on luck
+            self._is_first = False
+        if amount + self._difference < 0:
+            return False
+        entry = {"account": self._balance.account, "difference": self._difference}
+        builder.set_header(HEADER)
+        builder.set_transaction_data(entry)
+        if not self._plain:
+            builder.set_write_locks([lock("account", self._balance.account)])
+        return True
+
+
+class Service:
+    """One of the two: a client of its own, and the balance as it has read it."""
+
+    def __init__(self, name: str, connect: str, account: str) -> None:
+        self.name = name
+        self.balance = Balance(account)
+        self.client = WaltzClient(connect)
+        self.partition = partition_of(lock("account", account), self.client.partition_count)
+        self.client.subscribe(self.balance, [self.partition])
+
+    def change(self, difference: int, have_read: threading.Barrier, *, plain: bool) -> None:
+        """Make one change, or say that it cannot be made."""
+        self.balance.catch_up(self.client, self.partition)
+        context = Change(self.balance, difference, have_read, plain=plain)
+        done = self.client.submit(context).result()
+        outcome = "refused: not enough is left" if done is None else f"in the log as {done}"
+        print(f"{self.name}: {difference:+} {outcome}", flush=True)
+
+
+def play(connect: str, *, plain: bool) -> int:
+    """Deposit once, withdraw twice at one time; return the balance."""
+    account = fresh_name()
+    services = [Service(name, connect, account) for name in ("Anna", "Boris")]
+    services[0].change(DEPOSIT, threading.Barrier(1), plain=plain)
+    have_read = threading.Barrier(2, timeout=60)
+    threads = [
+        threading.Thread(target=each.change, args=(-WITHDRAWAL, have_read), kwargs={"plain": plain})
+        for each in services
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    services[0].balance.catch_up(services[0].client, services[0].partition)
+    for each in services:
+        each.client.close()
+    return services[0].balance.amount
+
+
+def main() -> int:
+    """Run it; return 1 when the constraint was broken."""
+    options = arguments(__doc__).parse_args()
+    with cluster(options.connect) as connect:
+        amount = play(connect, plain=options.plain)
+    print(f"the balance is {amount}")
+    if amount < 0:
+        print("BROKEN: a balance must never be negative")
+        return 1
+    print("constraint: OK, never below zero")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

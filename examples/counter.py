@@ -1,0 +1,121 @@
+"""Two services raise one counter: each reads it, adds one, and writes the new value to the log.
+
+    python examples/counter.py             every increment counts
+    python examples/counter.py --plain     the problem: increments get lost
+
+In each round both services read before either writes. On a plain log both write the same new
+value. Here each write carries a write lock on the counter and the mark up to where its author had
+read: the second one is refused, and its context is executed again from what the first has written.
+"""
+
+import threading
+
+from from_log import FromLog, arguments, cluster, fresh_name
+
+from waltz_core.client import (
+    TransactionBuilder,
+    TransactionContext,
+    WaltzClient,
+    lock,
+    partition_of,
+)
+
+HEADER = 101
+ROUNDS = 5
+
+
+class Counter(FromLog):
+    """One counter, as the log has it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(HEADER)
+        self.name = name
+        self.value = 0
+
+    def take(self, value: dict[str, object]) -> None:
+        """Take in a new value."""
+        if value["counter"] == self.name:
+            self.value = int(str(value["value"]))
+
+
+class Increment(TransactionContext):
+    """Reads the counter and writes the next value."""
+
+    def __init__(self, counter: Counter, both_have_read: threading.Barrier, *, plain: bool) -> None:
+        super().__init__()
+        self._counter = counter
+        self._both_have_read = both_have_read
+        self._plain = plain
+        self.tries = 0
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return where the counter lives."""
+        return partition_of(lock("counter", self._counter.name), partition_count)
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Compute the next value; called again whenever somebody was faster."""
+        value = self._counter.value
+        self.tries += 1
+        if self.tries == 1:
+            self._both_have_read.wait()  # so that it does not depend on luck
+        builder.set_header(HEADER)
+        builder.set_transaction_data({"counter": self._counter.name, "value": value + 1})
+        if not self._plain:
+            builder.set_write_locks([lock("counter", self._counter.name)])
+        return True
+
+
+class Service:
+    """One of the two: a client of its own, and the counter as it has read it."""
+
+    def __init__(self, connect: str, counter: str) -> None:
+        self.counter = Counter(counter)
+        self.client = WaltzClient(connect)
+        self.partition = partition_of(lock("counter", counter), self.client.partition_count)
+        self.client.subscribe(self.counter, [self.partition])
+
+    def increment(self, both_have_read: threading.Barrier, *, plain: bool) -> None:
+        """Raise the counter by one."""
+        self.counter.catch_up(self.client, self.partition)
+        context = Increment(self.counter, both_have_read, plain=plain)
+        transaction_id = self.client.submit(context).result()
+        assert transaction_id is not None
+        self.counter.wait_for(transaction_id)
+
+
+def play(connect: str, *, plain: bool) -> int:
+    """Let two services raise a counter; return its value."""
+    name = fresh_name()
+    services = [Service(connect, name), Service(connect, name)]
+    for number in range(1, ROUNDS + 1):
+        both_have_read = threading.Barrier(2, timeout=60)
+        threads = [
+            threading.Thread(target=each.increment, args=(both_have_read,), kwargs={"plain": plain})
+            for each in services
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        services[0].counter.catch_up(services[0].client, services[0].partition)
+        print(f"after {2 * number} increments the counter is {services[0].counter.value}")
+    for each in services:
+        each.client.close()
+    return services[0].counter.value
+
+
+def main() -> int:
+    """Run it; return 1 when an increment was lost."""
+    options = arguments(__doc__).parse_args()
+    with cluster(options.connect) as connect:
+        value = play(connect, plain=options.plain)
+    expected = 2 * ROUNDS
+    if value != expected:
+        print(f"LOST: {expected - value} of {expected} increments")
+        return 1
+    print("counter: OK, every increment counts")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""The three problems of a plain log: there they happen every time, here they cannot."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.fault.load import ROOT
+
+pytestmark = pytest.mark.fault
+
+
+def run(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("counter", "after 10 increments the counter is 10"),
+        ("constraint", "the balance is 20"),
+        ("payments", "payer: was paid already"),
+    ],
+)
+def test_with_locks_it_does_not_happen(waltz_cluster, name, says):
+    done = run(name, "--connect", waltz_cluster)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert says in done.stdout.splitlines()
+    assert done.stdout.splitlines()[-1].startswith(f"{name}: OK")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("counter", "LOST: 5 of 10 increments"),
+        ("constraint", "the balance is -60"),
+        ("payments", "WRONG: paid 2 times"),
+    ],
+)
+def test_on_a_plain_log_it_does(waltz_cluster, name, says):
+    done = run(name, "--connect", waltz_cluster, "--plain")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert says in done.stdout.splitlines()
+
+
+def test_an_example_starts_a_cluster_of_its_own():
+    done = run("constraint")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting a small cluster" in done.stdout
