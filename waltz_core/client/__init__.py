@@ -4,8 +4,9 @@
         transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
 
 Why it stands alone: it is the public API; what is not named here may change from release to
-release. From the top: `async_client` and `sync_client` (the faces), `contexts` (retries), `feed`,
-`catch_up`, `outage` (the log on its way to the application), `partition` (one partition's shell),
+release. From the top: `async_client` and `sync_client` (the faces), `contexts` (retries),
+`decorator` (a context made of a function), `subscriptions`, `feed`, `catch_up`, `outage` (the log
+on its way to the application), `partition` (one partition's shell),
 `appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
 `requests` and `ranges` (reading), `claim` (a task of a write that must enter the log once),
 `connections` and `directory` (where to go).
@@ -21,6 +22,7 @@ from waltz_core.client.claim import (
     forget_writes,
     summary_of_write,
 )
+from waltz_core.client.decorator import transactional
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import LATEST
 from waltz_core.client.monitor import BatchOutcome
@@ -70,4 +72,5 @@ __all__ = [
     "lock",
     "partition_of",
     "summary_of_write",
+    "transactional",
 ]

@@ -1,7 +1,8 @@
 """The client for asyncio: everything an application asks of the log.
 
 Why it stands alone: it is the public face. What it promises is kept below: outcomes by `stream.py`,
-retries by `contexts.py`, the feed by `feed.py`, ranges by `ranges.py`; here it is put together.
+retries by `contexts.py`, the feed by `subscriptions.py`, ranges by `ranges.py`; here it is put
+together.
 
 Rules:
     1. A client belongs to one process and one event loop; a forked child gets a UsageError.
@@ -13,16 +14,15 @@ Rules:
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from functools import partial
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
 from waltz_core.client.appends import BatchOrder, Row
 from waltz_core.client.callbacks import AsyncCallbacks
-from waltz_core.client.catch_up import CatchUp
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLinks
 from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
@@ -34,7 +34,7 @@ from waltz_core.client.directory import (
     Owner,
     ZooKeeperDirectory,
 )
-from waltz_core.client.feed import Consumer, DataCache, LoopConsumer
+from waltz_core.client.feed import Consumer, LoopConsumer
 from waltz_core.client.opening import Opening
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.ranges import (
@@ -44,7 +44,8 @@ from waltz_core.client.ranges import (
     ReplicaSet,
     read_chunks,
 )
-from waltz_core.client.requests import Requests
+from waltz_core.client.requests import Requests, by_partition
+from waltz_core.client.subscriptions import Subscriptions
 from waltz_core.client.transaction import (
     TransactionContext,
     check_data,
@@ -63,8 +64,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CLOSED = "the client is closed"
-
-AnswerT = TypeVar("AnswerT")
 
 
 class AsyncWaltzClient:
@@ -95,7 +94,6 @@ class AsyncWaltzClient:
         self._connection_sequence = 0
         self.claim: TaskClaim | None = None
         self._partitions: dict[int, ClientPartition] = {}
-        self._data: dict[int, DataCache] = {}
         self._round_robin = 0
         self._marks: dict[int, TransactionId] = {}
         self._runs: dict[ContextRun, None] = {}
@@ -105,6 +103,7 @@ class AsyncWaltzClient:
         self._group: asyncio.TaskGroup | None = None
         self._root: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, config)
 
     # --- beginning and end
 
@@ -293,7 +292,7 @@ class AsyncWaltzClient:
     async def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
         """Return the marks of all partitions, asked at once."""
         wanted = self._all_or(None)
-        return await _by_partition(wanted, partial(self._ask_mark, linearizable=linearizable))
+        return await by_partition(wanted, partial(self._ask_mark, linearizable=linearizable))
 
     async def replicas(self, partition: int, *, linearizable: bool = False) -> ReplicaSet:
         """Return the session, its mark and the replicas to read a partition from."""
@@ -304,7 +303,7 @@ class AsyncWaltzClient:
     ) -> dict[int, ReplicaSet]:
         """Return what `replicas` does of many partitions (all by default), asked at once."""
         ask = partial(self.requests.replicas, linearizable=linearizable)
-        return await _by_partition(self._all_or(partitions), ask)
+        return await by_partition(self._all_or(partitions), ask)
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until every append made before is final; return the partition's mark."""
@@ -325,7 +324,7 @@ class AsyncWaltzClient:
             await partition.mounted()
             return partition.stream.high_water_mark
 
-        return await _by_partition(self._all_or(partitions), mount)
+        return await by_partition(self._all_or(partitions), mount)
 
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
         """Number requests from these numbers on, by partition: lower ones were somebody else's.
@@ -423,33 +422,31 @@ class AsyncWaltzClient:
         """Apply the feed of partitions (all by default) to the callbacks until closed.
 
         Returns when the application has told its marks. Raises BadRequest for a partition that is
-        fed already, and what `client_high_water_mark` raises.
+        applied already, and what `client_high_water_mark` raises.
         """
-        await self.subscribe_consumer(LoopConsumer(callbacks, self.data_source), partitions)
+        await self.subscribe_consumer(LoopConsumer(callbacks, self.subscriptions.data), partitions)
 
     async def subscribe_consumer(
         self, consumer: Consumer, partitions: Iterable[int] | None
     ) -> None:
         """Apply the feed to any consumer; `subscribe` for others than asyncio's."""
-        for partition_id in self._all_or(partitions):
-            partition = await self._partition(partition_id)
-            if partition.applier is not None:
-                raise errors.BadRequest(f"partition {partition_id} is subscribed to already")
-            mark = await consumer.start_mark(partition_id)
-            self.spawn(CatchUp(partition, consumer, self.requests, self.config).run(mark), "feed")
+        await self.subscriptions.subscribe(consumer, self._all_or(partitions))
 
-    def data_source(self, partition_id: PartitionId) -> DataCache:
-        """Return where the data of a partition's transactions comes from."""
-        found = self._data.get(partition_id)
-        if found is None:
-            found = self._data[partition_id] = DataCache(
-                lambda query: self.requests.range(partition_id, query),
-                lambda transaction_id: self.requests.data(partition_id, transaction_id),
-                mark=lambda: self._partitions[partition_id].stream.high_water_mark,
-                bytes_max=self.config.range_bytes_max,
-                loop=asyncio.get_running_loop(),
-            )
-        return found
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """The partitions whose feed is applied now; one that has ended is not among them."""
+        return self.subscriptions.partitions
+
+    async def set_partitions(self, partitions: Iterable[int]) -> None:
+        """Have the feed of exactly these partitions applied, by the callbacks of `subscribe`.
+
+        Returns when nothing of the others is applied any more (what was begun is finished), and
+        the marks of those that are new were asked for. A partition goes to the callbacks that it
+        had before, a new one to those that subscribed last. Not for use in a callback.
+
+        Raises UsageError before the first `subscribe`, and what `client_high_water_mark` raises.
+        """
+        await self.subscriptions.set_partitions(self._all_or(partitions))
 
     # --- reading
 
@@ -585,15 +582,3 @@ class AsyncWaltzClient:
             found = ClientPartition(partition_id, self._client_id, self)
             self._partitions[partition_id] = found
         return found
-
-
-async def _by_partition(
-    partition_ids: Iterable[PartitionId], ask: Callable[[PartitionId], Coroutine[Any, Any, AnswerT]]
-) -> dict[int, AnswerT]:
-    """Ask of all of them at once; raise the first error alone, not in a group."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            asked = {int(each): group.create_task(ask(each)) for each in sorted(partition_ids)}
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return {partition: task.result() for partition, task in asked.items()}

@@ -48,6 +48,11 @@ class CatchUp:
         partition.applier = self._applier
         partition.fetch = self._fetch_all
 
+    @property
+    def applier(self) -> Applier:
+        """What it feeds."""
+        return self._applier
+
     async def run(self, mark: TransactionId | None) -> None:
         """Feed the application after `mark` (None: the end of the log) until cancelled."""
         if mark is None:
@@ -64,7 +69,7 @@ class CatchUp:
         """Hand on what lies after `fed`, up to near the end of the log."""
         lag_max = self._partition.settings.feed_lag_max
         try:
-            while last - fed > lag_max // 2:
+            while last - fed > lag_max // 2 and self._applier.stopped is None:
                 fed = await self._until_answered(partial(self._fetch, fed, last))
                 if fed >= last:
                     last = await self._until_answered(self._ask_mark)
@@ -106,8 +111,9 @@ class CatchUp:
         feed["req_id"] = heads["req_id"]
         feed["header"] = heads["header"]
         await self._applier.reached(TransactionId(max(fed - self._config.feed_ahead_count_max, -1)))
-        self._applier.feed(chunk.first, feed.tobytes())
-        return TransactionId(chunk.next - 1)
+        last = TransactionId(chunk.next - 1)
+        self._applier.feed(heads["transaction_id"].tolist(), feed.tobytes(), last)
+        return last
 
     async def _ask_mark(self) -> TransactionId:
         return await self._requests.high_water_mark(

@@ -201,10 +201,16 @@ class ContextRun:
     async def _consumed(self, mark: TransactionId) -> None:
         """Rule 2."""
         applier = self._partition.applier
-        if applier is None:
-            await self._partition.known(mark)
-        else:
-            await applier.reached(mark)
+        if applier is not None:
+            try:
+                await applier.reached(mark)
+            except errors.Unavailable:
+                if self._partition.applier is applier:
+                    raise
+            else:
+                return
+        # There is no feed, or `set_partitions` has just ended it.
+        await self._partition.known(mark)
 
     async def _complete(self, transaction_id: TransactionId) -> None:
         if not self.future.done():

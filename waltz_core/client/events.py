@@ -72,6 +72,11 @@ class Subscribe:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    """Bring no feed any more; a later `Subscribe` begins another one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """What `FeedLags` has asked for was fetched up to this mark: let the server feed the rest."""
 
@@ -145,6 +150,7 @@ Event: TypeAlias = (
     Append
     | Mount
     | Subscribe
+    | Unsubscribe
     | Resume
     | Applied
     | Linked

@@ -9,15 +9,17 @@ Rules:
     2. What waits here is bounded: the stream is told what was applied and asks for no more.
     3. A transaction that raised follows `PoisonPolicy`; after STOP nothing more is handed over.
     4. Data comes in ranges: whoever asks for one transaction's data gets its followers' as well.
+    5. A feed that was ended hands nothing more over but what is being applied.
 """
 
 import asyncio
+import contextlib
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from waltz_core import errors, raw_records
 from waltz_core.client.callbacks import AsyncCallbacks, PoisonPolicy, policy_of
@@ -41,7 +43,9 @@ PREFETCH_BYTES_MIN = 64 * 1024
 # How often a thread that waits for data looks whether there still is an event loop.
 LOOK_S = 1.0
 
-Words = tuple[int, int, int, int, int]
+Words: TypeAlias = tuple[int, int, int, int, int]
+# Transactions that are handed over together: ids that rise, and the five numbers of each.
+Run: TypeAlias = list[tuple[int, Words]]
 
 
 class Verdict(NamedTuple):
@@ -58,9 +62,9 @@ class Consumer(Protocol):
         """Return the application's mark, None for the end of the log."""
 
     async def apply(
-        self, partition_id: PartitionId, first: TransactionId, words: list[Words]
+        self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
     ) -> Verdict:
-        """Apply a run of transactions in order, up to the first that raises."""
+        """Apply transactions in order, up to the first that raises, and while the feed goes on."""
 
     async def uncaught(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
@@ -82,16 +86,18 @@ class LoopConsumer:
         return mark_of(partition_id, await self._callbacks.client_high_water_mark(partition_id))
 
     async def apply(
-        self, partition_id: PartitionId, first: TransactionId, words: list[Words]
+        self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
     ) -> Verdict:
-        """Apply a run of transactions in order, up to the first that raises."""
+        """Apply transactions in order, up to the first that raises, and while the feed goes on."""
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
         count = 0
         try:
-            for each in words:
-                transaction_id = TransactionId(first + count)
-                await apply(AsyncTransaction(partition_id, transaction_id, each, source))
+            for number, words in run:
+                if not goes_on():
+                    break
+                transaction_id = TransactionId(number)
+                await apply(AsyncTransaction(partition_id, transaction_id, words, source))
                 count += 1
         except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
             return Verdict(count, error)
@@ -126,8 +132,9 @@ class Applier:
         self._partition_id = partition_id
         self._consumer = consumer
         self._tell_applied = applied
-        self._queue: deque[tuple[TransactionId, Buffer]] = deque()
+        self._queue: deque[tuple[Sequence[int], Buffer, TransactionId]] = deque()
         self._arrived = asyncio.Event()
+        self._ended = asyncio.Event()
         self._applied: TransactionId | None = None
         self._waiting: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._outage = Outage(partition_id, "data")
@@ -142,11 +149,11 @@ class Applier:
         """The application stands at `mark`."""
         self._advance(mark)
 
-    def feed(self, first: TransactionId, headers: Buffer) -> None:
-        """Take a stretch of the feed in."""
+    def feed(self, ids: Sequence[int], headers: Buffer, last: TransactionId) -> None:
+        """Take a stretch of the feed in: 20 bytes for each id; the stretch goes up to `last`."""
         if self.stopped is not None:
             return
-        self._queue.append((first, headers))
+        self._queue.append((ids, headers, last))
         self._arrived.set()
 
     async def reached(self, mark: TransactionId) -> None:
@@ -168,13 +175,14 @@ class Applier:
                 self._arrived.clear()
                 await self._arrived.wait()
                 continue
-            first, headers = self._queue.popleft()
-            words = list(FEED_WORDS.iter_unpack(headers))
-            for start in range(0, len(words), HAND_OVER_MAX):
-                part = words[start : start + HAND_OVER_MAX]
-                if not await self._apply(TransactionId(first + start), part):
+            ids, headers, last = self._queue.popleft()
+            run = list(zip(ids, FEED_WORDS.iter_unpack(headers), strict=True))
+            for start in range(0, len(run), HAND_OVER_MAX):
+                if not await self._apply(run[start : start + HAND_OVER_MAX]):
                     return
                 await asyncio.sleep(0)
+            if self._applied != last:
+                self._advance(last)
 
     async def stop(self, error: Exception) -> None:
         """The feed cannot go on: tell the application, and whoever waits for it."""
@@ -190,19 +198,19 @@ class Applier:
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
             )
 
-    async def _apply(self, first: TransactionId, words: list[Words]) -> bool:
+    async def _apply(self, run: Run) -> bool:
         """Hand transactions over; False when the feed has ended with one of them."""
         pause_s = RETRY_S_MIN
-        while words and self.stopped is None:
-            verdict = await self._consumer.apply(self._partition_id, first, words)
+        while run and self.stopped is None:
+            verdict = await self._consumer.apply(self._partition_id, run, self._goes_on)
             if verdict.applied_count:
-                self._advance(TransactionId(first + verdict.applied_count - 1))
-                first = TransactionId(first + verdict.applied_count)
-                words = words[verdict.applied_count :]
+                self._advance(TransactionId(run[verdict.applied_count - 1][0]))
+                run = run[verdict.applied_count :]
                 pause_s = RETRY_S_MIN
             if verdict.error is None:
                 self._outage.is_over()
                 continue
+            first = TransactionId(run[0][0])
             policy = await self._judge(first, verdict.error)
             if policy is PoisonPolicy.STOP:
                 _log.error("feed.stopped partition=%d error=%s", self._partition_id, verdict.error)
@@ -210,12 +218,20 @@ class Applier:
                 return False
             if policy is PoisonPolicy.SKIP:
                 self._advance(first)
-                first = TransactionId(first + 1)
-                words = words[1:]
+                run = run[1:]
             else:
-                await asyncio.sleep(pause_s)
+                await self._pause(pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
         return self.stopped is None
+
+    def _goes_on(self) -> bool:
+        return self.stopped is None
+
+    async def _pause(self, pause_s: float) -> None:
+        """Wait before a transaction is applied once more, unless the feed ends meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._ended.wait()
 
     async def _judge(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
         if policy_of(error) is PoisonPolicy.RETRY:
@@ -251,6 +267,7 @@ class Applier:
         """Hand nothing over any more, without a word to the application."""
         self.stopped = error
         self._arrived.set()
+        self._ended.set()
         waiting, self._waiting = self._waiting, []
         for _, future in waiting:
             if not future.done():

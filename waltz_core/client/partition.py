@@ -141,6 +141,14 @@ class ClientPartition:
         """Feed the applier from `mark` on."""
         assert self.applier is not None
         self._driver.post(events.Subscribe(mark))
+        if self._stopped is not None:
+            self._spawn(self.applier.stop(self._stopped), "feed-stop")
+
+    def unsubscribe(self) -> None:
+        """Feed nobody any more; the applier has ended."""
+        self.applier = None
+        self.fetch = None
+        self._driver.post(events.Unsubscribe())
 
     def caught_up(self, mark: TransactionId) -> None:
         """What the feed was behind with was fetched up to `mark`."""
@@ -184,7 +192,8 @@ class ClientPartition:
                 self._mark_moved(effect.high_water_mark)
             case events.Fed():
                 if self.applier is not None:
-                    self.applier.feed(effect.first, effect.headers)
+                    ids = range(effect.first, effect.first + effect.count)
+                    self.applier.feed(ids, effect.headers, TransactionId(ids[-1]))
             case events.FeedLags():
                 if self.fetch is not None:
                     self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")

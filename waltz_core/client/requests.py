@@ -10,9 +10,9 @@ Rules:
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from waltz_core import errors
 from waltz_core.client.connections import ServerLinks
@@ -33,6 +33,7 @@ from waltz_core.wire.messages import ClientMessage
 NO_CLIENT_ID = -1
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
+ToldT = TypeVar("ToldT")
 
 
 class Requests:
@@ -154,3 +155,15 @@ class Requests:
         if data is None:
             raise errors.BadRequest(f"transaction {transaction_id}: {fault}")
         return bytes(data)
+
+
+async def by_partition(
+    partition_ids: Iterable[PartitionId], ask: Callable[[PartitionId], Coroutine[Any, Any, ToldT]]
+) -> dict[int, ToldT]:
+    """Ask of all of them at once; raise the first error alone, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            asked = {int(each): group.create_task(ask(each)) for each in sorted(partition_ids)}
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return {partition: task.result() for partition, task in asked.items()}

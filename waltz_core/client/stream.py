@@ -26,36 +26,24 @@ Invariants:
 from typing import TYPE_CHECKING, assert_never
 
 from waltz_core import errors
-from waltz_core.client import verdicts
+from waltz_core.client import events, verdicts
 from waltz_core.client.backoff import Backoff
 from waltz_core.client.cursor import FeedCursor
 from waltz_core.client.events import (
-    Append,
-    Applied,
-    Close,
     Effect,
     Event,
     Fed,
     FeedLags,
-    Linked,
-    LinkFailed,
-    LinkLost,
     MarkMoved,
-    Mount,
-    Moved,
     NeedClientId,
     OpenLink,
     Phase,
     Ready,
-    Received,
     Refused,
-    Renewed,
-    Resume,
     Send,
     Settled,
     Stopped,
     StreamSettings,
-    Subscribe,
 )
 from waltz_core.client.monitor import BatchOutcome, Monitor, Parcel, Pending
 from waltz_core.client.outbox import Limits, Outbox
@@ -159,34 +147,36 @@ class PartitionStream:
         """Take one event in; see `machine.py`."""
         out: list[Effect] = []
         match event:
-            case Append():
+            case events.Append():
                 self._append(event.parcel, now_ms, out)
-            case Received():
+            case events.Received():
                 self._received(event, now_ms, out)
-            case Applied():
+            case events.Applied():
                 self._take_applied(event.mark, now_ms, out)
-            case Mount():
+            case events.Mount():
                 self._wants_mount = True
                 self._start(out)
-            case Subscribe():
+            case events.Subscribe():
                 self._cursor.want(event.mark)
                 self._mount_anew("a feed was asked for", now_ms, out)
-            case Resume():
+            case events.Unsubscribe():
+                self._unsubscribe(now_ms, out)
+            case events.Resume():
                 self._cursor.resume(event.mark)
                 self._mount_anew("the feed has caught up", now_ms, out)
-            case Linked():
+            case events.Linked():
                 self._linked(event, now_ms, out)
-            case LinkFailed():
+            case events.LinkFailed():
                 self._link_failed(event, now_ms, out)
-            case LinkLost():
+            case events.LinkLost():
                 self._spoiled.pop(event.link, None)
                 if event.link == self._link and self.phase in _LINKED:
                     self._leave(event.reason, now_ms, out)
-            case Moved():
+            case events.Moved():
                 self._moved(event.generation, now_ms, out)
-            case Renewed():
+            case events.Renewed():
                 self._renew(event.client_id, now_ms, out)
-            case Close():
+            case events.Close():
                 self._stop(errors.Unreachable("the client was closed before it was sent"), out)
             case Wakeup():
                 self._wake(now_ms, out)
@@ -229,7 +219,7 @@ class PartitionStream:
         self._spoiled.update((pending.link, None) for pending in self._monitor)
         out.append(OpenLink(self.attempt, tuple(self._spoiled)))
 
-    def _linked(self, event: Linked, now_ms: int, out: list[Effect]) -> None:
+    def _linked(self, event: events.Linked, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
@@ -253,7 +243,7 @@ class PartitionStream:
         request = messages.MountWriter(self._mount_id, self._connection_sequence, mark, wants_feed)
         out.append(Send(self._link, request))
 
-    def _link_failed(self, event: LinkFailed, now_ms: int, out: list[Effect]) -> None:
+    def _link_failed(self, event: events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.error.retriable:
@@ -315,7 +305,7 @@ class PartitionStream:
 
     # --- messages
 
-    def _received(self, event: Received, now_ms: int, out: list[Effect]) -> None:
+    def _received(self, event: events.Received, now_ms: int, out: list[Effect]) -> None:
         message = event.message
         if isinstance(message, messages.AppendResult):
             # Final whichever link brings it: the server answers when every row is.
@@ -539,6 +529,13 @@ class PartitionStream:
             self._leave("the client id has changed", now_ms, out)
 
     # --- feed
+
+    def _unsubscribe(self, now_ms: int, out: list[Effect]) -> None:
+        self._cursor = FeedCursor(self._settings.feed_ahead_max)
+        if self._mount_has_feed and self.phase in _LINKED:
+            self._mount_anew("the feed was ended", now_ms, out)
+        # NB: what the server still sends of it must not pass for the next one's.
+        self._mount_has_feed = False
 
     def _feed_batch(self, message: messages.FeedBatch, now_ms: int, out: list[Effect]) -> None:
         if message.req_id != self._mount_id or not self._mount_has_feed:

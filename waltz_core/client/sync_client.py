@@ -11,6 +11,7 @@ Rules:
 """
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -25,9 +26,10 @@ from waltz_core.client.async_client import AsyncWaltzClient
 from waltz_core.client.callbacks import Callbacks, PoisonPolicy
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
-from waltz_core.client.feed import Verdict, Words, mark_of
+from waltz_core.client.feed import Run, Verdict, mark_of
 from waltz_core.client.opening import Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
+from waltz_core.client.subscriptions import waits_for_itself
 from waltz_core.client.transaction import Transaction, TransactionBuilder, TransactionContext
 from waltz_core.config import ClientConfig
 from waltz_core.record import PartitionId, TransactionId
@@ -43,6 +45,9 @@ WORKERS_MAX = 16
 END_S_MAX = 5.0
 
 ResultT = TypeVar("ResultT")
+
+# Which partition's transaction this thread applies, if any.
+_applying = threading.local()
 
 
 class WaltzClient:
@@ -92,6 +97,13 @@ class WaltzClient:
                 claim=claim,
             )
         )
+        return made
+
+    @classmethod
+    def over(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
+        """Open a client over any asyncio client; `memory.MemoryWaltz` makes its clients so."""
+        made = cls.__new__(cls)
+        made._begin(opening)
         return made
 
     def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
@@ -266,6 +278,18 @@ class WaltzClient:
         consumer = _ThreadConsumer(callbacks, self._client, self._workers)
         self._call(self._client.subscribe_consumer(consumer, partitions))
 
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """The partitions whose feed is applied now; one that has ended is not among them."""
+        return self._client.partitions
+
+    def set_partitions(self, partitions: Iterable[int]) -> None:
+        """Have the feed of exactly these applied; see `AsyncWaltzClient.set_partitions`."""
+        applying = getattr(_applying, "partition_id", None)
+        if applying is not None:
+            raise waits_for_itself(applying)
+        self._call(self._client.set_partitions(partitions))
+
     # --- reading
 
     def read_range(  # noqa: PLR0913 - see `RangeQuery`
@@ -374,7 +398,13 @@ class _ThreadContext:
 
     async def execute(self, builder: TransactionBuilder) -> bool:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._context.execute, builder)
+        told: object = await loop.run_in_executor(self._workers, self._context.execute, builder)
+        if inspect.iscoroutine(told):
+            told.close()
+            raise errors.UsageError(
+                "execute is an async function: use AsyncWaltzClient, or a plain function"
+            )
+        return bool(told)
 
     async def call(self, hook: str, *args: object) -> None:
         method = getattr(self._context, hook)
@@ -398,20 +428,24 @@ class _ThreadConsumer:
         return mark_of(partition_id, mark)
 
     async def apply(
-        self, partition_id: PartitionId, first: TransactionId, words: list[Words]
+        self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
     ) -> Verdict:
-        source = self._client.data_source(partition_id)
+        source = self._client.subscriptions.data(partition_id)
         apply = self._callbacks.apply_transaction
 
         def apply_all() -> Verdict:
             count = 0
+            _applying.partition_id = partition_id
             try:
-                for each in words:
-                    transaction_id = TransactionId(first + count)
-                    apply(Transaction(partition_id, transaction_id, each, source))
+                for number, words in run:
+                    if not goes_on():
+                        break
+                    apply(Transaction(partition_id, TransactionId(number), words, source))
                     count += 1
             except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
                 return Verdict(count, error)
+            finally:
+                _applying.partition_id = None
             return Verdict(count, None)
 
         return await self._on_thread(apply_all)

@@ -681,7 +681,7 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
         for _ in range(8):
             await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
         queue = client._partitions[0].applier._queue
-        assert sum(len(headers) // 20 for _, headers in queue) <= 2 * rows
+        assert sum(len(headers) // 20 for _, headers, _ in queue) <= 2 * rows
         go_on.set()
         await until(lambda: len(callbacks.seen) == 8 * rows)
         assert callbacks.seen == list(range(8 * rows))

@@ -1,0 +1,61 @@
+"""Functions as transaction contexts."""
+
+import pytest
+
+from tests.unit.client.memory_cluster import memory_cluster
+from tests.unit.client.test_async_client import told
+from waltz_core import errors
+from waltz_core.client import MSGPACK, TransactionBuilder, lock, partition_of, transactional
+from waltz_core.record import PartitionId, TransactionId
+
+
+@transactional(partition_by=lambda account, amount=0: lock("account", account), retries_max=3)
+def pay(builder: TransactionBuilder, account: int, amount: int = 0) -> bool:
+    """Pay."""
+    builder.set_write_locks([lock("account", account)])
+    builder.set_transaction_data({"account": account, "amount": amount})
+    return amount > 0
+
+
+def test_a_call_is_a_context_and_executes_nothing():
+    context = pay(7, amount=100)
+    assert (context.retries_max, context.timeout_ms) == (3, 60_000)
+    assert context.creation_time_ms > 0
+    assert context.partition_id(5) == partition_of(lock("account", 7), 5)
+    assert (pay.__name__, pay.__doc__) == ("pay", "Pay.")
+    assert repr(context) == "<transaction pay>"
+
+
+def test_each_attempt_fills_in_its_own_builder():
+    context = pay(7, 100)
+    for mark in (3, 9):
+        builder = TransactionBuilder(PartitionId(0), TransactionId(mark))
+        assert context.execute(builder)
+        assert builder.write_locks == (lock("account", 7),)
+        assert builder.data is not None
+        assert MSGPACK.deserialize(builder.data) == {"account": 7, "amount": 100}
+
+
+@pytest.mark.parametrize("places", [{}, {"partition": 1, "partition_by": lambda: lock("a")}])
+def test_the_partition_is_named_once(places):
+    with pytest.raises(errors.BadRequest, match="either a partition or partition_by"):
+        transactional(**places)
+
+
+@told
+async def test_submitted_functions_are_in_the_log():
+    @transactional(partition=1)
+    async def say(builder: TransactionBuilder, word: str) -> bool:
+        builder.set_transaction_data(word)
+        return True
+
+    @transactional(partition=1)
+    def fail(builder: TransactionBuilder) -> bool:
+        raise ValueError("no")
+
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        assert await (await client.submit(say("one"))) == 0
+        assert await (await client.submit(pay(7))) is None
+        with pytest.raises(ValueError, match="no"):
+            await (await client.submit(fail()))
+        assert [MSGPACK.deserialize(row[2]) for row in cluster.logs[1].rows()] == ["one"]

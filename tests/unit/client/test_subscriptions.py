@@ -1,0 +1,190 @@
+"""Partitions that are taken up and laid down while a client runs."""
+
+import asyncio
+from collections import defaultdict
+
+import pytest
+
+from tests.unit.client.memory_cluster import memory_cluster
+from tests.unit.client.test_async_client import Counting, batch_of, told, until
+from waltz_core import errors
+from waltz_core.client import AsyncCallbacks, PoisonPolicy, lock
+
+
+class Shared(AsyncCallbacks):
+    """Remembers what was applied, and goes on from there."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[int]] = defaultdict(list)
+        self.asked: list[int] = []
+        self.state = {"value": 0}
+        self.errors: list[tuple[int, int]] = []
+        self.poison: set[tuple[int, int]] = set()
+        self.policy = PoisonPolicy.STOP
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.is_applying = False
+
+    async def client_high_water_mark(self, partition):
+        self.asked.append(partition)
+        seen = self.seen[partition]
+        return seen[-1] if seen else -1
+
+    async def apply_transaction(self, transaction):
+        self.is_applying = True
+        await self.may_go_on.wait()
+        place = (transaction.partition_id, transaction.transaction_id)
+        if place in self.poison:
+            raise ValueError("poison")
+        if transaction.header == 3:
+            self.state["value"] = await transaction.value()
+        self.seen[transaction.partition_id].append(transaction.transaction_id)
+        self.is_applying = False
+
+    async def uncaught_exception(self, partition, transaction_id, error):
+        self.errors.append((partition, transaction_id))
+        return self.policy
+
+
+async def write(client, partition, count):
+    payload = batch_of(*(b"%d" % i for i in range(count)))
+    await (await client.append_batch(partition, payload, count, client_high_water_mark=-1))
+
+
+@told
+async def test_partitions_are_laid_down_and_taken_up_from_their_mark():
+    async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
+        callbacks = Shared()
+        assert client.partitions == ()
+        await client.subscribe(callbacks, [0, 1])
+        assert client.partitions == (0, 1)
+        for number in range(3):
+            await write(client, number, 5)
+        await until(lambda: len(callbacks.seen[0]) == len(callbacks.seen[1]) == 5)
+        await client.set_partitions([1, 2])
+        assert client.partitions == (1, 2)
+        for number in range(3):
+            await write(client, number, 5)
+        await until(lambda: len(callbacks.seen[1]) == len(callbacks.seen[2]) == 10)
+        assert callbacks.seen[0] == list(range(5))
+        await client.set_partitions(range(3))
+        await until(lambda: len(callbacks.seen[0]) == 10)
+        assert all(callbacks.seen[number] == list(range(10)) for number in range(3))
+        assert callbacks.asked == [0, 1, 2, 0]
+        await client.set_partitions([])
+        assert client.partitions == ()
+
+
+@told
+async def test_a_feed_ends_after_what_is_being_applied():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        callbacks = Shared()
+        await write(client, 0, 100)
+        callbacks.may_go_on.clear()
+        await client.subscribe(callbacks, [0])
+        await until(lambda: callbacks.is_applying)
+        setting = asyncio.get_running_loop().create_task(client.set_partitions([]))
+        while client.partitions:  # noqa: ASYNC110 - it is no event
+            await asyncio.sleep(0)
+        assert not setting.done()
+        callbacks.may_go_on.set()
+        await setting
+        assert callbacks.seen[0] == [0]
+
+
+@told
+async def test_the_server_feeds_no_longer_who_has_laid_a_partition_down():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.subscribe(Shared(), [0])
+        await write(client, 0, 5)
+        hosted = cluster.servers[0].partitions[0]
+        await until(lambda: hosted.partition.feed.count == 1)
+        await client.set_partitions([])
+        await write(client, 0, 5)
+        assert hosted.partition.feed.count == 0
+
+
+@told
+async def test_a_feed_that_a_transaction_has_stopped_is_started_anew():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        callbacks = Shared()
+        callbacks.poison.add((0, 2))
+        await client.subscribe(callbacks, [0])
+        await write(client, 0, 5)
+        await until(lambda: callbacks.errors)
+        await until(lambda: client.partitions == ())
+        callbacks.poison.clear()
+        await client.set_partitions([0])
+        await until(lambda: len(callbacks.seen[0]) >= 5)
+        assert callbacks.seen[0] == list(range(5))
+
+
+@told
+async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        callbacks = Shared()
+        callbacks.policy = PoisonPolicy.RETRY
+        callbacks.poison.add((0, 0))
+        await client.subscribe(callbacks, [0])
+        await write(client, 0, 1)
+        await until(lambda: len(callbacks.errors) >= 3)
+        await client.set_partitions([])
+        assert callbacks.seen[0] == []
+
+
+@told
+async def test_contexts_go_on_while_partitions_come_and_go():
+    async with (
+        memory_cluster() as cluster,
+        cluster.client().opened() as one,
+        cluster.client().opened() as two,
+    ):
+        callbacks = Shared()
+        await two.subscribe(callbacks, [0])
+        contexts = [Counting(callbacks.state) for _ in range(20)]
+        futures = []
+        for context in contexts:
+            await (await one.append(b"", partition=0, write_locks=[lock("another")]))
+            futures.append(await two.submit(context))
+            await two.set_partitions([])
+            await two.set_partitions([0])
+        assert len({await future for future in futures}) == 20
+        await until(lambda: len(callbacks.seen[0]) == 40)
+        assert callbacks.seen[0] == list(range(40))
+
+
+@told
+async def test_what_cannot_be_set_is_told():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        with pytest.raises(errors.UsageError, match="subscribe first"):
+            await client.set_partitions([0])
+        callbacks = Shared()
+        await client.subscribe(callbacks, [0])
+        with pytest.raises(errors.UnknownPartition):
+            await client.set_partitions([0, 9])
+        with pytest.raises(errors.BadRequest, match="subscribed to already"):
+            await client.subscribe(callbacks, [0])
+        assert client.partitions == (0,)
+
+
+@told
+async def test_a_callback_cannot_wait_for_itself():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+
+        class Impatient(Shared):
+            async def apply_transaction(self, transaction):
+                await client.set_partitions([1])
+
+        callbacks = Impatient()
+        told_of = []
+
+        async def uncaught(partition, transaction_id, error):
+            told_of.append(error)
+            return PoisonPolicy.STOP
+
+        callbacks.uncaught_exception = uncaught
+        await client.subscribe(callbacks, [0])
+        await write(client, 0, 1)
+        await until(lambda: told_of)
+        assert isinstance(told_of[0], errors.UsageError)
+        assert "call it from elsewhere" in str(told_of[0])

@@ -1,0 +1,102 @@
+"""A function as a transaction context: what a class of three methods would say, in a decorator.
+
+    @transactional(partition_by=lambda account, amount: lock("account", account))
+    def pay(builder: TransactionBuilder, account: int, amount: int) -> bool:
+        builder.set_write_locks([lock("account", account)])
+        builder.set_transaction_data({"account": account, "amount": amount})
+        return True
+
+    client.submit(pay(7, 100)).result()
+
+Why it stands alone: it is a convenience over `TransactionContext` and adds nothing to it. Whoever
+wants hooks (`on_completion`, `on_application`, ...) writes the class.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Concatenate, ParamSpec, TypeAlias, cast
+
+from waltz_core import errors
+from waltz_core.client.transaction import TransactionBuilder, TransactionContext, partition_of
+
+ArgumentsT = ParamSpec("ArgumentsT")
+# Fills in the builder; False means that there is nothing to do.
+Execute: TypeAlias = Callable[Concatenate[TransactionBuilder, ArgumentsT], bool | Awaitable[bool]]
+
+
+class FunctionContext(TransactionContext):
+    """One call of a decorated function, to be given to `submit`."""
+
+    def __init__(
+        self,
+        name: str,
+        choose: Callable[[int], int],
+        call: Callable[[TransactionBuilder], bool | Awaitable[bool]],
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._choose = choose
+        self._call = call
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return the partition that the decorator names."""
+        return self._choose(partition_count)
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Call the function; for an `async` one `AsyncWaltzClient` awaits what this returns."""
+        return cast("bool", self._call(builder))
+
+    def __repr__(self) -> str:
+        return f"<transaction {self._name}>"
+
+
+def transactional(
+    *,
+    partition: int | None = None,
+    partition_by: Callable[..., int] | None = None,
+    retries_max: int | None = None,
+    timeout_ms: int | None = 60_000,
+) -> Callable[[Execute[ArgumentsT]], Callable[ArgumentsT, FunctionContext]]:
+    """Make contexts of a function of a builder and any arguments.
+
+    The function is executed at each attempt, as `TransactionContext.execute` is, and may be `async`
+    in `AsyncWaltzClient`. Calling what the decorator returns, without the builder, executes
+    nothing: it makes a context for `submit`, once.
+
+    Args:
+        partition: the partition of every transaction, or
+        partition_by: a function of the same arguments that returns a lock; the transaction goes to
+            the lock's partition.
+        retries_max: how often an attempt may be made again; None for no limit.
+        timeout_ms: how long all attempts may take; None for no limit.
+
+    Raises:
+        BadRequest: not exactly one of `partition` and `partition_by` is given.
+    """
+    if (partition is None) == (partition_by is None):
+        raise errors.BadRequest(
+            "transactional: expected either a partition or partition_by, a function of the call's "
+            "arguments that returns a lock"
+        )
+
+    def decorate(function: Execute[ArgumentsT]) -> Callable[ArgumentsT, FunctionContext]:
+        def bound(*args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs) -> FunctionContext:
+            def choose(partition_count: int) -> int:
+                if partition_by is None:
+                    assert partition is not None
+                    return partition
+                return partition_of(partition_by(*args, **kwargs), partition_count)
+
+            name = getattr(function, "__qualname__", repr(function))
+            context = FunctionContext(
+                name, choose, lambda builder: function(builder, *args, **kwargs)
+            )
+            context.retries_max = retries_max
+            context.timeout_ms = timeout_ms
+            return context
+
+        bound.__name__ = getattr(function, "__name__", "transaction")
+        bound.__qualname__ = getattr(function, "__qualname__", bound.__name__)
+        bound.__doc__ = function.__doc__
+        return bound
+
+    return decorate

@@ -1,0 +1,161 @@
+"""Which partitions are fed to which callbacks: started, stopped and started again.
+
+Why it stands alone: applications that share the partitions of a log among them take some up and
+lay others down while they run, and a partition that is laid down here may be applied elsewhere the
+moment after.
+
+Rules:
+    1. A partition is fed to one consumer at a time.
+    2. Who stops a feed waits for what is being applied; afterwards nothing of it is applied.
+    3. A feed that starts again asks for its mark anew, and goes to the consumer that it had; one
+       that never had any goes to the consumer that subscribed last.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from waltz_core import errors
+from waltz_core.client.catch_up import CatchUp
+from waltz_core.client.feed import Consumer, DataCache
+from waltz_core.client.partition import ClientPartition
+from waltz_core.client.requests import Requests
+from waltz_core.config import ClientConfig
+from waltz_core.record import PartitionId, TransactionId
+
+FindPartition = Callable[[PartitionId], Coroutine[Any, Any, ClientPartition]]
+Spawn = Callable[[Coroutine[Any, Any, None], str], None]
+
+
+class _Feed:
+    """One partition that is fed, or was until its feed ended by itself."""
+
+    def __init__(self, partition: ClientPartition, catch_up: CatchUp) -> None:
+        self.partition = partition
+        self._catch_up = catch_up
+        self.task: asyncio.Task[None] | None = None
+        self._is_over = asyncio.Event()
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether transactions are handed over, now or when some come."""
+        return self._catch_up.applier.stopped is None and not self._is_over.is_set()
+
+    async def run(self, mark: TransactionId | None) -> None:
+        """Apply until stopped."""
+        self.task = asyncio.current_task()
+        try:
+            await self._catch_up.run(mark)
+        finally:
+            self._is_over.set()
+
+    async def stop(self) -> None:
+        """Rule 2."""
+        text = f"the feed of partition {self.partition.partition_id} was ended by the application"
+        self._catch_up.applier.end(errors.Unavailable(text))
+        await self._is_over.wait()
+        self.partition.unsubscribe()
+
+
+class Subscriptions:
+    """The feeds of one client."""
+
+    def __init__(
+        self, find: FindPartition, spawn: Spawn, requests: Requests, config: ClientConfig
+    ) -> None:
+        self._find = find
+        self._spawn = spawn
+        self._requests = requests
+        self._config = config
+        self._consumers: dict[PartitionId, Consumer] = {}
+        self._last: Consumer | None = None
+        # None while the application is asked for its mark.
+        self._feeds: dict[PartitionId, _Feed | None] = {}
+        self._data: dict[PartitionId, DataCache] = {}
+        self._setting = asyncio.Lock()
+
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """The partitions whose feed is applied now, in order."""
+        return tuple(sorted(int(each) for each in self._feeds if self._is_fed(each)))
+
+    async def subscribe(self, consumer: Consumer, partition_ids: Iterable[PartitionId]) -> None:
+        """Start the feeds of these partitions."""
+        self._last = consumer
+        for partition_id in partition_ids:
+            if self._is_fed(partition_id):
+                raise errors.BadRequest(f"partition {partition_id} is subscribed to already")
+            self._consumers[partition_id] = consumer
+            await self._start(partition_id)
+
+    async def set_partitions(self, partition_ids: Iterable[PartitionId]) -> None:
+        """Stop the feeds of all others, then start those of these (rules 2 and 3)."""
+        if self._last is None:
+            raise errors.UsageError("set_partitions: there are no callbacks yet; subscribe first")
+        wanted = dict.fromkeys(partition_ids)
+        stopped = [each for each in self._feeds if each not in wanted]
+        task = asyncio.current_task()
+        for each in stopped:
+            feed = self._feeds[each]
+            if feed is not None and feed.task is task:
+                raise waits_for_itself(each)
+        async with self._setting:
+            for partition_id in stopped:
+                await self._stop(partition_id)
+            for partition_id in wanted:
+                if not self._is_fed(partition_id):
+                    await self._start(partition_id)
+
+    def data(self, partition_id: PartitionId) -> DataCache:
+        """Return where the data of a partition's transactions comes from."""
+        found = self._data.get(partition_id)
+        if found is None:
+            feed = self._feeds[partition_id]
+            assert feed is not None
+            stream = feed.partition.stream
+            found = self._data[partition_id] = DataCache(
+                lambda query: self._requests.range(partition_id, query),
+                lambda transaction_id: self._requests.data(partition_id, transaction_id),
+                mark=lambda: stream.high_water_mark,
+                bytes_max=self._config.range_bytes_max,
+                loop=asyncio.get_running_loop(),
+            )
+        return found
+
+    def _is_fed(self, partition_id: PartitionId) -> bool:
+        if partition_id not in self._feeds:
+            return False
+        feed = self._feeds[partition_id]
+        return feed is None or feed.is_applied
+
+    async def _start(self, partition_id: PartitionId) -> None:
+        """Start a feed; raises what `client_high_water_mark` raises."""
+        await self._stop(partition_id)  # one that ended by itself has left something behind
+        assert self._last is not None
+        consumer = self._consumers.setdefault(partition_id, self._last)
+        self._feeds[partition_id] = None
+        try:
+            partition = await self._find(partition_id)
+            mark = await consumer.start_mark(partition_id)
+        except BaseException:
+            del self._feeds[partition_id]
+            raise
+        feed = _Feed(partition, CatchUp(partition, consumer, self._requests, self._config))
+        self._feeds[partition_id] = feed
+        self._spawn(feed.run(mark), "feed")
+
+    async def _stop(self, partition_id: PartitionId) -> None:
+        feed = self._feeds.get(partition_id)
+        if feed is None:
+            return
+        await feed.stop()
+        if self._feeds.get(partition_id) is feed:
+            del self._feeds[partition_id]
+
+
+def waits_for_itself(partition_id: int) -> errors.UsageError:
+    """Return the error of callbacks that would wait for themselves."""
+    return errors.UsageError(
+        f"set_partitions: it waits for what is being applied, and this is called while a "
+        f"transaction of partition {partition_id} is applied: call it from elsewhere"
+    )
