@@ -9,7 +9,7 @@ release. From the top: `async_client` and `sync_client` (the faces), `contexts` 
 on its way to the application), `partition` (one partition's shell),
 `appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
 `requests` and `ranges` (reading), `claim` (a task of a write that must enter the log once),
-`connections` and `directory` (where to go).
+`connections` and `directory` (where to go). `compression` is a serializer for large payloads.
 """
 
 from waltz_core.client.appends import BatchOrder
@@ -22,6 +22,7 @@ from waltz_core.client.claim import (
     forget_writes,
     summary_of_write,
 )
+from waltz_core.client.compression import Zstd
 from waltz_core.client.decorator import transactional
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import LATEST
@@ -66,6 +67,7 @@ __all__ = [
     "TransactionBuilder",
     "TransactionContext",
     "WaltzClient",
+    "Zstd",
     "begin_write",
     "end_write",
     "forget_writes",
