@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.fault.load import Story
+from tests.postgres import postgres
 from waltz_core.local import LocalCluster, running
+
+__all__ = ["postgres"]  # a fixture is found where it is named
 
 # The shortest session that ZooKeeper grants with its ticks of half a second is one second.
 SESSION_MS = 1_500

@@ -1,0 +1,96 @@
+"""One of several processes that apply a log to one database; `test_sql_instances.py` starts it.
+
+It says "ready" when its feeds have begun, and goes on until its input ends. After SIGUSR1 the next
+transaction that it applies never ends: it says "inside", with its changes made and nothing
+committed.
+"""
+
+import argparse
+import signal
+import sys
+import threading
+
+import sqlalchemy as sa
+
+from waltz_core.client import Transaction, WaltzClient
+from waltz_core.client.sql import SqlCallbacks
+
+METADATA = sa.MetaData()
+SUMS = sa.Table(
+    "sums",
+    METADATA,
+    sa.Column("partition_id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("total", sa.BigInteger, nullable=False),
+)
+# No key here: what is applied twice is to be seen, not refused.
+ENTRIES = sa.Table(
+    "entries",
+    METADATA,
+    sa.Column("partition_id", sa.Integer, nullable=False),
+    sa.Column("transaction_id", sa.BigInteger, nullable=False),
+    sa.Column("applied_by", sa.String(20), nullable=False),
+)
+
+
+def engine_of(url: str, isolation: str | None) -> sa.Engine:
+    """Return an engine; SQLite's users wait for each other for a while."""
+    options: dict[str, object] = {} if isolation is None else {"isolation_level": isolation}
+    if url.startswith("sqlite"):
+        options["connect_args"] = {"timeout": 20}
+    return sa.create_engine(url, **options)
+
+
+class Sums(SqlCallbacks):
+    """Sums the headers of each partition."""
+
+    def __init__(self, engine: sa.Engine, name: str) -> None:
+        super().__init__(engine)
+        self._name = name
+        self.is_to_stay = False
+
+    def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
+        """Add one."""
+        partition = int(transaction.partition_id)
+        entry = {"partition_id": partition, "transaction_id": int(transaction.transaction_id)}
+        connection.execute(ENTRIES.insert().values(applied_by=self._name, **entry))
+        total = connection.execute(
+            sa.select(SUMS.c.total).where(SUMS.c.partition_id == partition)
+        ).scalar_one()
+        # From a value that was read: whoever is not alone here writes an old one.
+        connection.execute(
+            SUMS.update()
+            .where(SUMS.c.partition_id == partition)
+            .values(total=total + transaction.header)
+        )
+        if self.is_to_stay:
+            say("inside")
+            threading.Event().wait()
+
+
+def say(word: str) -> None:
+    """Tell whoever has started this process."""
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Be an instance."""
+    parser = argparse.ArgumentParser()
+    for word in ("--connect", "--database", "--name"):
+        parser.add_argument(word, required=True)
+    parser.add_argument("--isolation")
+    options = parser.parse_args()
+    callbacks = Sums(engine_of(options.database, options.isolation), options.name)
+
+    def stay(*_: object) -> None:
+        callbacks.is_to_stay = True
+
+    signal.signal(signal.SIGUSR1, stay)
+    with WaltzClient(options.connect) as client:
+        client.subscribe(callbacks)
+        say("ready")
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Two processes apply one log to one database and are killed in it: each row enters once."""
+
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+
+from tests.fault.load import ROOT, wait_until
+from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
+from waltz_core.client import RangeForm, WaltzClient
+from waltz_core.raw_records import HEADER_DTYPE
+
+if TYPE_CHECKING:
+    from tests.postgres import Postgres
+
+pytestmark = pytest.mark.fault
+
+ROUNDS = 4
+LAG_MAX = 300
+DEADLINE_S = 90.0
+
+
+class Place(NamedTuple):
+    """A database and how it is used."""
+
+    url: str
+    isolation: str | None
+
+
+@pytest.fixture(params=["sqlite", "READ COMMITTED", "SERIALIZABLE"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "sqlite":
+        return Place(f"sqlite:///{tmp_path / 'sums.db'}", None)
+    server: Postgres = request.getfixturevalue("postgres")
+    return Place(server.create(f"sums {request.param}"), request.param)
+
+
+@pytest.fixture
+def engine(place: Place) -> Iterator[sa.Engine]:
+    made = engine_of(place.url, place.isolation)
+    METADATA.create_all(made)
+    yield made
+    made.dispose()
+
+
+class Instance:
+    """One of the processes."""
+
+    def __init__(self, connect: str, place: Place, name: str, directory: Path) -> None:
+        command = [sys.executable, str(ROOT / "tests" / "fault" / "sql_instance.py")]
+        command += ["--connect", connect, "--database", place.url, "--name", name]
+        if place.isolation is not None:
+            command += ["--isolation", place.isolation]
+        self.name = name
+        self._output = directory / f"{name}.out"
+        with self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, text=True
+            )
+        wait_until("an instance is ready", partial(self.has_said, "ready"), seconds=DEADLINE_S)
+
+    def has_said(self, word: str) -> bool:
+        assert self._process.poll() is None, f"{self.name} has ended"
+        return word in self._output.read_text().split()
+
+    def stay_inside(self) -> None:
+        """Have it stay in the middle of a transaction."""
+        self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def end(self) -> None:
+        self._process.communicate(timeout=DEADLINE_S)
+        assert self._process.returncode == 0
+
+
+class Log:
+    """The log, and a writer who goes on."""
+
+    def __init__(self, client: WaltzClient, engine: sa.Engine) -> None:
+        self.client = client
+        self._engine = engine
+        self._random = random.Random(7)
+
+    def write_until(self, what: str, condition: Callable[[], object]) -> None:
+        """Go on writing until something holds."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"not in time: {what}"
+            if sum(self.marks().values()) - sum(applied(self._engine).values()) > LAG_MAX:
+                time.sleep(0.02)
+                continue
+            self.write(1)
+
+    def write_until_applied_by(self, name: str, count: int) -> None:
+        """Go on writing until an instance has applied so many."""
+        self.write_until(
+            f"{count} applied by {name}", lambda: count_of(self._engine, name) >= count
+        )
+
+    def write(self, count: int) -> None:
+        futures = [
+            self.client.append(b"", partition=partition, header=self._random.randrange(1_000))
+            for partition in list(range(self.client.partition_count)) * count
+        ]
+        for future in futures:
+            future.result()
+
+    def marks(self) -> dict[int, int]:
+        found = self.client.high_water_marks(linearizable=True)
+        return {partition: int(mark) for partition, mark in found.items()}
+
+    def sums(self) -> dict[int, int]:
+        """Return the sums as the log itself has them."""
+        found = {}
+        for partition, last in self.marks().items():
+            chunks = self.client.read_range(partition, 0, last, form=RangeForm.HEADERS)
+            heads = [np.frombuffer(chunk.records, dtype=HEADER_DTYPE) for chunk in chunks]
+            found[partition] = sum(int(each["header"].sum(dtype=np.int64)) for each in heads)
+        return found
+
+
+def applied(engine: sa.Engine) -> dict[int, int]:
+    """Return the last transaction that the database has of each partition."""
+    marks = sa.table(
+        "waltz_high_water_marks", sa.column("partition_id"), sa.column("high_water_mark")
+    )
+    with engine.connect() as connection:
+        rows = connection.execute(sa.select(marks.c.partition_id, marks.c.high_water_mark)).all()
+    return {int(row.partition_id): int(row.high_water_mark) for row in rows}
+
+
+def count_of(engine: sa.Engine, name: str) -> int:
+    query = sa.select(sa.func.count()).select_from(ENTRIES).where(ENTRIES.c.applied_by == name)
+    with engine.connect() as connection:
+        return int(connection.execute(query).scalar_one())
+
+
+def test_each_transaction_is_applied_once_though_instances_are_killed(
+    waltz_cluster: str, place: Place, engine: sa.Engine, tmp_path: Path
+) -> None:
+    numbers = itertools.count(1)
+
+    def start() -> Instance:
+        return Instance(waltz_cluster, place, f"instance {next(numbers)}", tmp_path)
+
+    with WaltzClient(waltz_cluster) as client:
+        with engine.begin() as connection:
+            rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
+            connection.execute(SUMS.insert(), rows)
+        log = Log(client, engine)
+        log.write(20)
+        instances = [start(), start()]
+        try:
+            for number in range(ROUNDS):
+                victim = instances[number % 2]
+                log.write_until_applied_by(victim.name, 20)
+                if number < 2:
+                    victim.stay_inside()
+                    log.write_until("one in the middle", partial(victim.has_said, "inside"))
+                victim.kill()
+                instances[number % 2] = start()
+            for each in instances:
+                log.write_until_applied_by(each.name, 1)
+            wait_until("all applied", lambda: applied(engine) == log.marks(), seconds=DEADLINE_S)
+            for each in instances:
+                each.end()
+        finally:
+            for each in instances:
+                each.kill()
+        check(engine, log)
+
+
+def check(engine: sa.Engine, log: Log) -> None:
+    """Compare the database with the log."""
+    with engine.connect() as connection:
+        entries = connection.execute(
+            sa.select(ENTRIES.c.partition_id, ENTRIES.c.transaction_id)
+        ).all()
+        sums = dict(connection.execute(sa.select(SUMS.c.partition_id, SUMS.c.total)).all())
+    everything = [
+        (partition, each) for partition, mark in log.marks().items() for each in range(mark + 1)
+    ]
+    assert sorted(tuple(row) for row in entries) == sorted(everything)
+    assert sums == log.sums()
+    assert applied(engine) == log.marks()
