@@ -1,0 +1,41 @@
+"""Every snippet of docs/client.md, in its order, in one program, against a local cluster."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from waltz_core.local import running
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CONNECT = "zk1:2181,zk2:2181/waltz/payments"
+# What stands in a comment `<!-- python ... -->` is executed too: it waits, or looks.
+SNIPPET = re.compile(r"^```python\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
+
+
+def snippets(page: str) -> list[tuple[int, str]]:
+    """Return the line and the text of each."""
+    return [
+        (page.count("\n", 0, found.start()) + 2, found[1] or found[2])
+        for found in SNIPPET.finditer(page)
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_every_snippet_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (DOCS / "client.md").read_text(encoding="utf-8")
+    found = snippets(page)
+    assert len(found) == page.count("```python") + page.count("<!-- python")
+    assert len(found) >= 15
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "snippets"}
+    with running(tmp_path / "local") as cluster:
+        try:
+            for line, text in found:
+                # An error is shown at its line of the page.
+                source = "\n" * (line - 1) + text.replace(CONNECT, cluster.connect)
+                exec(compile(source, DOCS / "client.md", "exec"), names)
+        finally:
+            client = names.get("client")
+            if client is not None:
+                client.close()
