@@ -31,7 +31,7 @@ class FromLog(Callbacks):
 
     def apply_transaction(self, transaction: Transaction) -> None:
         """Called by the client for each committed transaction."""
-        value = transaction.value() if transaction.header == self._header else None
+        value: Any = transaction.value() if transaction.header == self._header else None
         with self._moved:
             if value is not None:
                 self.take(value)

@@ -88,14 +88,14 @@ def play(connect: str, options: argparse.Namespace) -> int:
     payments = Payments()
     with WaltzClient(connect) as client:
         partition = partition_of(lock("payment", payment), client.partition_count)
-        before = client.high_water_mark(partition, linearizable=True)
+        seen = int(client.high_water_mark(partition, linearizable=True))
         client.subscribe(payments, [partition])
-        payments.wait_for(before)
+        payments.wait_for(seen)
         payer = subprocess.Popen([*command, "--to-die"], stdin=subprocess.PIPE)
         try:
             while payment not in payments.made:
-                before += 1
-                payments.wait_for(before)
+                seen += 1
+                payments.wait_for(seen)
         finally:
             payer.kill()
             payer.communicate()

@@ -1,0 +1,266 @@
+"""A bank on a log: accounts, deposits, withdrawals, transfers, at a terminal.
+
+    python examples/bank.py                              a prompt; `help` tells the rest
+    python examples/bank.py open 7                       one command
+    python examples/bank.py deposit 7 100 --id invoice-12    given again, it is done once
+    python examples/bank.py accounts --connect zk1:2181/waltz/bank \\
+        --database postgresql+psycopg://user@host/bank
+
+Without --connect a small cluster runs for the length of the command and keeps its data in
+--directory; without --database the database is an SQLite file there. Several may work at one time
+with one cluster and one database. See `bank_books.py` for what makes it right.
+"""
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import NamedTuple
+
+try:
+    from bank_books import engine_of
+    from bank_desk import Bank, Refused, money
+    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+except ImportError as error:
+    raise SystemExit(f"bank: {error}") from None
+
+from waltz_core.errors import BadConfig, OutcomeUnknown, WaltzError
+from waltz_core.local import running
+
+DIRECTORY = Path(".waltz/bank")
+
+
+class Command(NamedTuple):
+    """One thing that can be typed."""
+
+    arguments: str
+    about: str
+    run: Callable[["Desk", list[str]], None]
+    is_write: bool = True
+
+
+class Desk:
+    """Turns words into commands of the bank, and answers into lines."""
+
+    def __init__(self, bank: Bank) -> None:
+        self.bank = bank
+        self.key: str | None = None
+
+    def run(self, words: Sequence[str], key: str | None = None) -> None:
+        """Do what was typed; raises Refused for what cannot be understood."""
+        name, *rest = words
+        command = COMMANDS.get(name)
+        if command is None:
+            raise Refused(f"there is no command {name!r}; `help` tells them all")
+        if len(rest) != len(command.arguments.split()):
+            raise Refused(f"expected: {name} {command.arguments}".rstrip())
+        if key is not None and not command.is_write:
+            raise Refused(f"{name} changes nothing, so it takes no --id")
+        self.key = key
+        command.run(self, rest)
+
+    # -- what can be typed
+
+    def open(self, words: list[str]) -> None:
+        """Open an account."""
+        account = account_of(words[0])
+        self.bank.open(account, key=self.key)
+        say(f"account {account} is open")
+
+    def deposit(self, words: list[str]) -> None:
+        """Bring money in."""
+        account = account_of(words[0])
+        self.bank.deposit(account, cents_of(words[1]), key=self.key)
+        self._tell(account)
+
+    def withdraw(self, words: list[str]) -> None:
+        """Take money out."""
+        account = account_of(words[0])
+        self.bank.withdraw(account, cents_of(words[1]), key=self.key)
+        self._tell(account)
+
+    def transfer(self, words: list[str]) -> None:
+        """Move money."""
+        source, target = account_of(words[0]), account_of(words[1])
+        self.bank.transfer(source, target, cents_of(words[2]), key=self.key)
+        self._tell(source)
+        self._tell(target)
+
+    def deactivate(self, words: list[str]) -> None:
+        """Close an account."""
+        account = account_of(words[0])
+        self.bank.deactivate(account, key=self.key)
+        say(f"account {account} is deactivated")
+
+    def balance(self, words: list[str]) -> None:
+        """Tell what an account holds."""
+        self._tell(account_of(words[0]))
+
+    def accounts(self, _: list[str]) -> None:
+        """Tell what all accounts hold."""
+        rows = self.bank.accounts()
+        if not rows:
+            say("there are no accounts yet; `open 1` opens one")
+            return
+        say(f"{'account':>12}  {'balance':>20}")
+        for account, cents, is_active in rows:
+            say(f"{account:>12}  {money(cents):>20}{'' if is_active else '  deactivated'}")
+        moving = self.bank.cents_under_way()
+        if moving:
+            say(f"{'under way':>12}  {money(moving):>20}")
+        say(f"{'together':>12}  {money(moving + sum(cents for _, cents, _ in rows)):>20}")
+
+    def history(self, words: list[str]) -> None:
+        """Tell what has happened to an account, in the order of the log."""
+        say(f"{'transaction':>12}  {'':<10}  {'amount':>20}")
+        for partition, transaction, kind, cents, other in self.bank.history(account_of(words[0])):
+            amount = money(cents) if cents else ""
+            side = "" if other is None else f"  {'from' if cents > 0 else 'to'} {other}"
+            say(f"{f'{partition}/{transaction}':>12}  {kind:<10}  {amount:>20}{side}".rstrip())
+
+    def settle(self, _: list[str]) -> None:
+        """Bring to its end what a desk that has died left under way."""
+        count = self.bank.settle_all()
+        say(f"{count} transfers were under way" if count else "nothing was under way")
+
+    def help(self, _: list[str]) -> None:
+        """Tell what can be typed."""
+        tell_commands()
+
+    def _tell(self, account: int) -> None:
+        say(f"account {account} holds {money(self.bank.balance(account))}")
+
+
+COMMANDS = {
+    "open": Command("ACCOUNT", "a new account; any whole number", Desk.open),
+    "deposit": Command("ACCOUNT AMOUNT", "bring money in, 100 or 12.50", Desk.deposit),
+    "withdraw": Command("ACCOUNT AMOUNT", "take money out, if it is there", Desk.withdraw),
+    "transfer": Command("SOURCE TARGET AMOUNT", "move money between accounts", Desk.transfer),
+    "deactivate": Command("ACCOUNT", "close an empty account for ever", Desk.deactivate),
+    "balance": Command("ACCOUNT", "what an account holds", Desk.balance, is_write=False),
+    "accounts": Command("", "what all accounts hold", Desk.accounts, is_write=False),
+    "history": Command("ACCOUNT", "what has happened to an account", Desk.history, is_write=False),
+    "settle": Command("", "end transfers that were left half done", Desk.settle, is_write=False),
+    "help": Command("", "this list", Desk.help, is_write=False),
+}
+
+
+def tell_commands() -> None:
+    """Print what can be typed."""
+    for name, command in COMMANDS.items():
+        say(f"  {f'{name} {command.arguments}':<34} {command.about}")
+    say(f"  {'quit':<34} leave; so does ctrl-D")
+
+
+def account_of(word: str) -> int:
+    """Return the number of an account."""
+    if not re.fullmatch(r"[0-9]{1,18}", word):
+        raise Refused(f"expected the number of an account, found {word!r}")
+    return int(word)
+
+
+def cents_of(word: str) -> int:
+    """Return an amount in cents."""
+    try:
+        cents = Decimal(word.replace(",", "")) * 100
+        is_whole = cents == cents.to_integral_value()
+    except InvalidOperation:
+        is_whole, cents = False, Decimal(0)
+    if not is_whole or not re.fullmatch(r"[0-9.,]{1,30}", word):
+        raise Refused(f"expected an amount such as 100 or 12.50, found {word!r}")
+    return int(cents)
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def sentence_of(error: Exception) -> str:
+    """Return what a person is told of an error."""
+    if isinstance(error, Refused):
+        return f"no: {error}"
+    if isinstance(error, OutcomeUnknown):
+        return f"it may be done or not ({error}); `history` tells, and with --id it may be repeated"
+    if isinstance(error, DBAPIError):
+        return f"the database says: {' '.join(str(error.orig).split())}"
+    return str(error).partition("\n")[0]
+
+
+def attempt(desk: Desk, words: Sequence[str], key: str | None = None) -> bool:
+    """Run a command; False, and one sentence, when it was not done."""
+    try:
+        desk.run(words, key)
+    except (Refused, WaltzError, SQLAlchemyError) as error:
+        print(sentence_of(error), file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def prompt(desk: Desk) -> None:
+    """Do what is typed until `quit`."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, PLC0415 - arrow keys at the prompt, where there is one
+    say("the bank is open; `help` tells what can be done here")
+    while True:
+        try:
+            words = input("bank> " if sys.stdin.isatty() else "").split()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if words and words[0] in ("quit", "exit"):
+            break
+        if words:
+            attempt(desk, words)
+    say("good-bye")
+
+
+@contextlib.contextmanager
+def opened(options: argparse.Namespace) -> Iterator[Desk]:
+    """Give a desk with a cluster and a database behind it."""
+    with contextlib.ExitStack() as stack:
+        directory: Path = options.directory
+        directory.mkdir(parents=True, exist_ok=True)
+        connect = options.connect
+        if connect is None:
+            print(f"a small cluster starts in {directory}", file=sys.stderr, flush=True)
+            connect = stack.enter_context(running(directory / "cluster")).connect
+        engine = engine_of(options.database or f"sqlite:///{directory / 'bank.db'}")
+        stack.callback(engine.dispose)
+        bank = Bank(connect, engine)
+        stack.callback(bank.close)
+        yield Desk(bank)
+
+
+def main() -> int:
+    """Run it; return 1 when a command was not done."""
+    about, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=about, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs="*", help="one command; none for a prompt")
+    parser.add_argument("--connect", help="a running cluster")
+    parser.add_argument("--database", help="SQLAlchemy's URL of the database")
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help=f"default {DIRECTORY}")
+    parser.add_argument("--id", help="a name for this command: given again, it is done once")
+    options = parser.parse_intermixed_args()
+    if options.connect is not None and options.database is None:
+        parser.error("--connect needs --database: each log has a database of its own")
+    if options.command == ["help"]:  # needs no bank
+        tell_commands()
+        return 0
+    try:
+        with opened(options) as desk:
+            if options.command:
+                return 0 if attempt(desk, options.command, options.id) else 1
+            prompt(desk)
+    except (BadConfig, WaltzError, SQLAlchemyError, ImportError) as error:
+        print(f"bank: {sentence_of(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

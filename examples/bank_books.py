@@ -1,0 +1,215 @@
+"""The bank's books: what it writes to the log, and what its database makes of that.
+
+`bank_desk.py` decides what is written, `bank.py` is the terminal.
+
+Rules:
+    1. The log decides. An entry that is in it has happened; the database is made from the log.
+    2. An account lives in the partition of its lock. Whatever touches it was computed from a state
+       at least as new as the entry's mark, under the account's write lock. So no balance is ever
+       below zero, and nothing happens to a deactivated account. The database checks that, too, and
+       never has anything to say.
+    3. An entry has a key, with a write lock of its own: sent again, it enters its partition once.
+    4. Locks hold within one partition. A transfer between accounts of one partition is one entry.
+       Between partitions it cannot be: `send` takes the money out of the one account, and then the
+       other account's partition decides, once: `arrive`, or `reject`, after which `return` brings
+       it back. Meanwhile the money is under way, in no balance. Whoever comes next brings to its
+       end what somebody has left there (`settle_all`).
+    5. Each row of the database is written by the entries of one partition only.
+"""
+
+import contextlib
+import threading
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from waltz_core.client import PoisonPolicy, Transaction, lock
+from waltz_core.client.sql import SqlCallbacks
+from waltz_core.errors import Unavailable
+
+HEADER = 0x42414E4B  # "BANK"
+WAIT_S_MAX = 60.0
+TRIES_MAX = 5
+
+METADATA = sa.MetaData()
+ACCOUNTS = sa.Table(
+    "bank_accounts",
+    METADATA,
+    sa.Column("account", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("cents", sa.BigInteger, nullable=False),
+    sa.Column("is_active", sa.Boolean, nullable=False),
+    sa.CheckConstraint("cents >= 0", name="bank_never_negative"),
+)
+ENTRIES = sa.Table(
+    "bank_entries",
+    METADATA,
+    sa.Column("partition_id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("transaction_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("account", sa.BigInteger, primary_key=True, autoincrement=False, index=True),
+    sa.Column("kind", sa.String(12), nullable=False),
+    sa.Column("cents", sa.BigInteger, nullable=False),
+    sa.Column("other", sa.BigInteger),
+    sa.Column("key", sa.String(100), nullable=False, index=True),
+)
+SENDS = sa.Table(  # written by the entries of the source's partition
+    "bank_sends",
+    METADATA,
+    sa.Column("key", sa.String(100), primary_key=True),
+    sa.Column("source", sa.BigInteger, nullable=False),
+    sa.Column("target", sa.BigInteger, nullable=False),
+    sa.Column("cents", sa.BigInteger, nullable=False),
+    sa.Column("is_returned", sa.Boolean, nullable=False),
+)
+ARRIVALS = sa.Table(  # written by the entries of the target's partition
+    "bank_arrivals",
+    METADATA,
+    sa.Column("key", sa.String(100), primary_key=True),
+    sa.Column("is_rejected", sa.Boolean, nullable=False),
+)
+
+
+class Entry(NamedTuple):
+    """What one transaction of the log says."""
+
+    kind: str
+    key: str
+    account: int
+    cents: int = 0
+    other: int | None = None
+
+    def effects(self) -> list[tuple[int, int, int | None]]:
+        """Return which accounts change by how much, and who stands on the other side."""
+        match self.kind:
+            case "withdraw" | "send":
+                return [(self.account, -self.cents, self.other)]
+            case "transfer":
+                assert self.other is not None
+                return [
+                    (self.account, -self.cents, self.other),
+                    (self.other, self.cents, self.account),
+                ]
+            case "reject":
+                return [(self.account, 0, self.other)]
+            case _:
+                return [(self.account, self.cents, self.other)]
+
+    def locks(self) -> list[int]:
+        """Return what it must not meet another one on (rules 2 and 3)."""
+        accounts = [account_lock(account) for account, _, _ in self.effects()]
+        return [*accounts, lock("bank-entry", self.key)]
+
+
+def account_lock(account: int) -> int:
+    """Return the lock of an account."""
+    return lock("bank-account", account)
+
+
+class Books(SqlCallbacks):
+    """Brings the bank's entries into its database."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        super().__init__(engine, application="bank")
+        self.engine = engine
+        self._applied: dict[int, int] = {}
+        self._stopped: dict[int, Exception] = {}
+        self._moved = threading.Condition()
+        for _ in range(TRIES_MAX - 1):
+            # Another instance may be making the same tables.
+            with contextlib.suppress(sa.exc.DBAPIError):
+                METADATA.create_all(engine)
+                return
+        METADATA.create_all(engine)
+
+    def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
+        """Bring one entry in; the log's other transactions are not the bank's."""
+        if transaction.header != HEADER:
+            return
+        entry = Entry(*transaction.value())
+        where = {
+            "partition_id": int(transaction.partition_id),
+            "transaction_id": int(transaction.transaction_id),
+        }
+        match entry.kind:
+            case "open":
+                row = {"account": entry.account, "cents": 0, "is_active": True}
+                connection.execute(ACCOUNTS.insert().values(row))
+            case "deactivate":
+                its = ACCOUNTS.c.account == entry.account
+                connection.execute(ACCOUNTS.update().where(its).values(is_active=False))
+            case "send":
+                row = {"key": entry.key, "cents": entry.cents, "is_returned": False}
+                row |= {"source": entry.account, "target": entry.other}
+                connection.execute(SENDS.insert().values(row))
+            case "arrive" | "reject":
+                row = {"key": sent_as(entry.key), "is_rejected": entry.kind == "reject"}
+                connection.execute(ARRIVALS.insert().values(row))
+            case "return":
+                its = SENDS.c.key == sent_as(entry.key)
+                connection.execute(SENDS.update().where(its).values(is_returned=True))
+        for account, cents, other in entry.effects():
+            changed = connection.execute(
+                ACCOUNTS.update()
+                .where(ACCOUNTS.c.account == account)
+                .values(cents=ACCOUNTS.c.cents + cents)
+            )
+            assert changed.rowcount == 1, f"{entry} changes an account that is not there"
+            row = {"account": account, "kind": entry.kind, "cents": cents, "other": other}
+            connection.execute(ENTRIES.insert().values(key=entry.key, **where, **row))
+
+    # -- how far it has come
+
+    def client_high_water_mark(self, partition: int) -> int:
+        """Return where the feed of a partition begins."""
+        mark = super().client_high_water_mark(partition)
+        self._note(partition, mark)
+        return mark
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        """Bring a transaction in, or see that another instance has."""
+        super().apply_transaction(transaction)
+        self._note(transaction.partition_id, transaction.transaction_id)
+
+    def uncaught_exception(
+        self, partition: int, transaction_id: int, error: Exception
+    ) -> PoisonPolicy:
+        """Whoever waits for a feed that ends here is told."""
+        policy = super().uncaught_exception(partition, transaction_id, error)
+        if policy is PoisonPolicy.STOP:
+            with self._moved:
+                self._stopped[partition] = error
+                self._moved.notify_all()
+        return policy
+
+    def wait_for(self, partition: int, transaction_id: int) -> None:
+        """Wait until the database has a transaction.
+
+        Raises:
+            Unavailable: it does not come.
+        """
+
+        def is_over() -> bool:
+            came = self._applied.get(partition, -1) >= transaction_id
+            return came or partition in self._stopped
+
+        with self._moved:
+            if is_over() or self._moved.wait_for(is_over, WAIT_S_MAX):
+                if partition not in self._stopped:
+                    return
+                raise Unavailable(f"the books cannot go on: {self._stopped[partition]}")
+        raise Unavailable(f"the books are behind the log for {WAIT_S_MAX:.0f} s now; try again")
+
+    def _note(self, partition: int, mark: int) -> None:
+        with self._moved:
+            self._applied[int(partition)] = int(mark)
+            self._moved.notify_all()
+
+
+def sent_as(key: str) -> str:
+    """Return the key of the `send` that an entry belongs to."""
+    return key.rpartition("/")[0]
+
+
+def engine_of(url: str) -> sa.Engine:
+    """Return an engine; SQLite's users wait for each other for a while."""
+    options = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
+    return sa.create_engine(url, **options)

@@ -1,0 +1,118 @@
+"""One of several tellers of the bank; `test_bank.py` starts it, and kills it.
+
+It does one random command after the other until its input ends. Each is written down before it is
+begun and when its outcome is told, so a teller that is started again knows which one it was in the
+middle of, and gives it again, with the same key. What could not be done for the moment is given
+again as well.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from waltz_core.errors import WaltzError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import bank_books
+import bank_desk
+
+ACCOUNT_COUNT, ACCOUNTS_MAX = 12, 20
+KINDS = ("deposit", "withdraw", "transfer", "transfer", "transfer", "transfer", "empty", "open")
+DONE, REFUSED, AGAIN = "done", "refused", "again"
+
+
+def read(journal: Path) -> list[dict[str, Any]]:
+    """Return what a teller has written down; a line that was cut off by its death is none."""
+    if not journal.exists():
+        return []
+    lines = journal.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Teller:
+    """Does commands, and writes them down."""
+
+    def __init__(self, bank: bank_desk.Bank, journal: Path, name: str) -> None:
+        self._bank = bank
+        self._name = f"{name}.{os.getpid()}"
+        self._random = Random(self._name)
+        self._number = 0
+        self._lines = journal.open("a", encoding="utf-8", buffering=1)
+        self.is_over = threading.Event()
+
+    def draw(self) -> dict[str, Any]:
+        """Make a command up."""
+        self._number += 1
+        key, kind = f"{self._name}.{self._number}", self._random.choice(KINDS)
+        account, other = self._random.sample(range(1, ACCOUNTS_MAX + 1), 2)
+        cents = self._random.randrange(1, 2_000)
+        words: tuple[int, ...] = {"open": (account,), "empty": (account,)}.get(
+            kind, (account, other, cents) if kind == "transfer" else (account, cents)
+        )
+        return {"key": key, "kind": kind, "words": words}
+
+    def do(self, command: dict[str, Any]) -> None:
+        """Give a command until it was decided."""
+        key, kind, words = command["key"], command["kind"], command["words"]
+        while not self.is_over.is_set():
+            try:
+                if kind == "empty":
+                    self._empty(words[0], key)
+                else:
+                    getattr(self._bank, kind)(*words, key=key)
+            except bank_desk.Refused as error:
+                self.note({"key": key, "outcome": REFUSED, "why": str(error)})
+                return
+            except WaltzError:
+                continue
+            self.note({"key": key, "outcome": DONE})
+            return
+
+    def note(self, line: dict[str, Any]) -> None:
+        """Write a line down; it outlives this process."""
+        self._lines.write(json.dumps(line) + "\n")
+
+    def _empty(self, account: int, key: str) -> None:
+        """Close an account that transfers may be on their way to."""
+        if account <= ACCOUNT_COUNT // 2:
+            raise bank_desk.Refused("some stay open")
+        cents = self._bank.balance(account)
+        if cents:
+            self._bank.withdraw(account, cents, key=f"{key}.all")
+        self._bank.deactivate(account, key=key)
+
+
+def main() -> None:
+    """Be a teller."""
+    parser = argparse.ArgumentParser()
+    for word in ("--connect", "--database", "--journal", "--name"):
+        parser.add_argument(word, required=True)
+    options = parser.parse_args()
+    journal = Path(options.journal)
+    begun = read(journal)
+    bank = bank_desk.Bank(options.connect, bank_books.engine_of(options.database))
+    teller = Teller(bank, journal, options.name)
+
+    def watch() -> None:
+        sys.stdin.read()
+        teller.is_over.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    told = {line["key"] for line in begun if "outcome" in line}
+    for command in [line for line in begun if "kind" in line and line["key"] not in told]:
+        teller.note({"key": command["key"], "repeated": True})
+        teller.do(command)
+    while not teller.is_over.is_set():
+        command = teller.draw()
+        teller.note(command)
+        teller.do(command)
+    bank.close()
+
+
+if __name__ == "__main__":
+    main()
