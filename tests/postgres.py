@@ -6,6 +6,7 @@ runs as `postgres` or `nobody`.
 """
 
 import contextlib
+import itertools
 import os
 import pwd
 import shutil
@@ -47,6 +48,9 @@ def owner() -> pwd.struct_passwd | None:
     return None
 
 
+_numbers = itertools.count(1)
+
+
 @dataclass(frozen=True)
 class Postgres:
     """A running server."""
@@ -57,8 +61,9 @@ class Postgres:
         """Return SQLAlchemy's URL of a database."""
         return f"postgresql+psycopg://waltz@/{database}?host={self.directory}"
 
-    def create(self, database: str) -> str:
+    def create(self) -> str:
         """Make a database; return its URL."""
+        database = f"waltz_{next(_numbers)}"
         with self.connect() as connection:
             connection.execute(f'CREATE DATABASE "{database}"')
         return self.url(database)
@@ -115,7 +120,9 @@ def running() -> Iterator[Postgres]:
             )  # type: ignore[call-overload]
         try:
             postgres = Postgres(directory)
-            wait_until("PostgreSQL answers", lambda: server.poll() is not None or postgres.answers())
+            wait_until(
+                "PostgreSQL answers", lambda: server.poll() is not None or postgres.answers()
+            )
             assert server.poll() is None, log.read_text()
             yield postgres
         finally:

@@ -30,7 +30,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'bank.db'}"
     server: Postgres = request.getfixturevalue("postgres")
-    return server.create("bank")
+    return server.create()
 
 
 class Process:

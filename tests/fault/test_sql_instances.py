@@ -42,7 +42,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "sqlite":
         return Place(f"sqlite:///{tmp_path / 'sums.db'}", None)
     server: Postgres = request.getfixturevalue("postgres")
-    return Place(server.create(f"sums {request.param}"), request.param)
+    return Place(server.create(), request.param)
 
 
 @pytest.fixture
