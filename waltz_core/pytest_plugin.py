@@ -1,11 +1,15 @@
-"""A pytest fixture for applications' own tests: `waltz_cluster`, a real cluster for the session.
+"""Fixtures for applications' own tests: `waltz_cluster`, a real cluster, and `waltz_memory`, none.
 
 Why it stands alone: it is the only file that names pytest, and it is loaded by pytest itself.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from waltz_core.memory import MemoryWaltz
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +19,12 @@ def waltz_cluster() -> Iterator[str]:
 
     with waltz_core.local.cluster() as connect:
         yield connect
+
+
+@pytest.fixture
+def waltz_memory() -> Iterator["MemoryWaltz"]:
+    """Give a Waltz of four partitions in this process, empty, with faults on request."""
+    import waltz_core.memory  # noqa: PLC0415 - as above
+
+    with waltz_core.memory.MemoryWaltz() as waltz:
+        yield waltz

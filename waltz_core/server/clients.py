@@ -12,7 +12,7 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, cast
@@ -21,9 +21,16 @@ from waltz_core import errors
 from waltz_core.metrics import Metrics
 from waltz_core.net import Link
 from waltz_core.record import PartitionId
-from waltz_core.server.events import Answer, Closed, Congested, ConnectionId, Drained, refusal
+from waltz_core.server.events import (
+    Answer,
+    Closed,
+    Congested,
+    ConnectionId,
+    Drained,
+    Event,
+    refusal,
+)
 from waltz_core.server.flow import Admitted, Flow, FlowLimits
-from waltz_core.server.host import Host
 from waltz_core.server.replicas import Tasks
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -65,11 +72,29 @@ _TO_A_PARTITION = (
 )
 
 
+class Served(Protocol):
+    """One partition: a `host.Host`, or a log in memory."""
+
+    @property
+    def partition_id(self) -> PartitionId:
+        """Which one."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes appends."""
+
+    def post(self, event: Event) -> None:
+        """Give its machine an event."""
+
+    def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
+        """Give its machine a client's request."""
+
+
 class Backend(Protocol):
     """What clients reach through this server."""
 
     @property
-    def hosts(self) -> dict[PartitionId, Host]:
+    def hosts(self) -> Mapping[PartitionId, Served]:
         """The partitions that are served here."""
 
     @property
@@ -83,7 +108,7 @@ class Backend(Protocol):
 @dataclass(slots=True)
 class _Client:
     link: Link
-    heard: dict[PartitionId, Host] = field(default_factory=dict)
+    heard: dict[PartitionId, Served] = field(default_factory=dict)
     is_congested: bool = False
     is_read: bool = True
     # Small answers of one turn of the loop, which go out together: a call of the system for each
@@ -130,11 +155,17 @@ class Clients:
             lambda: self._drained(connection),
         )
 
-    def forget(self, host: Host) -> None:
+    def forget(self, host: Served) -> None:
         """A partition is served here no more; nothing of it is kept for clients that stay."""
         for client in self._clients.values():
             if client.heard.get(host.partition_id) is host:
                 del client.heard[host.partition_id]
+
+    def cut(self, connection: ConnectionId, reason: str) -> None:
+        """End a connection, if it is still there; what is unsent is lost."""
+        client = self._clients.get(connection)
+        if client is not None:
+            client.link.abort(reason)
 
     def pause(self) -> None:
         """Read no more from anybody: the server is about to end."""
@@ -289,7 +320,7 @@ class Clients:
             answer = ServerPartitionsResponse(message.req_id, tuple(sorted(self._backend.hosts)))
         elif isinstance(message, PartitionsHealthRequest):
             healthy = tuple(
-                (partition_id, host.partition.is_open)
+                (partition_id, host.is_open)
                 for partition_id, host in sorted(self._backend.hosts.items())
             )
             answer = PartitionsHealthResponse(message.req_id, healthy)

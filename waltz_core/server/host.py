@@ -82,6 +82,11 @@ class Host:
             name=f"partition-{partition_id}",
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes appends."""
+        return self.partition.is_open
+
     # -----------------------------------------------------------------------------------------
     # what comes in
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from uuid import UUID
 
 from waltz_core import net
-from waltz_core.checksum import crc32
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.directory import ZooKeeperDirectory
 from waltz_core.cluster import model
@@ -20,16 +19,8 @@ from waltz_core.cluster.memory import MemoryZooKeeper
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.errors import NotOwned
-from waltz_core.raw_records import headers_of, lengths_from_wire, lengths_to_wire
 from waltz_core.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    LineageEntry,
     PartitionId,
-    ReplicaId,
-    SessionId,
-    TransactionId,
-    next_chain,
 )
 from waltz_core.replication import events as replication
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
@@ -43,15 +34,15 @@ from waltz_core.server.events import (
     Received,
     refusal,
 )
+from waltz_core.server.memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Identity, Partition
-from waltz_core.wire.messages import RangeBytes, RangeForm, Surface
+from waltz_core.wire.messages import Surface
 
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
 ROOT = "/waltz/test"
 CONNECT = f"memory:2181{ROOT}"
 MIB = 1024 * 1024
-REPLICA = ReplicaId("memory:1")
 QUICK = ClientConfig(
     request_timeout_ms=8_000,
     retry_interval_ms_min=5,
@@ -62,99 +53,29 @@ QUICK = ClientConfig(
 )
 
 
-class MemoryLog:
-    """One partition's log, shared by whichever server owns it."""
-
-    def __init__(self) -> None:
-        self.cache = TransactionCache(CacheBudget(512 * MIB))
-        self.mark = BEFORE_FIRST
-        self.chain = GENESIS_CHAIN
-        self.session = SessionId(-1)
-
-    def write(self, batch: replication.Batch, session: SessionId) -> None:
-        assert batch.first == self.mark + 1
-        self.chain = next_chain(self.chain, batch.first, batch.last, session, batch.record_crcs)
-        entry = LineageEntry(batch.first, batch.last, session, batch.stamp_ms, self.chain)
-        lengths = lengths_from_wire(batch.lengths, len(batch.records))
-        self.cache.put(entry, lengths, bytes(batch.records))
-        self.mark = batch.last
-
-    def read(self, first: int, last: int, bytes_max: int, form: int) -> RangeBytes:
-        part = self.cache.read(TransactionId(first), TransactionId(last), bytes_max)[0]
-        whole = form == RangeForm.WHOLE
-        records = part.records if whole else headers_of(part.records, part.lengths)
-        return RangeBytes(
-            self.session,
-            0,
-            0,
-            part.first,
-            part.last - part.first + 1,
-            form,
-            lengths_to_wire(part.lengths) if whole else b"",
-            records,
-            crc32(records),
-            bytes(16),
-            (part.entry,),
-        )
-
+class ReadableLog(MemoryLog):
     def rows(self) -> list[tuple[tuple[int, ...], int, bytes]]:
         """Everything in it: request id, header, data."""
-        found = []
-        first = 0
-        while first <= self.mark:
-            for part in self.cache.read(TransactionId(first), self.mark, 1 << 40):
-                at = 0
-                for length in part.lengths.tolist():
-                    record = bytes(part.records[at : at + length])
-                    at += length
-                    words = tuple(
-                        int.from_bytes(record[i : i + 4], "big", signed=True)
-                        for i in range(8, 28, 4)
-                    )
-                    found.append((words[:4], words[4], record[36:-4]))
-                first = part.last + 1
-        return found
+        return [(tuple(each.req_id), each.header, each.data) for each in self.transactions()]
 
 
-class MemoryStore:
-    """Sessions that open at once; commits come at once, or when `hold` ends."""
+class HoldingStore(MemoryStore):
+    """Commits come at once, or when `is_holding` ends."""
 
     def __init__(self, log: MemoryLog) -> None:
-        self._log = log
-        self.wake_at_ms: int | None = None
-        self.readable_replicas: Sequence[ReplicaId] = ()
-        self.generation = 0
+        super().__init__(log)
         self.is_holding = False
         self.held: list[replication.Batch] = []
 
-    def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
-        log = self._log
-        match event:
-            case replication.Own():
-                self.generation = event.generation
-                return self.open()
-            case replication.Submit():
-                if self.is_holding:
-                    self.held.append(event.batch)
-                    return ()
-                log.write(event.batch, log.session)
-                return (replication.Committed(log.session, log.mark, log.chain),)
-            case replication.ProveMark():
-                return (replication.MarkProved(event.token, log.mark),)
-            case _:
-                return ()
+    def submit(self, batch: replication.Batch) -> Sequence[replication.Effect]:
+        if not self.is_holding:
+            return super().submit(batch)
+        self.held.append(batch)
+        return ()
 
     def open(self) -> Sequence[replication.Effect]:
-        log = self._log
-        log.session = SessionId(log.session + 1)
         self.held.clear()
-        self.readable_replicas = (REPLICA,)
-        return (
-            replication.SessionOpened(
-                log.session, self.generation, log.mark, log.chain, unbroken=False
-            ),
-            replication.Settled(log.session, log.mark),
-        )
+        return super().open()
 
 
 class Hosted(NamedTuple):
@@ -162,7 +83,7 @@ class Hosted(NamedTuple):
 
     partition: Partition
     driver: Driver
-    store: MemoryStore
+    store: HoldingStore
 
 
 class OpenedClient(AsyncWaltzClient):
@@ -206,7 +127,7 @@ class MemoryServer:
             self.partitions.pop(number)[1].post(replication.Disown())
         for number, generation in mine.items():
             if number not in self.partitions:
-                store = MemoryStore(self._cluster.logs[number])
+                store = HoldingStore(self._cluster.logs[number])
                 partition = Partition(
                     Identity(PartitionId(number), self._cluster.partition_count, KEY.bytes),
                     store,
@@ -250,9 +171,7 @@ class MemoryServer:
                 if link is not None:
                     link.send(effect.message)
             case Fetch():
-                asked = effect.message
-                log = self._cluster.logs[number]
-                answer = log.read(asked.first, asked.last, asked.bytes_max, asked.form)
+                answer = self._cluster.logs[number].read(effect.message)
                 driver = self.partitions[number][1]
                 loop = asyncio.get_running_loop()
                 loop.call_soon(driver.post, Fetched(effect.token, answer))
@@ -311,7 +230,7 @@ class MemoryCluster:
         self.partition_count = partition_count
         self.limits = limits or Limits(lock_slot_count=1_048_573)
         self.zookeeper = MemoryZooKeeper(asyncio.Event)
-        self.logs = [MemoryLog() for _ in range(partition_count)]
+        self.logs = [ReadableLog() for _ in range(partition_count)]
         self.servers: list[MemoryServer] = []
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[int, asyncio.Task] = {}

@@ -1,0 +1,560 @@
+"""What every Waltz must do for a client: told once, run over memory and over a real cluster.
+
+`test_conformance_memory.py` runs the stories over `MemoryWaltz`, calm and with faults,
+`test_conformance.py` over real processes. The log of a story's partition may hold anything before.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+
+from waltz_core import errors
+from waltz_core.client import (
+    BYTES,
+    JSON,
+    LATEST,
+    Callbacks,
+    PoisonPolicy,
+    RangeForm,
+    Transaction,
+    TransactionBuilder,
+    TransactionContext,
+    WaltzClient,
+    lock,
+    partition_of,
+)
+from waltz_core.raw_records import HEADER_DTYPE
+
+PATIENCE_S = 60
+MIB = 1024 * 1024
+
+
+@dataclass
+class World:
+    """A Waltz that stories are told in, and the partition that is this story's."""
+
+    open: Callable[[], WaltzClient]
+    partition: int
+
+
+class Ledger(Callbacks):
+    """Writes down what is applied; may raise, or wait until it is let go."""
+
+    def __init__(self, mark: int) -> None:
+        self.mark = mark
+        self.seen: list[tuple[int, int, bytes]] = []
+        self.poison: dict[int, int] = {}  # how often to raise, by transaction
+        self.policy = PoisonPolicy.STOP
+        self.raised: list[int] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self._changed = threading.Condition()
+
+    @property
+    def ids(self) -> list[int]:
+        return [each[0] for each in self.seen]
+
+    def client_high_water_mark(self, partition: int) -> int:
+        return self.mark
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        self.may_go.wait(PATIENCE_S)
+        transaction_id = transaction.transaction_id
+        if self.poison.get(transaction_id, 0):
+            self.poison[transaction_id] -= 1
+            raise ValueError(f"poison at {transaction_id}")
+        data = transaction.data()
+        with self._changed:
+            self.seen.append((transaction_id, transaction.header, data))
+            self._changed.notify_all()
+
+    def uncaught_exception(self, partition: int, transaction_id: int, error: Exception):
+        with self._changed:
+            self.raised.append(transaction_id)
+            self._changed.notify_all()
+        return self.policy
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, PATIENCE_S), (self.ids, self.raised)
+
+
+class Told(TransactionContext):
+    """Writes down its attempts and hooks; others may write while it computes."""
+
+    def __init__(
+        self, partition: int, rival: Callable[[int], object] | None = None, name: str = "told"
+    ) -> None:
+        super().__init__()
+        self._partition = partition
+        self._rival = rival
+        self._name = name
+        self.marks: list[int] = []
+        self.hooks: list[object] = []
+        self.is_applied = threading.Event()
+        self.has_ended = threading.Event()
+
+    def partition_id(self, partition_count: int) -> int:
+        return self._partition
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        self.marks.append(builder.client_high_water_mark)
+        if self._rival is not None:
+            self._rival(len(self.marks))
+        builder.set_transaction_data({"attempt": len(self.marks)}, JSON)
+        builder.set_write_locks([lock(self._name)])
+        return True
+
+    def on_completion(self, result: bool) -> None:
+        self.hooks.append(("completion", result))
+        self.has_ended.set()
+
+    def on_application(self) -> None:
+        self.hooks.append("application")
+        self.is_applied.set()
+
+    def on_expiration(self) -> None:
+        self.hooks.append("expiration")
+        self.has_ended.set()
+
+    def on_exception(self, error: BaseException) -> None:
+        self.hooks.append(("exception", type(error)))
+        self.has_ended.set()
+
+    def on_lock_failure(self) -> None:
+        self.hooks.append("lock failure")
+
+
+def log_of(client: WaltzClient, partition: int, first: int) -> list[bytes]:
+    """Return the data of a partition from one id on."""
+    datas = []
+    last = client.high_water_mark(partition, linearizable=True)
+    for chunk in client.read_range(partition, first, last):
+        at = 0
+        for length in chunk.lengths.tolist():
+            datas.append(bytes(chunk.records[at + 36 : at + length - 4]))
+            at += length
+    return datas
+
+
+def appended(client: WaltzClient, partition: int, data: bytes = b"", **more) -> int:
+    return client.append(data, partition=partition, **more).result(PATIENCE_S)
+
+
+def is_whole(world: World) -> bool:
+    """Return whether ids are dense from 0 and no request stands twice, as after every story."""
+    with world.open() as client:
+        last = client.high_water_mark(world.partition, linearizable=True)
+        chunks = client.read_range(world.partition, 0, last, form=RangeForm.HEADERS)
+        heads = np.concatenate([np.frombuffer(each.records, HEADER_DTYPE) for each in chunks])
+    is_dense = np.array_equal(heads["transaction_id"], np.arange(last + 1))
+    return is_dense and np.unique(heads["req_id"]).size == heads.size
+
+
+# --- appends
+
+
+def ids_are_dense_and_in_the_order_of_one_clients_appends(world: World) -> None:
+    with world.open() as client:
+        first = client.high_water_mark(world.partition) + 1
+        rows = [b"%d" % i for i in range(100)]
+        futures = [client.append(row, partition=world.partition) for row in rows]
+        ids = [future.result(PATIENCE_S) for future in futures]
+        assert ids == sorted(ids)
+        assert log_of(client, world.partition, first) == rows
+        assert ids == list(range(first, first + 100))
+
+
+def what_is_written_is_read_and_fed_byte_for_byte(world: World) -> None:
+    rows = [
+        (0, b""),
+        (-(1 << 31), b"\x00"),
+        ((1 << 31) - 1, bytes(range(256))),
+        (-1, bytes(4 * MIB)),
+        (7, b"last"),
+    ]
+    with world.open() as client:
+        ledger = Ledger(client.high_water_mark(world.partition))
+        ids = [appended(client, world.partition, data, header=header) for header, data in rows]
+        assert log_of(client, world.partition, ids[0]) == [data for _, data in rows]
+        client.subscribe(ledger, [world.partition])
+        ledger.until(lambda: len(ledger.seen) == len(rows))
+        assert ledger.seen == [(i, *row) for i, row in zip(ids, rows, strict=True)]
+
+
+def a_replica_or_whoever_stands_for_it_gives_the_same_bytes(world: World) -> None:
+    with world.open() as client:
+        first = appended(client, world.partition, b"one")
+        last = appended(client, world.partition, b"two")
+        replicas = client.replicas(world.partition)
+        for form in RangeForm:
+            ours, theirs = (
+                [
+                    bytes(chunk.records)
+                    for chunk in client.read_range(
+                        world.partition, first, last, form=form, replicas=each
+                    )
+                ]
+                for each in (replicas, None)
+            )
+            assert b"".join(ours) == b"".join(theirs) != b""
+
+
+def what_is_too_large_or_nowhere_is_refused_and_the_rest_goes_on(world: World) -> None:
+    with world.open() as client:
+        before = client.high_water_mark(world.partition)
+        with pytest.raises(errors.TooLarge):
+            appended(client, world.partition, bytes(4 * MIB + 1))
+        for partition in (-1, client.partition_count):
+            with pytest.raises(errors.UnknownPartition):
+                appended(client, partition)
+            with pytest.raises(errors.UnknownPartition):
+                client.high_water_mark(partition)
+        with pytest.raises(errors.BadRequest):
+            appended(client, world.partition, header=1 << 31)
+        with pytest.raises(errors.BadRequest):
+            appended(client, world.partition, write_locks=[1 << 31])
+        assert appended(client, world.partition) == before + 1
+
+
+def a_flush_waits_for_what_was_appended_before_it(world: World) -> None:
+    with world.open() as client:
+        futures = [client.append(b"", partition=world.partition) for _ in range(50)]
+        mark = client.flush(world.partition)
+        assert mark == max(future.result(PATIENCE_S) for future in futures)
+        assert not client.has_pending
+
+
+def marks_are_told_of_all_partitions(world: World) -> None:
+    with world.open() as client:
+        before = client.high_water_marks(linearizable=True)
+        assert list(before) == list(range(client.partition_count))
+        appended(client, world.partition)
+        after = client.high_water_marks(linearizable=True)
+        assert after == before | {world.partition: before[world.partition] + 1}
+        assert client.high_water_mark(world.partition) == after[world.partition]
+
+
+def without_a_partition_the_first_lock_says_which(world: World) -> None:
+    with world.open() as client:
+        hashed = lock("where", 7)
+        partition = partition_of(hashed, client.partition_count)
+        before = client.high_water_marks()
+        transaction_id = client.append(b"", write_locks=[hashed]).result(PATIENCE_S)
+        assert transaction_id == before[partition] + 1
+        appended(client, world.partition)
+
+
+def a_closed_client_has_told_every_outcome(world: World) -> None:
+    with world.open() as reader:
+        first = reader.high_water_mark(world.partition) + 1
+        client = world.open()
+        futures = [client.append(b"%d" % i, partition=world.partition) for i in range(200)]
+        client.close()
+        assert all(future.done() for future in futures)
+        ids = [future.result(0) for future in futures]
+        assert ids == list(range(first, first + 200))
+        assert log_of(reader, world.partition, first) == [b"%d" % i for i in range(200)]
+        with pytest.raises(errors.UsageError, match="closed"):
+            client.append(b"")
+        client.close()
+
+
+# --- locks
+
+
+def write_and_append_locks_stop_write_and_read_locks_and_nothing_else(world: World) -> None:
+    kinds = ("write_locks", "read_locks", "append_locks")
+    with world.open() as one, world.open() as two:
+        for number, (earlier, later) in enumerate(product(kinds, kinds)):
+            hashed = [lock("pair", number)]
+            mark = one.high_water_mark(world.partition)
+            won = appended(one, world.partition, **{earlier: hashed}, client_high_water_mark=mark)
+            assert won == mark + 1
+            late = two.append(
+                b"late", partition=world.partition, **{later: hashed}, client_high_water_mark=mark
+            )
+            if earlier != "read_locks" and later != "append_locks":
+                with pytest.raises(errors.LockFailed) as failed:
+                    late.result(PATIENCE_S)
+                assert failed.value.conflicting == won
+                assert failed.value.high_water_mark >= won
+                mark = won
+            else:
+                assert late.result(PATIENCE_S) == won + 1
+            # Whoever has seen it all passes.
+            seen = two.high_water_mark(world.partition)
+            passed = appended(two, world.partition, **{later: hashed}, client_high_water_mark=seen)
+            assert passed == seen + 1
+
+
+def one_lock_of_many_is_enough_and_others_do_not_matter(world: World) -> None:
+    with world.open() as client:
+        mark = client.high_water_mark(world.partition)
+        won = appended(
+            client, world.partition, write_locks=[lock("many", 3)], client_high_water_mark=mark
+        )
+        many = [lock("many", i) for i in range(6)]
+        with pytest.raises(errors.LockFailed) as failed:
+            appended(client, world.partition, read_locks=many, client_high_water_mark=mark)
+        assert failed.value.conflicting == won
+        del many[3]
+        appended(client, world.partition, write_locks=many, client_high_water_mark=mark)
+        appended(client, world.partition, client_high_water_mark=-1)
+
+
+def a_mark_ahead_of_the_log_is_told_so(world: World) -> None:
+    with world.open() as client:
+        mark = client.high_water_mark(world.partition)
+        ahead = client.append(
+            b"",
+            partition=world.partition,
+            write_locks=[lock("a")],
+            client_high_water_mark=mark + 100,
+        )
+        with pytest.raises(errors.ClientAhead):
+            ahead.result(PATIENCE_S)
+        assert appended(client, world.partition, b"", write_locks=[lock("a")]) == mark + 1
+
+
+# --- contexts
+
+
+def a_context_is_executed_anew_once_it_has_seen_who_was_faster(world: World) -> None:
+    with world.open() as client, world.open() as other:
+        ledger = Ledger(client.high_water_mark(world.partition))
+        won: list[int] = []
+        seen: list[list[int]] = []
+
+        def rival(attempt: int) -> None:
+            seen.append(ledger.ids)
+            if attempt <= 2:
+                won.append(appended(other, world.partition, append_locks=[lock("retry")]))
+
+        client.subscribe(ledger, [world.partition])
+        context = Told(world.partition, rival, "retry")
+        transaction_id = client.submit(context).result(PATIENCE_S)
+        assert transaction_id == won[1] + 1
+        assert context.marks[0] < won[0] <= context.marks[1] < won[1] <= context.marks[2]
+        assert won[0] in seen[1]
+        assert won[1] in seen[2]
+        assert context.is_applied.wait(PATIENCE_S)
+        assert context.hooks == ["lock failure"] * 2 + [("completion", True), "application"]
+        assert ledger.seen[-1][2] == JSON.serialize({"attempt": 3})
+
+
+def a_context_without_a_feed_sees_who_was_faster_too(world: World) -> None:
+    with world.open() as client, world.open() as other:
+        won: list[int] = []
+
+        def rival(attempt: int) -> None:
+            if attempt == 1:
+                won.append(appended(other, world.partition, append_locks=[lock("retry")]))
+
+        context = Told(world.partition, rival, "retry")
+        assert client.submit(context).result(PATIENCE_S) == won[0] + 1
+        assert context.has_ended.wait(PATIENCE_S)
+        assert context.marks[1] >= won[0]
+        assert context.hooks == ["lock failure", ("completion", True)]
+
+
+def a_context_may_give_itself_up(world: World) -> None:
+    class Idle(Told):
+        def execute(self, builder: TransactionBuilder) -> bool:
+            return False
+
+    with world.open() as client:
+        before = appended(client, world.partition)
+        context = Idle(world.partition)
+        assert client.submit(context).result(PATIENCE_S) is None
+        assert context.has_ended.wait(PATIENCE_S)
+        assert context.hooks == [("completion", False)]
+        assert client.flush(world.partition) == before
+
+
+def what_execute_raises_ends_a_context(world: World) -> None:
+    class Broken(Told):
+        def execute(self, builder: TransactionBuilder) -> bool:
+            raise KeyError("no such account")
+
+    with world.open() as client:
+        appended(client, world.partition)
+        context = Broken(world.partition)
+        with pytest.raises(KeyError, match="no such account"):
+            client.submit(context).result(PATIENCE_S)
+        assert context.has_ended.wait(PATIENCE_S)
+        assert context.hooks == [("exception", KeyError)]
+
+
+def a_context_ends_with_its_retries(world: World) -> None:
+    with world.open() as client, world.open() as other:
+        context = Told(
+            world.partition,
+            lambda attempt: appended(other, world.partition, append_locks=[lock("tired")]),
+            "tired",
+        )
+        context.retries_max = 2
+        with pytest.raises(errors.LockFailed):
+            client.submit(context).result(PATIENCE_S)
+        assert context.has_ended.wait(PATIENCE_S)
+        assert len(context.marks) == 3
+        assert context.hooks == ["lock failure"] * 3 + ["expiration"]
+
+
+def a_context_ends_with_its_time(world: World) -> None:
+    with world.open() as client, world.open() as other:
+        ledger = Ledger(client.high_water_mark(world.partition))
+        ledger.may_go.clear()
+        client.subscribe(ledger, [world.partition])
+        context = Told(
+            world.partition,
+            lambda attempt: appended(other, world.partition, append_locks=[lock("late")]),
+            "late",
+        )
+        context.timeout_ms = 500
+        future = client.submit(context)
+        with pytest.raises(errors.LockFailed):
+            future.result(PATIENCE_S)
+        assert context.has_ended.wait(PATIENCE_S)
+        ledger.may_go.set()
+        assert context.hooks == ["lock failure", "expiration"]
+        assert len(context.marks) == 1
+
+
+def two_clients_with_one_lock_lose_nothing(world: World) -> None:
+    class Counter(Ledger):
+        @property
+        def value(self) -> int:
+            return int(self.seen[-1][2]) if self.seen else 0
+
+    class Increment(Told):
+        def __init__(self, partition: int, counter: Counter) -> None:
+            super().__init__(partition)
+            self.counter = counter
+
+        def execute(self, builder: TransactionBuilder) -> bool:
+            builder.set_transaction_data(b"%d" % (self.counter.value + 1), BYTES)
+            builder.set_write_locks([lock("counter")])
+            return True
+
+    with world.open() as one, world.open() as two:
+        start = one.high_water_mark(world.partition)
+        futures = []
+        counters = [(client, Counter(start)) for client in (one, two)]
+        for client, counter in counters:
+            client.subscribe(counter, [world.partition])
+        for _ in range(10):
+            for client, counter in counters:
+                futures.append(client.submit(Increment(world.partition, counter)))
+        ids = [future.result(PATIENCE_S) for future in futures]
+        assert sorted(ids) == list(range(start + 1, start + 21))
+        assert log_of(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 21)]
+
+
+# --- the feed
+
+
+def a_feed_begins_after_the_mark_and_leaves_nothing_out(world: World) -> None:
+    with world.open() as client, world.open() as other:
+        ids = [appended(client, world.partition, b"%d" % i) for i in range(6)]
+        ledger = Ledger(ids[2])
+        client.subscribe(ledger, [world.partition])
+        ledger.until(lambda: len(ledger.seen) == 3)
+        ids += [appended(other, world.partition, b"%d" % i) for i in range(6, 9)]
+        ledger.until(lambda: len(ledger.seen) == 6)
+        assert ledger.seen == [(ids[i], 0, b"%d" % i) for i in range(3, 9)]
+        with pytest.raises(errors.BadRequest, match="already"):
+            client.subscribe(ledger, [world.partition])
+
+
+def the_latest_is_the_end_of_the_log(world: World) -> None:
+    with world.open() as client:
+        before = [appended(client, world.partition) for _ in range(3)][-1]
+        ledger = Ledger(LATEST)
+        client.subscribe(ledger, [world.partition])
+        last = before
+        while not ledger.seen:
+            last = appended(client, world.partition)
+        ledger.until(lambda: ledger.ids[-1] == last)
+        assert ledger.ids == list(range(ledger.ids[0], last + 1))
+        assert ledger.ids[0] > before
+
+
+def poison_stops_one_partition(world: World) -> None:
+    with world.open() as client:
+        other = (world.partition + 1) % client.partition_count
+        marks = client.high_water_marks()
+        ledger, beside = Ledger(marks[world.partition]), Ledger(marks[other])
+        bad = marks[world.partition] + 2
+        ledger.poison[bad] = 1_000
+        client.subscribe(ledger, [world.partition])
+        client.subscribe(beside, [other])
+        for _ in range(4):
+            appended(client, world.partition)
+            appended(client, other)
+        ledger.until(lambda: bool(ledger.raised))
+        beside.until(lambda: len(beside.seen) == 4)
+        assert ledger.raised == [bad]
+        assert ledger.ids == [bad - 1]
+
+
+def poison_is_skipped(world: World) -> None:
+    with world.open() as client:
+        ledger = Ledger(client.high_water_mark(world.partition))
+        ledger.policy = PoisonPolicy.SKIP
+        bad = ledger.mark + 2
+        ledger.poison[bad] = 1_000
+        client.subscribe(ledger, [world.partition])
+        last = [appended(client, world.partition) for _ in range(4)][-1]
+        ledger.until(lambda: last in ledger.ids)
+        assert ledger.raised == [bad]
+        assert ledger.ids == [bad - 1, bad + 1, bad + 2]
+
+
+def poison_is_tried_again(world: World) -> None:
+    with world.open() as client:
+        ledger = Ledger(client.high_water_mark(world.partition))
+        ledger.policy = PoisonPolicy.RETRY
+        bad = ledger.mark + 2
+        ledger.poison[bad] = 2
+        client.subscribe(ledger, [world.partition])
+        last = [appended(client, world.partition) for _ in range(4)][-1]
+        ledger.until(lambda: last in ledger.ids)
+        assert ledger.raised == [bad, bad]
+        assert ledger.ids == [bad - 1, bad, bad + 1, bad + 2]
+
+
+# Where a connection breaks, what was lost is sent again behind what was not, and a context counts
+# one attempt more.
+IN_CALM = (
+    ids_are_dense_and_in_the_order_of_one_clients_appends,
+    a_closed_client_has_told_every_outcome,
+    a_context_is_executed_anew_once_it_has_seen_who_was_faster,
+    a_context_without_a_feed_sees_who_was_faster_too,
+    a_context_ends_with_its_retries,
+    a_context_ends_with_its_time,
+)
+ALWAYS = (
+    what_is_written_is_read_and_fed_byte_for_byte,
+    a_replica_or_whoever_stands_for_it_gives_the_same_bytes,
+    what_is_too_large_or_nowhere_is_refused_and_the_rest_goes_on,
+    a_flush_waits_for_what_was_appended_before_it,
+    marks_are_told_of_all_partitions,
+    without_a_partition_the_first_lock_says_which,
+    write_and_append_locks_stop_write_and_read_locks_and_nothing_else,
+    one_lock_of_many_is_enough_and_others_do_not_matter,
+    a_mark_ahead_of_the_log_is_told_so,
+    a_context_may_give_itself_up,
+    what_execute_raises_ends_a_context,
+    two_clients_with_one_lock_lose_nothing,
+    a_feed_begins_after_the_mark_and_leaves_nothing_out,
+    the_latest_is_the_end_of_the_log,
+    poison_stops_one_partition,
+    poison_is_skipped,
+    poison_is_tried_again,
+)
+STORIES = IN_CALM + ALWAYS

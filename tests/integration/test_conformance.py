@@ -1,0 +1,24 @@
+"""A real cluster does for clients what the contract says: the same stories as over memory."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.client_contract import STORIES, World, is_whole
+from waltz_core.client import WaltzClient
+from waltz_core.local import running
+
+pytestmark = pytest.mark.zookeeper
+
+
+@pytest.fixture(scope="module")
+def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running(tmp_path_factory.mktemp("cluster") / "local") as cluster:
+        yield cluster.connect
+
+
+@pytest.mark.parametrize("number", range(len(STORIES)), ids=lambda i: STORIES[i].__name__)
+def test_story(number: int, connect: str):
+    world = World(lambda: WaltzClient(connect), number % 4)
+    STORIES[number](world)
+    assert is_whole(world)

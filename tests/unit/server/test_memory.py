@@ -1,0 +1,69 @@
+"""The store in memory: what is written is committed, dense and chained, and is read as it was."""
+
+import numpy as np
+
+from waltz_core.batches import decode_append, encode_append, encode_records
+from waltz_core.record import (
+    BEFORE_FIRST,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication import events as replication
+from waltz_core.server.memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.wire.messages import RangeForm, RangeRaw
+
+REQ_ID = ReqId(ClientId(7), Generation(1), PartitionId(0), 5)
+
+
+def batch_of(first: int, *rows: bytes) -> replication.Batch:
+    none: list[list[int]] = [[] for _ in rows]
+    payload = encode_append(
+        list(range(len(rows))), list(rows), write_locks=none, read_locks=none, append_locks=none
+    )
+    decoded = decode_append(payload, rows_max=100, bytes_max=1 << 20)
+    part = encode_records(decoded, None, TransactionId(first), REQ_ID)
+    return replication.Batch(*part, stamp_ms=1_700_000_000_000)
+
+
+def opened() -> MemoryStore:
+    store = MemoryStore(MemoryLog())
+    session, settled = store.step(replication.Own(Generation(1), (REPLICA,)), 0)
+    assert session.high_water_mark == settled.committed_last == BEFORE_FIRST
+    return store
+
+
+def test_a_batch_is_committed_in_the_step_that_submits_it():
+    store = opened()
+    (one,) = store.step(replication.Submit(SessionId(0), batch_of(0, b"a", b"b")), 0)
+    (two,) = store.step(replication.Submit(SessionId(0), batch_of(2, b"c")), 0)
+    assert (one.last, two.last) == (1, 2)
+    assert one.chain != two.chain == store.log.chain
+    assert [each.data for each in store.log.transactions()] == [b"a", b"b", b"c"]
+    assert [each.header for each in store.log.transactions()] == [0, 1, 0]
+    assert [each.req_id.sequence for each in store.log.transactions()] == [5, 6, 5]
+
+
+def test_a_later_owner_finds_what_an_earlier_one_has_committed():
+    store = opened()
+    store.step(replication.Submit(SessionId(0), batch_of(0, b"a")), 0)
+    session, _ = store.step(replication.Own(Generation(2), (REPLICA,)), 0)
+    assert (session.session_id, session.high_water_mark, session.generation) == (1, 0, 2)
+    assert session.chain == store.log.chain
+
+
+def test_ranges_are_read_as_from_a_storage():
+    store = opened()
+    store.step(replication.Submit(SessionId(0), batch_of(0, b"a", b"b", b"c")), 0)
+    whole = store.log.read(RangeRaw(0, 0, 0, 1, 2, 1 << 20, RangeForm.WHOLE, False, False))
+    heads = store.log.read(RangeRaw(0, 0, 0, 1, 2, 1 << 20, RangeForm.HEADERS, False, False))
+    assert (whole.first, whole.count, heads.count) == (1, 2, 2)
+    assert np.frombuffer(heads.records, ">i8").size * 8 == 2 * 28
+    assert bytes(whole.records[36:37]) == b"b"
+
+
+def test_an_empty_log_holds_nothing():
+    assert MemoryLog().transactions() == []

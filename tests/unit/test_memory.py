@@ -1,0 +1,252 @@
+"""The knobs of `MemoryWaltz`: what they do to appends, contexts and feeds, the same each time."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from tests.client_contract import PATIENCE_S, Ledger, Told
+from waltz_core import errors
+from waltz_core.batches import encode_append
+from waltz_core.client import AsyncCallbacks, lock
+from waltz_core.config import ClientConfig
+from waltz_core.memory import MemoryWaltz
+
+SHORT = ClientConfig(request_timeout_ms=200, retry_interval_ms_min=1, retry_interval_ms_max=20)
+
+
+def test_the_fixture_is_an_empty_waltz(waltz_memory):
+    with waltz_memory.client() as client:
+        assert client.high_water_marks() == dict.fromkeys(range(4), -1)
+        assert client.append(b"one", partition=3, header=5).result() == 0
+    (only,) = waltz_memory.transactions(3)
+    assert (only.transaction_id, only.header, only.data) == (0, 5, b"one")
+    assert waltz_memory.transactions(0) == []
+
+
+# --- refusals and failures
+
+
+def test_the_next_locked_appends_are_refused_and_no_more(waltz_memory):
+    locks = [lock("a")]
+    with waltz_memory.client() as client:
+        waltz_memory.refuse_next(2)
+        client.append(b"free", partition=0).result()  # checks nothing, so nobody can be faster
+        client.append(b"free", partition=0, append_locks=locks).result()
+        for kind in ("write_locks", "read_locks"):
+            with pytest.raises(errors.LockFailed):
+                client.append(b"late", partition=0, **{kind: locks}).result()
+        client.append(b"in time", partition=0, write_locks=locks).result()
+    assert [each.data for each in waltz_memory.transactions(0)] == [b"free", b"free", b"in time"]
+
+
+def test_a_refused_context_is_executed_again(waltz_memory):
+    with waltz_memory.client() as client:
+        ledger = Ledger(-1)
+        client.subscribe(ledger, [2])
+        waltz_memory.refuse_next(3)
+        context = Told(2)
+        assert client.submit(context).result() == 0
+        assert context.is_applied.wait(PATIENCE_S)
+        assert context.hooks == ["lock failure"] * 3 + [("completion", True), "application"]
+
+
+def test_a_context_that_is_always_refused_expires(waltz_memory):
+    with waltz_memory.client() as client:
+        waltz_memory.refuse_next(1_000_000)
+        context = Told(0)
+        context.retries_max = 5
+        with pytest.raises(errors.LockFailed):
+            client.submit(context).result()
+        assert context.has_ended.wait(PATIENCE_S)
+        assert context.hooks == ["lock failure"] * 6 + ["expiration"]
+    assert waltz_memory.transactions(0) == []
+
+
+@pytest.mark.parametrize("error", [errors.BadRequest, errors.TooLarge, errors.ClientAhead])
+def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
+    with waltz_memory.client() as client:
+        waltz_memory.fail_next_append(2, error("as told"))
+        failed = [client.append(b"%d" % i, partition=0) for i in range(3)]
+        for future in failed[:2]:
+            with pytest.raises(error):
+                future.result()
+        assert failed[2].result() == 0
+    assert [each.data for each in waltz_memory.transactions(0)] == [b"2"]
+
+
+@pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
+def test_what_clients_mend_they_mend_for_as_long_as_a_request_may_take(waltz_memory, error):
+    with waltz_memory.client(SHORT) as client:
+        waltz_memory.fail_next_append(2, error("as told"))
+        assert client.append(b"mended", partition=0).result() == 0
+        waltz_memory.fail_next_append(1_000_000, error("as told"))
+        with pytest.raises(error):
+            client.append(b"given up", partition=0).result()
+        waltz_memory.fail_next_append(0, error("as told"))
+        assert client.append(b"after", partition=0).result() == 1
+
+
+def test_a_whole_batch_fails(waltz_memory):
+    none = [[], []]
+    rows = encode_append([0, 0], [b"a", b"b"], write_locks=none, read_locks=none, append_locks=none)
+    with waltz_memory.client() as client:
+        waltz_memory.fail_next_append(1, errors.BadRequest("not this one"))
+        with pytest.raises(errors.BadRequest, match="not this one"):
+            client.append_batch(0, rows, 2, client_high_water_mark=-1).result()
+        outcome = client.append_batch(0, rows, 2, client_high_water_mark=-1).result()
+        assert outcome.transaction_ids.tolist() == [0, 1]
+
+
+def test_a_context_outlives_a_failure(waltz_memory):
+    with waltz_memory.client() as client:
+        waltz_memory.fail_next_append(2, errors.Overloaded("as told"))
+        context = Told(0)
+        assert client.submit(context).result() == 0
+        assert len(context.marks) == 3
+
+
+@pytest.mark.parametrize("enters_log", [True, False])
+def test_an_outcome_is_unknown_and_the_client_goes_on(waltz_memory, enters_log):
+    with waltz_memory.client(SHORT) as client, waltz_memory.client() as other:
+        waltz_memory.fail_next_append(1, errors.OutcomeUnknown("nobody"), enters_log=enters_log)
+        context = Told(0)
+        with pytest.raises(errors.OutcomeUnknown):
+            client.submit(context).result()
+        assert context.has_ended.wait(PATIENCE_S)
+        assert context.hooks == [("exception", errors.OutcomeUnknown)]
+        assert len(waltz_memory.transactions(0)) == enters_log
+        for number, each in enumerate((other, client)):
+            assert each.append(b"next", partition=0).result() == enters_log + number
+
+
+def test_an_error_that_no_append_ends_in_is_a_mistake_of_the_test(waltz_memory):
+    for error in (errors.DataLoss("?"), errors.WaltzError("?"), errors.Unreachable("?")):
+        with pytest.raises(errors.BadRequest, match=type(error).__name__):
+            waltz_memory.fail_next_append(1, error)
+
+
+# --- faults
+
+
+def faulty_run(seed: int) -> tuple[int, list[bytes]]:
+    with MemoryWaltz(1, seed=seed, fault_rate=0.3) as waltz, waltz.client() as client:
+        for i in range(40):
+            assert client.append(b"%d" % i).result() == i
+        return waltz.fault_count, [each.data for each in waltz.transactions(0)]
+
+
+def test_lost_appends_and_answers_are_mended_by_the_client_and_drawn_from_the_seed():
+    one, same, other = faulty_run(1), faulty_run(1), faulty_run(2)
+    assert one == same
+    assert one[0] != other[0]
+    assert one[0] > 5
+    assert one[1] == other[1] == [b"%d" % i for i in range(40)]
+
+
+def test_answers_take_as_long_as_told():
+    with MemoryWaltz(1, delay_ms=(30, 60)) as waltz, waltz.client() as client:
+        client.mount()
+        began = time.monotonic()
+        futures = [client.append(b"") for _ in range(20)]
+        assert [future.result() for future in futures] == list(range(20))
+        assert time.monotonic() - began >= 0.03
+        waltz.delay_ms = 0
+        assert waltz.delay_ms == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"delay_ms": -1},
+        {"delay_ms": (3, 2)},
+        {"fault_rate": 1.5},
+        {"fault_rate": -0.1},
+        {"partition_count": 0},
+    ],
+)
+def test_a_knob_has_bounds(wrong):
+    with pytest.raises(errors.BadRequest):
+        MemoryWaltz(**wrong)
+
+
+# --- the feed
+
+
+def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
+    with waltz_memory.client() as client:
+        ledger = Ledger(-1)
+        client.subscribe(ledger, [0])
+        client.append(b"a", partition=0).result()
+        ledger.until(lambda: ledger.ids == [0])
+        waltz_memory.suspend_feed()
+        # Whoever has not applied it is late, and stays so.
+        won = client.append(b"b", partition=0, append_locks=[lock("told")]).result()
+        context = Told(0)
+        context.timeout_ms = 100
+        with pytest.raises(errors.LockFailed):
+            client.submit(context).result()
+        assert (ledger.ids, context.marks) == ([0], [0])
+        waltz_memory.resume_feed()
+        ledger.until(lambda: ledger.ids == [0, won])
+        assert client.submit(Told(0)).result() == won + 1
+
+
+def test_who_subscribes_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory):
+    with waltz_memory.client() as client:
+        client.append(b"a", partition=0).result()
+        waltz_memory.suspend_feed()
+        ledger = Ledger(-1)
+        client.subscribe(ledger, [0])
+        client.append(b"b", partition=0).result()
+    assert ledger.ids == []
+    waltz_memory.resume_feed()
+
+
+# --- its life
+
+
+def test_asyncio_has_the_same(waltz_memory):
+    class Seen(AsyncCallbacks):
+        def __init__(self):
+            self.data = []
+            self.has_come = asyncio.Event()
+
+        async def apply_transaction(self, transaction):
+            self.data.append(await transaction.data())
+            self.has_come.set()
+
+    async def story():
+        async with asyncio.timeout(PATIENCE_S), waltz_memory.async_client() as client:
+            seen = Seen()
+            await client.subscribe(seen, [0])
+            waltz_memory.suspend_feed()
+            assert await (await client.append(b"a", partition=0)) == 0
+            assert seen.data == []
+            waltz_memory.resume_feed()
+            await seen.has_come.wait()
+            assert seen.data == [b"a"]
+
+    asyncio.run(story())
+
+
+def test_its_end_is_the_end_of_its_clients_and_its_thread():
+    waltz = MemoryWaltz(1)
+    client = waltz.client()
+    client.append(b"a").result()
+    waltz.close()
+    waltz.close()
+    with pytest.raises(errors.UsageError, match="closed"):
+        client.append(b"b")
+    assert not [each for each in threading.enumerate() if each.name == "waltz-memory"]
+    assert [each.data for each in waltz.transactions(0)] == [b"a"]
+    with pytest.raises(errors.UnknownPartition):
+        waltz.transactions(1)
+
+
+def test_clients_keep_the_id_that_they_are_given(waltz_memory):
+    with waltz_memory.client(client_id=77) as client:
+        client.append(b"a", partition=0).result()
+        assert client.client_id == 77
+        assert waltz_memory.transactions(0)[0].req_id.client_id == 77

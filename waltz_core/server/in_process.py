@@ -1,0 +1,284 @@
+"""A server whose logs are in memory, and what shall befall its messages: half of `MemoryWaltz`.
+
+Why it stands alone: it has the same partitions and clients as the daemon, and nothing of what the
+daemon reaches for: no storages, no ZooKeeper, no assignment. In the place of all that stand faults.
+
+Rules:
+    1. Something befalls messages only; what a machine decides stays as it is.
+    2. What is drawn is drawn in the order in which messages arrive.
+    3. Answers of one connection keep their order, however late each of them is.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Final
+
+from waltz_core import errors, net
+from waltz_core.config import MIB
+from waltz_core.driver import Driver
+from waltz_core.metrics import Metrics
+from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReqId
+from waltz_core.replication.events import Own
+from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.server.clients import Clients
+from waltz_core.server.events import (
+    Answer,
+    ConnectionId,
+    Effect,
+    Event,
+    Fetch,
+    Fetched,
+    Identity,
+    Limits,
+    Received,
+    refusal,
+)
+from waltz_core.server.flow import FlowLimits
+from waltz_core.server.memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.server.pace import Pace
+from waltz_core.server.partition import Partition
+from waltz_core.server.replicas import Tasks
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendRequest,
+    AppendResult,
+    ClientMessage,
+    MountRequest,
+    MountWriter,
+    Reason,
+    ReplicasResponse,
+    Surface,
+)
+
+# A prime, and small: a table is made for every partition of every test.
+LOCK_SLOT_COUNT: Final = 65_537
+GENERATION: Final = Generation(1)
+_NONE: Final = BEFORE_FIRST.to_bytes(8, "big", signed=True)
+_FLOW: Final = FlowLimits(
+    connection_in_flight_max=1_024,
+    connection_in_flight_bytes_max=64 * MIB,
+    memory_bytes_max=512 * MIB,
+    range_bytes_max=4 * MIB,
+)
+
+
+@dataclass(slots=True)
+class Failures:
+    """The next appends that shall end in an error."""
+
+    count: int
+    error: errors.WaltzError
+    enters_log: bool | None
+
+
+class Faults:
+    """What the knobs say, and what is drawn."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self.delay_ms = (0.0, 0.0)
+        self.rate = 0.0
+        self.count = 0
+        self.refusals = 0
+        self.failures: Failures | None = None
+
+    def delay_s(self) -> float:
+        """Draw how long an answer takes."""
+        low, high = self.delay_ms
+        return (low if low == high else self._random.uniform(low, high)) / 1000
+
+    def is_lost(self) -> bool:
+        """Draw whether an append or its answer is lost."""
+        is_lost = self.rate > 0 and self._random.random() < self.rate
+        self.count += is_lost
+        return is_lost
+
+    def failure(self) -> "Failures | None":
+        """Return what this append shall end in, if it is one of `fail_next_append`."""
+        failures = self.failures
+        if failures is None or failures.count <= 0:
+            return None
+        failures.count -= 1
+        return failures
+
+    def coin(self) -> bool:
+        """Draw one of two."""
+        return self._random.random() < 0.5
+
+    def refuses(self, message: ClientMessage) -> bool:
+        """Whether this append is one of `refuse_next`."""
+        if not self.refusals or not isinstance(message, AppendRequest):
+            return False
+        if not (message.write_locks or message.read_locks):
+            return False
+        self.refusals -= 1
+        return True
+
+
+class MemoryServer:
+    """All partitions, behind one port."""
+
+    def __init__(self, key: bytes, partition_count: int, faults: Faults, tasks: Tasks) -> None:
+        self.key = key
+        self.partition_count = partition_count
+        self.faults = faults
+        self.loop = asyncio.get_running_loop()
+        self.address = ""
+        self.failure: Exception | None = None
+        self.client_ids = itertools.count(1)
+        # How long each client waits for an outcome.
+        self.patience_s: dict[int, float] = {}
+        self.clients = Clients(self, _FLOW, tasks, Metrics("server"))
+        self.hosts: dict[PartitionId, MemoryHost] = {
+            PartitionId(number): MemoryHost(PartitionId(number), self)
+            for number in range(self.partition_count)
+        }
+        self._listener: net.Listener | None = None
+        self._delayed: dict[ConnectionId, deque[Answer]] = {}
+        self._due_s: dict[ConnectionId, float] = {}
+
+    async def start(self) -> None:
+        """Own everything, and listen."""
+        for host in self.hosts.values():
+            host.post(Own(GENERATION, (REPLICA,)))
+        self._listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, self.clients.accept)
+        self.address = f"127.0.0.1:{self._listener.port}"
+
+    async def stop(self) -> None:
+        """End."""
+        assert self._listener is not None
+        await self._listener.close("the test is over")
+        for host in self.hosts.values():
+            host.stop()
+
+    def failed(self, error: Exception) -> None:
+        """A machine has raised: nobody is served any more."""
+        self.failure = self.failure or error
+        assert self._listener is not None
+        for link in self._listener.links:
+            link.abort("a partition has failed")
+
+    async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
+        """There are no storages (`clients.Backend`)."""
+        return ()
+
+    def answer(self, effect: Answer) -> None:
+        """Answer, after the delay; the answers of a connection keep their order."""
+        connection = effect.connection
+        delay_s = self.faults.delay_s()
+        if not delay_s and connection not in self._delayed:
+            self.clients.answer(effect)
+            return
+        self._delayed.setdefault(connection, deque()).append(effect)
+        due_s = max(self.loop.time() + delay_s, self._due_s.get(connection, 0.0))
+        self._due_s[connection] = due_s
+        self.loop.call_at(due_s, self._release, connection)
+
+    def _release(self, connection: ConnectionId) -> None:
+        waiting = self._delayed[connection]
+        self.clients.answer(waiting.popleft())
+        if not waiting:
+            del self._delayed[connection], self._due_s[connection]
+
+
+class MemoryHost:
+    """One partition (`clients.Served`), and what befalls its messages."""
+
+    def __init__(self, partition_id: PartitionId, server: MemoryServer) -> None:
+        self.partition_id = partition_id
+        self.store = MemoryStore(MemoryLog())
+        self._server = server
+        self._partition = Partition(
+            Identity(partition_id, server.partition_count, server.key),
+            self.store,
+            Limits(lock_slot_count=LOCK_SLOT_COUNT),
+            TransactionCache(CacheBudget(4 * MIB)),
+            FeedCache(MIB),
+            Pace(is_on=False),
+        )
+        # Whose answers will be lost, and who may not mount until when.
+        self._muted: set[ReqId] = set()
+        self._shut_out_until_s: dict[int, float] = {}
+        self._driver: Driver[Event, Effect] = Driver(
+            self._partition,
+            self._perform,
+            on_report=lambda report: None,
+            on_failure=server.failed,
+            name=f"memory-{partition_id}",
+        )
+        self.post, self.stop = self._driver.post, self._driver.stop
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes appends."""
+        return self._partition.is_open
+
+    def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
+        """Give the machine a client's request, or have something befall it."""
+        if isinstance(message, AppendRequest | AppendBatch):
+            if self._befalls(connection, message, cost_bytes):
+                return
+        elif isinstance(message, MountRequest | MountWriter):
+            until_s = self._shut_out_until_s.get(message.req_id.client_id, 0.0)
+            if self._server.loop.time() < until_s:
+                error = errors.Overloaded("the outcome of an append shall be unknown")
+                self._server.answer(refusal(connection, message.req_id, cost_bytes, error))
+                return
+        wall_ms = time.time_ns() // 1_000_000
+        self.post(Received(connection, message, cost_bytes, wall_ms))
+
+    def _befalls(
+        self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int
+    ) -> bool:
+        """Whether an append goes no further than here."""
+        faults, req_id = self._server.faults, message.req_id
+        failure = faults.failure()
+        if failure is not None:
+            if not isinstance(failure.error, errors.OutcomeUnknown):
+                self._server.answer(refusal(connection, req_id, cost_bytes, failure.error))
+                return True
+            patience_s = self._server.patience_s[req_id.client_id]
+            now_s = self._server.loop.time()
+            self._shut_out_until_s[req_id.client_id] = now_s + patience_s
+            return self._lose(connection, req_id, enters_log=failure.enters_log)
+        if faults.refuses(message):
+            mark = self._partition.high_water_mark
+            conflict = mark.to_bytes(8, "big", signed=True)
+            told = AppendResult(req_id, mark, _NONE, bytes((Reason.LOCK,)), conflict)
+            self._server.answer(Answer(connection, told, cost_bytes))
+            return True
+        return faults.is_lost() and self._lose(connection, req_id, enters_log=None)
+
+    def _lose(self, connection: ConnectionId, req_id: ReqId, *, enters_log: bool | None) -> bool:
+        """Lose an append, or its answer (False), with the connection."""
+        if self._server.faults.coin() if enters_log is None else enters_log:
+            self._muted.add(req_id)
+            return False
+        self._server.clients.cut(connection, "an append was lost")
+        return True
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Answer():
+                self._answer(effect)
+            case Fetch():
+                fetched = Fetched(effect.token, self.store.log.read(effect.message))
+                self._server.loop.call_soon(self.post, fetched)
+            case _:
+                raise AssertionError(f"an effect for nobody: {effect!r}")
+
+    def _answer(self, effect: Answer) -> None:
+        message = effect.message
+        if message.req_id in self._muted and isinstance(message, AppendResult):
+            self._muted.discard(message.req_id)
+            self._server.clients.cut(effect.connection, "an answer was lost")
+        elif isinstance(message, ReplicasResponse):
+            # No storage can be dialled: readers are served by the server.
+            self._server.answer(replace(effect, message=replace(message, replicas=())))
+        else:
+            self._server.answer(effect)

@@ -1,0 +1,153 @@
+"""A partition's log in memory, and the store that commits to it at once.
+
+Why it stands alone: a served partition asks of its store only what `events.Store` says, and where
+nothing has to survive the process a list of batches keeps it. The partition above is the real one.
+
+Rules:
+    1. What is written is committed: there is one copy, no quorum, and nothing to sync.
+    2. A session opens in the step that asks for it, and no other owner exists.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from waltz_core.checksum import crc32
+from waltz_core.raw_records import (
+    HEADER_DTYPE,
+    headers_of,
+    lengths_from_wire,
+    lengths_to_wire,
+    offsets_of,
+)
+from waltz_core.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    RECORD_PREFIX,
+    Generation,
+    LineageEntry,
+    ReplicaId,
+    ReqId,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.replication import events as replication
+from waltz_core.server.cache import CacheBudget, TransactionCache
+from waltz_core.wire.messages import RangeBytes, RangeForm, RangeRaw
+
+REPLICA: Final = ReplicaId("memory:1")
+# More than any process can hold, so that nothing is ever forgotten.
+_ENOUGH_BYTES: Final = 1 << 62
+_CRC_BYTES: Final = 4
+
+
+class StoredTransaction(NamedTuple):
+    """One committed transaction."""
+
+    transaction_id: TransactionId
+    req_id: ReqId
+    header: int
+    data: bytes
+
+
+class MemoryLog:
+    """One partition's log, shared by whichever server owns it."""
+
+    def __init__(self) -> None:
+        self._batches = TransactionCache(CacheBudget(_ENOUGH_BYTES))
+        self.mark = BEFORE_FIRST
+        self.chain = GENESIS_CHAIN
+        self.session = NO_SESSION
+
+    def write(self, batch: replication.Batch, session: SessionId) -> None:
+        """Commit a batch (rule 1)."""
+        assert batch.first == self.mark + 1
+        self.chain = next_chain(self.chain, batch.first, batch.last, session, batch.record_crcs)
+        entry = LineageEntry(batch.first, batch.last, session, batch.stamp_ms, self.chain)
+        lengths = lengths_from_wire(batch.lengths, len(batch.records))
+        self._batches.put(entry, lengths, bytes(batch.records))
+        self.mark = batch.last
+
+    def read(self, asked: RangeRaw) -> RangeBytes:
+        """Answer as a storage does, with what lies in one batch."""
+        part = self._batches.read(
+            TransactionId(asked.first), TransactionId(asked.last), asked.bytes_max
+        )[0]
+        is_whole = asked.form == RangeForm.WHOLE
+        records = part.records if is_whole else headers_of(part.records, part.lengths)
+        return RangeBytes(
+            self.session,
+            0,
+            0,
+            part.first,
+            part.last - part.first + 1,
+            asked.form,
+            lengths_to_wire(part.lengths) if is_whole else b"",
+            records,
+            crc32(records),
+            bytes(16),
+            (part.entry,),
+        )
+
+    def transactions(self) -> list[StoredTransaction]:
+        """Return everything in it."""
+        if self.mark == BEFORE_FIRST:
+            return []
+        found: list[StoredTransaction] = []
+        for part in self._batches.read(TransactionId(0), self.mark, _ENOUGH_BYTES):
+            offsets = offsets_of(part.lengths).tolist()
+            heads = np.frombuffer(headers_of(part.records, part.lengths), HEADER_DTYPE)
+            for index, head in enumerate(heads):
+                start, end = offsets[index] + RECORD_PREFIX.size, offsets[index + 1] - _CRC_BYTES
+                found.append(
+                    StoredTransaction(
+                        TransactionId(int(head["transaction_id"])),
+                        ReqId.from_bytes(head["req_id"].tobytes()),
+                        int(head["header"]),
+                        bytes(part.records[start:end]),
+                    )
+                )
+        return found
+
+
+class MemoryStore:
+    """What a partition stores to; see the module's rules."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        self.log = log
+        self.generation = Generation(-1)
+        self.wake_at_ms: int | None = None
+        self.readable_replicas: Sequence[ReplicaId] = ()
+
+    def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
+        """Take one event in; what only several replicas need has no effect."""
+        match event:
+            case replication.Own():
+                self.generation = event.generation
+                return self.open()
+            case replication.Submit():
+                return self.submit(event.batch)
+            case replication.ProveMark():
+                return (replication.MarkProved(event.token, self.log.mark),)
+            case _:
+                return ()
+
+    def open(self) -> Sequence[replication.Effect]:
+        """Begin a session (rule 2)."""
+        log = self.log
+        log.session = SessionId(log.session + 1)
+        self.readable_replicas = (REPLICA,)
+        return (
+            replication.SessionOpened(
+                log.session, self.generation, log.mark, log.chain, unbroken=False
+            ),
+            replication.Settled(log.session, log.mark),
+        )
+
+    def submit(self, batch: replication.Batch) -> Sequence[replication.Effect]:
+        """Commit a batch."""
+        self.log.write(batch, self.log.session)
+        return (replication.Committed(self.log.session, self.log.mark, self.log.chain),)
