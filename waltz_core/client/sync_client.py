@@ -345,7 +345,11 @@ class WaltzClient:
             inner = await call
             inner.add_done_callback(lambda done: _copy(done, outcome))
 
-        self._call(begin())
+        try:
+            self._call(begin())
+        except errors.UsageError:
+            call.close()  # it may never have begun
+            raise
         return outcome
 
     def _wait(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
