@@ -211,5 +211,6 @@ def sent_as(key: str) -> str:
 
 def engine_of(url: str) -> sa.Engine:
     """Return an engine; SQLite's users wait for each other for a while."""
-    options = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
-    return sa.create_engine(url, **options)
+    if url.startswith("sqlite"):
+        return sa.create_engine(url, connect_args={"timeout": 30})
+    return sa.create_engine(url, pool_pre_ping=True)

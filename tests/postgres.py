@@ -1,8 +1,8 @@
 """A real PostgreSQL server for tests, from this machine's own packages, on a socket of its own.
 
 It listens at no port, lives in a directory that goes with it, and syncs nothing: what dies in these
-tests is the application, not the database's machine. PostgreSQL refuses to run as root, so there it
-runs as `postgres` or `nobody`.
+tests are processes, not the machine. PostgreSQL refuses to run as root, so there it runs as
+`postgres` or `nobody`.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -25,7 +25,8 @@ from tests.fault.load import wait_until
 SYSTEM = Path("/usr/lib/postgresql")
 USERS = ("postgres", "nobody")
 END_S_MAX = 30.0
-SETTINGS = ("fsync=off", "full_page_writes=off", "synchronous_commit=off", "max_connections=60")
+# What a server that dies has committed is in the kernel's hands already.
+SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60")
 
 
 def programs() -> Path | None:
@@ -51,11 +52,56 @@ def owner() -> pwd.struct_passwd | None:
 _numbers = itertools.count(1)
 
 
-@dataclass(frozen=True)
 class Postgres:
-    """A running server."""
+    """A server on a directory."""
 
-    directory: Path
+    def __init__(self, programs: Path, directory: Path, user: pwd.struct_passwd) -> None:
+        self.directory = directory
+        self._programs = programs
+        self._who: dict[str, Any] = {"cwd": directory}
+        if os.geteuid() == 0:
+            self._who |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def make(self) -> None:
+        """Make its data."""
+        command = [str(self._programs / "initdb"), "--auth=trust", "--username=waltz", "--no-sync"]
+        command += ["--encoding=UTF8", "--locale=C", f"--pgdata={self.directory / 'data'}"]
+        made = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=100, **self._who
+        )
+        assert made.returncode == 0, made.stderr
+
+    def start(self) -> None:
+        """Start it, and wait until it takes connections."""
+        log = self.directory / "log"
+        command = [str(self._programs / "postgres"), "-D", str(self.directory / "data")]
+        command += ["-k", str(self.directory), "-c", "listen_addresses="]
+        command += [part for each in SETTINGS for part in ("-c", each)]
+        with log.open("ab") as output:
+            server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                **self._who,
+            )
+        self._server = server
+        wait_until("PostgreSQL answers", lambda: server.poll() is not None or self.answers())
+        assert server.poll() is None, log.read_text()
+
+    def stop(self) -> None:
+        """End it at once, all connections with it."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        if server.poll() is None:
+            server.send_signal(signal.SIGQUIT)
+        try:
+            server.wait(END_S_MAX)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
 
     def url(self, database: str) -> str:
         """Return SQLAlchemy's URL of a database."""
@@ -94,51 +140,14 @@ def running() -> Iterator[Postgres]:
     # A socket's path has a hundred characters at most, so it is not pytest's own directory.
     directory = Path(tempfile.mkdtemp(prefix="waltz-postgres-"))
     os.chown(directory, user.pw_uid, user.pw_gid)
-    who: dict[str, int | list[str]] = {}
-    if os.geteuid() == 0:
-        who = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-    data, log = directory / "data", directory / "log"
-    command = [str(where / "initdb"), "--auth=trust", "--username=waltz", "--no-sync"]
-    command += ["--encoding=UTF8", "--locale=C", f"--pgdata={data}"]
-    settings = [part for each in SETTINGS for part in ("-c", each)]
+    postgres = Postgres(where, directory, user)
     try:
-        made = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=directory, timeout=100, **who
-        )  # type: ignore[call-overload]
-        assert made.returncode == 0, made.stderr
-        with log.open("wb") as output:
-            server = subprocess.Popen(
-                [
-                    *(str(where / "postgres"), "-D", str(data), "-k", str(directory)),
-                    *("-c", "listen_addresses=", *settings),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=directory,
-                **who,
-            )  # type: ignore[call-overload]
-        try:
-            postgres = Postgres(directory)
-            wait_until(
-                "PostgreSQL answers", lambda: server.poll() is not None or postgres.answers()
-            )
-            assert server.poll() is None, log.read_text()
-            yield postgres
-        finally:
-            _end(server)
+        postgres.make()
+        postgres.start()
+        yield postgres
     finally:
+        postgres.stop()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _end(server: "subprocess.Popen[bytes]") -> None:
-    """Have it end at once, its connections with it."""
-    server.send_signal(signal.SIGQUIT if server.poll() is None else 0)
-    try:
-        server.wait(END_S_MAX)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(scope="session")

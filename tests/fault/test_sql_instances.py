@@ -9,19 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
 
+from tests import postgres
 from tests.fault.load import ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
 from waltz_core.client import RangeForm, WaltzClient
 from waltz_core.raw_records import HEADER_DTYPE
-
-if TYPE_CHECKING:
-    from tests.postgres import Postgres
 
 pytestmark = pytest.mark.fault
 
@@ -41,7 +39,7 @@ class Place(NamedTuple):
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "sqlite":
         return Place(f"sqlite:///{tmp_path / 'sums.db'}", None)
-    server: Postgres = request.getfixturevalue("postgres")
+    server: postgres.Postgres = request.getfixturevalue("postgres")
     return Place(server.create(), request.param)
 
 
@@ -181,6 +179,32 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
             for each in instances:
                 each.kill()
         check(engine, log)
+
+
+def test_a_database_that_dies_is_waited_for(waltz_cluster: str, tmp_path: Path) -> None:
+    with postgres.running() as server, WaltzClient(waltz_cluster) as client:
+        place = Place(server.create(), "READ COMMITTED")
+        engine = engine_of(place.url, place.isolation)
+        METADATA.create_all(engine)
+        with engine.begin() as connection:
+            rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
+            connection.execute(SUMS.insert(), rows)
+        log = Log(client, engine)
+        instance = Instance(waltz_cluster, place, "alone", tmp_path)
+        try:
+            for _ in range(3):
+                before = count_of(engine, "alone")
+                log.write_until_applied_by("alone", before + 20)
+                server.stop()
+                engine.dispose()
+                log.write(5)
+                server.start()
+            wait_until("all applied", lambda: applied(engine) == log.marks(), seconds=DEADLINE_S)
+            instance.end()
+        finally:
+            instance.kill()
+        check(engine, log)
+        engine.dispose()
 
 
 def check(engine: sa.Engine, log: Log) -> None:

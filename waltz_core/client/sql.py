@@ -47,8 +47,6 @@ PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
 _CONFLICTS = ("40001", "40P01", "55P03")
 _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock found")
-# PostgreSQL would refuse a reader at SERIALIZABLE now and then; from a snapshot it never does.
-_READING_LEVELS = {"postgresql": "REPEATABLE READ"}
 # What cannot hold a word that ends anything: comments and quoted texts.
 _ASIDE = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL)
 # What ends or begins a transaction; ROLLBACK TO and RELEASE of a savepoint do not.
@@ -76,7 +74,7 @@ class SqlCallbacks(Callbacks):
     wait for each other.
 
     Args:
-        engine: the database, SQLAlchemy's.
+        engine: the database, SQLAlchemy's; over a network best with `pool_pre_ping=True`.
         application: whose marks these are, where several applications share a database.
         table: the name of the table of marks; it is made when it is not there.
 
@@ -84,6 +82,8 @@ class SqlCallbacks(Callbacks):
         BadConfig: the engine commits each statement by itself, or has one connection for all.
         sqlalchemy.exc.SQLAlchemyError: the database cannot be reached, or the table not be made.
     """
+
+    needs_all = True  # rule 1: the mark moves by one
 
     def __init__(
         self, engine: sa.Engine, *, application: str = "", table: str = "waltz_high_water_marks"
@@ -119,15 +119,14 @@ class SqlCallbacks(Callbacks):
     def reading(self, builder: TransactionBuilder) -> Iterator[sa.Connection]:
         """Give `execute` of a context a connection to read by, and the builder its mark (rule 3).
 
-        Nothing that is written by it stays. PostgreSQL shows one moment's state to all its queries.
+        Nothing that is written by it stays. On SQLite and PostgreSQL all queries see the state of
+        one moment.
 
         Raises:
             BadRequest: the partition is not applied to this database.
         """
         with self._engine.connect() as connection:
-            level = _READING_LEVELS.get(self._engine.dialect.name)
-            if level is not None:
-                connection.execution_options(isolation_level=level)
+            _begin_reading(connection)
             mark = self._mark(connection, builder.partition_id)
             if mark is None:
                 raise errors.BadRequest(
@@ -276,6 +275,18 @@ def is_outage(error: DBAPIError) -> bool:
     # SQLite has one class for a full disk and for a table that is not there.
     is_mistake = getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR"
     return isinstance(error, OperationalError) and not is_mistake
+
+
+def _begin_reading(connection: sa.Connection) -> None:
+    """Have all queries see one state, by what each database has for that."""
+    if connection.dialect.name == "postgresql":
+        # At SERIALIZABLE a reader would be refused now and then; with a snapshot it never is.
+        connection.execution_options(isolation_level="REPEATABLE READ")
+    elif connection.dialect.name == "sqlite":
+        # The driver begins a transaction only before a change.
+        driver: Any = connection.connection.dbapi_connection
+        if not driver.in_transaction:
+            connection.exec_driver_sql("BEGIN")
 
 
 def _check_engine(engine: sa.Engine) -> None:

@@ -250,6 +250,23 @@ def test_a_context_reads_under_the_databases_mark(engine: sa.Engine) -> None:
     assert callbacks.total == 1  # nothing that a reader writes stays
 
 
+def test_a_context_reads_the_state_of_one_moment(engine: sa.Engine) -> None:
+    callbacks = Adding(engine)
+    callbacks.client_high_water_mark(0)
+    writer = sa.create_engine(engine.url, connect_args={"timeout": 0})
+    builder = TransactionBuilder(PartitionId(0), TransactionId(77))
+    with callbacks.reading(builder) as connection:
+        query = sa.select(TOTALS.c.total)
+        assert connection.execute(query).scalar_one() == 0
+        with pytest.raises(sa.exc.OperationalError, match="locked"), writer.begin() as other:
+            other.execute(TOTALS.update().values(total=5))
+        assert connection.execute(query).scalar_one() == 0
+    with writer.begin() as other:
+        other.execute(TOTALS.update().values(total=5))
+    assert callbacks.total == 5
+    writer.dispose()
+
+
 def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'app.db'}", connect_args={"timeout": 0})
     METADATA.create_all(engine)
