@@ -29,6 +29,20 @@ def test_what_is_told_is_what_the_log_says(block):
     assert unknown > 0 or block > 0
 
 
+@pytest.mark.parametrize("values", [(0,), (1, 2)])
+def test_a_filtered_feed_covers_everything_and_brings_what_passes(values):
+    passed = over = 0
+    for seed in range(60):
+        world = ModelWorld(Random(seed), wants_feed=True, header_values=values)
+        world.run(300)
+        world.heal()
+        world.check()
+        over += world.fed.count(None)
+        passed += len(world.fed) - world.fed.count(None)
+    assert passed > 100
+    assert over > 100
+
+
 def test_without_faults_every_row_is_settled_and_fed():
     world = ModelWorld(Random(1), wants_feed=True)
     for _ in range(20):

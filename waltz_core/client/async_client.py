@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
 from waltz_core.client.appends import BatchOrder, Row
-from waltz_core.client.callbacks import AsyncCallbacks
+from waltz_core.client.callbacks import AsyncCallbacks, check_headers
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLinks
 from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
@@ -45,7 +45,7 @@ from waltz_core.client.ranges import (
     read_chunks,
 )
 from waltz_core.client.requests import Requests, by_partition
-from waltz_core.client.subscriptions import Subscriptions
+from waltz_core.client.subscriptions import Recipient, Subscriptions
 from waltz_core.client.transaction import (
     TransactionContext,
     check_data,
@@ -417,20 +417,29 @@ class AsyncWaltzClient:
     # --- the feed
 
     async def subscribe(
-        self, callbacks: AsyncCallbacks, partitions: Iterable[int] | None = None
+        self,
+        callbacks: AsyncCallbacks,
+        partitions: Iterable[int] | None = None,
+        *,
+        headers: Iterable[int] | None = None,
     ) -> None:
         """Apply the feed of partitions (all by default) to the callbacks until closed.
+
+        With `headers` only transactions with one of these are brought; the servers pass over the
+        others, and this client's mark goes on over them.
 
         Returns when the application has told its marks. Raises BadRequest for a partition that is
         applied already, and what `client_high_water_mark` raises.
         """
-        await self.subscribe_consumer(LoopConsumer(callbacks, self.subscriptions.data), partitions)
+        consumer = LoopConsumer(callbacks, self.subscriptions.data)
+        await self.subscribe_consumer(consumer, partitions, check_headers(callbacks, headers))
 
     async def subscribe_consumer(
-        self, consumer: Consumer, partitions: Iterable[int] | None
+        self, consumer: Consumer, partitions: Iterable[int] | None, header_values: tuple[int, ...]
     ) -> None:
         """Apply the feed to any consumer; `subscribe` for others than asyncio's."""
-        await self.subscriptions.subscribe(consumer, self._all_or(partitions))
+        recipient = Recipient(consumer, header_values)
+        await self.subscriptions.subscribe(recipient, self._all_or(partitions))
 
     @property
     def partitions(self) -> tuple[int, ...]:

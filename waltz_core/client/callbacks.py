@@ -5,7 +5,8 @@ the SQL callbacks, a cache), with nothing of how the feed is brought.
 
 Rules:
     1. `client_high_water_mark` is asked once when the feed of a partition starts; the next
-       transaction applied is the one after it, and then each one in order, none twice.
+       transaction applied is the one after it, and then each one in order, none twice; where the
+       feed is filtered, of those that pass.
     2. A partition's transactions are applied one at a time; partitions do not wait for each other.
     3. A transaction that cannot be applied is never passed over in silence: `uncaught_exception`
        decides, and what it returns is done.
@@ -14,11 +15,16 @@ Rules:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from enum import Enum, auto
+from typing import ClassVar
 
 from waltz_core import errors
-from waltz_core.client.transaction import AsyncTransaction, Transaction
+from waltz_core.client.transaction import AsyncTransaction, Transaction, check_header
 from waltz_core.record import BEFORE_FIRST
+
+# Header values of one filter.
+HEADERS_MAX = 1_000
 
 
 class PoisonPolicy(Enum):
@@ -43,6 +49,9 @@ def policy_of(error: Exception) -> PoisonPolicy:
 
 class Callbacks(ABC):
     """What `WaltzClient` calls, on worker threads: these methods may block."""
+
+    # Whether it counts on seeing every transaction, so that its feed must not be filtered.
+    needs_all: ClassVar[bool] = False
 
     def client_high_water_mark(self, partition: int) -> int:
         """Return the last transaction that the application has applied, -1 for none.
@@ -74,6 +83,9 @@ class Callbacks(ABC):
 class AsyncCallbacks(ABC):
     """What `AsyncWaltzClient` calls, on its event loop: these methods must not block."""
 
+    # Whether it counts on seeing every transaction, so that its feed must not be filtered.
+    needs_all: ClassVar[bool] = False
+
     async def client_high_water_mark(self, partition: int) -> int:
         """Return the last transaction that the application has applied, -1 for none.
 
@@ -99,3 +111,23 @@ class AsyncCallbacks(ABC):
         not matter.
         """
         return policy_of(error)
+
+
+def check_headers(
+    callbacks: Callbacks | AsyncCallbacks, headers: Iterable[int] | None
+) -> tuple[int, ...]:
+    """Return the headers of a filter, none for no filter.
+
+    Raises BadRequest for what is no header, for a filter that lets nothing through, and for
+    callbacks that need every transaction.
+    """
+    if headers is None:
+        return ()
+    values = tuple(sorted({check_header(header) for header in headers}))
+    if not 0 < len(values) <= HEADERS_MAX:
+        raise errors.BadRequest(f"headers: expected 1 to {HEADERS_MAX}, found {len(values)}")
+    if callbacks.needs_all:
+        raise errors.BadRequest(
+            f"headers: {type(callbacks).__name__} counts on seeing every transaction"
+        )
+    return values

@@ -39,10 +39,12 @@ class CatchUp:
         consumer: Consumer,
         requests: Requests,
         config: ClientConfig,
+        header_values: tuple[int, ...],
     ) -> None:
         self._partition = partition
         self._requests = requests
         self._config = config
+        self._header_values = header_values
         self._applier = Applier(partition.partition_id, consumer, partition.applied)
         self._outage = Outage(partition.partition_id, "range")
         partition.applier = self._applier
@@ -54,15 +56,15 @@ class CatchUp:
         return self._applier
 
     async def run(self, mark: TransactionId | None) -> None:
-        """Feed the application after `mark` (None: the end of the log) until cancelled."""
+        """Feed the application after `mark`, where it has started; None for the end of the log."""
         if mark is None:
             try:
                 mark = await self._until_answered(self._ask_mark)
             except errors.WaltzError as error:
                 await self._applier.stop(error)
                 return
-        self._applier.start(mark)
-        self._partition.subscribe(mark)
+            self._applier.start(mark)
+        self._partition.subscribe(mark, self._header_values)
         await self._applier.run()
 
     async def _fetch_all(self, fed: TransactionId, last: TransactionId) -> None:
@@ -99,10 +101,14 @@ class CatchUp:
         """Hand on what one range request gives, once the application is near enough."""
         partition_id = self._partition.partition_id
         query = RangeQuery(
-            TransactionId(fed + 1), last, RangeForm.HEADERS, bytes_max=self._config.range_bytes_max
+            TransactionId(fed + 1),
+            last,
+            RangeForm.HEADERS,
+            self._header_values,
+            self._config.range_bytes_max,
         )
         chunk = await self._requests.range(partition_id, query)
-        if chunk.count == 0:
+        if chunk.next <= query.first:
             raise errors.DataLoss(
                 f"partition {partition_id}: the log ended at {last} and now ends at {fed}"
             )

@@ -4,29 +4,20 @@ Why it stands alone: the feed survives any number of mounts, and that it stays d
 them is easy to see only where nothing else is.
 
 Invariants:
-    1. What is handed on is dense: each stretch starts after the last one, overlaps are cut off.
+    1. What is handed on is dense: each stretch starts after the last one, overlaps are cut off. Of
+       a filtered feed, too: a stretch covers what does not pass the filter.
     2. No more is asked for while the application is too far behind what was fed.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
 
-from waltz_core.raw_records import FEED_HEADER_BYTES
+import numpy as np
+
+from waltz_core.client.events import Fed
+from waltz_core.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE
 from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
 from waltz_core.wire.messages import FeedBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Transactions of the feed that are new, 20 bytes of header each."""
-
-    first: TransactionId
-    count: int
-    headers: memoryview
-
-    @property
-    def last(self) -> TransactionId:
-        """The last of them."""
-        return TransactionId(self.first + self.count - 1)
 
 
 class FeedCursor:
@@ -35,6 +26,8 @@ class FeedCursor:
     def __init__(self, ahead_max: int) -> None:
         self._ahead_max = ahead_max
         self.is_wanted = False
+        # The application headers that are wanted; empty for all.
+        self.header_values: tuple[int, ...] = ()
         # A grant was used up, or none was asked for yet: the server waits for the next request.
         self.is_suspended = False
         # The application was too far behind to ask for more; how far the log is now, nobody knows.
@@ -46,10 +39,11 @@ class FeedCursor:
         self._fed: TransactionId | None = None
         self._applied = BEFORE_FIRST
 
-    def want(self, mark: TransactionId | None) -> None:
+    def want(self, mark: TransactionId | None, header_values: tuple[int, ...] = ()) -> None:
         """Start after `mark`; None for the end of the log as the first mount finds it."""
         assert not self.is_wanted
         self.is_wanted = True
+        self.header_values = header_values
         self._fed = mark
         self._applied = BEFORE_FIRST if mark is None else mark
 
@@ -96,21 +90,46 @@ class FeedCursor:
         self.is_suspended = False
         return self._fed
 
-    def take(self, message: FeedBatch) -> Stretch | str | None:
+    def take(self, message: FeedBatch) -> Fed | str | None:
         """Return what is new in a batch, None for nothing, or in words what is wrong with it."""
         fed = self._fed
         if fed is None or self.is_lagging:
             return None
-        if message.count <= 0 or len(message.headers) != message.count * FEED_HEADER_BYTES:
-            return f"a feed batch of {message.count} has {len(message.headers)} bytes of headers"
+        picked = self._picked(message)
+        if isinstance(picked, str):
+            return picked
         if message.first > fed + 1:
             return f"the feed has a gap: transaction {message.first} after {fed}"
         known = fed + 1 - message.first
         if known >= message.count:
             return None
-        headers = memoryview(message.headers)[known * FEED_HEADER_BYTES :]
-        stretch = Stretch(TransactionId(fed + 1), message.count - known, headers)
+        over = known if picked is None else bisect_left(picked, fed + 1)
+        stretch = Fed(
+            TransactionId(fed + 1),
+            message.count - known,
+            memoryview(message.headers)[over * FEED_HEADER_BYTES :],
+            None if picked is None else picked[over:],
+        )
         self._fed = stretch.last  # invariant 1
         if message.chain_at != BEFORE_FIRST:
             self.chain = (TransactionId(message.chain_at), Chain(message.chain))
         return stretch
+
+    def _picked(self, message: FeedBatch) -> Sequence[int] | str | None:
+        """Return the ids that a batch has headers of, None for all, or what is wrong with it."""
+        count, size = message.count, len(message.headers)
+        if count > 0 and size == count * FEED_HEADER_BYTES and not message.picked:
+            picked = None
+        elif not self.header_values or count <= 0 or len(message.picked) % 4:
+            return f"a feed batch of {count} has {size} bytes of headers"
+        else:
+            offsets = np.frombuffer(message.picked, dtype=">i4").astype(np.int64)
+            rises = bool((np.diff(offsets, prepend=-1, append=count) > 0).all())
+            if not rises or size != offsets.size * FEED_HEADER_BYTES:
+                return f"a feed batch of {count} has {size} bytes of headers, {offsets.size} picked"
+            picked = (offsets + message.first).tolist()
+        if self.header_values:
+            values = np.frombuffer(message.headers, dtype=FEED_HEADER_DTYPE)["header"]
+            if not np.isin(values.astype(np.int32), self.header_values).all():
+                return "a filtered feed has a header that was not asked for"
+        return picked

@@ -11,6 +11,7 @@ Rules:
        rows is in the log nor ever will be.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
@@ -66,9 +67,13 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Bring the feed after this mark; None starts at the end of the log."""
+    """Bring the feed after this mark; None starts at the end of the log.
+
+    With `header_values` only transactions with one of these headers are brought.
+    """
 
     mark: TransactionId | None
+    header_values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +218,26 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Committed transactions, dense and in order: 20 bytes each, request id and header."""
+    """Committed transactions, dense and in order: 20 bytes each, request id and header.
+
+    Of a filtered feed `picked` are those that have headers here; None: all of them.
+    """
 
     first: TransactionId
     count: int
     headers: Buffer
+    picked: Sequence[int] | None = None
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Return the ids that have headers here."""
+        everything = range(self.first, self.first + self.count)
+        return everything if self.picked is None else self.picked
+
+    @property
+    def last(self) -> TransactionId:
+        """Return the last transaction that is covered."""
+        return TransactionId(self.first + self.count - 1)
 
 
 @dataclass(frozen=True, slots=True)

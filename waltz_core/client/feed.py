@@ -13,6 +13,7 @@ Rules:
 """
 
 import asyncio
+import bisect
 import contextlib
 import logging
 import struct
@@ -277,13 +278,13 @@ class Applier:
 class _Kept(NamedTuple):
     """A chunk of the log in memory."""
 
-    first: TransactionId
+    ids: Sequence[int]  # in order
     offsets: list[int]
     records: memoryview
 
     def data(self, transaction_id: TransactionId) -> bytes | None:
-        index = transaction_id - self.first
-        if not 0 <= index < len(self.offsets) - 1:
+        index = bisect.bisect_left(self.ids, transaction_id)
+        if index == len(self.ids) or self.ids[index] != transaction_id:
             return None
         start, end = self.offsets[index], self.offsets[index + 1]
         return bytes(self.records[start + RECORD_PREFIX.size : end - 4])
@@ -300,12 +301,14 @@ class DataCache:
         mark: Callable[[], TransactionId],
         bytes_max: int,
         loop: asyncio.AbstractEventLoop,
+        header_values: tuple[int, ...] = (),
     ) -> None:
         self._fetch = fetch
         self._fetch_one = fetch_one
         self._mark = mark
         self._bytes_max = bytes_max
         self._loop = loop
+        self._header_values = header_values
         # Oldest first. Read from other threads too, so it is never changed but in single steps.
         self._kept: dict[TransactionId, _Kept] = {}
         self._expected = BEFORE_FIRST
@@ -352,10 +355,15 @@ class DataCache:
 
     async def _load(self, transaction_id: TransactionId) -> bytes:
         goes_on = transaction_id == self._expected
+        if self._header_values:  # the next one that passes the filter is somewhere behind
+            goes_on = BEFORE_FIRST < self._expected <= transaction_id
         self._bytes = min(2 * self._bytes, self._bytes_max) if goes_on else PREFETCH_BYTES_MIN
         last = max(transaction_id, self._mark())
         try:
-            chunk = await self._fetch(RangeQuery(transaction_id, last, bytes_max=self._bytes))
+            query = RangeQuery(
+                transaction_id, last, header_values=self._header_values, bytes_max=self._bytes
+            )
+            chunk = await self._fetch(query)
         except errors.BadRequest:
             return await self._fetch_one(transaction_id)
         if chunk.count == 0:
@@ -363,7 +371,11 @@ class DataCache:
                 f"transaction {transaction_id} was fed, but the log ends at {chunk.high_water_mark}"
             )
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
-        kept = _Kept(chunk.first, offsets, memoryview(chunk.records))
+        records = memoryview(chunk.records)
+        ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)
+        if self._header_values:
+            ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
+        kept = _Kept(ids, offsets, records)
         self._kept[chunk.first] = kept
         while len(self._kept) > CHUNKS_KEPT_MAX:
             del self._kept[next(iter(self._kept))]

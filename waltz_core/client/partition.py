@@ -137,10 +137,10 @@ class ClientPartition:
             self._mark_waiters.append((mark, future))
             await future
 
-    def subscribe(self, mark: TransactionId) -> None:
+    def subscribe(self, mark: TransactionId, header_values: tuple[int, ...]) -> None:
         """Feed the applier from `mark` on."""
         assert self.applier is not None
-        self._driver.post(events.Subscribe(mark))
+        self._driver.post(events.Subscribe(mark, header_values))
         if self._stopped is not None:
             self._spawn(self.applier.stop(self._stopped), "feed-stop")
 
@@ -192,8 +192,7 @@ class ClientPartition:
                 self._mark_moved(effect.high_water_mark)
             case events.Fed():
                 if self.applier is not None:
-                    ids = range(effect.first, effect.first + effect.count)
-                    self.applier.feed(ids, effect.headers, TransactionId(ids[-1]))
+                    self.applier.feed(effect.ids, effect.headers, effect.last)
             case events.FeedLags():
                 if self.fetch is not None:
                     self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")

@@ -32,7 +32,6 @@ from waltz_core.client.cursor import FeedCursor
 from waltz_core.client.events import (
     Effect,
     Event,
-    Fed,
     FeedLags,
     MarkMoved,
     NeedClientId,
@@ -157,7 +156,7 @@ class PartitionStream:
                 self._wants_mount = True
                 self._start(out)
             case events.Subscribe():
-                self._cursor.want(event.mark)
+                self._cursor.want(event.mark, event.header_values)
                 self._mount_anew("a feed was asked for", now_ms, out)
             case events.Unsubscribe():
                 self._unsubscribe(now_ms, out)
@@ -240,7 +239,9 @@ class PartitionStream:
         self._mount_id = self._control_id()
         self._mount_has_feed = wants_feed
         self._cursor.mounting()
-        request = messages.MountWriter(self._mount_id, self._connection_sequence, mark, wants_feed)
+        values = self._cursor.header_values if wants_feed else ()
+        number = self._connection_sequence
+        request = messages.MountWriter(self._mount_id, number, mark, wants_feed, values)
         out.append(Send(self._link, request))
 
     def _link_failed(self, event: events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
@@ -547,9 +548,10 @@ class PartitionStream:
         if self.phase is Phase.MOUNTING:
             self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         if stretch is not None:
-            self._monitor.saw_feed(stretch.first, stretch.headers)
+            if stretch.picked is None:  # where it is filtered the log is read back
+                self._monitor.saw_feed(stretch.first, stretch.headers)
             self._learn(stretch.last, out)
-            out.append(Fed(stretch.first, stretch.count, stretch.headers))
+            out.append(stretch)
 
     def _take_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
         if self._cursor.applied(mark) and self.phase is Phase.READY:

@@ -7,13 +7,13 @@ moment after.
 Rules:
     1. A partition is fed to one consumer at a time.
     2. Who stops a feed waits for what is being applied; afterwards nothing of it is applied.
-    3. A feed that starts again asks for its mark anew, and goes to the consumer that it had; one
-       that never had any goes to the consumer that subscribed last.
+    3. A feed that starts again asks for its mark anew, and goes to the consumer that it had, with
+       its filter; one that never had any goes to the consumer that subscribed last.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from waltz_core import errors
 from waltz_core.client.catch_up import CatchUp
@@ -27,11 +27,21 @@ FindPartition = Callable[[PartitionId], Coroutine[Any, Any, ClientPartition]]
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
+class Recipient(NamedTuple):
+    """Who applies a feed, and which application headers are wanted; none for all."""
+
+    consumer: Consumer
+    header_values: tuple[int, ...]
+
+
 class _Feed:
     """One partition that is fed, or was until its feed ended by itself."""
 
-    def __init__(self, partition: ClientPartition, catch_up: CatchUp) -> None:
+    def __init__(
+        self, partition: ClientPartition, catch_up: CatchUp, header_values: tuple[int, ...]
+    ) -> None:
         self.partition = partition
+        self.header_values = header_values
         self._catch_up = catch_up
         self.task: asyncio.Task[None] | None = None
         self._is_over = asyncio.Event()
@@ -67,8 +77,8 @@ class Subscriptions:
         self._spawn = spawn
         self._requests = requests
         self._config = config
-        self._consumers: dict[PartitionId, Consumer] = {}
-        self._last: Consumer | None = None
+        self._recipients: dict[PartitionId, Recipient] = {}
+        self._last: Recipient | None = None
         # None while the application is asked for its mark.
         self._feeds: dict[PartitionId, _Feed | None] = {}
         self._data: dict[PartitionId, DataCache] = {}
@@ -79,13 +89,13 @@ class Subscriptions:
         """The partitions whose feed is applied now, in order."""
         return tuple(sorted(int(each) for each in self._feeds if self._is_fed(each)))
 
-    async def subscribe(self, consumer: Consumer, partition_ids: Iterable[PartitionId]) -> None:
+    async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
         """Start the feeds of these partitions."""
-        self._last = consumer
+        self._last = recipient
         for partition_id in partition_ids:
             if self._is_fed(partition_id):
                 raise errors.BadRequest(f"partition {partition_id} is subscribed to already")
-            self._consumers[partition_id] = consumer
+            self._recipients[partition_id] = recipient
             await self._start(partition_id)
 
     async def set_partitions(self, partition_ids: Iterable[PartitionId]) -> None:
@@ -93,14 +103,12 @@ class Subscriptions:
         if self._last is None:
             raise errors.UsageError("set_partitions: there are no callbacks yet; subscribe first")
         wanted = dict.fromkeys(partition_ids)
-        stopped = [each for each in self._feeds if each not in wanted]
         task = asyncio.current_task()
-        for each in stopped:
-            feed = self._feeds[each]
+        for partition_id, feed in self._feeds.items():
             if feed is not None and feed.task is task:
-                raise waits_for_itself(each)
+                raise waits_for_itself(partition_id)
         async with self._setting:
-            for partition_id in stopped:
+            for partition_id in [each for each in self._feeds if each not in wanted]:
                 await self._stop(partition_id)
             for partition_id in wanted:
                 if not self._is_fed(partition_id):
@@ -119,6 +127,7 @@ class Subscriptions:
                 mark=lambda: stream.high_water_mark,
                 bytes_max=self._config.range_bytes_max,
                 loop=asyncio.get_running_loop(),
+                header_values=feed.header_values,
             )
         return found
 
@@ -132,7 +141,7 @@ class Subscriptions:
         """Start a feed; raises what `client_high_water_mark` raises."""
         await self._stop(partition_id)  # one that ended by itself has left something behind
         assert self._last is not None
-        consumer = self._consumers.setdefault(partition_id, self._last)
+        consumer, values = self._recipients.setdefault(partition_id, self._last)
         self._feeds[partition_id] = None
         try:
             partition = await self._find(partition_id)
@@ -140,8 +149,13 @@ class Subscriptions:
         except BaseException:
             del self._feeds[partition_id]
             raise
-        feed = _Feed(partition, CatchUp(partition, consumer, self._requests, self._config))
+        catch_up = CatchUp(partition, consumer, self._requests, self._config, values)
+        feed = _Feed(partition, catch_up, values)
+        self._data.pop(partition_id, None)
         self._feeds[partition_id] = feed
+        if mark is not None:
+            # At once: a context that is submitted now must not claim to have seen the whole log.
+            catch_up.applier.start(mark)
         self._spawn(feed.run(mark), "feed")
 
     async def _stop(self, partition_id: PartitionId) -> None:

@@ -23,7 +23,7 @@ import uvloop
 
 from waltz_core import errors
 from waltz_core.client.async_client import AsyncWaltzClient
-from waltz_core.client.callbacks import Callbacks, PoisonPolicy
+from waltz_core.client.callbacks import Callbacks, PoisonPolicy, check_headers
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
 from waltz_core.client.feed import Run, Verdict, mark_of
@@ -273,10 +273,20 @@ class WaltzClient:
 
     # --- the feed
 
-    def subscribe(self, callbacks: Callbacks, partitions: Iterable[int] | None = None) -> None:
-        """Apply the feed of partitions (all by default) to the callbacks until closed."""
+    def subscribe(
+        self,
+        callbacks: Callbacks,
+        partitions: Iterable[int] | None = None,
+        *,
+        headers: Iterable[int] | None = None,
+    ) -> None:
+        """Apply the feed of partitions (all by default) to the callbacks until closed.
+
+        With `headers` only transactions with one of these; see `AsyncWaltzClient.subscribe`.
+        """
+        values = check_headers(callbacks, headers)
         consumer = _ThreadConsumer(callbacks, self._client, self._workers)
-        self._call(self._client.subscribe_consumer(consumer, partitions))
+        self._call(self._client.subscribe_consumer(consumer, partitions, values))
 
     @property
     def partitions(self) -> tuple[int, ...]:

@@ -10,14 +10,17 @@ Rules (interop.md 2.2 and 2.3; correctness.md row 22):
        `feed_grant_count_min` transactions from the client's mark. The end of a grant is answered.
     3. A congested connection gets nothing. One turn sends each context one frame at most.
     4. What is no longer remembered is fetched once for all contexts that stand at the same id.
+    5. A filter takes headers out of a frame and never the frame: the client's mark goes on.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
-from waltz_core.raw_records import FEED_HEADER_BYTES
+from waltz_core.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE, Buffer
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -29,7 +32,7 @@ from waltz_core.record import (
 )
 from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
 from waltz_core.server.mounts import Place
-from waltz_core.wire.messages import FeedBatch, FeedSuspended
+from waltz_core.wire.messages import FeedBatch, FeedSuspended, MountWriter
 
 # Contexts served in one turn: a turn of the loop stays short however many clients there are.
 FRAMES_PER_TURN_MAX = 64
@@ -69,6 +72,7 @@ class _Context:
     next: TransactionId
     until: TransactionId
     is_mounting: bool
+    header_values: tuple[int, ...]  # empty: no filter
     is_granted: bool = True
     is_fetching: bool = False
 
@@ -119,7 +123,11 @@ class Feed:
         key = (question.connection, mount_id.client_id)
         assert key not in self._contexts
         first = TransactionId(mark + 1)
-        self._contexts[key] = _Context(question, mount_id, first, until, is_mounting=True)
+        message = question.message
+        values = message.header_values if isinstance(message, MountWriter) else ()
+        self._contexts[key] = _Context(
+            question, mount_id, first, until, is_mounting=True, header_values=values
+        )
         self._has_more = True
 
     def is_mounted(self, question: Received) -> bool:
@@ -255,14 +263,19 @@ class Feed:
         chain_at, chain = stretch.chain_at, stretch.chain
         if chain_at >= context.next + count:
             chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
+        headers: Buffer = memoryview(stretch.headers)[: count * FEED_HEADER_BYTES]
+        picked = b""
+        if context.header_values:
+            headers, picked = pick(headers, context.header_values)
         message = FeedBatch(
             context.mount_id,
             context.next,
             count,
-            memoryview(stretch.headers)[: count * FEED_HEADER_BYTES],
+            headers,
             self._session_id,
             chain_at,
             chain,
+            picked,
         )
         context.next = TransactionId(context.next + count)
         out.append(Answer(context.connection, message, 0))
@@ -279,3 +292,12 @@ class Feed:
             return
         message = FeedSuspended(context.mount_id)
         out.append(Answer(context.connection, message, context.question.cost_bytes))
+
+
+def pick(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buffer, bytes]:
+    """Return the headers with one of these values, and their offsets; none where it is all."""
+    heads = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
+    offsets = np.flatnonzero(np.isin(heads["header"].astype(np.int32), header_values))
+    if offsets.size == heads.size:
+        return headers, b""
+    return heads[offsets].tobytes(), offsets.astype(">i4").tobytes()

@@ -350,7 +350,8 @@ class MountWriter(ClientMessage):
 
     `connection_sequence` fences older connections of the same client id: the highest one wins for
     the whole generation, after its connection has closed too. `high_water_mark` is the client's
-    mark or `LATEST_MARK`.
+    mark or `LATEST_MARK`. `header_values` filters the feed by application header; empty means no
+    filter.
     """
 
     code = 66
@@ -358,6 +359,7 @@ class MountWriter(ClientMessage):
     connection_sequence: Int64
     high_water_mark: Int64
     wants_feed: Bool
+    header_values: Int32s = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,6 +417,10 @@ class RangeData(ClientMessage):
 class FeedBatch(ClientMessage):
     """Committed transactions first..first+count-1 as 20 bytes each: request id, header.
 
+    In a filtered feed only some of them have headers here, and `picked` says which, as rising
+    offsets from `first`; it is empty where all of them have. The stretch is covered all the same:
+    what has none does not pass the filter.
+
     `chain` is the log's chain at `chain_at` (a batch's last id, or BEFORE_FIRST and zeros when the
     server does not know one inside the stretch), so that a client can tell a changed history.
     """
@@ -427,6 +433,7 @@ class FeedBatch(ClientMessage):
     session_id: Int64
     chain_at: Int64
     chain: Raw16
+    picked: PackedInt32s = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from waltz_core.client.monitor import Parcel, Single
 from waltz_core.client.stream import PartitionStream
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import BEFORE_FIRST, RECORD_HEADER, PartitionId, ReqId, TransactionId
+from waltz_core.server.feed import pick
 from waltz_core.wire import messages as m
 
 CLIENT = 7
@@ -45,10 +46,17 @@ class Wire:
     is_broken: bool = False
 
 
+def header_of(row: ReqId) -> int:
+    """Return the application's header of a row."""
+    return row.sequence % 3
+
+
 class ModelWorld:
     """The log, the server of the moment, the links, and one client's stream."""
 
-    def __init__(self, random: Random, *, wants_feed: bool) -> None:
+    def __init__(
+        self, random: Random, *, wants_feed: bool, header_values: tuple[int, ...] = ()
+    ) -> None:
         self.random = random
         self.now_ms = 0
         self.log: list[ReqId] = []
@@ -62,7 +70,10 @@ class ModelWorld:
         self.sent: dict[int, list[ReqId]] = {}
         self.row_counts: dict[int, int] = {}
         self.told: dict[int, events.Settled | events.Refused] = {}
-        self.fed: list[ReqId] = []
+        # What was fed, None for what does not pass the filter.
+        self.fed: list[ReqId | None] = []
+        self.header_values = header_values
+        self.feed_values: tuple[int, ...] = ()
         self.granted = -1
         self.feed_link = -1
         self.feed_at = 0
@@ -72,7 +83,7 @@ class ModelWorld:
         self.is_mounted = False
         self.stale: tuple[int, int] | None = None
         if wants_feed:
-            self.step(events.Subscribe(BEFORE_FIRST))
+            self.step(events.Subscribe(BEFORE_FIRST, header_values))
 
     # --- the client's side
 
@@ -88,9 +99,11 @@ class ModelWorld:
                     self.told[effect.token] = effect
                 case events.Fed():
                     assert effect.first == len(self.fed), "the feed is not dense"
-                    assert len(effect.headers) == 20 * effect.count
-                    for packed, _ in FEED.iter_unpack(effect.headers):
-                        self.fed.append(ReqId.from_bytes(packed))
+                    assert len(effect.headers) == 20 * len(effect.ids)
+                    self.fed += [None] * effect.count
+                    rows = FEED.iter_unpack(effect.headers)
+                    for number, (packed, _) in zip(effect.ids, rows, strict=True):
+                        self.fed[number] = ReqId.from_bytes(packed)
                 case events.FeedLags():
                     assert self.lags is None, "asked to catch up twice"
                     self.lags = effect.fed
@@ -223,6 +236,7 @@ class ModelWorld:
         mark = len(self.log) - 1
         self.feed_link, self.mount_id = (link, message.req_id) if message.wants_feed else (-1, None)
         self.granted = -1
+        self.feed_values = message.header_values
         if message.wants_feed:
             self.feed_at = message.high_water_mark + 1
             while self.feed_at <= mark:
@@ -309,10 +323,14 @@ class ModelWorld:
         last = min(self.feed_at + self.random.randrange(4), until)
         if last < self.feed_at:
             return
-        headers = b"".join(FEED.pack(self.log[i].to_bytes(), 0) for i in range(first, last + 1))
+        rows = self.log[first : last + 1]
+        headers = b"".join(FEED.pack(row.to_bytes(), header_of(row)) for row in rows)
+        picked = b""
+        if self.feed_values:
+            headers, picked = pick(headers, self.feed_values)
         self.answer(
             self.feed_link,
-            m.FeedBatch(self.mount_id, first, last - first + 1, headers, 1, -1, bytes(16)),
+            m.FeedBatch(self.mount_id, first, len(rows), headers, 1, -1, bytes(16), picked),
         )
         self.feed_at = last + 1
 
@@ -342,8 +360,19 @@ class ModelWorld:
         """What the driver does after `FeedLags`, at last."""
         if self.lags is not None:
             self.lags = None
-            self.fed = self.log[: max(len(self.fed), len(self.log) - 3)]
+            rows = self.log[: max(len(self.fed), len(self.log) - 3)]
+            self.fed = [self.passed(row) for row in rows]
             self.step(events.Resume(TransactionId(len(self.fed) - 1)))
+
+    def passed(self, row: ReqId) -> ReqId | None:
+        return row if not self.header_values or header_of(row) in self.header_values else None
+
+    def subscribe_anew(self) -> None:
+        self.lags = None
+        self.step(events.Unsubscribe())
+        mark = TransactionId(self.random.randrange(len(self.fed) + 1) - 1)
+        del self.fed[mark + 1 :]
+        self.step(events.Subscribe(mark, self.header_values))
 
     def apply(self) -> None:
         if self.fed:
@@ -366,6 +395,8 @@ class ModelWorld:
             self.pass_time: 1,
             self.move: 1,
         }
+        if self.header_values:
+            weights[self.subscribe_anew] = 1
         # Each run has more of some things and less of others, so that queues build up somewhere,
         # and some runs are without some faults, so that those do not hide others.
         faults = (self.break_wire, self.move, self.pass_time)
@@ -416,4 +447,4 @@ class ModelWorld:
                 else:
                     assert row not in where, (token, i, outcome.reasons[i])
                     assert outcome.transaction_ids[i] == BEFORE_FIRST
-        assert self.fed == self.log[: len(self.fed)]
+        assert self.fed == [self.passed(row) for row in self.log[: len(self.fed)]]

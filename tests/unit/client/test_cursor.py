@@ -1,10 +1,16 @@
 """How far a feed has come, and what it takes in."""
 
+import struct
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.client.stories import feed_batch, req
 from waltz_core.client.cursor import FeedCursor
 from waltz_core.record import BEFORE_FIRST
+from waltz_core.server.feed import pick
+from waltz_core.wire.messages import FeedBatch
 
 ROWS = tuple(req(i, 0, 99) for i in range(1, 10))
 
@@ -73,3 +79,74 @@ def test_the_last_chain_is_remembered():
     cursor.take(feed_batch(req(-1), 0, *ROWS[:3], chain_at=1, chain=b"a" * 16))
     cursor.take(feed_batch(req(-1), 3, *ROWS[3:4]))
     assert cursor.chain == (1, b"a" * 16)
+
+
+# ---------------------------------------------------------------------------------------------
+# filters
+
+
+def heads(values: list[int]) -> bytes:
+    return b"".join(struct.pack(">16si", b"r" * 16, value) for value in values)
+
+
+def filtered(first: int, values: list[int], wanted: tuple[int, ...]) -> FeedBatch:
+    headers, picked = pick(heads(values), wanted)
+    return FeedBatch(req(-1), first, len(values), headers, 1, -1, bytes(16), picked)
+
+
+def cursor_of(*wanted: int) -> FeedCursor:
+    cursor = FeedCursor(10)
+    cursor.want(BEFORE_FIRST, wanted)
+    return cursor
+
+
+values_of_a_log = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+@given(values_of_a_log, st.sets(st.integers(0, 3), min_size=1), st.data())
+def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, drawn):
+    wanted = tuple(sorted(wanted))
+    cursor = cursor_of(*wanted)
+    found, at = [], 0
+    while at < len(values):
+        first = drawn.draw(st.integers(max(0, at - 5), at))
+        last = drawn.draw(st.integers(at, len(values) - 1))
+        stretch = cursor.take(filtered(first, values[first : last + 1], wanted))
+        assert (stretch.first, stretch.last) == (at, last)
+        assert len(stretch.headers) == 20 * len(stretch.ids)
+        found += [
+            (number, value)
+            for number, (_, value) in zip(
+                stretch.ids, struct.iter_unpack(">16si", stretch.headers), strict=True
+            )
+        ]
+        assert cursor.take(filtered(first, values[first : last + 1], wanted)) is None
+        at = last + 1
+    assert found == [(i, value) for i, value in enumerate(values) if value in wanted]
+
+
+@given(
+    st.integers(-1, 4),
+    st.lists(st.integers(-2, 5), max_size=4),
+    st.lists(st.integers(6, 9), max_size=4),
+    st.integers(0, 3),
+)
+def test_whatever_a_filtered_batch_says_it_is_whole_or_refused_in_words(
+    count, offsets, values, surplus
+):
+    picked = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
+    message = FeedBatch(req(-1), 0, count, heads(values), 1, -1, bytes(16), picked)
+    told = cursor_of(7, 8).take(message)
+    rises = offsets == sorted(set(offsets)) and all(0 <= each < count for each in offsets)
+    of_some = rises and len(offsets) == len(values) and not surplus
+    of_all = not picked and len(values) == count
+    if count > 0 and (of_some or of_all) and set(values) <= {7, 8}:
+        assert (told.first, told.last) == (0, count - 1)
+        assert list(told.ids) == (list(range(count)) if of_all else offsets)
+    else:
+        assert "feed" in told
+
+
+def test_a_filter_that_nobody_asked_for_is_refused():
+    told = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
+    assert "3 has 40 bytes" in told

@@ -433,6 +433,46 @@ def test_the_feed_is_mounted_after_its_distance_is_known():
     assert story.stream.phase is Phase.READY
 
 
+def test_a_filter_goes_out_with_the_mount_of_the_feed_only():
+    story = Story()
+    story.tell(events.Subscribe(4, (7, 9)))
+    first = story.link()
+    assert (first.wants_feed, first.header_values) == (False, ())
+    story.mounted(first, 9)
+    (second,) = story.sent(m.MountWriter)
+    assert (second.wants_feed, second.header_values) == (True, (7, 9))
+
+
+def test_a_feed_that_was_ended_is_mounted_away_and_nothing_of_it_is_taken():
+    story = Story()
+    request = story.fed(4)
+    story.tell(events.Unsubscribe())
+    late = feed_batch(request.req_id, 5, req(1, 0, 99))
+    assert not [e for e in story.hear(late) if isinstance(e, events.Fed)]
+    assert not story.stream.is_fed
+    assert story.stream.phase is not Phase.READY
+
+
+def test_a_feed_that_begins_again_takes_nothing_of_the_one_before():
+    story = Story()
+    request = story.fed(4)
+    story.tell(events.Unsubscribe())
+    story.tell(events.Subscribe(2))
+    late = feed_batch(request.req_id, 3, req(1, 0, 99))
+    assert not [e for e in story.hear(late) if isinstance(e, events.Fed)]
+    first = story.link()
+    assert not first.wants_feed
+    story.mounted(first, 4)
+    (second,) = story.sent(m.MountWriter)
+    assert (second.high_water_mark, second.wants_feed) == (2, True)
+
+
+def test_ending_a_feed_that_never_was_changes_nothing():
+    story = Story().ready(4)
+    assert story.tell(events.Unsubscribe()) == []
+    assert story.stream.phase is Phase.READY
+
+
 def test_the_feed_from_the_end_of_the_log_begins_at_the_mount():
     story = Story()
     story.tell(events.Subscribe(None))

@@ -8,7 +8,8 @@ import pytest
 from tests.unit.client.memory_cluster import memory_cluster
 from tests.unit.client.test_async_client import Counting, batch_of, told, until
 from waltz_core import errors
-from waltz_core.client import AsyncCallbacks, PoisonPolicy, lock
+from waltz_core.client import LATEST, AsyncCallbacks, PoisonPolicy, lock
+from waltz_core.client.sql import SqlCallbacks
 
 
 class Shared(AsyncCallbacks):
@@ -73,6 +74,17 @@ async def test_partitions_are_laid_down_and_taken_up_from_their_mark():
         assert callbacks.asked == [0, 1, 2, 0]
         await client.set_partitions([])
         assert client.partitions == ()
+
+
+@told
+async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await write(client, 0, 5)
+        callbacks = Shared()
+        callbacks.seen[0].append(2)
+        await client.subscribe(callbacks, [0])
+        # NB: the loop has not turned since: a context that is submitted here takes this mark.
+        assert client._partitions[0].mark == 2
 
 
 @told
@@ -188,3 +200,120 @@ async def test_a_callback_cannot_wait_for_itself():
         await until(lambda: told_of)
         assert isinstance(told_of[0], errors.UsageError)
         assert "call it from elsewhere" in str(told_of[0])
+
+
+# ---------------------------------------------------------------------------------------------
+# filters
+
+
+async def write_headers(client, partition, *headers):
+    for header in headers:
+        await (await client.append(b"%d" % header, partition=partition, header=header))
+
+
+class Picking(Shared):
+    """Takes the data of whatever it is given."""
+
+    def __init__(self, mark: int = -1) -> None:
+        super().__init__()
+        self.start = mark
+        self.datas: list[bytes] = []
+
+    async def client_high_water_mark(self, partition):
+        return self.start
+
+    async def apply_transaction(self, transaction):
+        self.datas.append(await transaction.data())
+        self.seen[transaction.partition_id].append(transaction.transaction_id)
+
+
+@told
+async def test_a_filtered_feed_brings_what_passes_and_the_mark_goes_on():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await write_headers(client, 0, 7, 8, 9, 8, 8)
+        callbacks = Picking()
+        await client.subscribe(callbacks, [0], headers=[7, 9])
+        await until(lambda: len(callbacks.seen[0]) == 2)
+        await write_headers(client, 0, 8, 8, 7, 8)
+        partition = client._partitions[0]
+        await until(lambda: partition.mark == 8)
+        assert callbacks.seen[0] == [0, 2, 7]
+        assert callbacks.datas == [b"7", b"9", b"7"]
+        cluster.servers[0].cut()
+        await write_headers(client, 0, 8, 9)
+        await until(lambda: partition.mark == 10)
+        assert callbacks.seen[0] == [0, 2, 7, 10]
+
+
+@told
+async def test_a_filtered_feed_starts_from_the_end_of_the_log():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await write_headers(client, 0, 7, 7)
+        callbacks = Picking(LATEST)
+        await client.subscribe(callbacks, [0], headers=[7])
+        await until(lambda: client._partitions[0].mark == 1 and client._partitions[0].is_ready)
+        await write_headers(client, 0, 8, 7)
+        await until(lambda: callbacks.seen[0])
+        assert callbacks.seen[0] == [3]
+
+
+@told
+async def test_a_filtered_feed_catches_up_in_filtered_ranges():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        rows = 10_000
+        for number in range(5):
+            payload = batch_of(*[b"x" * 20] * rows, header=number)
+            await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
+        callbacks = Picking()
+        await client.subscribe(callbacks, [0], headers=[1, 4])
+        await until(lambda: client._partitions[0].mark == 5 * rows - 1)
+        expected = [*range(rows, 2 * rows), *range(4 * rows, 5 * rows)]
+        assert callbacks.seen[0] == expected
+        assert callbacks.datas == [b"x" * 20] * len(expected)
+
+
+@told
+async def test_a_context_is_computed_anew_after_a_conflict_that_its_feed_does_not_bring():
+    async with (
+        memory_cluster() as cluster,
+        cluster.client().opened() as one,
+        cluster.client().opened() as two,
+    ):
+        callbacks = Picking()
+        await two.subscribe(callbacks, [0], headers=[99])
+        marks = []
+        context = Counting({"value": 0})
+        plain = context.execute
+
+        def execute(builder):
+            if not marks:  # the first attempt is too late already
+                builder.client_high_water_mark = -1
+            marks.append(builder.client_high_water_mark)
+            return plain(builder)
+
+        context.execute = execute
+        await write_headers(one, 0, 1, 1)
+        await (await one.append(b"", partition=0, header=1, write_locks=[lock("counter")]))
+        await (await two.submit(context))
+        assert marks == [-1, 2]
+        await until(lambda: context.heard[-1] == "applied")
+        assert context.heard == ["lock failure", "completed True", "applied"]
+        assert callbacks.seen[0] == []
+
+
+@told
+async def test_a_filter_that_makes_no_sense_is_told():
+    class Dense(Shared):
+        needs_all = SqlCallbacks.needs_all
+
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        for headers, message in (
+            ([], "1 to 1000, found 0"),
+            (range(1_001), "found 1001"),
+            ([1 << 31], "32-bit"),
+        ):
+            with pytest.raises(errors.BadRequest, match=message):
+                await client.subscribe(Shared(), headers=headers)
+        with pytest.raises(errors.BadRequest, match="Dense counts on seeing every transaction"):
+            await client.subscribe(Dense(), headers=[7])
+        assert client.partitions == ()

@@ -16,7 +16,13 @@ from waltz_core.record import (
 from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
 from waltz_core.server.feed import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountReached
 from waltz_core.server.mounts import Place
-from waltz_core.wire.messages import FeedBatch, FeedRequest, FeedSuspended, MountRequest
+from waltz_core.wire.messages import (
+    FeedBatch,
+    FeedRequest,
+    FeedSuspended,
+    MountRequest,
+    MountWriter,
+)
 
 CHAIN = Chain(b"c" * 16)
 
@@ -238,3 +244,70 @@ def test_a_feed_request_that_is_not_granted_is_told_why() -> None:
     assert isinstance(take(1, -2), BadRequest)
     assert take(1, 9) is None
     assert isinstance(take(1, 9), BadRequest)
+
+
+# ---------------------------------------------------------------------------------------------
+# filters: the header of each id is the id (see `Memory`)
+
+
+def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> None:
+    message = MountWriter(req_id(client), 1, mark, wants_feed=True, header_values=values)
+    question = Received(ConnectionId(client), message, 50, 0)
+    each.mount(question, mark=TransactionId(mark), until=TransactionId(until))
+
+
+def picked(outcomes: list[object]) -> list[tuple[int, int, list[int], bytes]]:
+    """Return first id, count, headers and offsets of each frame."""
+    messages = [each.message for each in outcomes if isinstance(each, Answer)]
+    return [
+        (
+            each.first,
+            each.count,
+            [
+                int.from_bytes(each.headers[at : at + 20], "big")
+                for at in range(0, len(each.headers), 20)
+            ],
+            bytes(each.picked),
+        )
+        for each in messages
+        if isinstance(each, FeedBatch)
+    ]
+
+
+def offsets(*values: int) -> bytes:
+    return b"".join(each.to_bytes(4, "big") for each in values)
+
+
+def test_a_filter_takes_headers_out_and_covers_everything() -> None:
+    each = feed(24)
+    filtered(each, 1, -1, 24, 3, 5, 23)
+    sent = turns(each)
+    assert picked(sent) == [
+        (0, 10, [3, 5], offsets(3, 5)),
+        (10, 10, [], b""),
+        (20, 5, [23], offsets(3)),
+    ]
+    assert isinstance(sent[-1], MountReached)
+
+
+def test_what_passes_as_a_whole_is_sent_as_it_is() -> None:
+    each = feed(4)
+    filtered(each, 1, 1, 4, 2, 3, 4, 99)
+    assert picked(turns(each)) == [(2, 3, [2, 3, 4], b"")]
+
+
+def test_filters_of_two_clients_do_not_mix() -> None:
+    each = feed(9)
+    filtered(each, 1, -1, 9, 3)
+    filtered(each, 2, -1, 9, 4)
+    mount(each, 3, -1, 9)
+    assert [len(found[2]) for found in picked(turns(each))] == [1, 1, 10]
+
+
+def test_a_grant_of_a_filtered_feed_goes_on_and_ends() -> None:
+    each = feed(4)
+    filtered(each, 1, 4, 4, 7)
+    turns(each)
+    assert grant(each, 1, 4)
+    each.advanced(SessionId(1), TransactionId(9))
+    assert picked(turns(each)) == [(5, 5, [7], offsets(2))]

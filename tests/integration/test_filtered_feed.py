@@ -1,0 +1,140 @@
+"""What a filter saves: bytes from a real server to a client, counted on their way."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from waltz_core.batches import encode_append
+from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, WaltzClient
+from waltz_core.client.directory import Layout, Owner
+from waltz_core.local import LocalCluster, running
+from waltz_core.record import Generation
+
+PATIENCE_S = 60
+WANTED, OTHER = 7, 8
+# One in so many passes the filter.
+SHARE = 20
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with running(tmp_path_factory.mktemp("cluster") / "local") as running_cluster:
+        yield running_cluster
+
+
+class Counter:
+    """Stands between a client and a server, and counts what the server sends."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._there = (host, int(port))
+        self.bytes = 0
+        self.address = ""
+        self._open: list[asyncio.Event] = []
+
+    async def start(self) -> asyncio.Server:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return server
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_over = asyncio.Event()
+        self._open.append(is_over)
+        there_reader, there_writer = await asyncio.open_connection(*self._there)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._pass(reader, there_writer, is_counted=False))
+            group.create_task(self._pass(there_reader, writer, is_counted=True))
+        is_over.set()
+
+    async def closed(self) -> None:
+        for each in self._open:
+            await each.wait()
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_counted: bool
+    ) -> None:
+        while data := await reader.read(1 << 16):
+            self.bytes += len(data) if is_counted else 0
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+
+class Taking(AsyncCallbacks):
+    def __init__(self, mark: int, *, reads_data: bool) -> None:
+        self.mark = mark
+        self.reads_data = reads_data
+        self.seen: list[int] = []
+
+    async def client_high_water_mark(self, partition: int) -> int:
+        return self.mark
+
+    async def apply_transaction(self, transaction: AsyncTransaction) -> None:
+        if self.reads_data:
+            await transaction.data()
+        self.seen.append(transaction.transaction_id)
+
+
+async def bytes_of_a_feed(
+    layout: Layout, partition: int, callbacks: Taking, last: int, headers: list[int] | None
+) -> int:
+    """Return how many bytes it takes to come from the callbacks' mark to `last`."""
+    address, generation = layout.owners[partition]
+    counter = Counter(address)
+    async with await counter.start():
+        through = Owner(counter.address, Generation(generation))
+
+        async def owner(*_: object, **__: object) -> Owner:
+            return through
+
+        async with AsyncWaltzClient.at(layout) as c:
+            # NB: it would ask ZooKeeper after the first mount, and go around the counter.
+            c.directory.owner = owner  # type: ignore[method-assign]
+            await c.subscribe(callbacks, [partition], headers=headers)
+            async with asyncio.timeout(PATIENCE_S):
+                applier = c._partitions[partition].applier
+                assert applier is not None
+                await applier.reached(last)
+        await counter.closed()
+    return counter.bytes
+
+
+# Near enough to be fed, and so far behind that it is fetched in ranges first.
+@pytest.mark.parametrize(("partition", "batches"), [(0, 15), (1, 45)])
+@pytest.mark.parametrize("reads_data", [False, True])
+def test_bytes_on_the_wire_fall_in_proportion(
+    cluster: LocalCluster, partition: int, batches: int, reads_data: bool
+) -> None:
+    with WaltzClient(cluster.connect) as client:
+        rows, none = 1_000, [[]] * 1_000
+        headers = [WANTED if i % SHARE == 0 else OTHER for i in range(rows)]
+        payload = encode_append(
+            headers, [b"x" * 100] * rows, write_locks=none, read_locks=none, append_locks=none
+        )
+        mark = client.high_water_mark(partition)
+        told = [
+            client.append_batch(partition, payload, rows, client_high_water_mark=-1)
+            for _ in range(batches)
+        ]
+        assert all(each.result(PATIENCE_S).transaction_ids.min() > mark for each in told)
+        last = client.high_water_mark(partition)
+        client.mount([partition])
+        layout = client.layout()
+
+    async def measure() -> tuple[int, int]:
+        plain = Taking(mark, reads_data=reads_data)
+        filtered = Taking(mark, reads_data=reads_data)
+        everything = await bytes_of_a_feed(layout, partition, plain, last, None)
+        some = await bytes_of_a_feed(layout, partition, filtered, last, [WANTED])
+        assert plain.seen == list(range(mark + 1, last + 1))
+        assert filtered.seen == plain.seen[::SHARE]
+        return everything, some
+
+    everything, some = asyncio.run(measure())
+    logging.getLogger(__name__).info("%d bytes without a filter, %d with one", everything, some)
+    assert everything > (last - mark) * (120 if reads_data else 20)
+    # A picked header takes 24 bytes instead of 20, and each frame has its own few.
+    assert some < everything / SHARE * 1.5 + 4_000
