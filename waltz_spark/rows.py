@@ -20,7 +20,7 @@ Rules:
 """
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -257,38 +257,61 @@ class Unpacker:
             BadFormat: a payload is no map, is damaged, or holds a value of another type.
         """
         rows = self._decoded(data, where)
-        found = []
-        for part, plain, inward in zip(self._fields, self._plain, self._inward, strict=True):
-            name = part.name
-            values = [row.get(name) for row in rows]
-            if inward is not None:
-                values = [None if value is None else inward(value) for value in values]
-            found.append(self._column(values, part, plain, where))
-        return found
+        values = ([row.get(part.name) for row in rows] for part in self._fields)
+        return [self._column(column, each, where) for each, column in enumerate(values)]
 
     def what_can_be_read(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the same columns, null where a payload cannot be unpacked, and which ones can."""
-        good = np.ones(len(data), dtype=np.bool_)
-        self._find_bad(data, 0, good)
-        columns = self.columns(data.filter(pa.array(good)), _nowhere)
+        columns, good = self.piecemeal(data)
         if good.all():
             return columns, good
-        place = pa.array(np.cumsum(good) - 1, mask=~good)
+        place = pa.array(np.arange(len(data)), mask=~good)
         return [column.take(place) for column in columns], good
 
-    def _find_bad(self, data: pa.Array, start: int, good: npt.NDArray[np.bool_]) -> None:
-        """Mark what cannot be unpacked, looking ever closer where something is wrong."""
-        if not len(data):
-            return
+    def piecemeal(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+        """Return the same columns, null where what is there does not fit, and which rows are whole.
+
+        A value that does not fit is null in its column alone; a payload that is no map, in each.
+        """
+        rows, is_whole = self._maps(data)
+        columns = []
+        for each, part in enumerate(self._fields):
+            values = [row.get(part.name) for row in rows]
+            try:
+                columns.append(self._array(values, each))
+            except _MISFITS:
+                for row in self._misfits(values, each, 0):
+                    values[row] = None
+                    is_whole[row] = False
+                columns.append(self._array(values, each))
+        return columns, is_whole
+
+    def _maps(self, data: pa.Array) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
+        """Return the payloads, empty where one is no map, and which ones are."""
+        is_map = np.ones(len(data), dtype=np.bool_)
         try:
-            self.columns(data, _nowhere)
+            return self._decoded(data, _nowhere), is_map
         except BadFormat:
-            half = len(data) // 2
+            rows: list[dict[str, Any]] = []
+        for index in range(len(data)):
+            try:
+                rows += self._decoded(data.slice(index, 1), _nowhere)
+            except BadFormat:
+                rows.append({})
+                is_map[index] = False
+        return rows, is_map
+
+    def _misfits(self, values: list[Any], each: int, start: int) -> Iterator[int]:
+        """Name what does not fit a column, looking ever closer where something is wrong."""
+        try:
+            self._array(values, each)
+        except _MISFITS:
+            half = len(values) // 2
             if half == 0:
-                good[start] = False
+                yield start
                 return
-            self._find_bad(data.slice(0, half), start, good)
-            self._find_bad(data.slice(half), start + half, good)
+            yield from self._misfits(values[:half], each, start)
+            yield from self._misfits(values[half:], each, start + half)
 
     def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         decode: Callable[[Any], Any] = _unpack_msgpack if self._format == "msgpack" else from_json
@@ -296,7 +319,7 @@ class Unpacker:
         rows: list[dict[str, Any]] = []
         try:
             rows.extend(map(decode, payloads))
-        except (ValueError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise BadFormat(
                 f"{where(len(rows))}: the payload is no {self._format}: {error}"
             ) from None
@@ -307,25 +330,29 @@ class Unpacker:
                 )
         return rows
 
-    def _column(
-        self,
-        values: list[Any],
-        part: pa.Field,
-        plain: pa.DataType,
-        where: Callable[[int], str],
-    ) -> pa.Array:
+    def _column(self, values: list[Any], each: int, where: Callable[[int], str]) -> pa.Array:
         try:
-            return _typed(values, part.type, plain)
-        except (pa.ArrowException, TypeError, OverflowError):
-            for index, value in enumerate(values):
-                try:
-                    _typed([value], part.type, plain)
-                except (pa.ArrowException, TypeError, OverflowError) as error:
-                    raise BadFormat(
-                        f"{where(index)}: column {part.name!r} is to be {part.type}, "
-                        f"found {value!r} ({error})"
-                    ) from None
-            raise
+            return self._array(values, each)
+        except _MISFITS:
+            row = next(self._misfits(values, each, 0))
+        part, value = self._fields[each], values[row]
+        try:
+            return self._array([value], each)
+        except _MISFITS as error:
+            raise BadFormat(
+                f"{where(row)}: column {part.name!r} is to be {part.type}, "
+                f"found {value!r} ({error})"
+            ) from None
+
+    def _array(self, values: list[Any], each: int) -> pa.Array:
+        inward = self._inward[each]
+        if inward is not None:
+            values = [None if value is None else inward(value) for value in values]
+        return _typed(values, self._fields[each].type, self._plain[each])
+
+
+# What is raised where a value is not of its column's type.
+_MISFITS = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | None:

@@ -118,3 +118,22 @@ def test_json_has_no_number_that_is_not_finite(value: float) -> None:
         Unpacker([pa.field("price", pa.float64())], "json").columns(
             pa.array([b'{"price":1}', b'{"price":NaN}']), where
         )
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+def test_piecemeal_takes_away_only_what_does_not_fit(data_format: str) -> None:
+    fields = [pa.field("a", pa.int32()), pa.field("b", pa.map_(pa.string(), pa.int64()))]
+    texts, maps = pa.array(["x"]), pa.array([[("k", 1)]], fields[1].type)
+    rows = [[pa.array([1]), maps], [texts, maps], [pa.array([2]), texts], [texts, texts]]
+    payloads = [pack(row, ["a", "b"], data_format)[0].as_py() for row in rows]
+    lacking = pack([texts], ["c"], data_format)[0].as_py()
+    data = pa.array([*payloads, b"\x93no map", lacking], pa.binary())
+    unpacker = Unpacker(fields, data_format)
+    columns, is_whole = unpacker.piecemeal(data)
+    pair = [("k", 1)]
+    assert columns[0].to_pylist() == [1, None, 2, None, None, None]
+    assert columns[1].to_pylist() == [pair, pair, None, None, None, None]
+    assert is_whole.tolist() == [True, False, False, False, False, True]
+    whole, good = unpacker.what_can_be_read(data)
+    assert [column.to_pylist() for column in whole] == [[1] + [None] * 5, [pair] + [None] * 5]
+    assert good.tolist() == is_whole.tolist()
