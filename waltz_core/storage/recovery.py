@@ -15,6 +15,9 @@ Rules:
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory knows of are refused, and the replica is suspect. That is durable
        before anything else is written: the next opening may not see any more that it fell back.
+       Nor does an older slot know who has written last: what looks like an original's may be ours.
+    6. That a replica is suspect is durable before what says so is mended: a crash on the way leaves
+       files in which nothing is wrong.
 """
 
 from collections.abc import Sequence
@@ -81,7 +84,7 @@ def open_log(
     remove_temporary(disk, directory)
     firsts = _firsts(disk, directory)
     slots = _open_slots(disk, directory, blank, info, has_segments=bool(firsts))
-    opening = _Opening(disk, directory, blank, info, slots.slot)
+    opening = _Opening(disk, directory, blank, info, slots)
     try:
         opening.slot = _at_open(slots, info, trust_fsync=trust_fsync)
         slots.write(opening.slot)
@@ -265,9 +268,11 @@ class _Opening:
         directory: Path,
         blank: SegmentHeader,
         info: PartitionInfo,
-        slot: Slot,
+        slots: SlotFile,
     ) -> None:
+        slot = slots.slot
         self.slot = slot
+        self._slots = slots
         self._disk = disk
         self._directory = directory
         self._blank = blank
@@ -309,6 +314,8 @@ class _Opening:
         found = self._lineage_header(header)
         rebuilt = found is None
         if rebuilt:
+            if not self._adopting:
+                self._suspect()
             content = LineageHeader(header, chain_before).encode()
             create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
         elif found is not None and found.chain_before != chain_before and not self._adopting:
@@ -339,7 +346,10 @@ class _Opening:
         return found if found.segment[1:] == header[1:] else None
 
     def _suspect(self) -> None:
-        self.slot = replace(self.slot, suspect=True)
+        """Note it, durably (rule 6)."""
+        if not self.slot.suspect:
+            self.slot = replace(self.slot, suspect=True)
+            self._slots.write(self.slot)
 
     # ---- records
 
@@ -380,8 +390,6 @@ class _Opening:
 
     def settle_lineage(self, segments: Segments) -> None:
         """Check the batches above the marker, and cut or adopt what has none (rules 3, 4)."""
-        if self._rebuilt and not self._adopting:
-            self._suspect()
         for segment in self._rebuilt:
             self._fill_between(segments, segment)
         anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
@@ -461,7 +469,7 @@ class _Opening:
         # Batches of an original never had a session here; others have lost theirs. A stamp does
         # not go back: what stands before is the nearest that is known.
         session_id, stamp_ms = NO_SESSION, 0
-        if not self._adopting:
+        if not self._adopting or self.slot.suspect:
             before = _entry_before(segments, first)
             session_id, stamp_ms = MADE_UP, 0 if before is None else before.stamp_ms
         place = 0

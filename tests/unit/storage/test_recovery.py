@@ -1,5 +1,6 @@
 """Opening a log: what is believed, what is cut, what is damage, and when a replica is suspect."""
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -55,7 +56,8 @@ def written(disk, *counts_of_each, acked=None, **slot):
     if acked_entries:
         marker = Marker(acked_entries[-1].last, acked_entries[-1].chain)
     fields = {"promised": 1, "last_session": 1, "dirty": True} | slot
-    SlotFile.create(disk, ROOT, Slot(2, acked=marker, original_sequence=INFO.sequence, **fields))
+    fields.setdefault("original_sequence", INFO.sequence)
+    SlotFile.create(disk, ROOT, Slot(2, acked=marker, **fields))
     return segments, records, entries
 
 
@@ -403,6 +405,45 @@ def test_an_opening_that_is_interrupted_anywhere_comes_to_the_same_end():
             assert step > 5
             return
     pytest.fail("it was never opened without a crash")
+
+
+@pytest.mark.parametrize("acked", [0, 2])
+def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(acked):
+    """Rule 6: nothing in its files is wrong any more once the `.chn` was made anew."""
+    for step in range(1, 80):
+        disk = new_disk()
+        written(disk, [3, 2], [4], acked=acked)
+        disk.flip(path_of(5, ".chn"), 9)
+        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        try:
+            opened(disk)
+        except PowerLoss:
+            interrupted = True
+            disk.power_loss(Survival.EVERYTHING, Random(step))
+        else:
+            interrupted = False
+            disk.power_loss(Survival.NOTHING, Random(step))
+        _, slots = opened(disk)
+        assert slots.slot.suspect
+        if not interrupted:
+            assert step > 5
+            return
+    pytest.fail("it was never opened without a crash")
+
+
+def test_batches_made_after_a_fall_back_are_marked():
+    """Rule 5: an older slot takes what our own last session wrote for an original's."""
+    disk = new_disk()
+    written(disk, [3, 2], [4], original_sequence=3)
+    _, slots = opened(disk, info=INFO._replace(sequence=3))
+    slots.write(dataclasses.replace(slots.slot, original_sequence=9))
+    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
+    disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 3)
+    segments, slots = opened(disk, info=INFO._replace(sequence=9))
+    assert slots.slot.suspect
+    sessions = {one.session_id for one in segments.entries_from(0)}
+    assert NO_SESSION not in sessions
+    assert MADE_UP in sessions
 
 
 def test_an_opening_that_fails_anywhere_leaves_no_file_open():
