@@ -7,6 +7,8 @@ Rules:
     1. A request that is no append has a negative sequence number, so that no answer is taken for
        a row's. Streams use numbers down to `CONTROL_SEQUENCE_MIN`, this file those below.
     2. Whoever waits for an answer waits under a timeout, and is told when the connection breaks.
+    3. A dial is shared by all who want the address meanwhile, and nobody's cancellation is
+       another's: when the one that dials is cancelled, one of those that wait dials again.
 """
 
 import asyncio
@@ -182,26 +184,27 @@ class ServerLinks:
             under_way = self._dialling.get(address)
             if under_way is None:
                 return await self._dial_for_all(address)
-            await under_way
+            # NB: to await a future is to cancel it when one is cancelled; `wait` leaves it alone.
+            await asyncio.wait([under_way])
+            if not under_way.cancelled():
+                under_way.result()
 
     async def _dial_for_all(self, address: str) -> ServerLink:
-        """Dial; whoever asks for the address meanwhile shares the outcome."""
+        """Dial; whoever asks for the address meanwhile shares the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dialling[address] = outcome
-        error: BaseException = errors.Unreachable(f"{address}: the dial was given up")
         try:
             made = await self._dial(address)
-        except errors.WaltzError as raised:
-            error = raised
+        except errors.WaltzError as error:
+            outcome.set_exception(error)
+            outcome.exception()  # nobody may be waiting
             raise
         else:
             outcome.set_result(None)
             return made
         finally:
             del self._dialling[address]
-            if not outcome.done():
-                outcome.set_exception(error)
-                outcome.exception()  # nobody may be waiting
+            outcome.cancel()  # unless it is done: the dial was given up
 
     async def _dial(self, address: str) -> ServerLink:
         link = await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)

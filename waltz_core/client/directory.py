@@ -7,6 +7,8 @@ Rules:
     1. An owner is told only from a settled view: assignment and live servers agree.
     2. `changed` is called after each change, on the event loop.
     3. A fixed directory asks ZooKeeper when what it was told has failed, and never before.
+    4. A question is shared by all who have it meanwhile, and nobody's cancellation is another's:
+       when the one that asks is cancelled, one of those that wait asks again.
 """
 
 import asyncio
@@ -173,26 +175,26 @@ class ZooKeeperDirectory:
             await self._coordinator.close()
 
     async def _refresh(self) -> None:
-        """Read the servers; whoever asks meanwhile shares the answer."""
-        if self._refreshing is not None:
-            await self._refreshing
-            return
+        """Read the servers; whoever asks meanwhile shares the answer (rule 4)."""
+        while (under_way := self._refreshing) is not None:
+            # NB: to await a future is to cancel it when one is cancelled; `wait` leaves it alone.
+            await asyncio.wait([under_way])
+            if not under_way.cancelled():
+                return under_way.result()
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._refreshing = outcome
-        error: BaseException = errors.CoordinatorUnavailable("the question was given up")
         try:
             servers = await self._in_time(self.coordinator.read_servers())
             if servers.is_settled:
                 self._take(servers)
             outcome.set_result(None)
-        except errors.WaltzError as raised:
-            error = raised
+        except errors.WaltzError as error:
+            outcome.set_exception(error)
+            outcome.exception()  # nobody may be waiting
             raise
         finally:
             self._refreshing = None
-            if not outcome.done():
-                outcome.set_exception(error)
-                outcome.exception()  # nobody may be waiting
+            outcome.cancel()  # unless it is done: the question was given up
 
     async def _in_time(self, answer: Awaitable[T]) -> T:
         try:

@@ -1,8 +1,17 @@
-"""A directory that is told where partitions are, a few of them at a time."""
+"""Directories: one that is told where partitions are, and questions that many have at once."""
 
 import asyncio
 
-from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout, Owner
+from waltz_core import errors
+from waltz_core.client.directory import (
+    ClusterInfo,
+    FixedDirectory,
+    Layout,
+    Owner,
+    ZooKeeperDirectory,
+)
+from waltz_core.cluster.membership import Ownership, ServersView
+from waltz_core.cluster.model import ServerDescriptor
 
 CLUSTER = ClusterInfo("shop", bytes(16), 3)
 LAYOUT = Layout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})
@@ -23,3 +32,64 @@ def test_what_is_known_is_not_unlearned():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     directory.learn(Layout("zk:2181/shop", CLUSTER, {0: ("gone:9", 1)}))
     assert directory.owners[0] == Owner("a:1", 1)
+
+
+class Asked:
+    """A ZooKeeper that answers when it is told to, and counts who has asked."""
+
+    where = "zk:2181/shop"
+
+    def __init__(self, error=None):
+        self.count = 0
+        self.error = error
+        self.may_answer = asyncio.Event()
+
+    async def read_servers(self):
+        self.count += 1
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
+        server = ServerDescriptor(7, "a", 1)
+        return ServersView({7: server}, {n: Ownership(7, 3) for n in range(3)}, is_settled=True)
+
+
+async def share(zookeeper, count, *, cancelled=None):
+    """Have many ask at once; return what each was told, None for the one that was cancelled."""
+    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+
+    async def ask(partition):
+        try:
+            return await directory.owner(partition, after_failure=True)
+        except errors.WaltzError as error:
+            return error
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(each)) for each in range(count)]
+        while zookeeper.count == 0:  # noqa: ASYNC110 - the first one asks
+            await asyncio.sleep(0)
+        if cancelled is not None:
+            tasks[cancelled].cancel()
+            await asyncio.wait([tasks[cancelled]])
+        zookeeper.may_answer.set()
+    return [None if each.cancelled() else each.result() for each in tasks]
+
+
+OWNER = Owner("a:1", 3)
+
+
+def test_who_shares_a_question_and_is_cancelled_cancels_nobody_else():
+    zookeeper = Asked()
+    assert asyncio.run(share(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
+    assert zookeeper.count == 1
+
+
+def test_when_the_one_that_asks_is_cancelled_another_one_asks_again_for_all():
+    zookeeper = Asked()
+    assert asyncio.run(share(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
+    assert zookeeper.count == 2
+
+
+def test_no_answer_is_told_to_all_who_share_the_question():
+    zookeeper = Asked(errors.CoordinatorUnavailable("gone"))
+    assert asyncio.run(share(zookeeper, 3)) == [zookeeper.error] * 3
+    assert zookeeper.count == 1
