@@ -3,6 +3,10 @@
 Why it stands alone: Spark reuses its Python workers, and a connection costs more than a small task.
 A worker is forked before it imports this module, and a process that inherits a client by another
 fork opens one of its own. An idle client is closed when its process ends.
+
+Rules:
+    1. Who wants a cluster waits for whoever connects to it already, and for no other cluster: a
+       ZooKeeper that does not answer stops nobody else.
 """
 
 import atexit
@@ -12,9 +16,10 @@ from collections.abc import Callable, Sequence
 
 from waltz_core.client import Layout, ReplicaSet, WaltzClient
 
-_lock = threading.Lock()
-# Keyed by process and cluster; a process that was forked finds none of its own.
+# Keyed by process and cluster; a process that was forked finds none of its own. What is done with
+# them is one operation of a dictionary each time, and so needs no lock.
 _clients: dict[tuple[int, str], WaltzClient] = {}
+_connecting: dict[tuple[int, str], threading.Lock] = {}
 
 
 def client_of(connect: str) -> WaltzClient:
@@ -63,15 +68,14 @@ def sources_of(
 
 def close_client(connect: str) -> None:
     """Close this process's client of a cluster; the next use connects anew."""
-    with _lock:
-        client = _clients.pop((os.getpid(), connect), None)
+    client = _clients.pop((os.getpid(), connect), None)
     if client is not None:
         client.close()
 
 
 def _client(connect: str, make: Callable[[], WaltzClient]) -> WaltzClient:
     key = (os.getpid(), connect)
-    with _lock:
+    with _connecting.setdefault(key, threading.Lock()):  # rule 1
         client = _clients.get(key)
         if client is None:
             client = _clients[key] = make()

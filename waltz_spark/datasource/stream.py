@@ -12,7 +12,8 @@ Rules:
        So is another cluster in the place of the one that a running query has read from.
     4. Where data loss is allowed a partition of another log is read from its start: an offset goes
        back to `BEFORE_FIRST`, by a micro-batch of its own that reads nothing of it.
-    5. Of a micro-batch that ends past the end of the log nothing is left: it was of another log.
+    5. Of a micro-batch that was planned of another log nothing is left: a running query knows it by
+       the cluster's key, and any query by an end past the end of the log.
 """
 
 import logging
@@ -171,12 +172,20 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _asked(self, *, linearizable: bool) -> Marks:
         return _marks(self._ask(linearizable=linearizable)[1])
 
-    def _ask(self, *, linearizable: bool) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
+    def _ask(
+        self, partitions: Sequence[int] | None = None, *, linearizable: bool
+    ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
+        """Ask for these partitions, or for all that are chosen, and note another cluster."""
         choose = partial(planning.chosen_partitions, self._options)
-        client, sources = sources_of(self._options.connect, choose, linearizable=linearizable)
+        client, sources = sources_of(
+            self._options.connect,
+            choose if partitions is None else lambda _: partitions,
+            linearizable=linearizable,
+        )
         key = client.cluster().key
         if self._cluster_key not in (None, key):
-            self._anew.update(sources)
+            self._anew.update(choose(client.partition_count))
+            self._marks_until_s = 0.0  # those that are known are the other cluster's
         self._cluster_key = key
         return client, sources
 
@@ -187,20 +196,25 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the tasks of a micro-batch (rule 1).
 
         Raises:
-            DataLoss: the log ends before the micro-batch does.
+            DataLoss: the micro-batch is of another log (rule 5).
         """
         options, ends = self._options, self._begin(end)
         whole = planning.spans(self._begin(start), ends, options.transaction_ids)
         held = {span.partition: ends[span.partition] for span in whole}
-        client, sources = sources_of(options.connect, lambda _: list(held), linearizable=False)
+        client, sources = self._ask(list(held), linearizable=False)
         if _past(held, sources):
-            sources = client.replica_sets(held, linearizable=True)
-        if lost := _past(held, sources):
+            client, sources = self._ask(list(held), linearizable=True)
+        past = _past(held, sources)
+        # Another cluster may have been noted since `latestOffset` has planned the micro-batch.
+        if lost := [each for each in held if each in past or each in self._anew]:
             if options.fail_on_data_loss:
-                raise DataLoss(
-                    f"the micro-batch ends at transaction {held[lost[0]]} of partition {lost[0]}, "
-                    f"but its log ends at {sources[lost[0]].high_water_mark}: {_OTHER_LOG}"
-                )
+                what = f"{options.connect} is not the cluster that the stream has read from"
+                if past:
+                    what = (
+                        f"the micro-batch ends at transaction {held[past[0]]} of partition "
+                        f"{past[0]}, but its log ends at {sources[past[0]].high_water_mark}"
+                    )
+                raise DataLoss(f"{what}: {_OTHER_LOG}")
             _log.warning("a micro-batch of another log: nothing is left of partitions %s", lost)
             whole = [span for span in whole if span.partition not in lost]
         return tasks_of(client, options, whole, sources)

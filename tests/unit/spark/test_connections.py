@@ -1,0 +1,62 @@
+"""One client for each cluster and process, however many threads want it."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from waltz_spark import connections
+from waltz_spark.connections import client_of, close_clients
+
+PATIENCE_S = 20
+
+
+class Client:
+    """Connects when it may, and then is itself; one to "dead" does not before the test says so."""
+
+    made: list[str] = []  # noqa: RUF012 - emptied by each test
+    dials = threading.Semaphore(0)
+    may_answer = threading.Event()
+
+    def __init__(self, connect: str) -> None:
+        self.made.append(connect)
+        if connect.startswith("dead"):
+            self.dials.release()
+            assert self.may_answer.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(autouse=True)
+def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(connections, "WaltzClient", Client)
+    monkeypatch.setattr(connections, "_clients", {})
+    Client.made.clear()
+    Client.may_answer.clear()
+    yield
+    close_clients()
+
+
+def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
+    with ThreadPoolExecutor() as pool:
+        try:
+            waiting = pool.submit(client_of, "dead:2181/x")
+            assert Client.dials.acquire(timeout=PATIENCE_S)
+            other = pool.submit(client_of, "live:2181/x")
+            assert other.result(PATIENCE_S / 2) is client_of("live:2181/x")
+            assert not waiting.done()
+        finally:
+            Client.may_answer.set()
+    assert Client.made == ["dead:2181/x", "live:2181/x"]
+
+
+def test_who_wants_the_same_cluster_waits_and_shares_the_client() -> None:
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(client_of, "dead:2181/x")
+        assert Client.dials.acquire(timeout=PATIENCE_S)
+        second = pool.submit(client_of, "dead:2181/x")
+        Client.may_answer.set()
+        assert first.result(PATIENCE_S) is second.result(PATIENCE_S)
+    assert Client.made == ["dead:2181/x"]

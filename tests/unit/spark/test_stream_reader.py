@@ -1,0 +1,125 @@
+"""A micro-batch that was planned just before the log was made anew, and longer."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadMaxRows
+from pyspark.sql.types import StructType
+
+from waltz_core.client import ReplicaSet
+from waltz_core.client.directory import ClusterInfo, Layout
+from waltz_core.errors import DataLoss
+from waltz_spark.datasource import stream
+from waltz_spark.datasource.batch import Task
+from waltz_spark.datasource.stream import WaltzStreamReader
+from waltz_spark.options import parse_read
+
+CONNECT = "zk:2181/w/x"
+LIMIT = ReadMaxRows(1_000)
+
+
+class Cluster:
+    """What stands at the connect string; a test puts another one in its place."""
+
+    def __init__(self) -> None:
+        self.become(1, 10, 10)
+
+    def become(self, key: int, *marks: int) -> None:
+        self.info = ClusterInfo("x", bytes([key]) * 16, len(marks))
+        self.marks = marks
+
+    def client(self, _connect: str = CONNECT) -> SimpleNamespace:
+        info = self.info
+        return SimpleNamespace(
+            partition_count=info.partition_count,
+            cluster=lambda: info,
+            layout=lambda: Layout(CONNECT, info, {}),
+        )
+
+    def sources(
+        self, _connect: str, choose: Callable[[int], Sequence[int]], *, linearizable: bool
+    ) -> tuple[SimpleNamespace, dict[int, ReplicaSet]]:
+        del linearizable
+        count = len(self.marks)
+        chosen = choose(count)
+        return self.client(), {
+            n: ReplicaSet(self.info.key, count, 1, self.marks[n], ("s:1",)) for n in chosen
+        }
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    monkeypatch.setattr(stream, "client_of", made.client)
+    monkeypatch.setattr(stream, "sources_of", made.sources)
+    return made
+
+
+def reader_of(**options: str) -> WaltzStreamReader:
+    chosen = {"path": CONNECT, "startingHighWaterMarks": "earliest", **options}
+    return WaltzStreamReader(parse_read(chosen), StructType())
+
+
+def read(reader: WaltzStreamReader, start: stream.Offset, end: stream.Offset) -> set[int]:
+    """Return the partitions of which a micro-batch reads anything."""
+    tasks = reader.partitions(start, end)
+    assert all(isinstance(each, Task) for each in tasks)
+    return {each.partition for each in tasks if isinstance(each, Task)}
+
+
+def nothing(_reader: WaltzStreamReader) -> None:
+    pass
+
+
+def report(reader: WaltzStreamReader) -> None:
+    """Ask for the marks in between, as Spark does for a query's progress."""
+    reader.reportLatestOffset()
+
+
+@pytest.mark.parametrize("between", [nothing, report])
+@pytest.mark.parametrize("poll", ["0", "3600000"])
+def test_no_micro_batch_reads_another_log_under_old_offsets(
+    cluster: Cluster, between: Callable[[WaltzStreamReader], None], poll: str
+) -> None:
+    reader = reader_of(pollInterval=poll)
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, LIMIT)
+    cluster.become(2, 50, 50)
+    between(reader)
+    with pytest.raises(DataLoss, match="is not the cluster that the stream has read"):
+        reader.partitions(start, end)
+
+
+@pytest.mark.parametrize("between", [nothing, report])
+@pytest.mark.parametrize("poll", ["0", "3600000"])
+@pytest.mark.parametrize("marks", [(50, 50), (50, 3)])  # longer, and one that ends before
+def test_where_data_loss_is_allowed_the_log_is_begun_again_and_nothing_else_is_read(
+    cluster: Cluster,
+    between: Callable[[WaltzStreamReader], None],
+    poll: str,
+    marks: tuple[int, int],
+) -> None:
+    reader = reader_of(failOnDataLoss="false", pollInterval=poll)
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, LIMIT)
+    assert read(reader, start, end) == {0, 1}
+    cluster.become(2, *marks)
+    between(reader)
+    assert read(reader, start, end) == set()
+    assert read(reader, start, end) == set()  # Spark may plan it again
+    again = reader.latestOffset(end, LIMIT)
+    assert again == {"0": -1, "1": -1}
+    assert read(reader, end, again) == set()
+    last = reader.latestOffset(again, LIMIT)
+    assert last == {"0": marks[0], "1": marks[1]}
+    assert read(reader, again, last) == {0, 1}
+
+
+def test_a_log_that_only_grows_is_read_on(cluster: Cluster) -> None:
+    reader = reader_of(pollInterval="0")
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, LIMIT)
+    cluster.become(1, 50, 50)
+    assert read(reader, start, end) == {0, 1}
+    assert reader.latestOffset(end, LIMIT) == {"0": 50, "1": 50}
