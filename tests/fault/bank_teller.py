@@ -15,6 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import sqlalchemy as sa
+
 from waltz_core.errors import WaltzError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -24,6 +26,12 @@ import bank_desk
 ACCOUNT_COUNT, ACCOUNTS_MAX = 12, 20
 KINDS = ("deposit", "withdraw", "transfer", "transfer", "transfer", "transfer", "empty", "open")
 DONE, REFUSED, AGAIN = "done", "refused", "again"
+
+
+def engine_of(url: str) -> sa.Engine:
+    """Return an engine without a pool: a client that ends leaves no connection behind in it."""
+    options: dict[str, Any] = {"connect_args": {"timeout": 30}} if "sqlite" in url else {}
+    return sa.create_engine(url, poolclass=sa.pool.NullPool, **options)
 
 
 def read(journal: Path) -> list[dict[str, Any]]:

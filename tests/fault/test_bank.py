@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from tests.fault import bank_teller
-from tests.fault.bank_teller import ACCOUNT_COUNT, DONE, REFUSED, bank_books, bank_desk
+from tests.fault.bank_teller import ACCOUNT_COUNT, DONE, REFUSED, bank_books, bank_desk, engine_of
 from tests.fault.load import ROOT, Story, four_writers, wait_until
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Process:
 @pytest.fixture
 def tellers(story: Story, database: str, tmp_path: Path) -> Iterator[list[Process]]:
     connect = story.cluster.connect
-    engine = bank_books.engine_of(database)
+    engine = engine_of(database)
     bank = bank_desk.Bank(connect, engine)
     for account in range(1, ACCOUNT_COUNT + 1):
         with suppress(bank_desk.Refused):  # the log may be another test's as well
@@ -105,7 +105,7 @@ def test_the_sums_are_right_whoever_is_killed(
         each.end()
     told = [line for each in tellers for line in bank_teller.read(each.journal)]
     assert any("repeated" in line for line in told), "nobody was killed in the middle"
-    engine = bank_books.engine_of(database)
+    engine = engine_of(database)
     bank = bank_desk.Bank(story.cluster.connect, engine)
     bank.settle_all()
     ledger = Ledger(story.cluster.connect)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fault.bank_teller import bank_books, bank_desk
+from tests.fault.bank_teller import bank_desk, engine_of
 from tests.fault.load import ROOT
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def typed(waltz_cluster: str, database: str) -> Run:
 
 @pytest.fixture
 def bank(waltz_cluster: str, database: str) -> Iterator[bank_desk.Bank]:
-    engine = bank_books.engine_of(database)
+    engine = engine_of(database)
     made = bank_desk.Bank(waltz_cluster, engine)
     yield made
     made.close()
@@ -114,7 +114,7 @@ def test_the_next_one_ends_what_was_left_half_done(
     for account in (one, two):
         bank.open(account)
     bank.deposit(one, 500)
-    engine = bank_books.engine_of(database)
+    engine = engine_of(database)
     dying = DyingBank(waltz_cluster, engine)
     with pytest.raises(Dead):
         dying.transfer(one, two, 200)
