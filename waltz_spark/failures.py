@@ -7,6 +7,8 @@ Rules:
     1. An error that says what was expected, what was found and where needs no stack: the sentence
        comes first. Everything else, which may be our own bug, keeps its stack.
     2. Nothing but the last words of a worker is changed: Spark ends it after an exception.
+    3. An error of ours is read only where Spark or Python put one. The same words in a value, in a
+       user's own sentence, or on another line of it are the user's.
 """
 
 import functools
@@ -24,7 +26,16 @@ _log = logging.getLogger("waltz")
 _WORKER = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
 _HIDE = "SPARK_HIDE_TRACEBACK"
 _SPOKEN = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
-_SENTENCE = re.compile(r"\bwaltz_core\.errors\.(\w+): (.*)")
+# Where an error stands in a text (rule 3): after what Spark puts before whatever Python says, or
+# below the last frame of a stack.
+_PUT_BEFORE = (
+    r"(?:^|: |\) )(?:\[\w*PYTHON\w*\] |An exception was thrown from the Python worker)"
+    r"[^:'\"\n]*:[ \n]"
+)
+_LAST_FRAME = r'^  File ".*\n(?:    .*\n)*(?:  \[Previous line .*\n)?'
+_SENTENCE = re.compile(
+    rf"(?:{_PUT_BEFORE}|{_LAST_FRAME})waltz_core\.errors\.(\w+): (.*)", re.MULTILINE
+)
 # What Python says between an error and the one that was raised in answer to it.
 _ANSWERED = re.compile(r"^(During handling of|The above exception was the)", re.MULTILINE)
 

@@ -17,10 +17,13 @@ directions, so that what was written is read back exactly.
 Rules:
     1. Values are cast whole columns at a time in Arrow; Python sees plain values only.
     2. A payload that does not fit the schema names its partition, transaction and column.
+    3. An array is built of its children, each cast by itself: in one that is cast whole, Arrow
+       casts what stands under a null too, and that may be no value of the type.
 """
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -85,26 +88,72 @@ _PACKED_TYPES = (
 )
 
 
-def check_packed_type(name: str, kind: types.DataType) -> None:
+def check_packed_type(name: str, kind: types.DataType, data_format: str | None = None) -> None:
     """Refuse a column whose type has no place in the table above, wherever it is nested.
+
+    Args:
+        name: the column.
+        kind: its type.
+        data_format: refuse what this one cannot pack, too.
 
     Raises:
         BadRequest: names the column and its type.
     """
     match kind:
         case types.ArrayType():
-            check_packed_type(name, kind.elementType)
+            check_packed_type(name, kind.elementType, data_format)
         case types.MapType():
-            check_packed_type(name, kind.keyType)
-            check_packed_type(name, kind.valueType)
+            _check_key(name, kind, data_format)
+            check_packed_type(name, kind.keyType, data_format)
+            check_packed_type(name, kind.valueType, data_format)
         case types.StructType():
             for field in kind.fields:
-                check_packed_type(f"{name}.{field.name}", field.dataType)
+                check_packed_type(f"{name}.{field.name}", field.dataType, data_format)
         case _ if not isinstance(kind, _PACKED_TYPES):
             raise BadRequest(
                 f"column {name!r} is {kind.simpleString()}, which option 'dataFormat' does not "
                 "pack: cast it to a number or a string"
             )
+        case _:
+            pass
+
+
+def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
+    if isinstance(kind.keyType, types.NullType):
+        raise BadRequest(
+            f"column {name!r} is {kind.simpleString()}: no map has a null as its key; cast it to "
+            "a map with keys of another type"
+        )
+    if data_format == "msgpack" and isinstance(kind.keyType, types.StructType | types.ArrayType):
+        raise BadRequest(
+            f"column {name!r} is {kind.simpleString()}; dataFormat=msgpack has no maps with such "
+            "keys: give dataFormat=json, or cast the keys to strings"
+        )
+
+
+def check_nullable(name: str, kind: types.DataType, *, nullable: bool) -> None:
+    """Refuse a wanted column that is declared to have no null, wherever that is nested.
+
+    Spark believes it: it answers `IS NULL` without a look, and takes a null for a zero.
+
+    Raises:
+        BadRequest: names the column.
+    """
+    if not nullable:
+        raise BadRequest(
+            f"column {name!r} of the schema is declared to have no nulls (NOT NULL, "
+            "nullable=False, containsNull=False); a payload may lack it or hold a null there: "
+            "declare it nullable"
+        )
+    match kind:
+        case types.ArrayType():
+            check_nullable(f"{name}.element", kind.elementType, nullable=kind.containsNull)
+        case types.MapType():
+            check_nullable(f"{name}.key", kind.keyType, nullable=True)
+            check_nullable(f"{name}.value", kind.valueType, nullable=kind.valueContainsNull)
+        case types.StructType():
+            for field in kind.fields:
+                check_nullable(f"{name}.{field.name}", field.dataType, nullable=field.nullable)
         case _:
             pass
 
@@ -201,7 +250,7 @@ def _plain_nested(kind: pa.DataType, data_format: str) -> pa.DataType:
 
 def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
     """Return what makes a value of this type fit for JSON; None when it is already."""
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    if _is_binary(kind):
         return lambda value: None if value is None else base64.b64encode(value).decode()
     if pa.types.is_list(kind):
         inner = _json_out(kind.value_type)
@@ -240,11 +289,7 @@ class Unpacker:
     def __init__(self, fields: Sequence[pa.Field], data_format: str) -> None:
         self._fields = list(fields)
         self._format = data_format
-        self._plain = [_plain_type(part.type, data_format) for part in fields]
-        self._inward = [
-            _json_in(part.type) if data_format == "json" else _msgpack_in(part.type)
-            for part in fields
-        ]
+        self._builders = [_builder(part.type, data_format) for part in fields]
 
     def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
         """Return one array for each wanted column.
@@ -278,12 +323,12 @@ class Unpacker:
         for each, part in enumerate(self._fields):
             values = [row.get(part.name) for row in rows]
             try:
-                columns.append(self._array(values, each))
+                columns.append(self._builders[each](values))
             except _MISFITS:
                 for row in self._misfits(values, each, 0):
                     values[row] = None
                     is_whole[row] = False
-                columns.append(self._array(values, each))
+                columns.append(self._builders[each](values))
         return columns, is_whole
 
     def _maps(self, data: pa.Array) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
@@ -304,7 +349,7 @@ class Unpacker:
     def _misfits(self, values: list[Any], each: int, start: int) -> Iterator[int]:
         """Name what does not fit a column, looking ever closer where something is wrong."""
         try:
-            self._array(values, each)
+            self._builders[each](values)
         except _MISFITS:
             half = len(values) // 2
             if half == 0:
@@ -332,23 +377,17 @@ class Unpacker:
 
     def _column(self, values: list[Any], each: int, where: Callable[[int], str]) -> pa.Array:
         try:
-            return self._array(values, each)
+            return self._builders[each](values)
         except _MISFITS:
             row = next(self._misfits(values, each, 0))
         part, value = self._fields[each], values[row]
         try:
-            return self._array([value], each)
+            return self._builders[each]([value])
         except _MISFITS as error:
             raise BadFormat(
                 f"{where(row)}: column {part.name!r} is to be {part.type}, "
                 f"found {value!r} ({error})"
             ) from None
-
-    def _array(self, values: list[Any], each: int) -> pa.Array:
-        inward = self._inward[each]
-        if inward is not None:
-            values = [None if value is None else inward(value) for value in values]
-        return _typed(values, self._fields[each].type, self._plain[each])
 
 
 # What is raised where a value is not of its column's type.
@@ -370,37 +409,101 @@ def _nowhere(_row: int) -> str:
     return ""
 
 
-def _typed(values: list[Any], kind: pa.DataType, plain: pa.DataType) -> pa.Array:
-    array = pa.array(values, plain)
-    return array if plain == kind else array.cast(kind)
-
-
 def _unpack_msgpack(payload: bytes) -> Any:  # noqa: ANN401 - whatever was packed
     return msgpack.unpackb(payload, strict_map_key=False)
 
 
-def _msgpack_in(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Return what turns a decoded value into one that Arrow takes: maps become pairs."""
-    if pa.types.is_map(kind):
-        return lambda value: list(value.items())
-    return None
+# ---------------------------------------------------------------------------------------------
+# Values to arrays, child by child (rule 3)
+
+_Builder = Callable[[list[Any]], pa.Array]
 
 
-def _json_in(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return base64.b64decode
-    if pa.types.is_list(kind):
-        inner = _json_in(kind.value_type)
-        if inner is not None:
-            return lambda value: [None if part is None else inner(part) for part in value]
+def _builder(kind: pa.DataType, data_format: str) -> _Builder:
+    """Return what makes an array of decoded values, which raises where one is of another type."""
     if pa.types.is_struct(kind):
-        parts = {part.name: _json_in(part.type) for part in kind}
-        if any(parts.values()):
-            return lambda value: {
-                name: None if value.get(name) is None else (inward or _same)(value[name])
-                for name, inward in parts.items()
-            }
+        return _struct_builder(kind, data_format)
     if pa.types.is_map(kind):
-        key, item = _json_in(kind.key_type) or _same, _json_in(kind.item_type) or _same
-        return lambda value: [(key(k), None if v is None else item(v)) for k, v in value]
-    return None
+        return _map_builder(kind, data_format)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _list_builder(kind, data_format)
+    plain = _plain_type(kind, data_format)
+    if data_format == "json" and _is_binary(kind):
+        return lambda values: pa.array(map(_from_base64, values), kind, size=len(values))
+    if plain == kind:
+        return lambda values: pa.array(values, kind)
+    return lambda values: pa.array(values, plain).cast(kind)
+
+
+def _struct_builder(kind: pa.DataType, data_format: str) -> _Builder:
+    parts = [(part.name, _builder(part.type, data_format)) for part in kind]
+
+    def build(values: list[Any]) -> pa.Array:
+        present = _present(values, dict)
+        if not parts:
+            return pa.array([{} if is_there else None for is_there in present], kind)
+        arrays = [inner([value and value.get(name) for value in values]) for name, inner in parts]
+        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~present))
+
+    return build
+
+
+def _list_builder(kind: pa.DataType, data_format: str) -> _Builder:
+    inner = _builder(kind.value_type, data_format)
+    of = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+
+    def build(values: list[Any]) -> pa.Array:
+        present = _present(values, list)
+        parts = inner(list(chain.from_iterable(filter(None, values))))
+        return of.from_arrays(_offsets(values), parts, type=kind, mask=pa.array(~present))
+
+    return build
+
+
+def _map_builder(kind: pa.DataType, data_format: str) -> _Builder:
+    key, item = _builder(kind.key_type, data_format), _builder(kind.item_type, data_format)
+
+    def build(values: list[Any]) -> pa.Array:
+        if data_format == "msgpack":
+            present = _present(values, dict)
+            pairs = list(chain.from_iterable(value.items() for value in values if value))
+        else:
+            present = _present(values, list)
+            pairs = list(chain.from_iterable(filter(None, values)))
+            _check_pairs(pairs)
+        keys, items = key([pair[0] for pair in pairs]), item([pair[1] for pair in pairs])
+        offsets = _offsets(values)
+        return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=pa.array(~present))
+
+    return build
+
+
+def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
+    """Return where there is a value, all of which are to be dicts, or lists."""
+    present = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    for value in values:
+        if value is not None and type(value) is not kind:
+            raise TypeError(f"expected a {_SAID[kind]}, found {type(value).__name__}")
+    return present
+
+
+_SAID: dict[type, str] = {dict: "map", list: "list"}
+
+
+def _check_pairs(pairs: list[Any]) -> None:
+    for pair in pairs:
+        if type(pair) is not list or len(pair) != 2:
+            raise TypeError(f"expected pairs of key and value in a list, found {pair!r}")
+
+
+def _offsets(values: list[Any]) -> pa.Array:
+    ends = np.cumsum([0, *(len(value) if value else 0 for value in values)])
+    return pa.array(ends, pa.int32())
+
+
+def _from_base64(value: str | None) -> bytes | None:
+    return None if value is None else base64.b64decode(value)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

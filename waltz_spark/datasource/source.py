@@ -30,7 +30,7 @@ from waltz_spark.options import (
     parse_read,
     parse_write,
 )
-from waltz_spark.rows import check_log_types, check_packed_type, read_schema
+from waltz_spark.rows import check_log_types, check_nullable, check_packed_type, read_schema
 
 
 class WaltzDataSource(DataSource):
@@ -95,7 +95,8 @@ class WaltzDataSource(DataSource):
                 "option dataFormat=msgpack (or json) to unpack them from the payload"
             )
         for field in foreign:
-            check_packed_type(field.name, field.dataType)
+            check_packed_type(field.name, field.dataType, options.data_format)
+            check_nullable(field.name, field.dataType, nullable=field.nullable)
         return options
 
     @plainly
@@ -129,6 +130,12 @@ class WaltzDataSource(DataSource):
         twice = [name for name, count in Counter(schema.names).items() if count > 1]
         if twice:
             raise BadRequest(f"two columns have the name {twice[0]!r}: leave one out, or rename it")
+        if options.data_format is not None:
+            from waltz_spark.writer.columns import WRITE_COLUMNS  # noqa: PLC0415 - see the module
+
+            for field in schema:
+                if field.name not in WRITE_COLUMNS:
+                    check_packed_type(field.name, field.dataType, options.data_format)
         if options.results_path is not None:
             from waltz_spark.writer.results import open_place  # noqa: PLC0415 - see the module
 

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from waltz_core import errors
 from waltz_spark.failures import error_of, last_word, plainly, plainly_each
@@ -58,7 +60,10 @@ def test_the_users_own_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     "text",
     [
         "[PYTHON_EXCEPTION] From the Python worker: waltz_core.errors.LockFailed: a: row\n SQL: 3",
-        "waltz_core.errors.Unreachable: b\n\nTraceback\nwaltz_core.errors.LockFailed: a: row",
+        (
+            "An exception was thrown from the Python worker: waltz_core.errors.Unreachable: b\n\n"
+            'Traceback\n  File "a.py", line 1\n    b()\nwaltz_core.errors.LockFailed: a: row'
+        ),
     ],
 )
 def test_the_driver_gets_class_and_sentence_back(text: str) -> None:
@@ -80,14 +85,30 @@ OURS = "waltz_core.errors.LockFailed: partition 2: a row was refused"
 JAVA = "\n SQLSTATE: 38000\n\tat org.apache.spark.Some.method(Some.scala:1)"
 
 
+STACK = (
+    'Traceback (most recent call last):\n  File "a.py", line 3, in a\n    raise b\n    ^^^^^^^\n'
+)
+SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source writer: "
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        OURS,
         WORKER + OURS,
         f"o42.save.\n: org.apache.spark.SparkException: {WORKER}{OURS}{JAVA}",
+        # As PySpark 4.3 tells it: in a task, on the driver, of a stream, over Connect.
+        f"o42.save.\n: org.apache.spark.PythonException: [PYTHON_EXCEPTION] {WORKER[:-1]} {OURS}",
+        f"Lost task 0.3 in stage 3.0 (TID 6) (host executor 1): [PYTHON_EXCEPTION] {WORKER}{OURS}",
+        f"{SOURCE}{OURS}{JAVA}",
+        f"o42.awaitTermination.\n: org.apache.spark.StreamingQueryException: {SOURCE}{OURS}{JAVA}",
+        f"(org.apache.spark.sql.AnalysisException) {SOURCE}{OURS}{JAVA}",
+        f"[STREAM_FAILED] Query [id = a, runId = b] terminated with exception: {SOURCE}{OURS}",
+        f"[PYTHON_STREAMING_DATA_SOURCE_RUNTIME_ERROR] Failed when perform planPartitions: {OURS}",
+        # With a stack before it.
+        WORKER + STACK + OURS,
+        f"{SOURCE}{STACK}  [Previous line repeated 3 more times]\n{OURS}",
         # Ours, raised over another one.
-        f"KeyError: 1\n\nDuring handling of the above exception, another occurred:\n\n{OURS}",
+        f"KeyError: 1\n\nDuring handling of the above exception, another:\n\n{STACK}{OURS}",
     ],
 )
 def test_the_last_word_is_ours(text: str) -> None:
@@ -113,3 +134,30 @@ def test_what_is_raised_over_it_has_the_last_word(between: str) -> None:
 def test_other_texts_are_nobodys(text: str) -> None:
     assert last_word(text) is None
     assert error_of(RuntimeError(text)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OURS,
+        f"[CAST_INVALID_INPUT] The value '{OURS}' of the type \"STRING\" cannot be cast{JAVA}",
+        f"[CAST_INVALID_INPUT] The value '[PYTHON_X] y: {OURS}' of the type \"STRING\"",
+        f"[USER_RAISED_EXCEPTION] {OURS}{JAVA}",
+        f"[USER_RAISED_EXCEPTION] x {OURS}{JAVA}",
+        f"[USER_RAISED_EXCEPTION] x:\n{OURS}{JAVA}",
+        f"[PYTHON_EXCEPTION] {WORKER}{STACK}RuntimeError: my job: {OURS}{JAVA}",
+        f"[PYTHON_EXCEPTION] {WORKER}{STACK}RuntimeError: two lines\n{OURS}{JAVA}",
+        f"[PYTHON_EXCEPTION] {WORKER}{STACK}RuntimeError: two lines\n  and\n{OURS}{JAVA}",
+        f"\tat org.apache.spark.Some.method(Some.scala:1)\n{OURS}",
+    ],
+)
+def test_our_words_in_what_a_user_says_are_the_users(text: str) -> None:
+    assert last_word(text) is None
+    assert error_of(ValueError(text)) is None
+
+
+@given(before=st.text(st.sampled_from("ab: \n'[]()"), max_size=20))
+def test_no_text_before_our_words_makes_them_ours(before: str) -> None:
+    assert error_of(RuntimeError(f"{before}{OURS}")) is None
+    found = error_of(RuntimeError(f"{before}\n{SOURCE}{OURS}"))
+    assert type(found) is errors.LockFailed

@@ -8,9 +8,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql import types
 
 from waltz_core.errors import BadFormat, BadRequest
-from waltz_spark.rows import Unpacker, pack
+from waltz_spark.datasource.source import WaltzDataSource
+from waltz_spark.rows import Unpacker, check_nullable, check_packed_type, pack
 
 UTC = dt.UTC
 EVERY_TYPE = pa.table(
@@ -137,3 +139,194 @@ def test_piecemeal_takes_away_only_what_does_not_fit(data_format: str) -> None:
     whole, good = unpacker.what_can_be_read(data)
     assert [column.to_pylist() for column in whole] == [[1] + [None] * 5, [pair] + [None] * 5]
     assert good.tolist() == is_whole.tolist()
+
+
+# Types that are cast on the way, and some that are not, with values of theirs.
+PARTS: list[tuple[pa.DataType, st.SearchStrategy[object]]] = [
+    (pa.int32(), st.integers(-(1 << 31), (1 << 31) - 1)),
+    (pa.string(), st.text(max_size=3)),
+    (pa.binary(), st.binary(max_size=3)),
+    (pa.bool_(), st.booleans()),
+    (pa.float32(), st.floats(allow_nan=False, allow_infinity=False, width=32)),
+    (pa.null(), st.none()),
+    (pa.decimal128(5, 2), st.decimals("-999.99", "999.99", places=2)),
+    (pa.date32(), st.dates()),
+    (
+        pa.timestamp("us", "UTC"),
+        st.datetimes(dt.datetime(1, 1, 2), dt.datetime(9999, 12, 30), timezones=st.just(UTC)),  # noqa: DTZ001
+    ),
+    (pa.timestamp("us"), st.datetimes()),
+]
+KEYS = [part for part in PARTS if not pa.types.is_null(part[0])]
+
+
+def listed(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> tuple[object, object]:
+    kind, values = part
+    return pa.list_(kind), st.lists(st.none() | values, max_size=3)
+
+
+def mapped(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> st.SearchStrategy[object]:
+    kind, values = part
+    return st.sampled_from(KEYS).map(
+        lambda key: (
+            pa.map_(key[0], kind),
+            st.dictionaries(key[1], st.none() | values, max_size=3).map(lambda v: [*v.items()]),
+        )
+    )
+
+
+def structs(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+    def struct(parts: list[tuple[pa.DataType, st.SearchStrategy[object]]]) -> object:
+        named = {f"f{each}": part for each, part in enumerate(parts)}
+        values = {name: st.none() | part[1] for name, part in named.items()}
+        return pa.struct([(name, part[0]) for name, part in named.items()]), st.fixed_dictionaries(
+            values
+        )
+
+    return st.lists(inner, max_size=3).map(struct)
+
+
+KINDS = st.recursive(
+    st.sampled_from(PARTS),
+    lambda inner: st.one_of(inner.map(listed), inner.flatmap(mapped), structs(inner)),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+@given(data=st.data())
+def test_any_nested_value_round_trips_with_a_null_at_each_level(
+    data_format: str, data: st.DataObject
+) -> None:
+    kind, values = data.draw(KINDS)
+    column = pa.array(data.draw(st.lists(st.none() | values, max_size=4)), kind)
+    column = column.slice(data.draw(st.integers(0, len(column))))  # as Spark cuts its batches
+    payloads = pack([column], ["a"], data_format)
+    unpacker = Unpacker([pa.field("a", kind)], data_format)
+    back = unpacker.columns(payloads, where)[0]
+    back.validate(full=True)
+    assert back.type == kind
+    assert back.to_pylist() == column.to_pylist()
+    again, is_whole = unpacker.piecemeal(payloads)
+    assert again[0].equals(back)
+    assert is_whole.all()
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.struct([("d", pa.decimal128(5, 2))]), [None, {"d": None}]),
+        (pa.list_(pa.struct([("d", pa.date32())])), [[None], None, []]),
+        (pa.map_(pa.string(), pa.struct([("t", pa.timestamp("us", "UTC"))])), [[("k", None)]]),
+        (pa.struct([("s", pa.struct([("d", pa.decimal128(38, 18))]))]), [None, {"s": None}]),
+        (pa.struct([pa.field("d", pa.decimal128(5, 2), nullable=False)]), [None]),
+    ],
+)
+def test_what_stands_under_a_null_is_not_cast(
+    data_format: str, kind: pa.DataType, values: list[object]
+) -> None:
+    column = pa.array(values, kind)
+    payloads = pack([column], ["a"], data_format)
+    back = Unpacker([pa.field("a", kind)], data_format).columns(payloads, where)
+    assert (back[0].type, back[0].to_pylist()) == (kind, values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (pa.list_(pa.string()), b'{"a": "abc"}'),
+        (pa.struct([("x", pa.int32())]), b'{"a": [1]}'),
+        (pa.struct([("x", pa.int32())]), b'{"a": false}'),
+        (pa.map_(pa.string(), pa.int32()), b'{"a": {"k": 1}}'),
+        (pa.map_(pa.string(), pa.int32()), b'{"a": ["ab"]}'),
+        (pa.map_(pa.string(), pa.int32()), b'{"a": [[null, 1]]}'),
+        (pa.list_(pa.binary()), b'{"a": [1]}'),
+        (pa.binary(), b'{"a": "a"}'),
+        (pa.string(), b'{"a": "\\ud800"}'),
+    ],
+)
+def test_a_nested_value_of_another_type_is_named(kind: pa.DataType, payload: bytes) -> None:
+    with pytest.raises(BadFormat, match="transaction 1: column 'a' is to be "):
+        Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), where)
+
+
+def test_a_payload_with_keys_that_python_has_not_is_named() -> None:
+    payload = b"\x81\x91\x01\x01"  # {[1]: 1}
+    with pytest.raises(BadFormat, match="transaction 0: the payload is no msgpack"):
+        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([payload]), where)
+
+
+STRING, INT, VOID = types.StringType(), types.IntegerType(), types.NullType()
+STRUCT = types.StructType([types.StructField("x", INT)])
+
+
+@pytest.mark.parametrize(
+    ("key", "data_format", "sentence"),
+    [
+        (STRUCT, "msgpack", "give dataFormat=json, or cast the keys"),
+        (types.ArrayType(INT), "msgpack", "give dataFormat=json, or cast the keys"),
+        (VOID, "msgpack", "no map has a null as its key"),
+        (VOID, "json", "no map has a null as its key"),
+    ],
+)
+def test_maps_whose_keys_cannot_be_packed_are_refused(
+    key: types.DataType, data_format: str, sentence: str
+) -> None:
+    kind = types.MapType(key, VOID)
+    nested = types.ArrayType(types.StructType([types.StructField("m", kind)]))
+    for each, name in ((kind, "'a'"), (nested, "'a.m'")):
+        with pytest.raises(BadRequest, match=sentence) as caught:
+            check_packed_type("a", each, data_format)
+        assert name in str(caught.value)
+
+
+def test_json_packs_maps_with_any_key() -> None:
+    check_packed_type("a", types.MapType(STRUCT, INT), "json")
+    kind = pa.map_(pa.struct([("d", pa.date32())]), pa.int32())
+    column = pa.array([[({"d": dt.date(2000, 1, 1)}, 1), ({"d": None}, 2)], None], kind)
+    back = Unpacker([pa.field("a", kind)], "json").columns(pack([column], ["a"], "json"), where)
+    assert back[0].equals(column)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nullable", "name"),
+    [
+        (INT, False, "'a'"),
+        (types.StructType([types.StructField("x", INT, nullable=False)]), True, "'a.x'"),
+        (types.ArrayType(INT, containsNull=False), True, "'a.element'"),
+        (types.MapType(STRING, INT, valueContainsNull=False), True, "'a.value'"),
+        (
+            types.ArrayType(types.MapType(STRUCT, INT, valueContainsNull=False)),
+            True,
+            "'a.element.value'",
+        ),
+    ],
+)
+def test_a_wanted_column_can_be_null(kind: types.DataType, nullable: bool, name: str) -> None:
+    with pytest.raises(BadRequest, match="declare it nullable") as caught:
+        check_nullable("a", kind, nullable=nullable)
+    assert f"column {name} of the schema" in str(caught.value)
+
+
+def test_reader_and_writer_refuse_types_before_any_task() -> None:
+    connect = {"path": "zk1:2181/waltz/none", "dataFormat": "msgpack"}
+    source = WaltzDataSource(connect)
+    log = types.StructField("header", INT, nullable=False)  # the log has no null there
+    never = types.StructType([log, types.StructField("a", INT, nullable=False)])
+    with pytest.raises(BadRequest, match="column 'a' of the schema is declared to have no nulls"):
+        source.reader(never)
+    with pytest.raises(BadRequest, match="column 'a' of the schema is declared to have no nulls"):
+        source.streamReader(never).initialOffset()
+    source._write_options(never)  # what is written may well be without nulls
+    keyed = types.StructType([types.StructField("a", types.MapType(STRUCT, INT))])
+    for call in (source.reader, lambda schema: source.writer(schema, overwrite=False)):
+        with pytest.raises(BadRequest, match="dataFormat=msgpack has no maps with such keys"):
+            call(keyed)
+    WaltzDataSource(connect | {"dataFormat": "json"})._write_options(keyed)
+
+
+def test_a_column_that_is_nullable_at_each_level_is_taken() -> None:
+    nested = types.MapType(STRING, types.ArrayType(STRUCT))
+    for kind in (INT, nested, types.StructType([types.StructField("m", nested)])):
+        check_nullable("a", kind, nullable=True)
