@@ -14,6 +14,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,14 @@ from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.connections import client_of
 from waltz_spark.failures import error_of
 from waltz_spark.unwrapping import is_connect, unwrap
-from waltz_spark.writer.results import COMMITTED, REJECTED, RETRY, SUMMARY_FILE, open_place
+from waltz_spark.writer.results import (
+    COMMITTED,
+    REJECTED,
+    RETRY,
+    SUMMARY_FILE,
+    files_of,
+    open_place,
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,9 @@ def append(
         raise found from failure
     summary = _summary(path)
     marks = {int(partition): mark for partition, mark in summary.pop("high_water_marks").items()}
-    return WriteResult(_results(spark, df, path), summary, marks, path)
+    # A write that was done before has its results where its first run was told to put them.
+    path, name = summary.pop("results_path", path), summary.pop("results_name", "")
+    return WriteResult(_results(spark, df, path, name), summary, marks, path)
 
 
 def _summary(path: str) -> dict[str, Any]:
@@ -122,11 +132,11 @@ def _summary(path: str) -> dict[str, Any]:
         ) from None
 
 
-def _results(spark: SparkSession, df: DataFrame, path: str) -> DataFrame:
-    place = open_place(path)
+def _results(spark: SparkSession, df: DataFrame, path: str, name: str) -> DataFrame:
+    place, pattern = open_place(path), files_of(name)
     names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
-    if any(name.endswith(".parquet") for name in names):
-        return spark.read.parquet(path)
+    if any(fnmatchcase(each, pattern) for each in names):
+        return spark.read.parquet(f"{path.rstrip('/')}/{pattern}")
     # No row, no file, no schema to read: an empty frame with the columns it would have had.
     own = (
         "status string, partition int, transaction_id bigint, attempts int, "
@@ -141,7 +151,7 @@ def _results(spark: SparkSession, df: DataFrame, path: str) -> DataFrame:
 def _selector(path: str) -> object:
     from pyarrow import fs  # noqa: PLC0415 - only this function needs it
 
-    return fs.FileSelector(path)
+    return fs.FileSelector(path, allow_not_found=True)
 
 
 def _text(value: object) -> str:

@@ -378,6 +378,12 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     bag = _Bag(options, Use.WRITE)
     names, identity = bag.text("resultColumns"), bag.text("identityColumns")
     recompute = bag.recompute()
+    is_once = bag.choice("exactlyOnce", ("true", "false")) == "true"
+    write_name, results_path = bag.write_name(), bag.text("resultsPath")
+    if write_name is not None and not is_once:
+        raise BadConfig("option 'writeId' names a write for exactlyOnce=true; this one says false")
+    if names is not None and results_path is None:
+        raise BadConfig("option 'resultColumns' is for results; give option resultsPath too")
     if identity is not None and bag.text("dataFormat") is None:
         raise BadConfig(
             "option 'identityColumns' names columns that are packed into the payload; "
@@ -389,12 +395,12 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         partition_by=bag.text("partitionBy"),
         marks=bag.marks("clientHighWaterMarks"),
         on_lock_failure=OnLockFailure(bag.choice("onLockFailure", ("fail", "reject", "retry"))),
-        results_path=bag.text("resultsPath"),
+        results_path=results_path,
         result_columns=None if names is None else tuple(_split(names)),
         batch_rows=bag.integer("batchSize", 1, 10_000),
         in_flight_max=bag.integer("maxInFlight", 1, 64),
-        exactly_once=bag.choice("exactlyOnce", ("true", "false")) == "true",
-        write_name=bag.write_name(),
+        exactly_once=is_once,
+        write_name=write_name,
         retention_days=bag.integer("writeRetention", 1, 3_650),
         recompute=recompute,
         retries_max=bag.integer("maxRetries", 1, 1_000),
@@ -451,7 +457,7 @@ class _Bag:
             name = f"{name}-{self.integer('batchId', 0, 1 << 62)}"
         if _WRITE_NAME.fullmatch(name) is None or name in {".", ".."}:
             raise BadConfig(
-                "option 'writeId' is up to 120 letters, digits, '-', '_' and '.'; "
+                "option 'writeId' is up to 140 letters, digits, '-', '_' and '.'; "
                 f"found {name[:200]!r}"
             )
         return name

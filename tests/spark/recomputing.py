@@ -29,3 +29,24 @@ def as_it_was(refused: pa.Table, _since: pa.Table) -> pa.Table:
 def no_table(_refused: pa.Table, _since: pa.Table) -> object:
     """Return something else."""
     return [1, 2]
+
+
+def count_since(refused: pa.Table, since: pa.Table) -> pa.Table:
+    """Say how many transactions of the rows' key it was shown."""
+    (key,) = set(refused.column("key").to_pylist())
+    seen = since.filter(pc.equal(since.column("key"), key)).num_rows
+    place = refused.column_names.index("value")
+    values = pa.array([seen] * refused.num_rows, pa.int32())
+    return refused.set_column(place, "value", values)
+
+
+def other_rows(refused: pa.Table, _since: pa.Table) -> pa.Table:
+    """Change what tells one row from another."""
+    place = refused.column_names.index("row")
+    rows = pc.add(refused.column("row"), 100)
+    return refused.set_column(place, "row", pc.cast(rows, pa.int32()))
+
+
+def fails(_refused: pa.Table, _since: pa.Table) -> pa.Table:
+    """Have a bug."""
+    raise ZeroDivisionError("the shop's own")

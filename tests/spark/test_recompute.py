@@ -166,6 +166,84 @@ def test_an_answer_that_is_no_table_fails_the_job(spark: SparkSession, connect: 
         )
 
 
+def test_each_row_is_shown_what_came_since_its_own_mark(spark: SparkSession, connect: str) -> None:
+    key = 9007
+    with_append = {"dataFormat": "json", "onLockFailure": "fail"}
+    place = waltz_spark.append(counters(spark, key, 1, 0), connect, **with_append)
+    (first,) = place.committed.collect()
+    for _ in range(2):
+        waltz_spark.append(counters(spark, key, 1, 0), connect, **with_append)
+    marks = {"old": first.transaction_id - 1, "new": first.transaction_id}
+    rows = counters(spark, key, 1, 0, count=2).withColumn(
+        "client_high_water_mark",
+        F.when(F.col("row") == 0, F.lit(marks["old"])).otherwise(F.lit(marks["new"])).cast("long"),
+    )
+    result = waltz_spark.append(
+        rows,
+        connect,
+        dataFormat="json",
+        onLockFailure="retry",
+        recompute="recomputing:count_since",
+        maxRetries=1,
+    )
+    found = {row.row: (row.status, row.value) for row in result.results.collect()}
+    # Both were too late: the one has not seen three, the other two. The second of them is refused
+    # again, by the first.
+    assert found == {0: ("COMMITTED", 3), 1: ("REJECTED", 2)}
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "text"),
+    [
+        ("other_rows", BadRequest, "is to leave identity column 'row' as it is"),
+        ("fails", Exception, "the shop's own"),
+    ],
+)
+def test_a_function_that_does_wrong_fails_the_job(
+    spark: SparkSession, connect: str, function: str, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        waltz_spark.append(
+            counters(spark, 9008, 1, 0, count=2),
+            connect,
+            dataFormat="json",
+            onLockFailure="retry",
+            recompute=f"recomputing:{function}",
+            identityColumns="row",
+        )
+
+
+def test_results_of_several_writes_lie_side_by_side(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "results")
+    spark.range(3).write.parquet(path)  # somebody's own
+    results = [
+        waltz_spark.append(counters(spark, key, 1, 0), connect, dataFormat="json", resultsPath=path)
+        for key in (9009, 9010)
+    ]
+    assert [[row.key for row in each.results.collect()] for each in results] == [[9009], [9010]]
+    assert spark.read.schema("id long").parquet(f"{path}/part-*.snappy.parquet").count() == 3
+
+
+def test_a_write_that_was_done_tells_its_first_results(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    told = [
+        waltz_spark.append(
+            counters(spark, 9011, 1, 0),
+            connect,
+            dataFormat="json",
+            writeId="done-9011",
+            resultsPath=str(tmp_path / str(number)),
+        )
+        for number in range(2)
+    ]
+    assert [each.counts["committed"] for each in told] == [1, 1]
+    assert [each.committed.count() for each in told] == [1, 1]
+    assert values_of(spark, connect, 9011) == [(1, 1)]
+
+
 SCHEMA = StructType(
     [
         StructField("row", StringType()),

@@ -107,6 +107,12 @@ class _Chunk:
     attempt: int = 1
     retries: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds in memory."""
+        parts = (self.append, self.identity, self.source)
+        return sum(int(part.nbytes) for part in parts if part is not None)
+
     def take(self, rows: npt.NDArray[np.integer]) -> "_Chunk":
         """Return some of the rows, to be sent once more."""
         index = pa.array(rows)
@@ -155,6 +161,7 @@ class Appender:
         self._client = client
         self._recomputer = recomputer
         self._refused_rows_max = options.batch_rows * options.in_flight_max
+        self._refused_bytes_max = BATCH_BYTES_MAX * options.in_flight_max
         self._batch_rows = options.batch_rows
         self._in_flight_max = options.in_flight_max
         self._lanes: dict[int, _Lane] = {}
@@ -218,8 +225,12 @@ class Appender:
             return True
         if last:
             return any(lane.waiting_rows or lane.sent or lane.refused for lane in lanes)
-        refused = sum(w.chunk.append.num_rows for lane in lanes for w in lane.refused)
-        return refused >= self._refused_rows_max or any(self._is_full(lane) for lane in lanes)
+        refused = [each.chunk for lane in lanes for each in lane.refused]
+        if sum(chunk.append.num_rows for chunk in refused) >= self._refused_rows_max:
+            return True
+        if sum(chunk.nbytes for chunk in refused) >= self._refused_bytes_max:
+            return True
+        return any(self._is_full(lane) for lane in lanes)
 
     def _is_full(self, lane: _Lane) -> bool:
         return lane.waiting_rows >= self._batch_rows or lane.waiting_bytes >= BATCH_BYTES_MAX

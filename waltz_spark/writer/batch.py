@@ -54,6 +54,11 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
     check_schema(schema, options)
     if options.recompute is not None:
         load_function(options.recompute)
+        if options.exactly_once and not options.identity_columns:
+            _log.warning(
+                "waltz: recompute without identityColumns: a task that is run again after rows "
+                "were computed anew fails, as it cannot find them in the log"
+            )
     client = client_of(options.connect)
     check_marks(options.marks, client.partition_count)
     # One resolution for the whole job: every row without a mark of its own was computed, for
@@ -128,7 +133,10 @@ def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | Non
     summary = summarise(tasks, hands_back=job.options.hands_back)
     summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
     if paths:
-        keep(paths[0], [task.file for task in tasks if task.file is not None], summary)
+        # A micro-batch's name is known to its tasks only.
+        name = next((task.write for task in tasks if task.write is not None), job.results_name)
+        summary |= {"results_path": paths[0], "results_name": name}
+        keep(paths[0], [task.file for task in tasks if task.file is not None], name, summary)
     if write is not None:
         until_ms = now_ms() + max(days or 0, job.options.retention_days) * DAY_MS
         asyncio.run(end_write(job.options.connect, write, summary, keep_until_ms=until_ms))

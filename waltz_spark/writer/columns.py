@@ -37,6 +37,8 @@ LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
 MARK_COLUMN = "client_high_water_mark"
 # Columns with a meaning of their own; every other one is payload when `dataFormat` is given.
 WRITE_COLUMNS = ("data", "header", "partition", *LOCK_COLUMNS, MARK_COLUMN)
+# What the function of option `recompute` is told of a refused row, beside the row.
+ROW_COLUMN, CONFLICT_COLUMN = "waltz_row", "lock_failure_transaction_id"
 _INTEGERS = (IntegerType, LongType, ShortType)
 _GOLDEN = np.uint32(0x9E3779B1)
 
@@ -48,6 +50,9 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
         BadRequest: names the column, what it is to be, and what it is.
     """
     types = {field.name: field.dataType for field in schema.fields}
+    _check_spelling(types)
+    if options.recompute is not None:
+        _check_names_for_recompute(types)
     _check_payload(types, options)
     for name in LOCK_COLUMNS:
         if name in types:
@@ -60,6 +65,29 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
         raise BadRequest(f"column {MARK_COLUMN!r} is to be long; found {found}")
     _check_options(types, options)
     _check_all_used(types, options)
+
+
+def _check_spelling(types: Mapping[str, DataType]) -> None:
+    """Refuse what was meant for a lock column and would lock nothing, packed or not."""
+    for name, kind in types.items():
+        if name in WRITE_COLUMNS:
+            continue
+        near = [name.lower()] if name.lower() in WRITE_COLUMNS else []
+        if isinstance(kind, ArrayType) and isinstance(kind.elementType, IntegerType):
+            near = near or difflib.get_close_matches(name.lower(), LOCK_COLUMNS, n=1, cutoff=0.85)
+        if near:
+            raise BadRequest(
+                f"column {name!r} has no meaning to the log; did you mean {near[0]!r}? Rename it, "
+                "or give it a name that is not so near"
+            )
+
+
+def _check_names_for_recompute(types: Mapping[str, DataType]) -> None:
+    for name in (ROW_COLUMN, CONFLICT_COLUMN):
+        if name in types:
+            raise BadRequest(
+                f"option 'recompute': column {name!r} is what the function is told; drop it"
+            )
 
 
 def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> None:
@@ -181,6 +209,7 @@ class Shaper:
             BadRequest: a null where none may be, a partition that does not exist.
             TooLarge: a payload over the limit.
         """
+        batch = _nullable(batch)
         count = batch.num_rows
         locks = [self._locks(batch, name) for name in LOCK_COLUMNS]
         partitions, is_free = self._partitions(batch, locks, count)
@@ -287,6 +316,12 @@ class Shaper:
                 np.asarray(given.is_valid()), np.asarray(pc.fill_null(given, 0)), marks
             )
         return marks
+
+
+def _nullable(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch of which each part has one schema, whichever way it goes from here."""
+    fields = [pa.field(part.name, part.type) for part in batch.schema]
+    return pa.RecordBatch.from_arrays(batch.columns, schema=pa.schema(fields))
 
 
 def _hash_column(column: pa.Array) -> npt.NDArray[np.uint32]:

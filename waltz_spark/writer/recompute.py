@@ -4,14 +4,15 @@ Why it stands alone: it is where a lock failure becomes a new execution, never a
 payload, and nothing else of a write calls a user's code.
 
 Rules:
-    1. The function gets the refused rows and all transactions of their partition since the oldest
-       of their marks, up to a mark that has the transactions which won.
+    1. The function gets refused rows of one mark, and all transactions of their partition since
+       that mark, up to one that has the transactions which won.
     2. A new row stays in its partition and has that mark: what the function has not seen refuses
        it.
-    3. `waltz_row` tells which row a new one stands for; each stands for its own row alone. A row
-       that is left out stays refused.
+    3. `waltz_row` tells which row a new one stands for; each stands for its own row alone, with its
+       identity columns. A row that is left out stays refused.
     4. Rows whose mark lies so far back that what came since would not fit in memory are not
        computed anew.
+    5. A transaction that does not fit the input's columns is shown as far as it does, and marked.
 """
 
 import dataclasses
@@ -30,15 +31,22 @@ from waltz_core.errors import BadConfig, BadRequest
 from waltz_core.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
 from waltz_spark.rows import Unpacker
-from waltz_spark.writer.columns import MARK_COLUMN, WRITE_COLUMNS, Shaped, Shaper
+from waltz_spark.writer.columns import (
+    CONFLICT_COLUMN,
+    MARK_COLUMN,
+    ROW_COLUMN,
+    WRITE_COLUMNS,
+    Shaped,
+    Shaper,
+)
 
 if TYPE_CHECKING:
     from random import Random
 
 _log = logging.getLogger("waltz")
 
-ROW_COLUMN = "waltz_row"
-CONFLICT_COLUMN = "lock_failure_transaction_id"
+# Whether a transaction's payload fits the input's columns.
+WHOLE_COLUMN = "waltz_whole"
 # The writer's own: whatever the function makes of them has no effect.
 _SET_HERE = ("partition", MARK_COLUMN)
 PAUSE_MS_MAX = 5_000
@@ -56,6 +64,11 @@ class Refused(NamedTuple):
     source: pa.RecordBatch
     marks: npt.NDArray[np.int64]
     conflicting: npt.NDArray[np.int64]
+
+    def take(self, places: npt.NDArray[np.intp]) -> "Refused":
+        """Return some of them."""
+        source = self.source.take(pa.array(places))
+        return Refused(self.partition, source, self.marks[places], self.conflicting[places])
 
 
 class Anew(NamedTuple):
@@ -122,20 +135,42 @@ class Recomputer:
         mark = int(self._client.high_water_mark(partition))
         if mark < int(refused.conflicting.max()):  # told by an owner that is none any more
             mark = int(self._client.high_water_mark(partition, linearizable=True))
-        first = int(refused.marks.min()) + 1
-        since = self._since(partition, first, mark, refused.source.schema)
-        if since is None:
+        rows: list[int] = []
+        parts = [refused.source.slice(0, 0)]
+        marks, since = self._since_of_marks(refused, mark)
+        for own in marks:
+            places = np.flatnonzero(refused.marks == own)
+            newer = since.slice(own - marks[0])  # ids are dense
+            found, part = self._call(refused.take(places), newer)
+            rows.extend(places[found].tolist())
+            parts.append(part)
+        return self._anew(_one_batch(parts), partition, mark, rows)
+
+    def _call(self, refused: Refused, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
+        name = self._options.recompute or ""
+        try:
+            answer = self._function(_question(refused), since)
+        except Exception as error:
+            error.add_note(f"raised by {name}, the function of option 'recompute'")
+            raise
+        return _checked(answer, refused.source, name, self._options.identity_columns)
+
+    def _since_of_marks(self, refused: Refused, last: int) -> tuple[list[int], pa.Table]:
+        """Return the marks from which rows are computed anew, and what came since the first."""
+        marks = sorted({int(mark) for mark in refused.marks})
+        while marks:
+            since = self._since(refused.partition, marks[0] + 1, last, refused.source.schema)
+            if since is not None:
+                return marks, since
             _log.warning(
                 "waltz: partition %d: %d refused rows are not computed anew: too much has come "
                 "since their mark %d",
-                partition,
-                len(refused.marks),
-                first - 1,
+                refused.partition,
+                int((refused.marks == marks[0]).sum()),
+                marks[0],
             )
-            return self._anew(refused.source.slice(0, 0), partition, mark, [])
-        answer = self._function(_question(refused), since)
-        rows, batch = _checked(answer, refused.source, self._options.recompute or "")
-        return self._anew(batch, partition, mark, rows)
+            del marks[0]
+        return [], pa.table({})
 
     def _anew(self, batch: pa.RecordBatch, partition: int, mark: int, rows: list[int]) -> Anew:
         """Return append columns of new rows, and the rows as the input has them (rule 2)."""
@@ -175,8 +210,9 @@ class Recomputer:
             if size > SINCE_BYTES_MAX:
                 return None
         plain = [batches.READ_SCHEMA.field(name) for name in LOG_COLUMNS]
-        fields = [schema.field(name).with_nullable(nullable=True) for name in names]
-        return pa.Table.from_batches(found, schema=pa.schema([*plain, *fields]))
+        fields = [pa.field(name, schema.field(name).type) for name in names]
+        whole = [pa.field(WHOLE_COLUMN, pa.bool_())] if names else []
+        return pa.Table.from_batches(found, schema=pa.schema([*plain, *fields, *whole]))
 
     def _unpacker(self, schema: pa.Schema) -> tuple[Unpacker | None, list[str]]:
         if self._options.data_format is None:
@@ -187,12 +223,22 @@ class Recomputer:
 
 
 def _unpacked(batch: pa.RecordBatch, unpacker: Unpacker | None, names: list[str]) -> pa.RecordBatch:
-    """Add the payload's columns, null where a transaction is of another kind."""
+    """Add the payload's columns, null where a transaction is of another kind (rule 5)."""
     if unpacker is None:
         return batch
-    columns, _ = unpacker.what_can_be_read(batch.column("data"))
+    columns, is_whole = unpacker.piecemeal(batch.column("data"))
     found = {name: batch.column(name) for name in batch.schema.names}
-    return pa.RecordBatch.from_pydict(found | dict(zip(names, columns, strict=True)))
+    found |= dict(zip(names, columns, strict=True))
+    found[WHOLE_COLUMN] = pa.array(is_whole)
+    return pa.RecordBatch.from_pydict(found)
+
+
+def _one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    fields = [pa.field(part.name, part.type) for part in parts[0].schema]
+    schema = pa.schema(fields)
+    return pa.concat_batches(
+        [pa.RecordBatch.from_arrays(part.columns, schema=schema) for part in parts]
+    )
 
 
 def _question(refused: Refused) -> pa.Table:
@@ -209,7 +255,9 @@ def _question(refused: Refused) -> pa.Table:
     return pa.table(kept | own)
 
 
-def _checked(answer: object, source: pa.RecordBatch, name: str) -> tuple[list[int], pa.RecordBatch]:
+def _checked(
+    answer: object, source: pa.RecordBatch, name: str, identity: tuple[str, ...]
+) -> tuple[list[int], pa.RecordBatch]:
     """Return which rows the new ones stand for, and the new ones as the input has them (rule 3).
 
     Raises:
@@ -218,30 +266,40 @@ def _checked(answer: object, source: pa.RecordBatch, name: str) -> tuple[list[in
     if isinstance(answer, pa.RecordBatch):
         answer = pa.Table.from_batches([answer])
     if not isinstance(answer, pa.Table):
-        found = type(answer).__name__
-        raise BadRequest(f"option 'recompute': {name} is to return a pyarrow.Table; found {found}")
-    lost = {ROW_COLUMN, *source.schema.names} - {*_SET_HERE, *answer.column_names}
+        raise _wrong(f"{name} is to return a pyarrow.Table; found {type(answer).__name__}")
+    names = answer.column_names
+    lost = {ROW_COLUMN, *source.schema.names} - {*_SET_HERE, *names}
     if lost:
-        raise BadRequest(
-            f"option 'recompute': the table that {name} returns is to have the columns of the "
-            f"refused rows; it has no {', '.join(sorted(lost))}"
+        raise _wrong(
+            f"the table that {name} returns is to have the columns of the refused rows; it has no "
+            f"{', '.join(sorted(lost))}"
         )
+    if len(set(names)) != len(names):
+        raise _wrong(f"the table that {name} returns has two columns of one name: {names}")
     rows = answer.column(ROW_COLUMN).to_pylist()
     count = source.num_rows
-    if len(set(rows)) != len(rows) or not all(row in range(count) for row in rows):
-        raise BadRequest(
-            f"option 'recompute': each row that {name} returns is to stand for another refused "
-            f"row by the number in {ROW_COLUMN!r}, 0 to {count - 1}; found {rows[:20]}"
+    is_fit = all(type(row) is int and 0 <= row < count for row in rows)
+    if not is_fit or len(set(rows)) != len(rows):
+        raise _wrong(
+            f"each row that {name} returns is to stand for another refused row by the number in "
+            f"{ROW_COLUMN!r}, 0 to {count - 1}; found {rows[:20]}"
         )
     fields = [part.with_nullable(nullable=True) for part in source.schema]
     try:
         arrays = [_column(answer, part) for part in fields]
     except (pa.ArrowException, ValueError) as error:
-        raise BadRequest(
-            f"option 'recompute': the rows that {name} returns are not of the input's types: "
-            f"{error}"
+        raise _wrong(
+            f"the rows that {name} returns are not of the input's types: {error}"
         ) from None
-    return rows, pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+    batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+    for each in identity:
+        if not batch.column(each).equals(source.column(each).take(pa.array(rows, pa.int64()))):
+            raise _wrong(f"{name} is to leave identity column {each!r} as it is, row by row")
+    return rows, batch
+
+
+def _wrong(text: str) -> BadRequest:
+    return BadRequest(f"option 'recompute': {text}")
 
 
 def _column(answer: pa.Table, part: pa.Field) -> pa.Array:

@@ -4,12 +4,14 @@ Why it stands alone: results are how a user learns which rows are in the log, so
 an interface of their own.
 
 Rules:
-    1. A task attempt writes a file of its own; the job keeps the files of the attempts that Spark
-       took, deletes the others, and writes `_SUCCESS` last. A directory without it is unfinished.
+    1. A task attempt writes a file of its own, with the write in its name; the job keeps the files
+       of the attempts that Spark took, deletes the others of this write, and writes `_SUCCESS`
+       last. A directory without it is unfinished. Other files are other people's.
     2. The columns are the carried input columns, then `RESULT_FIELDS`; all nullable.
 """
 
 import json
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import numpy as np
@@ -110,23 +112,30 @@ class ResultFile:
         return self.name
 
 
-def keep(results_path: str, names: list[str], summary: dict[str, object]) -> None:
-    """Keep the named files of a finished job, delete what other attempts left (rule 1)."""
+def file_name(task: int, attempt: int, write: str) -> str:
+    """Return the name of the results of a task attempt."""
+    return f"part-{task:05d}-{attempt}-{write}.parquet"
+
+
+def files_of(write: str) -> str:
+    """Return the pattern of the names of a write's results."""
+    return f"part-*-{write}.parquet"
+
+
+def keep(results_path: str, names: list[str], write: str, summary: dict[str, object]) -> None:
+    """Keep the named files of a write, delete what its other attempts left (rule 1)."""
     place = open_place(results_path)
-    wanted = set(names)
+    wanted, pattern = set(names), files_of(write)
     selector = fs.FileSelector(place.path)
     for entry in place.system.get_file_info(selector):
-        if entry.base_name.endswith(".parquet") and entry.base_name not in wanted:
+        if fnmatchcase(entry.base_name, pattern) and entry.base_name not in wanted:
             place.system.delete_file(entry.path)
     _conclude(place, summary)
 
 
 def tell_again(results_path: str, summary: dict[str, object]) -> None:
-    """Have a directory say what a write came to that was done before; its results stay theirs."""
-    place = open_place(results_path)
-    (found,) = place.system.get_file_info([f"{place.path}/{_SUCCESS}"])
-    if found.type == fs.FileType.NotFound:
-        _conclude(place, summary)
+    """Have a directory say what a write came to that was done before, and where its results are."""
+    _conclude(open_place(results_path), summary)
 
 
 def _conclude(place: Place, summary: dict[str, object]) -> None:

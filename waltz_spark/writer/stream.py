@@ -21,6 +21,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from waltz_core.errors import BadConfig
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.batch import DAY_MS, UNDONE_DAYS, finish, forget, new_job
@@ -45,6 +46,12 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
     """
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
+        if options.recompute is not None and options.exactly_once and not options.identity_columns:
+            raise BadConfig(
+                "option 'recompute' in a stream needs identityColumns (with dataFormat): a "
+                "micro-batch that is run again could not find the rows that were computed anew; or "
+                "give exactlyOnce=false"
+            )
         self._job = new_job(options, schema, None)
 
     # -- in a task ----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from waltz_spark.writer.appender import Answered, Appender
 from waltz_spark.writer.columns import Shaper
 from waltz_spark.writer.once import Already, read_back
 from waltz_spark.writer.recompute import Recomputer
-from waltz_spark.writer.results import REJECTED, RETRY, ResultFile
+from waltz_spark.writer.results import REJECTED, RETRY, ResultFile, file_name
 from waltz_spark.writer.row_keys import RowKeys
 
 _log = logging.getLogger("waltz")
@@ -102,7 +102,9 @@ class Job:
         """Write a task's rows; return what became of them."""
         if self.write is None:
             client = client_at(self.layout)
-            return self._send(client, batches, Already(), _file_name(task, attempt), self.marks)
+            return self._send(
+                client, batches, Already(), self._file_name(task, attempt), self.marks
+            )
         until_ms = self.keep_until_ms
         claim = TaskClaim(
             self.layout.connect,
@@ -118,7 +120,15 @@ class Job:
                 path = self.options.results_path
                 return Written(write=self.write, was_done=True, results_path=path)
             already = self._look_back(client, claim)
-            return self._send(client, batches, already, _file_name(task, attempt), claim.marks)
+            return self._send(client, batches, already, self._file_name(task, attempt), claim.marks)
+
+    @property
+    def results_name(self) -> str:
+        """What tells this write's results from others in one directory."""
+        return self.write or self.run
+
+    def _file_name(self, task: int, attempt: int) -> str:
+        return file_name(task, attempt, self.results_name)
 
     def _look_back(self, client: WaltzClient, claim: TaskClaim) -> Already:
         state, others = claim.state, client.other_clients()
@@ -199,10 +209,6 @@ def place_of_task() -> tuple[int, int]:
     """Return the number of the task, and of the attempt, that this process runs for Spark."""
     context = TaskContext.get()
     return (0, 0) if context is None else (context.partitionId(), context.taskAttemptId())
-
-
-def _file_name(task: int, attempt: int) -> str:
-    return f"part-{task:05d}-{attempt}.parquet"
 
 
 def _with_those_there(

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import StructType
+from pyspark.sql.types import ArrayType, IntegerType, LongType, StructField, StructType
 
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.record import lock_hash, spread
-from waltz_spark.options import WriteOptions
+from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.columns import Shaper, check_schema
+from waltz_spark.writer.once import Spool
 
 PLAIN = WriteOptions(connect="zk:2181/waltz/x")
 PACKED = WriteOptions(connect="zk:2181/waltz/x", data_format="msgpack")
@@ -53,7 +54,7 @@ def schema(**columns: str) -> StructType:
         (
             {"data": "binary", "write_lock": "array<int>"},
             PLAIN,
-            "takes column 'write_lock' (did you mean 'write_locks'?)",
+            "column 'write_lock' has no meaning to the log; did you mean 'write_locks'?",
         ),
         (
             {"data": "binary", "id": "long", "who": "string"},
@@ -180,3 +181,30 @@ def test_log_columns_are_not_packed() -> None:
     found = shaper(PACKED).shape(batch)
     assert found.append.column("data").to_pylist() == [b"\x81\xa1a\x01"]
     assert found.append.column("header").to_pylist() == [5]
+
+
+@pytest.mark.parametrize("name", ["WRITE_LOCKS", "Append_Locks", "write_lock", "readlocks"])
+def test_a_lock_column_that_would_lock_nothing_is_refused(name: str) -> None:
+    """Packed with the others, it would be payload, and nothing locked."""
+    columns = StructType(
+        [StructField("id", LongType()), StructField(name, ArrayType(IntegerType()))]
+    )
+    with pytest.raises(BadRequest, match=r"has no meaning to the log; did you mean '\w+_locks'"):
+        check_schema(columns, replace(PLAIN, data_format="json"))
+
+
+def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
+    """Rows that were spooled and rows that were not travel in one batch."""
+    fields = [pa.field("id", pa.int64(), nullable=False), pa.field("data", pa.binary())]
+    batch = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([b"x"])], schema=pa.schema(fields))
+    options = replace(PLAIN, results_path="r", recompute="a:b", on_lock_failure=OnLockFailure.RETRY)
+    shaped = Shaper(options, 4, {}, wants_identity=True).shape(batch)
+    with Spool() as spool:
+        spool.put(shaped)
+        (again,) = spool.take()
+    assert shaped.identity is not None
+    assert shaped.source is not None
+    assert again.identity == shaped.identity
+    assert again.identity.schema == shaped.identity.schema
+    assert again.source.schema == shaped.source.schema
+    assert again.append.schema == shaped.append.schema

@@ -110,13 +110,23 @@ def test_values_out_of_bounds_are_refused_by_name(name: str, value: str) -> None
 
 def test_a_write_s_options() -> None:
     options = parse_write(
-        {**CLUSTER, "onLockFailure": "reject", "batchSize": "10", "resultColumns": "a, b"}
+        {
+            **CLUSTER,
+            "onLockFailure": "reject",
+            "batchSize": "10",
+            "resultsPath": "r",
+            "resultColumns": "a, b",
+        }
     )
     assert options.on_lock_failure is OnLockFailure.REJECT
     assert options.batch_rows == 10
     assert options.result_columns == ("a", "b")
     with pytest.raises(BadConfig, match="one of fail, reject, retry; found 'retries'"):
         parse_write({**CLUSTER, "onLockFailure": "retries"})
+    with pytest.raises(BadConfig, match="'resultColumns' is for results; give option resultsPath"):
+        parse_write({**CLUSTER, "resultColumns": "a"})
+    with pytest.raises(BadConfig, match="'writeId' names a write for exactlyOnce=true"):
+        parse_write({**CLUSTER, "writeId": "a", "exactlyOnce": "false"})
 
 
 def test_the_name_of_a_write() -> None:
@@ -126,7 +136,7 @@ def test_the_name_of_a_write() -> None:
     with pytest.raises(BadConfig, match="'batchId' numbers the batches of a 'writeId'"):
         parse_write({**CLUSTER, "batchId": "7"})
     for bad in ("a/b", "..", "x" * 141, "ü"):
-        with pytest.raises(BadConfig, match="option 'writeId' is up to 120 letters"):
+        with pytest.raises(BadConfig, match="option 'writeId' is up to 140 letters"):
             parse_write({**CLUSTER, "writeId": bad})
 
 
