@@ -140,7 +140,7 @@ class ZooKeeperDirectory:
         try:
             view = await self._in_time(self._coordinator.read_cluster())
             servers = await self._in_time(self._coordinator.read_servers())
-        except errors.WaltzError:
+        except BaseException:
             await self.close()
             raise
         self._cluster = ClusterInfo(
@@ -170,9 +170,10 @@ class ZooKeeperDirectory:
         return await self._in_time(self.coordinator.next_client_id())
 
     async def close(self) -> None:
-        """End the session with ZooKeeper."""
-        if self._coordinator is not None:
-            await self._coordinator.close()
+        """End the session with ZooKeeper; `open` may begin another one."""
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            await coordinator.close()
 
     async def _refresh(self) -> None:
         """Read the servers; whoever asks meanwhile shares the answer (rule 4)."""
@@ -279,10 +280,13 @@ class FixedDirectory:
                 return
             assert self._changed is not None
             await self._fallback.open(self._changed)
-            self._is_open = True
             key = self._fallback.cluster.key
             if key != self._cluster.key:
+                where = self._fallback.coordinator.where
+                # Closed again: whoever asks next is not answered from the wrong cluster.
+                await self._fallback.close()
                 raise errors.ClusterKeyMismatch(
-                    f"expected the cluster with key {self._cluster.key.hex()} at "
-                    f"{self._fallback.coordinator.where}, found {key.hex()}"
+                    f"expected the cluster with key {self._cluster.key.hex()} at {where}, "
+                    f"found {key.hex()}"
                 )
+            self._is_open = True

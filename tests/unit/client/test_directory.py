@@ -1,6 +1,9 @@
 """Directories: one that is told where partitions are, and questions that many have at once."""
 
 import asyncio
+from types import SimpleNamespace
+
+import pytest
 
 from waltz_core import errors
 from waltz_core.client.directory import (
@@ -93,3 +96,44 @@ def test_no_answer_is_told_to_all_who_share_the_question():
     zookeeper = Asked(errors.CoordinatorUnavailable("gone"))
     assert asyncio.run(share(zookeeper, 3)) == [zookeeper.error] * 3
     assert zookeeper.count == 1
+
+
+class Elsewhere:
+    """A ZooKeeper with the cluster of another key."""
+
+    where = "zk:2181/shop"
+    open_count = 0
+
+    def __init__(self):
+        Elsewhere.open_count += 1
+
+    async def read_cluster(self):
+        params = SimpleNamespace(name="shop", partition_count=3)
+        store = SimpleNamespace(cluster_key=SimpleNamespace(bytes=bytes([1] * 16)))
+        return SimpleNamespace(params=params, store=store)
+
+    async def read_servers(self):
+        server = ServerDescriptor(7, "a", 1)
+        return ServersView({7: server}, {n: Ownership(7, 3) for n in range(3)}, is_settled=True)
+
+    async def close(self):
+        Elsewhere.open_count -= 1
+
+
+def test_another_cluster_at_the_same_place_answers_nobody(monkeypatch):
+    """Nor the second one who asks: its session is not kept."""
+
+    async def connect(*_place, **_options):
+        return Elsewhere()
+
+    async def ask_twice():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
+        await directory.open(lambda _owners: None)
+        for _ in range(2):
+            with pytest.raises(errors.ClusterKeyMismatch, match="expected the cluster with key 00"):
+                await directory.owner(0, after_failure=True)
+        await directory.close()
+
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", connect)
+    asyncio.run(ask_twice())
+    assert Elsewhere.open_count == 0
