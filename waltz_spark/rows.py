@@ -225,11 +225,14 @@ def _flat_values(column: pa.Array) -> list[Any]:
 
 
 def _plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
-    """Return the type whose Python values a packer knows; casting to it and back is exact."""
+    """Return the type whose Python values a packer knows; casting to it is exact."""
     if pa.types.is_nested(kind):
         return _plain_nested(kind, data_format)
     if pa.types.is_decimal(kind):
         return pa.string()
+    if pa.types.is_null(kind):
+        # NB: nulls that are cast to nulls inside lists become too few (pyarrow 26).
+        return pa.bool_()
     as_text = data_format == "json"
     if pa.types.is_date(kind):
         return pa.string() if as_text else pa.int32()
@@ -430,7 +433,7 @@ def _builder(kind: pa.DataType, data_format: str) -> _Builder:
     plain = _plain_type(kind, data_format)
     if data_format == "json" and _is_binary(kind):
         return lambda values: pa.array(map(_from_base64, values), kind, size=len(values))
-    if plain == kind:
+    if plain == kind or pa.types.is_null(kind):
         return lambda values: pa.array(values, kind)
     return lambda values: pa.array(values, plain).cast(kind)
 

@@ -221,6 +221,10 @@ def test_any_nested_value_round_trips_with_a_null_at_each_level(
         (pa.map_(pa.string(), pa.struct([("t", pa.timestamp("us", "UTC"))])), [[("k", None)]]),
         (pa.struct([("s", pa.struct([("d", pa.decimal128(38, 18))]))]), [None, {"s": None}]),
         (pa.struct([pa.field("d", pa.decimal128(5, 2), nullable=False)]), [None]),
+        (
+            pa.struct([("d", pa.decimal128(5, 2)), ("v", pa.list_(pa.null()))]),
+            [None, {"d": None, "v": [None, None, None]}],
+        ),
     ],
 )
 def test_what_stands_under_a_null_is_not_cast(
