@@ -151,6 +151,29 @@ def test_other_errors_stay_as_they_are(spark: SparkSession) -> None:
         assert caught.value.__cause__ is None
 
 
+@pytest.mark.filterwarnings("ignore:Cannot infer the eval type")  # Spark's own words
+def test_our_words_in_what_a_user_says_are_the_users(spark: SparkSession) -> None:
+    ours = "waltz_core.errors.LockFailed: no"
+
+    def failing(sentence: str) -> DataFrame:
+        def fail(_: int) -> int:
+            raise RuntimeError(sentence) from None
+
+        return spark.range(1).select(F.udf(fail, "int")("id"))
+
+    tables = [
+        spark.sql(f"SELECT CAST('{ours}' AS int)"),
+        spark.sql(f"SELECT raise_error('x {ours}')"),
+        failing(f"my job: {ours}"),
+        failing(f"two lines\n{ours}"),
+    ]
+    for table in tables:
+        with pytest.raises(PySparkException, match="LockFailed: no") as caught:
+            table.collect()
+        assert not isinstance(caught.value, errors.WaltzError)
+        assert waltz_spark.error_of(caught.value) is None
+
+
 def test_a_session_that_is_not_ours_raises_what_spark_raises(
     spark: SparkSession, connect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
