@@ -42,11 +42,15 @@ class Counter:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_over = asyncio.Event()
         self._open.append(is_over)
-        there_reader, there_writer = await asyncio.open_connection(*self._there)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._pass(reader, there_writer, is_counted=False))
-            group.create_task(self._pass(there_reader, writer, is_counted=True))
-        is_over.set()
+        try:
+            there_reader, there_writer = await asyncio.open_connection(*self._there)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pass(reader, there_writer, is_counted=False))
+                group.create_task(self._pass(there_reader, writer, is_counted=True))
+        except* ConnectionError:
+            pass  # who closes with bytes unread resets the other
+        finally:
+            is_over.set()
 
     async def closed(self) -> None:
         for each in self._open:
@@ -55,11 +59,13 @@ class Counter:
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_counted: bool
     ) -> None:
-        while data := await reader.read(1 << 16):
-            self.bytes += len(data) if is_counted else 0
-            writer.write(data)
-            await writer.drain()
-        writer.close()
+        try:
+            while data := await reader.read(1 << 16):
+                self.bytes += len(data) if is_counted else 0
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
         await writer.wait_closed()
 
 
