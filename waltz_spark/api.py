@@ -14,7 +14,6 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from waltz_spark.writer.results import (
     REJECTED,
     RETRY,
     SUMMARY_FILE,
-    files_of,
+    is_of,
     open_place,
 )
 
@@ -133,16 +132,17 @@ def _summary(path: str) -> dict[str, Any]:
 
 
 def _results(spark: SparkSession, df: DataFrame, path: str, name: str) -> DataFrame:
-    place, pattern = open_place(path), files_of(name)
+    place = open_place(path)
     names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
-    if any(fnmatchcase(each, pattern) for each in names):
-        return spark.read.parquet(f"{path.rstrip('/')}/{pattern}")
+    own = [f"{path.rstrip('/')}/{each}" for each in names if is_of(each, name)]
+    if own:
+        return spark.read.parquet(*own)
     # No row, no file, no schema to read: an empty frame with the columns it would have had.
-    own = (
+    columns = (
         "status string, partition int, transaction_id bigint, attempts int, "
         "lock_failure_transaction_id bigint, retry_high_water_mark bigint"
     )
-    empty = spark.createDataFrame([], own)
+    empty = spark.createDataFrame([], columns)
     taken = {*empty.columns, "data"}
     kept = df.select(*[F.col(name) for name in df.columns if name not in taken]).limit(0)
     return kept.crossJoin(empty)

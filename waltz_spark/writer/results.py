@@ -11,7 +11,7 @@ Rules:
 """
 
 import json
-from fnmatch import fnmatchcase
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -117,18 +117,18 @@ def file_name(task: int, attempt: int, write: str) -> str:
     return f"part-{task:05d}-{attempt}-{write}.parquet"
 
 
-def files_of(write: str) -> str:
-    """Return the pattern of the names of a write's results."""
-    return f"part-*-{write}.parquet"
+def is_of(name: str, write: str) -> bool:
+    """Whether a file has results of this write; one write's name may be the end of another's."""
+    return re.fullmatch(rf"part-\d+-\d+-{re.escape(write)}\.parquet", name) is not None
 
 
 def keep(results_path: str, names: list[str], write: str, summary: dict[str, object]) -> None:
     """Keep the named files of a write, delete what its other attempts left (rule 1)."""
     place = open_place(results_path)
-    wanted, pattern = set(names), files_of(write)
+    wanted = set(names)
     selector = fs.FileSelector(place.path)
     for entry in place.system.get_file_info(selector):
-        if fnmatchcase(entry.base_name, pattern) and entry.base_name not in wanted:
+        if is_of(entry.base_name, write) and entry.base_name not in wanted:
             place.system.delete_file(entry.path)
     _conclude(place, summary)
 
