@@ -133,8 +133,8 @@ def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | Non
     summary = summarise(tasks, hands_back=job.options.hands_back)
     summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
     if paths:
-        # A micro-batch's name is known to its tasks only.
-        name = next((task.write for task in tasks if task.write is not None), job.results_name)
+        # The writer that commits a micro-batch is another one than its tasks had.
+        name = next((task.results_name for task in tasks), job.results_name)
         summary |= {"results_path": paths[0], "results_name": name}
         keep(paths[0], [task.file for task in tasks if task.file is not None], name, summary)
     if write is not None:

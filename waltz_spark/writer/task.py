@@ -45,6 +45,7 @@ class Written(WriterCommitMessage):
     write: str | None = None
     was_done: bool = False
     results_path: str | None = None
+    results_name: str = ""
     committed: int = 0
     rejected: int = 0
     recomputed: int = 0  # how many of the committed rows were computed anew
@@ -157,6 +158,7 @@ class Job:
     ) -> Written:
         options = self.options
         written = Written(write=self.write, results_path=options.results_path)
+        written.results_name = self.results_name
         results = None
         if options.results_path is not None:
             refused = RETRY if options.hands_back else REJECTED
