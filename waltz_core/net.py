@@ -97,16 +97,18 @@ async def dial(
     link._on_ready = is_ready
     link._on_lost = is_gone
     try:
-        async with asyncio.timeout(timeout_s):
-            await loop.create_connection(lambda: _LinkProtocol(link), host, port, ssl=ssl)
-            await ready
-    except TimeoutError as error:
-        raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
-    except OSError as error:
-        raise Unreachable(f"{address}: {error}") from error
-    finally:
-        if link.version is None or not ready.done() or ready.cancelled():
-            link.abort("the dial was given up")  # also when the caller was cancelled
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.create_connection(lambda: _LinkProtocol(link), host, port, ssl=ssl)
+                await ready
+        except TimeoutError as error:
+            raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
+        except OSError as error:
+            raise Unreachable(f"{address}: {error}") from error
+    except BaseException:
+        # NB: a caller may be cancelled when the link is ready already; nobody else knows of it.
+        link.abort("the dial was given up")
+        raise
     return link
 
 

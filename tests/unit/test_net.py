@@ -9,6 +9,7 @@ import pytest
 from waltz_core import net
 from waltz_core.errors import BadConfig, LocalProtocolError, RemoteProtocolError, Unreachable
 from waltz_core.wire import codec
+from waltz_core.wire.connection import Connection
 from waltz_core.wire.messages import Appended, AppendRaw, FlushRequest, Hello, Surface
 
 ANY = "127.0.0.1"
@@ -204,6 +205,41 @@ async def test_a_dial_to_a_silent_peer_is_unreachable():
         address = f"{ANY}:{silent.getsockname()[1]}"
         with pytest.raises(Unreachable, match="no connection and hello within"):
             await net.dial(Surface.STORAGE, address, timeout_s=0.1)
+
+
+def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypatch):
+    """Given up at the moment of the peer's hello, when whoever dials has not been told yet."""
+    is_told = net.Link._hello_received
+    dials, links = [], []
+
+    def is_told_and_given_up(link):
+        is_told(link)
+        links.append(link)
+        dials[0].cancel()
+
+    async def dial_and_give_up():
+        has_ended = asyncio.Event()
+
+        async def say_hello_late(reader, writer):
+            await quiet()  # so that the dial waits for nothing but the hello
+            writer.write(Connection(Surface.STORAGE, is_listener=True).first_bytes())
+            while await reader.read(1024):
+                pass
+            has_ended.set()
+            writer.close()
+
+        async with asyncio.timeout(10), await asyncio.start_server(say_hello_late, ANY, 0) as peer:
+            address = f"{ANY}:{peer.sockets[0].getsockname()[1]}"
+            async with asyncio.TaskGroup() as group:
+                dials.append(group.create_task(net.dial(Surface.STORAGE, address)))
+            assert dials[0].cancelled()
+            try:
+                await has_ended.wait()
+            finally:
+                links[0].abort("test is over")
+
+    monkeypatch.setattr(net.Link, "_hello_received", is_told_and_given_up)
+    net.run(dial_and_give_up())
 
 
 async def answer_with(data):
