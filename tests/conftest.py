@@ -16,6 +16,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Spark's workers must be this very Python; with another one they do not know waltz_spark.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+# Most of Spark's time here is its start, when the second compiler costs more than it gives back.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ Why it stands alone: these functions run in the user's own Python, where results
 hand; everything else of the package runs in processes that Spark starts.
 """
 
+import atexit
 import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import uuid
@@ -80,7 +82,7 @@ def append(
 
     The same write as `df.write.format("waltz")`, with `onLockFailure=reject` unless you say
     otherwise. Without `resultsPath` the results go to a temporary directory, which only a Spark
-    that is all on this machine can do.
+    that is all on this machine can do; it is removed when this Python ends.
 
     Args:
         df: one row is one transaction.
@@ -91,11 +93,13 @@ def append(
     Raises:
         BadConfig: an option or `high_water_marks` is wrong, or a cluster's Spark needs
             `resultsPath`.
-        BadRequest: the DataFrame cannot be written; the column is named.
+        BadRequest: it is no DataFrame, or cannot be written; the column is named.
         LockFailed: with `onLockFailure=fail`, a row was refused.
         Unavailable: the cluster cannot be reached, or took no rows for a minute.
     """
-    spark = df.sparkSession
+    spark = getattr(df, "sparkSession", None)
+    if spark is None:
+        raise BadRequest(f"append takes a DataFrame of Spark; found {type(df).__name__}")
     texts = {name: _text(value) for name, value in options.items()}
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
@@ -191,7 +195,10 @@ def _temporary_results(spark: SparkSession) -> str:
             "this Spark runs on other machines too, or may: give option resultsPath, a directory "
             "that this Python and every executor reach"
         )
-    return str(Path(tempfile.mkdtemp(prefix="waltz-results-")) / uuid.uuid4().hex)  # noqa: TID251
+    place = tempfile.mkdtemp(prefix="waltz-results-")
+    # Whoever holds the outcome may look at it as long as this Python lives.
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return str(Path(place) / uuid.uuid4().hex)  # noqa: TID251
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,8 @@ OPTIONS: tuple[Option, ...] = (
         "resultsPath",
         Use.WRITE,
         "none",
-        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens.",
+        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens. A "
+        "directory for one write at a time.",
     ),
     Option(
         "resultColumns",
@@ -348,6 +349,12 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
             "options 'startingTimestamp' and 'startingHighWaterMarks' both say where to start; "
             "give one of them"
         )
+    for name in ("mode", "columnNameOfCorruptRecord"):
+        if bag.text(name) is not None and bag.text("dataFormat") is None:
+            raise BadConfig(
+                f"option {name!r} is for payloads that dataFormat cannot unpack; give option "
+                "dataFormat too"
+            )
     return ReadOptions(
         connect=bag.connect(),
         columns=bag.columns(),

@@ -36,6 +36,8 @@ SINGLES_MAX = 8
 # While so many parcels are under way, rows are gathered until one of them has landed or a parcel
 # is full: under load many small writers then share a frame, and nobody waits while there is none.
 PARCELS_BEFORE_GATHERING = 1
+# A server may take its time to answer what a contended lock has refused; others do not wait for it.
+GATHERING_S_MAX = 0.005
 # What a full disk or a full queue refused is not sent again at once.
 RESEND_DELAY_S = 0.005
 RESEND_FULL_DELAY_S = 0.1
@@ -205,6 +207,8 @@ class Appends:
         self._gathered: list[Row] = []
         self._gathered_bytes = 0
         self._is_scheduled = False
+        self._has_landed = False
+        self._patience: asyncio.TimerHandle | None = None
         self._parcels: dict[int, list[Row] | _Batch] = {}
         self._token = 0
         self._resending = 0
@@ -255,11 +259,17 @@ class Appends:
 
     def _turn(self) -> None:
         self._is_scheduled = False
-        if len(self._parcels) < PARCELS_BEFORE_GATHERING:
+        if self._has_landed or len(self._parcels) < PARCELS_BEFORE_GATHERING:
             self._send_gathered()
+        elif self._patience is None:
+            self._patience = self._loop.call_later(GATHERING_S_MAX, self._send_gathered)
 
     def _send_gathered(self) -> None:
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        self._has_landed = False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         if not rows:
             return
         if len(rows) <= SINGLES_MAX:
@@ -378,6 +388,7 @@ class Appends:
 
     def _landed(self) -> None:
         """A parcel has its outcome: what was gathered meanwhile may go."""
+        self._has_landed = bool(self._gathered)
         if self._gathered and not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)

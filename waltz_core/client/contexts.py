@@ -205,11 +205,11 @@ class ContextRun:
             try:
                 await applier.reached(mark)
             except errors.Unavailable:
-                if self._partition.applier is applier:
+                if not applier.is_laid_down:
                     raise
             else:
                 return
-        # There is no feed, or `set_partitions` has just ended it.
+        # There is no feed, or `set_partitions` is ending it.
         await self._partition.known(mark)
 
     async def _complete(self, transaction_id: TransactionId) -> None:

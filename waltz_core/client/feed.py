@@ -140,6 +140,7 @@ class Applier:
         self._waiting: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._outage = Outage(partition_id, "data")
         self.stopped: Exception | None = None
+        self.is_laid_down = False  # by the application, which may take the partition up again
 
     @property
     def mark(self) -> TransactionId | None:
@@ -263,6 +264,11 @@ class Applier:
                     self._waiting.append((wanted, future))
                 elif not future.done():
                     future.set_result(None)
+
+    def lay_down(self, error: Exception) -> None:
+        """End it because the application wants to."""
+        self.is_laid_down = True
+        self.end(error)
 
     def end(self, error: Exception) -> None:
         """Hand nothing over any more, without a word to the application."""

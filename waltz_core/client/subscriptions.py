@@ -62,7 +62,7 @@ class _Feed:
     async def stop(self) -> None:
         """Rule 2."""
         text = f"the feed of partition {self.partition.partition_id} was ended by the application"
-        self._catch_up.applier.end(errors.Unavailable(text))
+        self._catch_up.applier.lay_down(errors.Unavailable(text))
         await self._is_over.wait()
         self.partition.unsubscribe()
 

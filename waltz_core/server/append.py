@@ -26,8 +26,9 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -45,6 +46,7 @@ from waltz_core.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
+from waltz_core.server.contenders import Contenders
 from waltz_core.server.events import Answer, ConnectionId, Limits, refusal
 from waltz_core.server.judging import Piece, Place, decode, judge_rows, judge_singles, verify
 from waltz_core.server.lanes import Lanes
@@ -52,10 +54,8 @@ from waltz_core.server.locks import LockTable
 from waltz_core.server.mounts import Mounts
 from waltz_core.server.pace import Pace
 from waltz_core.server.singles import joined
-from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket, Ticket
+from waltz_core.server.tickets import BatchTicket, Epoch, Figures, SingleTicket, Ticket
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
-
-TOOK_MAX: Final = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +112,6 @@ class _Draft:
     is_large: bool = False
 
 
-@dataclass(slots=True)
-class Figures:
-    """Counts since the start, for metrics; `refused` is by `Reason`."""
-
-    requests: int = 0
-    batches: int = 0
-    accepted: int = 0
-    committed: int = 0
-    committed_bytes: int = 0
-    refused: list[int] = field(default_factory=lambda: [0] * len(Reason))
-    # From the arrival of the first request of a batch to its answer; taken out by whoever shows it.
-    took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=TOOK_MAX))
-
-
 class AppendPipeline:
     """See the module's rules; `Partition` feeds it and carries out what it returns."""
 
@@ -134,6 +120,7 @@ class AppendPipeline:
         self._mounts = mounts
         self._pace = pace
         self._lanes: Lanes[Ticket] = Lanes()
+        self._contenders = Contenders()
         self._epochs: deque[Epoch] = deque((Epoch(),))
         self._flights: deque[_Flight] = deque()
         self._in_flight_bytes = 0
@@ -171,11 +158,15 @@ class AppendPipeline:
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
-        return self._next(now_ms)[1]
+        # Nothing is told without a session, so nobody who is held back either.
+        told_at_ms = self._contenders.due_ms if self._is_open else None
+        times = (self._next(now_ms)[1], told_at_ms)
+        return min((time_ms for time_ms in times if time_ms is not None), default=None)
 
     def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
-        return self._next(now_ms)[0] is not None
+        at_ms = self.turn_at_ms(now_ms)
+        return at_ms is not None and at_ms <= now_ms
 
     @property
     def locks(self) -> LockTable | None:
@@ -201,7 +192,8 @@ class AppendPipeline:
         self._session_id, self._generation = opened.session_id, opened.generation
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
         while self._flights and self._flights[0].entry.last <= last:
-            self._land(self._flights.popleft(), out, is_ours=unbroken)
+            self._land(self._flights.popleft(), out, now_ms=None, is_ours=unbroken)
+        self._tell(self._contenders.all(), out)
         for flight in self._flights:
             for ticket in flight.tickets:
                 if ticket.settle(last, self._loss):
@@ -238,7 +230,7 @@ class AppendPipeline:
             if flight.tickets:
                 self.figures.took_ms.append(now_ms - flight.tickets[0].received_ms)
             assert flight.entry.last < last or flight.entry.chain == chain
-            self._land(flight, out)
+            self._land(flight, out, now_ms=now_ms)
         assert self._in_flight_bytes >= 0
         return out
 
@@ -273,6 +265,7 @@ class AppendPipeline:
             else:
                 queued.append(ticket)
         self._forget_flights()
+        queued += self._contenders.all()  # They are not in the log either.
         for epoch in self._epochs:
             out.extend(Reached(token) for token in epoch.waiting)
         self._epochs = deque((Epoch(),))
@@ -315,6 +308,8 @@ class AppendPipeline:
                 ticket.refuse(Reason.NOT_MOUNTED)  # It leaves with its last flight.
             else:
                 self._leave_epoch(ticket, out)
+        for refused in self._contenders.drop(connection):
+            self._leave_epoch(refused, out)
         return out
 
     def barrier(self, token: int) -> list[Outcome]:
@@ -341,6 +336,8 @@ class AppendPipeline:
     def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
         """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
         draft = _Draft()
+        if self._is_open:
+            self._tell(self._contenders.due(now_ms), draft.out)
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
@@ -511,15 +508,32 @@ class AppendPipeline:
         self._flights.clear()
         self._in_flight_bytes = self._large_in_flight = 0
 
-    def _land(self, flight: _Flight, out: list[Outcome], *, is_ours: bool = True) -> None:
+    def _land(
+        self, flight: _Flight, out: list[Outcome], *, now_ms: int | None, is_ours: bool = True
+    ) -> None:
         batch = flight.batch
         self.figures.committed += batch.last - batch.first + 1
         self.figures.committed_bytes += len(batch.records)
         if is_ours:  # Else the log may have been cut and written on since, with other chains.
             out.append(BatchCommitted(flight.entry, batch))
+        committed: list[SingleTicket] = []
+        refused: list[SingleTicket] = []
         for ticket in flight.tickets:
+            if now_ms is not None and isinstance(ticket, SingleTicket):
+                (refused if ticket.reason is Reason.LOCK else committed).append(ticket)
+                if ticket.reason is Reason.LOCK:
+                    continue
             self._landed(ticket, out)
+        if now_ms is not None:
+            took_ms = now_ms - flight.submitted_ms
+            told = self._contenders.landed(committed, refused, took_ms=took_ms, now_ms=now_ms)
+            self._tell(told, out)
         out.extend(Reached(token) for token in flight.waiting)
+
+    def _tell(self, refused: Iterable[SingleTicket], out: list[Outcome]) -> None:
+        """Tell writers what is final, and was held back or not (`contenders.py`)."""
+        for ticket in refused:
+            self._finish(ticket, out)
 
     def _landed(self, ticket: Ticket, out: list[Outcome]) -> None:
         """A flight with rows of this request is final."""

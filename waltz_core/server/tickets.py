@@ -18,6 +18,7 @@ Rules:
 """
 
 import struct
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -40,6 +41,8 @@ from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, R
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 
+# Of how many batches it is kept how long they took.
+TOOK_MAX: Final = 4_096
 _ID = struct.Struct(">q")
 _NONE: Final = _ID.pack(REFUSED)
 assert REFUSED == NO_CONFLICT == -1
@@ -223,3 +226,17 @@ class BatchTicket:
 
 
 Ticket: TypeAlias = SingleTicket | BatchTicket
+
+
+@dataclass(slots=True)
+class Figures:
+    """What became of requests since the start, for metrics; `refused` is by `Reason`."""
+
+    requests: int = 0
+    batches: int = 0
+    accepted: int = 0
+    committed: int = 0
+    committed_bytes: int = 0
+    refused: list[int] = field(default_factory=lambda: [0] * len(Reason))
+    # From the arrival of the first request of a batch to its answer; taken out by whoever shows it.
+    took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=TOOK_MAX))

@@ -94,6 +94,12 @@ class WaltzDataSource(DataSource):
                 f"the schema has columns that the log has not ({names}); give "
                 "option dataFormat=msgpack (or json) to unpack them from the payload"
             )
+        if options.data_format is not None and not foreign:
+            raise BadRequest(
+                "option 'dataFormat' unpacks the payload into the columns of your schema, and "
+                "there is none: give .schema('id long, amount double') with its columns' names "
+                "and types, or leave the option out and take column 'data' as it is"
+            )
         for field in foreign:
             check_packed_type(field.name, field.dataType, options.data_format)
             check_nullable(field.name, field.dataType, nullable=field.nullable)

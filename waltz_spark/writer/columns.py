@@ -37,6 +37,14 @@ LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
 MARK_COLUMN = "client_high_water_mark"
 # Columns with a meaning of their own; every other one is payload when `dataFormat` is given.
 WRITE_COLUMNS = ("data", "header", "partition", *LOCK_COLUMNS, MARK_COLUMN)
+# What results tell of a row; `partition` too, which means the same in a DataFrame.
+RESULT_COLUMNS = (
+    "status",
+    "transaction_id",
+    "attempts",
+    "lock_failure_transaction_id",
+    "retry_high_water_mark",
+)
 # What the function of option `recompute` is told of a refused row, beside the row.
 ROW_COLUMN, CONFLICT_COLUMN = "waltz_row", "lock_failure_transaction_id"
 _INTEGERS = (IntegerType, LongType, ShortType)
@@ -114,6 +122,10 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
     for name in options.result_columns or ():
         if name not in types:
             raise BadRequest(f"option 'resultColumns': there is no column {name!r}")
+        if name in RESULT_COLUMNS:
+            raise BadRequest(
+                f"option 'resultColumns': results have a column {name!r} of their own; rename yours"
+            )
     for name in options.identity_columns:
         if name not in types or name in WRITE_COLUMNS:
             raise BadRequest(f"option 'identityColumns': no column {name!r} is packed")

@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from waltz_core.client import (
     RangeForm,
     Reason,
     TransactionContext,
+    appends,
     catch_up,
     lock,
     outage,
@@ -169,6 +171,27 @@ async def test_many_appends_share_a_frame_and_a_few_go_alone():
 
 @told
 async def test_rows_are_gathered_while_others_are_under_way():
+    with mock.patch.object(appends, "GATHERING_S_MAX", 60.0):
+        async with memory_cluster() as cluster, cluster.client().opened() as client:
+            await client.mount([0])
+            server = cluster.servers[0]
+            server.partitions[0].store.is_holding = True
+            first = await client.append(b"first", partition=0)
+            await until(lambda: server.partitions[0].store.held)
+            server.received.clear()
+            futures = []
+            for _ in range(50):
+                futures.append(await client.append(b"x", partition=0))
+                await asyncio.sleep(0)
+            assert server.received == []
+            server.release(0)
+            assert await first == 0
+            assert sorted([await future for future in futures]) == list(range(1, 51))
+            assert server.received == ["AppendBatch"]
+
+
+@told
+async def test_rows_do_not_wait_long_for_an_answer_that_takes_its_time():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         server = cluster.servers[0]
@@ -176,15 +199,11 @@ async def test_rows_are_gathered_while_others_are_under_way():
         first = await client.append(b"first", partition=0)
         await until(lambda: server.partitions[0].store.held)
         server.received.clear()
-        futures = []
-        for _ in range(50):
-            futures.append(await client.append(b"x", partition=0))
-            await asyncio.sleep(0)
-        assert server.received == []
+        second = await client.append(b"second", partition=0)
+        await until(lambda: server.received == ["AppendRequest"])
+        assert not first.done()
         server.release(0)
-        assert await first == 0
-        assert sorted([await future for future in futures]) == list(range(1, 51))
-        assert server.received == ["AppendBatch"]
+        assert [await first, await second] == [0, 1]
 
 
 @told

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from waltz_core.errors import BadConfig
-from waltz_spark.api import _marks_text
+from waltz_core.errors import BadConfig, BadRequest
+from waltz_spark.api import _marks_text, append
 
 
 def test_marks_are_a_mapping_of_any_whole_numbers() -> None:
@@ -32,3 +32,11 @@ def test_anything_else_is_told_with_what_was_expected(marks: object, found: str)
     with pytest.raises(BadConfig, match="a mapping from partition to high-water mark") as caught:
         _marks_text(marks)
     caught.match(found)
+
+
+@pytest.mark.parametrize("what", [None, [(1, "a")], "df"])
+def test_what_is_no_data_frame_is_told(what: object) -> None:
+    with pytest.raises(
+        BadRequest, match=f"append takes a DataFrame .* found {type(what).__name__}"
+    ):
+        append(what, "localhost:2181/waltz")  # type: ignore[arg-type]

@@ -66,6 +66,11 @@ def schema(**columns: str) -> StructType:
             replace(PLAIN, results_path="somewhere", result_columns=("who",)),
             "takes column 'id':",
         ),
+        (
+            {"data": "binary", "status": "string"},
+            replace(PLAIN, results_path="somewhere", result_columns=("status",)),
+            "results have a column 'status' of their own",
+        ),
     ],
 )
 def test_a_wrong_column_is_a_sentence(

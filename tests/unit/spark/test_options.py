@@ -142,7 +142,11 @@ def test_the_name_of_a_write() -> None:
 
 def test_what_becomes_of_bad_payloads() -> None:
     assert parse_read(CLUSTER).on_corrupt is OnCorrupt.FAIL
-    options = parse_read({**CLUSTER, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": "bad"})
+    packed = {**CLUSTER, "dataFormat": "json"}
+    options = parse_read({**packed, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": "bad"})
     assert (options.on_corrupt, options.corrupt_column) == (OnCorrupt.NULLS, "bad")
     with pytest.raises(BadConfig, match="one of failfast, permissive, dropmalformed"):
-        parse_read({**CLUSTER, "mode": "lenient"})
+        parse_read({**packed, "mode": "lenient"})
+    for name in ("mode", "columnNameOfCorruptRecord"):
+        with pytest.raises(BadConfig, match=f"option '{name}' is for payloads that dataFormat"):
+            parse_read({**CLUSTER, name: "permissive"})

@@ -2,7 +2,8 @@
 
 import pytest
 
-from waltz_spark.writer.results import file_name, is_of
+from waltz_spark.writer.columns import RESULT_COLUMNS
+from waltz_spark.writer.results import RESULT_FIELDS, file_name, is_of
 
 
 @pytest.mark.parametrize("write", ["1", "n-1", "run-0123", "a.b", "x[y]"])
@@ -23,3 +24,8 @@ def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
 )
 def test_what_is_another_ones_is_left_alone(name: str) -> None:
     assert not is_of(name, "1")
+
+
+def test_the_columns_that_nobody_may_carry_are_those_of_results() -> None:
+    own = [field.name for field in RESULT_FIELDS]
+    assert sorted([*RESULT_COLUMNS, "partition"]) == sorted(own)

@@ -1,0 +1,151 @@
+"""A hot lock: those who were refused are told in turn, and nobody waits for long."""
+
+from tests.unit.server.test_append import (
+    ALICE,
+    BOB,
+    COMMITTED,
+    LOCK,
+    A,
+    B,
+    World,
+    results,
+)
+from waltz_core.record import BEFORE_FIRST
+from waltz_core.server.append import Reached
+from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN
+
+HOT, COLD = 5, 6
+
+
+def contended(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, dict]:
+    """One transaction with the hot lock has landed, and so many were refused for it."""
+    world = World()
+    world.single(write=[HOT])
+    world.turn()
+    refused = [world.single(BOB if i % 2 else ALICE, write=[HOT]) for i in range(losers)]
+    world.turn()
+    world.now_ms += took_ms
+    told = results(world.commit())
+    return world, refused, told
+
+
+def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
+    """Somebody gets in with a lock; return who is told when that has landed."""
+    world.single(mark=mark, write=[lock])
+    world.turn()
+    return results(world.commit())
+
+
+def test_one_is_told_at_each_landing_in_the_order_in_which_they_came() -> None:
+    world, refused, told = contended()
+    assert told[refused[0]] == [(-1, LOCK, 0)]
+    assert refused[1] not in told
+    assert refused[2] not in told
+    for number, req_id in enumerate(refused[1:], 1):
+        told = next_commit(world, number - 1)
+        # Of the transaction that has come meanwhile, so that nobody waits for less.
+        assert told.pop(req_id) == [(-1, LOCK, number)]
+        assert list(told.values()) == [[(number, COMMITTED, -1)]]
+    assert world.pipeline.turn_at_ms(world.now_ms) is None
+
+
+def test_who_is_refused_later_is_told_later() -> None:
+    world, refused, _ = contended(losers=2)
+    world.single(mark=0, write=[HOT])
+    world.turn()
+    last = world.single(BOB, mark=0, write=[HOT])
+    world.turn()
+    told = results(world.commit())
+    assert refused[1] in told
+    assert last not in told
+    assert last in next_commit(world, 1)
+
+
+def test_a_landing_under_other_locks_tells_nobody() -> None:
+    world, refused, _ = contended()
+    assert list(next_commit(world, 0, COLD).values()) == [[(1, COMMITTED, -1)]]
+    assert refused[1] in next_commit(world, 1)
+
+
+def test_two_hot_locks_do_not_wait_for_each_other() -> None:
+    world = World()
+    for lock in (HOT, COLD):
+        world.single(write=[lock])
+    world.turn()
+    refused = [world.single(BOB, write=[lock]) for lock in (HOT, COLD, HOT, COLD)]
+    world.turn()
+    told = results(world.commit())
+    assert [req_id in told for req_id in refused] == [True, True, False, False]
+
+
+def test_when_nobody_comes_the_next_one_is_told_after_a_while() -> None:
+    world, refused, _ = contended(took_ms=4)
+    for req_id in refused[1:]:
+        before_ms = world.now_ms
+        assert not world.wants_turn
+        told = results(world.turn_when_paced())
+        assert list(told) == [req_id]
+        assert world.now_ms - before_ms == PATIENCE * 4
+    assert world.pipeline.turn_at_ms(world.now_ms) is None
+
+
+def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
+    world, refused, _ = contended(took_ms=0)
+    assert refused[1] in results(world.turn_when_paced())
+    assert world.now_ms == PATIENCE_MS_MIN
+
+
+def test_nobody_is_held_back_for_long() -> None:
+    world, refused, _ = contended(losers=200)
+    told = []
+    while len(told) < 199:
+        told += results(world.turn_when_paced())
+        assert world.now_ms <= 1 + HELD_MS_MAX
+    assert told == refused[1:]
+
+
+def test_the_end_of_a_session_holds_nobody_back_any_more() -> None:
+    world, refused, _ = contended()
+    world.pipeline.closed()
+    world.now_ms += 2 * HELD_MS_MAX
+    assert not world.wants_turn, "nothing is told without a session"
+    assert world.pipeline.turn_at_ms(world.now_ms) is None
+    told = results(world.open(0))
+    assert list(told) == refused[1:]
+
+
+def test_a_partition_that_is_given_up_gives_them_back() -> None:
+    world, refused, _ = contended()
+    queued, doubtful, out = world.pipeline.abandon()
+    assert [ticket.req_id for ticket in queued] == refused[1:]
+    assert (doubtful, out) == ([], [])
+
+
+def test_a_closed_connection_is_told_nothing_and_a_flush_does_not_wait_for_it() -> None:
+    world, refused, _ = contended(losers=4)
+    assert world.pipeline.flush(1) == []
+    assert results(world.pipeline.close(B)) == {}
+    told = next_commit(world, 0)
+    assert refused[2] in told
+    assert not {refused[1], refused[3]} & told.keys()
+    assert world.pipeline.turn_at_ms(world.now_ms) is None
+
+
+def test_a_flush_waits_until_they_are_told() -> None:
+    world, _, _ = contended(losers=2)
+    assert world.pipeline.flush(1) == []
+    assert Reached(1) in world.turn_when_paced()
+
+
+def test_who_comes_with_an_old_mark_is_told_at_once() -> None:
+    world, _, _ = contended(losers=1)
+    stale = world.single(BOB, mark=BEFORE_FIRST, write=[HOT])
+    assert list(results(world.turn())) == [stale]
+
+
+def test_a_connection_that_closed_has_nobody_waiting() -> None:
+    world, _, _ = contended(losers=3)
+    for connection in (A, B):
+        world.pipeline.close(connection)
+    assert not world.wants_turn
+    assert world.pipeline.turn_at_ms(world.now_ms) is None

@@ -1,0 +1,125 @@
+"""Writers that a lock has refused, told one after the other, so that one of them gets in.
+
+Why it stands alone: under optimistic locking everybody who was refused tries again. If all who
+wait for one hot lock are told at once, all of them send at once, one gets in, and the rest have
+worked for nothing. Told in turn, each finds the way free: a commit then costs about one refusal,
+whatever the number of writers.
+
+Rules:
+    1. Only what is final is held back: a transaction that was refused for one that is committed.
+       Holding it back changes when its writer hears of it, and nothing else.
+    2. Those who asked for the same locks form a queue. Whenever a transaction with these locks has
+       landed, and some time after nobody has come, the first in the queue is told.
+    3. Nobody is held back for longer than `HELD_MS_MAX`.
+    4. Who is told hears of the last transaction that has come before him, so that he does not try
+       again from a mark that is out of date meanwhile.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from waltz_core.server.events import ConnectionId
+from waltz_core.server.tickets import SingleTicket
+
+HELD_MS_MAX: Final = 100
+# The one who was told has so many times as long as the last commit took, until the next is told.
+PATIENCE: Final = 3
+PATIENCE_MS_MIN: Final = 2
+
+_Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Who waits for some locks; the first is told at `due_ms` at the latest."""
+
+    due_ms: int
+    patience_ms: int
+    waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # held back until
+    last_id: int = -1  # the last transaction with these locks
+
+
+class Contenders:
+    """See the module's rules."""
+
+    __slots__ = ("_queues",)
+
+    def __init__(self) -> None:
+        self._queues: dict[_Key, _Queue] = {}
+
+    @property
+    def due_ms(self) -> int | None:
+        """When somebody is to be told, if nothing lands before."""
+        if not self._queues:
+            return None
+        return min(min(queue.due_ms, queue.waiting[0][1]) for queue in self._queues.values())
+
+    def landed(
+        self,
+        committed: Iterable[SingleTicket],
+        refused: Iterable[SingleTicket],
+        *,
+        took_ms: int,
+        now_ms: int,
+    ) -> list[SingleTicket]:
+        """A batch has landed, and refusals are final with it; return who is told now."""
+        patience_ms = max(PATIENCE_MS_MIN, PATIENCE * took_ms)
+        touched: dict[_Key, None] = {}
+        for ticket in refused:
+            key = _key_of(ticket)
+            queue = self._queues.setdefault(key, _Queue(now_ms, patience_ms))
+            queue.waiting.append((ticket, now_ms + HELD_MS_MAX))
+            queue.last_id = max(queue.last_id, ticket.conflict)
+            touched[key] = None
+        if not self._queues:
+            return []
+        for ticket in committed:
+            key = _key_of(ticket)
+            if key in self._queues:
+                self._queues[key].last_id = ticket.transaction_id
+                touched[key] = None
+        told: list[SingleTicket] = []
+        for key in touched:
+            queue = self._queues[key]
+            queue.patience_ms = patience_ms
+            told.append(self._next_of(key, queue, now_ms))
+        return told
+
+    def due(self, now_ms: int) -> list[SingleTicket]:
+        """Return whose time has come (rules 2 and 3)."""
+        told: list[SingleTicket] = []
+        for key, queue in list(self._queues.items()):
+            while queue.waiting and min(queue.due_ms, queue.waiting[0][1]) <= now_ms:
+                told.append(self._next_of(key, queue, now_ms))
+        return told
+
+    def drop(self, connection: ConnectionId) -> list[SingleTicket]:
+        """Forget a closed connection's; return them."""
+        return self._take(lambda ticket: ticket.connection == connection)
+
+    def all(self) -> list[SingleTicket]:
+        """Hold nobody back any more; return them."""
+        return self._take(lambda _: True)
+
+    def _next_of(self, key: _Key, queue: _Queue, now_ms: int) -> SingleTicket:
+        ticket, _ = queue.waiting.popleft()
+        ticket.conflict = max(ticket.conflict, queue.last_id)  # rule 4
+        queue.due_ms = now_ms + queue.patience_ms
+        if not queue.waiting:
+            del self._queues[key]
+        return ticket
+
+    def _take(self, wanted: Callable[[SingleTicket], bool]) -> list[SingleTicket]:
+        taken: list[SingleTicket] = []
+        for key, queue in list(self._queues.items()):
+            taken += [ticket for ticket, _ in queue.waiting if wanted(ticket)]
+            queue.waiting = deque(each for each in queue.waiting if not wanted(each[0]))
+            if not queue.waiting:
+                del self._queues[key]
+        return taken
+
+
+def _key_of(ticket: SingleTicket) -> _Key:
+    return ticket.message.write_locks, ticket.message.read_locks
