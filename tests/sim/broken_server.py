@@ -5,6 +5,7 @@ import numpy as np
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.server import append
 from waltz_core.server.append import AppendPipeline, Reached
+from waltz_core.server.contenders import Contenders
 from waltz_core.server.judging import Piece
 from waltz_core.server.locks import LockTable
 from waltz_core.server.mounts import Mounts
@@ -312,3 +313,21 @@ def doubtful_flights_land() -> Patches:
 def batch_answered_before_all_is_final() -> Patches:
     """A batch is answered when its first flight has landed."""
     yield instead(BatchTicket, "is_final", property(lambda self: self.is_judged))
+
+
+@switch
+def held_refusals_wait_for_ever() -> Patches:
+    """A refusal that is held back is told when something lands under its locks, or never."""
+    yield instead(Contenders, "due_ms", property(lambda _self: None))
+    yield instead(Contenders, "due", lambda _self, _now_ms: [])
+
+
+@switch
+def held_refusals_lost_with_session() -> Patches:
+    """A refusal that is held back when a session ends is told to nobody."""
+
+    def forgotten(self):
+        self._queues.clear()
+        return []
+
+    yield instead(Contenders, "all", forgotten)

@@ -194,8 +194,13 @@ def _many(arguments: argparse.Namespace) -> int:
 
 def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
     of = "" if seed_count is None else f" of {seed_count}"
+    known = 0
 
     def told(sums: Coverage, seconds: float) -> None:
+        nonlocal known
+        for failure in sums.failures[known:]:
+            say(f"seed {failure.seed} broke {failure.rule}; more of it at the end")
+        known = len(sums.failures)
         rate = sums.seeds / seconds
         say(f"{sums.seeds}{of} seeds, {rate:.1f} a second, {len(sums.failures)} broke a rule")
 

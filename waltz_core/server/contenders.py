@@ -40,21 +40,26 @@ class _Queue:
     waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # held back until
     last_id: int = -1  # the last transaction with these locks
 
+    @property
+    def told_at_ms(self) -> int:
+        """When the first is told, if nothing lands before."""
+        return min(self.due_ms, self.waiting[0][1])
+
 
 class Contenders:
     """See the module's rules."""
 
-    __slots__ = ("_queues",)
+    __slots__ = ("_not_before_ms", "_queues")
 
     def __init__(self) -> None:
         self._queues: dict[_Key, _Queue] = {}
+        # Nobody is due earlier. It is asked for at every event, so it may be too early, not late.
+        self._not_before_ms: int | None = None
 
     @property
     def due_ms(self) -> int | None:
-        """When somebody is to be told, if nothing lands before."""
-        if not self._queues:
-            return None
-        return min(min(queue.due_ms, queue.waiting[0][1]) for queue in self._queues.values())
+        """When `due` may have somebody to tell, if nothing lands before."""
+        return self._not_before_ms
 
     def landed(
         self,
@@ -85,14 +90,22 @@ class Contenders:
             queue = self._queues[key]
             queue.patience_ms = patience_ms
             told.append(self._next_of(key, queue, now_ms))
+            if queue.waiting:
+                due_ms = queue.told_at_ms
+                self._not_before_ms = min(due_ms, self._not_before_ms or due_ms)
+        if not self._queues:
+            self._not_before_ms = None
         return told
 
     def due(self, now_ms: int) -> list[SingleTicket]:
         """Return whose time has come (rules 2 and 3)."""
+        if self._not_before_ms is None or self._not_before_ms > now_ms:
+            return []
         told: list[SingleTicket] = []
         for key, queue in list(self._queues.items()):
-            while queue.waiting and min(queue.due_ms, queue.waiting[0][1]) <= now_ms:
+            while queue.waiting and queue.told_at_ms <= now_ms:
                 told.append(self._next_of(key, queue, now_ms))
+        self._look()
         return told
 
     def drop(self, connection: ConnectionId) -> list[SingleTicket]:
@@ -118,7 +131,12 @@ class Contenders:
             queue.waiting = deque(each for each in queue.waiting if not wanted(each[0]))
             if not queue.waiting:
                 del self._queues[key]
+        self._look()
         return taken
+
+    def _look(self) -> None:
+        times = (queue.told_at_ms for queue in self._queues.values())
+        self._not_before_ms = min(times, default=None)
 
 
 def _key_of(ticket: SingleTicket) -> _Key:

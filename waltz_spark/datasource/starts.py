@@ -4,11 +4,15 @@ Why it stands alone: a batch and the first micro-batch of a stream start in the 
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from waltz_core.client import RangeForm, WaltzClient
 from waltz_spark import planning
 from waltz_spark.options import ReadOptions
+
+# A time is found by thirty questions or so, one after the other; in so many partitions at once.
+PARTITIONS_AT_ONCE = 32
 
 
 def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
@@ -21,10 +25,14 @@ def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) 
     if options.starting_ms is None:
         return planning.resolve_starts(options, marks)
     since_ms = options.starting_ms
-    return {
-        partition: planning.first_since(partial(_stamp_ms, client, partition), mark, since_ms)
-        for partition, mark in marks.items()
-    }
+
+    def start(partition: int) -> int:
+        return planning.first_since(
+            partial(_stamp_ms, client, partition), marks[partition], since_ms
+        )
+
+    with ThreadPoolExecutor(PARTITIONS_AT_ONCE) as pool:
+        return dict(zip(marks, pool.map(start, marks), strict=True))
 
 
 def _stamp_ms(client: WaltzClient, partition: int, transaction_id: int) -> int:
