@@ -316,13 +316,6 @@ def batch_answered_before_all_is_final() -> Patches:
 
 
 @switch
-def held_refusals_wait_for_ever() -> Patches:
-    """A refusal that is held back is told when something lands under its locks, or never."""
-    yield instead(Contenders, "due_ms", property(lambda _self: None))
-    yield instead(Contenders, "due", lambda _self, _now_ms: [])
-
-
-@switch
 def held_refusals_lost_with_session() -> Patches:
     """A refusal that is held back when a session ends is told to nobody."""
 

@@ -10,6 +10,9 @@ Rules:
        a feed of the partition, else known to be in the log.
     3. Each attempt is final before the next one begins: no context is in the log twice.
     4. Deadline and retry limit are the context's; the first to be reached expires it.
+    5. What `execute` goes by under a feed is what was applied. While the application has laid the
+       partition down, no attempt begins: nothing is applied, and the log's mark would claim that
+       all of it was.
 """
 
 import asyncio
@@ -108,6 +111,7 @@ class ContextRun:
         # The hooks have told it; nobody needs to look at the future.
         self.future.add_done_callback(_look_at)
         self._row: Row | None = None
+        self._goes_by_feed = False  # rule 5
 
     async def begin(self) -> bool:
         """Make the first attempt; False when the context has ended with it."""
@@ -132,6 +136,16 @@ class ContextRun:
         """Execute and append; False when `execute` has given the transaction up."""
         partition = self._partition
         await partition.mounted()
+        self._goes_by_feed = self._goes_by_feed or partition.applier is not None
+        if self._goes_by_feed:
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    await partition.fed()
+            except TimeoutError:
+                where = f"partition {partition.partition_id}"
+                return await self._expire(
+                    errors.Unavailable(f"{where} was laid down by the application, and not again")
+                )
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         if not await self._context.execute(builder):
             self._end_with(None)
@@ -200,8 +214,8 @@ class ContextRun:
 
     async def _consumed(self, mark: TransactionId) -> None:
         """Rule 2."""
-        applier = self._partition.applier
-        if applier is not None:
+        while self._goes_by_feed:
+            applier = await self._partition.fed()
             try:
                 await applier.reached(mark)
             except errors.Unavailable:
@@ -209,7 +223,6 @@ class ContextRun:
                     raise
             else:
                 return
-        # There is no feed, or `set_partitions` is ending it.
         await self._partition.known(mark)
 
     async def _complete(self, transaction_id: TransactionId) -> None:

@@ -85,7 +85,8 @@ class ClientPartition:
             batch_rows=min(PARCEL_ROWS, config.batch_rows_max),
             batch_bytes=min(PARCEL_BYTES, config.batch_bytes_max),
         )
-        self.applier: Applier | None = None
+        self._applier: Applier | None = None
+        self._applier_changed = asyncio.Event()
         # Fetches the feed after one mark up to about another, and says `caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
@@ -93,6 +94,35 @@ class ClientPartition:
         self._mount_waiters: list[asyncio.Future[None]] = []
         self._mark_waiters: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._stopped: errors.WaltzError | None = None
+
+    # --- the feed's receiver
+
+    @property
+    def applier(self) -> "Applier | None":
+        """Who applies the feed; None without one."""
+        return self._applier
+
+    @applier.setter
+    def applier(self, applier: "Applier | None") -> None:
+        self._applier = applier
+        self._applier_changed.set()
+        self._applier_changed = asyncio.Event()
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether there is a feed that the application has not laid down."""
+        return self._applier is not None and not self._applier.is_laid_down
+
+    async def fed(self) -> "Applier":
+        """Return who applies the feed, once there is one that the application has not laid down.
+
+        Raises what has ended the stream.
+        """
+        while self._applier is None or self._applier.is_laid_down:
+            if self._stopped is not None:
+                raise self._stopped
+            await self._applier_changed.wait()
+        return self._applier
 
     # --- what it is asked
 
@@ -266,6 +296,7 @@ class ClientPartition:
 
     def _end(self, error: errors.WaltzError) -> None:
         self._stopped = error
+        self._applier_changed.set()
         waiting, self._mount_waiters = self._mount_waiters, []
         for future in waiting:
             if not future.done():

@@ -181,7 +181,7 @@ class ReplicaLink:
         )
         try:
             await made._ask(request, timeout_s)
-        except errors.WaltzError:
+        except BaseException:  # also when whoever asks is cancelled
             made.close()
             raise
         return made

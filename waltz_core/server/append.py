@@ -28,7 +28,7 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -46,7 +46,7 @@ from waltz_core.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.contenders import Contenders
+from waltz_core.server.contenders import Contenders, is_contender
 from waltz_core.server.events import Answer, ConnectionId, Limits, refusal
 from waltz_core.server.judging import Piece, Place, decode, judge_rows, judge_singles, verify
 from waltz_core.server.lanes import Lanes
@@ -158,9 +158,7 @@ class AppendPipeline:
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
-        # Nothing is told without a session, so nobody who is held back either.
-        told_at_ms = self._contenders.due_ms if self._is_open else None
-        times = (self._next(now_ms)[1], told_at_ms)
+        times = (self._next(now_ms)[1], self._contenders.due_ms)
         return min((time_ms for time_ms in times if time_ms is not None), default=None)
 
     def wants_turn(self, now_ms: int) -> bool:
@@ -193,7 +191,6 @@ class AppendPipeline:
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
         while self._flights and self._flights[0].entry.last <= last:
             self._land(self._flights.popleft(), out, now_ms=None, is_ours=unbroken)
-        self._tell(self._contenders.all(), out)
         for flight in self._flights:
             for ticket in flight.tickets:
                 if ticket.settle(last, self._loss):
@@ -238,7 +235,7 @@ class AppendPipeline:
         """Submit nothing more in this session, so that it can end with nothing in flight."""
         self._is_held = True
 
-    def closed(self, loss: Reason = Reason.LOST) -> None:
+    def closed(self, loss: Reason = Reason.LOST) -> list[Outcome]:
         """The session takes no more; what is in flight waits for the next one's `settled`.
 
         `loss` is what is told of the rows that turn out to be lost: NO_SPACE for a full disk.
@@ -248,6 +245,8 @@ class AppendPipeline:
         # Nothing of it will land; other partitions' large batches need not wait for the next one.
         self._pace.forgotten(self._large_in_flight)
         self._large_in_flight = 0
+        # What is final is told now: the next session may be long in coming.
+        return self._told(self._contenders.all())
 
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
         """Give the partition up: return what was never submitted, and what may be in the log."""
@@ -336,8 +335,7 @@ class AppendPipeline:
     def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
         """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
         draft = _Draft()
-        if self._is_open:
-            self._tell(self._contenders.due(now_ms), draft.out)
+        draft.out += self._told(self._contenders.due(now_ms))
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
@@ -516,24 +514,30 @@ class AppendPipeline:
         self.figures.committed_bytes += len(batch.records)
         if is_ours:  # Else the log may have been cut and written on since, with other chains.
             out.append(BatchCommitted(flight.entry, batch))
-        committed: list[SingleTicket] = []
-        refused: list[SingleTicket] = []
+        held: list[SingleTicket] = []
         for ticket in flight.tickets:
-            if now_ms is not None and isinstance(ticket, SingleTicket):
-                (refused if ticket.reason is Reason.LOCK else committed).append(ticket)
-                if ticket.reason is Reason.LOCK:
-                    continue
-            self._landed(ticket, out)
+            if now_ms is not None and self._may_be_held(ticket):
+                held.append(ticket)
+            else:
+                self._landed(ticket, out)
         if now_ms is not None:
             took_ms = now_ms - flight.submitted_ms
-            told = self._contenders.landed(committed, refused, took_ms=took_ms, now_ms=now_ms)
-            self._tell(told, out)
+            out += self._told(
+                self._contenders.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
+            )
         out.extend(Reached(token) for token in flight.waiting)
 
-    def _tell(self, refused: Iterable[SingleTicket], out: list[Outcome]) -> None:
-        """Tell writers what is final, and was held back or not (`contenders.py`)."""
+    def _may_be_held(self, ticket: Ticket) -> TypeGuard[SingleTicket]:
+        if not is_contender(ticket):
+            return False  # or its writer is not there any more to be told later
+        return ticket.mount == self._mounts.number(ticket.req_id.client_id, ticket.connection) > 0
+
+    def _told(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
+        """Answer writers that were held back, or might have been (`contenders.py`)."""
+        out: list[Outcome] = []
         for ticket in refused:
             self._finish(ticket, out)
+        return out
 
     def _landed(self, ticket: Ticket, out: list[Outcome]) -> None:
         """A flight with rows of this request is final."""

@@ -2,26 +2,26 @@
 
 Why it stands alone: under optimistic locking everybody who was refused tries again. If all who
 wait for one hot lock are told at once, all of them send at once, one gets in, and the rest have
-worked for nothing. Told in turn, each finds the way free: a commit then costs about one refusal,
-whatever the number of writers.
+worked for nothing. Told in turn, each finds few others on the way.
 
 Rules:
     1. Only what is final is held back: a transaction that was refused for one that is committed.
        Holding it back changes when its writer hears of it, and nothing else.
-    2. Those who asked for the same locks form a queue. Whenever a transaction with these locks has
-       landed, and some time after nobody has come, the first in the queue is told.
-    3. Nobody is held back for longer than `HELD_MS_MAX`.
-    4. Who is told hears of the last transaction that has come before him, so that he does not try
-       again from a mark that is out of date meanwhile.
+    2. Writers that were sent one by one and asked for exactly the same locks form a queue. Whenever
+       such a transaction has landed, and some time after none has, the first in the queue is told.
+    3. Nobody is held back for longer than `HELD_MS_MAX`, nor beyond the end of the session.
+    4. Who is told hears of the last transaction of the queue's locks that has come before him.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeGuard
 
 from waltz_core.server.events import ConnectionId
-from waltz_core.server.tickets import SingleTicket
+from waltz_core.server.locks import REFUSED
+from waltz_core.server.tickets import SingleTicket, Ticket
+from waltz_core.wire.messages import Reason
 
 HELD_MS_MAX: Final = 100
 # The one who was told has so many times as long as the last commit took, until the next is told.
@@ -46,6 +46,13 @@ class _Queue:
         return min(self.due_ms, self.waiting[0][1])
 
 
+def is_contender(ticket: Ticket) -> TypeGuard[SingleTicket]:
+    """Whether it was refused for a lock that it wants to write; who only reads hinders nobody."""
+    if not isinstance(ticket, SingleTicket) or ticket.reason is not Reason.LOCK:
+        return False
+    return bool(ticket.message.write_locks)
+
+
 class Contenders:
     """See the module's rules."""
 
@@ -63,13 +70,16 @@ class Contenders:
 
     def landed(
         self,
-        committed: Iterable[SingleTicket],
+        landed: Iterable[Ticket],
         refused: Iterable[SingleTicket],
         *,
         took_ms: int,
         now_ms: int,
     ) -> list[SingleTicket]:
-        """A batch has landed, and refusals are final with it; return who is told now."""
+        """A batch has landed, and refusals are final with it; return who is told now.
+
+        `refused` are those of the `landed` who may be held back.
+        """
         patience_ms = max(PATIENCE_MS_MIN, PATIENCE * took_ms)
         touched: dict[_Key, None] = {}
         for ticket in refused:
@@ -80,10 +90,13 @@ class Contenders:
             touched[key] = None
         if not self._queues:
             return []
-        for ticket in committed:
-            key = _key_of(ticket)
+        for each in landed:
+            if not isinstance(each, SingleTicket) or each.transaction_id == REFUSED:
+                continue
+            key = _key_of(each)
             if key in self._queues:
-                self._queues[key].last_id = ticket.transaction_id
+                queue = self._queues[key]
+                queue.last_id = max(queue.last_id, each.transaction_id)
                 touched[key] = None
         told: list[SingleTicket] = []
         for key in touched:
@@ -140,4 +153,4 @@ class Contenders:
 
 
 def _key_of(ticket: SingleTicket) -> _Key:
-    return ticket.message.write_locks, ticket.message.read_locks
+    return tuple(sorted(ticket.message.write_locks)), tuple(sorted(ticket.message.read_locks))

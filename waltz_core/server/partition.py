@@ -472,7 +472,8 @@ class Partition:
         self._is_open = False
         self._opening = None
         is_full = event.error_code == errors.NoSpace.code
-        self.pipeline.closed(messages.Reason.NO_SPACE if is_full else messages.Reason.LOST)
+        loss = messages.Reason.NO_SPACE if is_full else messages.Reason.LOST
+        self._route(self.pipeline.closed(loss), out)
         self.reads.closed()
         # Asked before the session ended, so the next one may answer as well.
         for question in self._unproved(self._proofs.reset(), out):

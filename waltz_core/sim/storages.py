@@ -236,7 +236,8 @@ class SimStorage(Process):
         disk.forget_plans()
         self.fsync_us = 500
         self.dies_at = None
-        self.trusts_fsync = True
+        if self.is_up:  # Else its operator still has to start it as one whose disk has lied.
+            self.trusts_fsync = True
 
     def _gone(self, text: str, error: WaltzError) -> None:
         self.world.note(f"{self.name} {text}")

@@ -47,6 +47,16 @@ class Shared(AsyncCallbacks):
         return self.policy
 
 
+class Tried(Counting):
+    """Counts its attempts, too."""
+
+    attempts = 0
+
+    def execute(self, builder):
+        self.attempts += 1
+        return super().execute(builder)
+
+
 async def write(client, partition, count):
     payload = batch_of(*(b"%d" % i for i in range(count)))
     await (await client.append_batch(partition, payload, count, client_high_water_mark=-1))
@@ -163,6 +173,62 @@ async def test_contexts_go_on_while_partitions_come_and_go():
         assert len({await future for future in futures}) == 20
         await until(lambda: len(callbacks.seen[0]) == 40)
         assert callbacks.seen[0] == list(range(40))
+
+
+@told
+async def test_a_context_waits_while_its_partition_is_laid_down():
+    """It computes from what was applied, so without a feed it would write over what it missed."""
+    async with (
+        memory_cluster() as cluster,
+        cluster.client().opened() as one,
+        cluster.client().opened() as two,
+    ):
+        others, callbacks = Shared(), Shared()
+        await one.subscribe(others, [0])
+        await two.subscribe(callbacks, [0])
+        await (await one.submit(Counting(others.state)))
+        await until(lambda: callbacks.state["value"] == 1)
+        callbacks.may_go_on.clear()
+        for _ in range(2):
+            await (await one.submit(Counting(others.state)))
+        await until(lambda: callbacks.is_applying)
+        context = Tried(callbacks.state)
+        future = await two.submit(context)
+        await until(lambda: "lock failure" in context.heard)
+        async with asyncio.TaskGroup() as group:
+            laying_down = group.create_task(two.set_partitions([]))
+            await until(lambda: two.partitions == ())
+            assert not laying_down.done()
+            callbacks.may_go_on.set()
+        assert callbacks.state["value"] == 2
+        await two.set_partitions([0])
+        await future
+        await until(lambda: callbacks.state["value"] == 4)
+        assert context.attempts == 2, "none in between, for nothing had changed for it"
+
+
+@told
+async def test_a_context_whose_partition_stays_laid_down_expires():
+    async with (
+        memory_cluster() as cluster,
+        cluster.client().opened() as one,
+        cluster.client().opened() as two,
+    ):
+        callbacks = Shared()
+        await two.subscribe(callbacks, [0])
+        callbacks.may_go_on.clear()
+        await (await one.submit(Counting({"value": 0})))
+        await until(lambda: callbacks.is_applying)
+        context = Tried(callbacks.state)
+        context.timeout_ms = 300
+        future = await two.submit(context)
+        await until(lambda: "lock failure" in context.heard)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(two.set_partitions([]))
+            callbacks.may_go_on.set()
+        with pytest.raises(errors.LockFailed):
+            await future
+        assert context.attempts == 1
 
 
 @told

@@ -5,7 +5,6 @@ from tests.unit.server.test_append import (
     BOB,
     COMMITTED,
     LOCK,
-    A,
     B,
     World,
     results,
@@ -104,14 +103,11 @@ def test_nobody_is_held_back_for_long() -> None:
     assert told == refused[1:]
 
 
-def test_the_end_of_a_session_holds_nobody_back_any_more() -> None:
+def test_the_end_of_a_session_holds_nobody_back() -> None:
     world, refused, _ = contended()
-    world.pipeline.closed()
-    world.now_ms += 2 * HELD_MS_MAX
-    assert not world.wants_turn, "nothing is told without a session"
+    assert list(results(world.pipeline.closed())) == refused[1:]
     assert world.pipeline.turn_at_ms(world.now_ms) is None
-    told = results(world.open(0))
-    assert list(told) == refused[1:]
+    assert results(world.open(0)) == {}
 
 
 def test_a_partition_that_is_given_up_gives_them_back() -> None:
@@ -125,9 +121,9 @@ def test_a_closed_connection_is_told_nothing_and_a_flush_does_not_wait_for_it() 
     world, refused, _ = contended(losers=4)
     assert world.pipeline.flush(1) == []
     assert results(world.pipeline.close(B)) == {}
-    told = next_commit(world, 0)
-    assert refused[2] in told
-    assert not {refused[1], refused[3]} & told.keys()
+    out = world.turn_when_paced()
+    assert list(results(out)) == [refused[2]]
+    assert Reached(1) in out
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
@@ -138,14 +134,66 @@ def test_a_flush_waits_until_they_are_told() -> None:
 
 
 def test_who_comes_with_an_old_mark_is_told_at_once() -> None:
-    world, _, _ = contended(losers=1)
+    world, _, _ = contended(losers=3)
+    world.single(mark=0, write=[COLD])
+    world.turn()  # something is in flight, and others are held back
     stale = world.single(BOB, mark=BEFORE_FIRST, write=[HOT])
     assert list(results(world.turn())) == [stale]
 
 
-def test_a_connection_that_closed_has_nobody_waiting() -> None:
-    world, _, _ = contended(losers=3)
-    for connection in (A, B):
-        world.pipeline.close(connection)
-    assert not world.wants_turn
+def test_those_who_only_read_do_not_wait_for_each_other() -> None:
+    world = World()
+    world.single(write=[HOT])
+    world.turn()
+    readers = [world.single(BOB, read=[HOT]) for _ in range(3)]
+    world.turn()
+    told = results(world.commit())
+    assert [told[req_id] for req_id in readers] == [[(-1, LOCK, 0)]] * 3
+
+
+def test_read_locks_and_their_order_make_a_queue_too() -> None:
+    world = World()
+    world.single(write=[HOT, COLD])
+    world.turn()
+    same = [world.single(BOB, write=locks) for locks in ([HOT, COLD], [COLD, HOT])]
+    other = world.single(BOB, write=[HOT, COLD], read=[7])
+    world.turn()
+    told = results(world.commit())
+    assert [req_id in told for req_id in (*same, other)] == [True, False, True]
+
+
+def test_a_writer_who_has_gone_holds_nobody_up() -> None:
+    world = World()
+    world.single(write=[HOT])
+    world.turn()
+    gone = [world.single(BOB, write=[HOT]) for _ in range(2)]
+    there = world.single(ALICE, write=[HOT])
+    world.turn()
+    world.mounts.close(B)
+    world.pipeline.close(B)
+    told = results(world.commit())
+    assert there in told
+    assert set(gone) <= told.keys(), "they are nobody's, and leave at once"
     assert world.pipeline.turn_at_ms(world.now_ms) is None
+
+
+def test_of_two_queues_the_one_that_is_due_first_is_told_first() -> None:
+    world, slow, _ = contended(losers=2, took_ms=20)
+    began_ms = world.now_ms
+    world.single(mark=0, write=[COLD])
+    world.turn()
+    quick = [world.single(BOB, mark=0, write=[COLD]) for _ in range(2)]
+    world.turn()
+    world.now_ms += 1
+    assert quick[0] in results(world.commit())
+    assert list(results(world.turn_when_paced())) == [quick[1]]
+    assert world.now_ms == began_ms + 1 + PATIENCE
+    while slow[1] not in (told := results(world.turn_when_paced())):
+        assert told == {}
+    assert world.now_ms == began_ms + PATIENCE * 20
+
+
+def test_they_are_told_while_the_session_is_held_too() -> None:
+    world, refused, _ = contended(losers=2)
+    world.pipeline.hold()
+    assert list(results(world.turn_when_paced())) == [refused[1]]
