@@ -249,8 +249,9 @@ def appends_taken_after_the_session() -> Patches:
     closed, settled = AppendPipeline.closed, AppendPipeline.settled
 
     def closed_but_open(self, loss=Reason.LOST):
-        closed(self, loss)
+        told = closed(self, loss)
         self._is_open = True
+        return told
 
     def settled_anew(self, opened, last, *, unbroken, stamp_ms=0):
         self._is_open = False
