@@ -116,7 +116,11 @@ class StandaloneSpark:
             "spark.eventLog.compress": "false",
             "spark.eventLog.rolling.enabled": "false",
         }
-        small = {"spark.executor.memory": "512m", "spark.sql.shuffle.partitions": "4"}
+        small = {
+            "spark.executor.memory": "512m",
+            "spark.executor.extraJavaOptions": os.environ["SPARK_SUBMIT_OPTS"],
+            "spark.sql.shuffle.partitions": "4",
+        }
         conf = {**small, "spark.ui.enabled": "false", **of_events, **settings}
         path = {"PYTHONPATH": str(ROOT)} if imports_tests else {}
         conf |= {f"spark.executorEnv.{key}": value for key, value in path.items()}
@@ -155,6 +159,7 @@ class StandaloneSpark:
             "SPARK_CONF_DIR": str(ROOT / "conf"),
             "SPARK_LOCAL_IP": place.address,
             "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": os.environ["SPARK_SUBMIT_OPTS"],
             "PYSPARK_PYTHON": sys.executable,
             **variables,
         }
