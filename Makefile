@@ -39,7 +39,7 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 
 test: check ## Everything: check, then the simulator, real daemons, faults, Spark, notebooks
 	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
-	@$(RUN) python -m pytest $(TWO) $(REAL) $(ARGS)
+	@$(RUN) python -m pytest $(REAL) $(ARGS)
 	@$(RUN) python -m pytest $(TWO) $(SPARK) $(ARGS)
 
 check: ## Style, types, layers, and the quick tests; under a minute

@@ -20,6 +20,28 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
 
+_left_open: list[str] = []
+
+
+def pytest_warning_recorded(warning_message, nodeid):
+    """Note connections that a test has left open; see filterwarnings in pyproject.toml."""
+    if "unclosed resource <" in str(warning_message.message):
+        _left_open.append(f"{nodeid or 'somewhere'}: {warning_message.message}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Fail the run for them."""
+    if _left_open and session.exitstatus == 0:
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say which they are."""
+    for line in _left_open:
+        terminalreporter.write_line(f"left open by {line}")
+
+
 @pytest.fixture
 def seeded(request):
     """Return a `Random` whose seed is the test's name, so that every run draws the same."""

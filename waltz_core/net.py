@@ -154,6 +154,7 @@ class Listener:
         self._links_max = links_max
         self._links: dict[Link, None] = {}
         self._server: asyncio.Server | None = None
+        self._is_closed = False
 
     @property
     def links(self) -> tuple["Link", ...]:
@@ -162,6 +163,7 @@ class Listener:
 
     async def close(self, reason: str = "shutting down") -> None:
         """Take no more connections, close those that are open, wait until they are."""
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
         for link in self.links:
@@ -179,6 +181,9 @@ class Listener:
         return _LinkProtocol(link)
 
     def _link_made(self, link: "Link") -> None:
+        if self._is_closed:  # It was accepted before that, and is told only now.
+            link.abort("shutting down")
+            return
         if len(self._links) >= self._links_max:
             _log.warning("net.refused links=%d peer=%s", len(self._links), link.address)
             link.abort("too many connections")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from unittest import mock
 
 import pytest
 
@@ -373,6 +374,19 @@ async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent():
         assert peer.closed == ["going home"]
         with pytest.raises(Unreachable):
             await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}")
+
+
+@on_loop
+async def test_who_was_accepted_when_a_listener_closed_is_closed_too():
+    listener = await net.listen(Surface.STORAGE, ANY, 0, Peer().connected)
+    accepted = listener._make_protocol()
+    await listener.close()
+    transport = mock.create_autospec(asyncio.Transport, instance=True)
+    transport.get_extra_info.return_value = None
+    accepted.connection_made(transport)
+    transport.abort.assert_called_with()
+    transport.write.assert_not_called()
+    assert listener.links == ()
 
 
 @on_loop
