@@ -123,7 +123,7 @@ def test_a_sentence_comes_without_a_stack_and_with_its_class(
         ("transaction_id string", {}, "'transaction_id' of the log is bigint; the schema says"),
         ("v interval day to second", {"dataFormat": "msgpack"}, "column 'v' is interval day"),
         ("_corrupt_record int", {"dataFormat": "json"}, "is to be string or binary"),
-        ("data binary", {"dataFormat": "msgpack"}, "and there is none: give .schema("),
+        ("data binary", {"dataFormat": "msgpack"}, "your schema, and there is none"),
     ],
 )
 def test_wrong_schemas(
