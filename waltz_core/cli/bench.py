@@ -31,6 +31,7 @@ from waltz_core.local import LocalCluster
 # Packages beside this one add workloads by entry points of this group (Spark's are among them).
 WORKLOAD_GROUP = "waltz.workloads"
 MIB = 1024 * 1024
+BATCH_ROWS = 1000
 
 
 @dataclass
@@ -40,11 +41,16 @@ class Load:
     connect: str
     payload_bytes: int
     lock_count: int
-    batch_rows: int
+    batch: int | None  # rows of a batch; None where nothing was asked
     seconds: float
     in_flight: int
     rows: int
     peer: str | None = None
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a batch."""
+        return self.batch or BATCH_ROWS
 
 
 @dataclass
@@ -135,7 +141,9 @@ def add(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--payload", type=int, default=512, help="bytes of data (512)")
     command.add_argument("--locks", type=int, default=1, help="write locks of a transaction (1)")
-    command.add_argument("--batch", type=int, default=1000, help="rows of a batch (1000)")
+    command.add_argument(
+        "--batch", type=int, help="rows of a batch (1000; Spark writes: option batchSize's own)"
+    )
     command.add_argument("--seconds", type=float, default=10.0, help="length of the load (10)")
     command.add_argument(
         "--in-flight", type=int, default=2, help="batches in flight for each partition (2)"
@@ -165,9 +173,10 @@ def _workload(name: str) -> Workload:
 def _bench(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments.workload)
     for name in ("seconds", "batch", "in_flight", "rows"):
-        if getattr(arguments, name) <= 0:
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
             flag = name.replace("_", "-")
-            raise BadConfig(f"--{flag}: expected more than 0, found {getattr(arguments, name)}")
+            raise BadConfig(f"--{flag}: expected more than 0, found {value}")
     with ExitStack() as stack:
         cluster: LocalCluster | None = None
         if arguments.directory is not None:
