@@ -106,19 +106,19 @@ class Meter:
     """Reads the daemons' CPU time; None where they run on other machines."""
 
     def __init__(self, cluster: LocalCluster | None) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._began: dict[str, float] = {}
         self._spent: dict[str, float] | None = None
 
     def start(self) -> None:
         """Begin: what is spent from here on counts."""
-        if self._cluster is not None:
-            self._began = self._cluster.cpu_seconds()
+        if self.cluster is not None:
+            self._began = self.cluster.cpu_seconds()
 
     def stop(self) -> None:
         """End."""
-        if self._cluster is not None:
-            now = self._cluster.cpu_seconds()
+        if self.cluster is not None:
+            now = self.cluster.cpu_seconds()
             self._spent = {name: now[name] - self._began.get(name, 0.0) for name in now}
 
     def spent(self) -> dict[str, float] | None:
