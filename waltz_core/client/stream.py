@@ -255,6 +255,7 @@ class PartitionStream:
     def _moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
         if self.phase in (Phase.WAITING, Phase.LINKING):
             # A dial that is under way may be to a machine that is gone; its outcome is dropped.
+            self._backoff.succeeded()  # What has failed was another server.
             self._open_link(out)
         elif self.phase in _LINKED and generation > self._generation:
             self._leave("the partition has moved", now_ms, out)
