@@ -249,11 +249,14 @@ def first_of_name(name: str) -> TransactionId | None:
 
 _LINEAGE_HEADER = struct.Struct(">iq16siq16s4x")
 _LINEAGE_ENTRY = struct.Struct(">qqqq16sq4x")
+_LINEAGE_ENTRY_AND_CRC = struct.Struct(">qqqq16sq4sI")
 _PLACE = struct.Struct(">q")
 LINEAGE_HEADER_BYTES: Final = 64
 LINEAGE_ENTRY_BYTES: Final = 64
 assert _LINEAGE_HEADER.size + _CRC.size == LINEAGE_HEADER_BYTES
 assert _LINEAGE_ENTRY.size + _CRC.size == LINEAGE_ENTRY_BYTES
+assert _LINEAGE_ENTRY_AND_CRC.size == LINEAGE_ENTRY_BYTES
+_NOTHING_RESERVED: Final = bytes(4)
 
 
 class LineageHeader(NamedTuple):
@@ -297,6 +300,13 @@ def decode_entry(
 ) -> tuple[LineageEntry, TransactionId]:
     """Read 64 bytes (rule 2): the entry, and what was durable before it."""
     bound = _bound(segment_crc, place)
+    if len(data) == LINEAGE_ENTRY_BYTES:
+        *fields, synced, reserved, stated = _LINEAGE_ENTRY_AND_CRC.unpack(data)
+        first, last = fields[:2]
+        is_right = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
+        if is_right and BEFORE_FIRST <= synced < first <= last and first >= 0:
+            return LineageEntry._make(fields), TransactionId(synced)
+    # Something is wrong: say what.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
     _zero(body[-4:], "lineage entry")
     *fields, synced = _LINEAGE_ENTRY.unpack(body)

@@ -10,6 +10,7 @@ Rules:
     3. Entries of one file follow one another without gaps.
 """
 
+import struct
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
@@ -33,6 +34,8 @@ from waltz_core.storage.format import (
 
 I64 = npt.NDArray[np.int64]
 _BLOCK_ENTRIES: Final = 4096
+_OFFSET: Final = struct.Struct(">q")
+assert _OFFSET.size == OFFSET_BYTES
 
 
 class OffsetIndex:
@@ -55,6 +58,11 @@ class OffsetIndex:
         if offsets.size:
             self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_place(place))
             self.count = max(self.count, place + int(offsets.size))
+
+    def add(self, offset: int) -> None:
+        """Write the offset of one more record: for so few, arrays cost more than they save."""
+        self._file.pwrite([_OFFSET.pack(offset)], _offset_place(self.count))
+        self.count += 1
 
     def cut(self, count: int) -> None:
         """Keep the first `count` offsets."""

@@ -141,7 +141,7 @@ def check_batches(
         ChecksumMismatch: a record's CRC does not fit.
     """
     where = f"append at {first}"
-    if not entries or not lengths.size or int(lengths.sum()) != len(records):
+    if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
         raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
     crcs = raw_records.proven_crcs(records, lengths, first, records_crc=records_crc)
     if crcs is None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.raw_records import (
+    FEW,
     RECORD_BYTES_MAX,
     first_bad_record,
     lengths_between,
@@ -201,9 +202,13 @@ class Segment:
         file, index, _ = self._opened()
         self._records_dirty = True
         file.pwrite([records], self.size_bytes)
-        index.write(self.next_id - self.first, lengths.cumsum() - lengths + self.size_bytes)
+        count = int(lengths.size)
+        if count == 1 and index.count == self.next_id - self.first:
+            index.add(self.size_bytes)
+        else:
+            index.write(self.next_id - self.first, lengths.cumsum() - lengths + self.size_bytes)
         self.size_bytes += len(records)
-        self.next_id = TransactionId(self.next_id + int(lengths.size))
+        self.next_id = TransactionId(self.next_id + count)
 
     def append_entries(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
         """Write batches that end here; `synced` is what is durable already. Not durable."""
@@ -290,7 +295,7 @@ class Segment:
             offsets.size != count + 1
             or offsets[0] < SEGMENT_HEADER_BYTES
             or offsets[-1] > self.size_bytes
-            or (offsets[1:] < offsets[:-1]).any()
+            or not _is_rising(offsets)
         ):
             raise ChecksumMismatch(f"{self._path('.idx')}: wrong from record {first} on")
         return offsets
@@ -460,6 +465,13 @@ def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
         at += length
         next_id += 1
     return np.array(lengths, dtype=np.int64)
+
+
+def _is_rising(offsets: I64) -> bool:
+    if offsets.size <= FEW:
+        plain = offsets.tolist()
+        return bool(plain == sorted(plain))  # a third of what arrays take for so few
+    return not bool((offsets[1:] < offsets[:-1]).any())
 
 
 def find_record(

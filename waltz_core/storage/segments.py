@@ -373,9 +373,8 @@ def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
 
 def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId) -> int | None:
     """Return the index of the first record that is not whole, not right or not in its place."""
-    short = np.flatnonzero(lengths < RECORD_OVERHEAD_BYTES)
-    count = int(short[0]) if short.size else int(lengths.size)
-    run = memoryview(records)[: int(lengths[:count].sum())]
+    count, size = _before_short(lengths)
+    run = memoryview(records)[:size]
     found = [
         place
         for place in (
@@ -386,4 +385,18 @@ def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId)
     ]
     if found:
         return min(found)
-    return count if short.size else None
+    return count if count < lengths.size else None
+
+
+def _before_short(lengths: I64) -> tuple[int, int]:
+    """Return how many records come before the first that is too short, and their bytes."""
+    if lengths.size <= raw_records.FEW:
+        size = 0
+        for count, length in enumerate(lengths.tolist()):
+            if length < RECORD_OVERHEAD_BYTES:
+                return count, size
+            size += length
+        return int(lengths.size), size
+    short = np.flatnonzero(lengths < RECORD_OVERHEAD_BYTES)
+    count = int(short[0]) if short.size else int(lengths.size)
+    return count, int(lengths[:count].sum())
