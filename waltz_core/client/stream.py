@@ -129,16 +129,11 @@ class PartitionStream:
     @property
     def wake_at_ms(self) -> int | None:
         """When to send the next `Wakeup`."""
-        times = []
-        first = self._outbox.first
-        if first is not None:
-            times.append(first.deadline_ms)
-        oldest = self._monitor.oldest
-        if oldest is not None:
-            times.append(oldest.deadline_ms)
-        if self._phase_deadline_ms is not None:
-            times.append(self._phase_deadline_ms)
-        return min(times, default=None)
+        wanted_ms = self._phase_deadline_ms
+        for oldest in (self._outbox.first, self._monitor.oldest):
+            if oldest is not None and (wanted_ms is None or oldest.deadline_ms < wanted_ms):
+                wanted_ms = oldest.deadline_ms
+        return wanted_ms
 
     # --- what comes in
 

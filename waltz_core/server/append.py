@@ -34,6 +34,7 @@ import numpy as np
 
 from waltz_core.batches import EncodedBatch
 from waltz_core.errors import TooLarge, WaltzError
+from waltz_core.machine import earliest
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -158,8 +159,7 @@ class AppendPipeline:
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
-        times = (self._next(now_ms)[1], self._contenders.due_ms)
-        return min((time_ms for time_ms in times if time_ms is not None), default=None)
+        return earliest(self._next(now_ms)[1], self._contenders.due_ms)
 
     def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
