@@ -97,10 +97,11 @@ class Bounds:
         if partition is None:
             return
         pipeline = partition.pipeline
-        for what, found, limit in (
-            ("bytes queued", pipeline.queued_bytes, 2 * limits.queue_bytes_max),
-            ("bytes in flight", pipeline.in_flight_bytes, 2 * limits.in_flight_bytes_max),
-            ("fetches", server.fetch_count, limits.fetches_max),
-        ):
-            if found > limit:
-                self._witness.fail("Bounded", f"{server.name}: {found} {what}, {limit} allowed")
+        self._check(server, "bytes queued", pipeline.queued_bytes, 2 * limits.queue_bytes_max)
+        flying_max = 2 * limits.in_flight_bytes_max
+        self._check(server, "bytes in flight", pipeline.in_flight_bytes, flying_max)
+        self._check(server, "fetches", server.fetch_count, limits.fetches_max)
+
+    def _check(self, server: "SimServer", what: str, found: int, limit: int) -> None:
+        if found > limit:
+            self._witness.fail("Bounded", f"{server.name}: {found} {what}, {limit} allowed")
