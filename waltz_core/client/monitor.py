@@ -25,6 +25,7 @@ import numpy.typing as npt
 from waltz_core import errors
 from waltz_core.raw_records import FEED_HEADER_DTYPE, HEADER_DTYPE, REQ_ID_DTYPE
 from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
+from waltz_core.values import value
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Buffer, Reason
 
 I64 = npt.NDArray[np.int64]
@@ -32,7 +33,7 @@ U8 = npt.NDArray[np.uint8]
 Structured = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class BatchOutcome:
     """What became of each row: one place in each array for it, in the order of the rows.
 
@@ -81,7 +82,7 @@ class Single(NamedTuple):
     append_locks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class Parcel:
     """Rows that travel in one frame: an Arrow payload, or a single row without Arrow."""
 

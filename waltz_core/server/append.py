@@ -56,17 +56,18 @@ from waltz_core.server.mounts import Mounts
 from waltz_core.server.pace import Pace
 from waltz_core.server.singles import joined
 from waltz_core.server.tickets import BatchTicket, Epoch, Figures, SingleTicket, Ticket
+from waltz_core.values import value
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SubmitBatch:
     """Hand these records to the store."""
 
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class BatchCommitted:
     """These records are in the log for ever."""
 
@@ -74,14 +75,14 @@ class BatchCommitted:
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Reached:
     """All that a flush or a mount waited for is final."""
 
     token: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Ahead:
     """Have `tell_ahead` answer this request when the session is proven, or is not (rule 8)."""
 
@@ -457,9 +458,8 @@ class AppendPipeline:
         lanes, limit = self._lanes, self._limits.queue_bytes_max
         if lanes.bytes + ticket.cost_bytes <= limit:
             return False
-        return lanes.bytes_of(ticket.connection) + ticket.cost_bytes > limit // (
-            lanes.lane_count + 1
-        )
+        share = limit // (lanes.lane_count + 1)
+        return lanes.bytes_of(ticket.connection) + ticket.cost_bytes > share
 
     def _stale(self, ticket: Ticket) -> Reason | None:
         """Rule 1; a reason, or None for an append that may enter."""
