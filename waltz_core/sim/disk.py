@@ -272,12 +272,14 @@ class SimDisk:
     def open(self, path: Path, *, create: bool = False) -> "File":
         """Open a file for reading and writing."""
         self.check_power()
-        if path not in self._names:
+        inode = self._names.get(path)
+        if inode is None:
             if not create:
                 raise DiskFailed(f"opening {path}: no such file")
             self.strike(self.step("create", path), "create", path)
-            self._change(_NameChange(path, _Inode()))
-        return SimFile(self, path, self._names[path])
+            inode = _Inode()
+            self._change(_NameChange(path, inode))
+        return SimFile(self, path, inode)
 
     def exists(self, path: Path) -> bool:
         """Tell if there is a file or a directory of this name."""
@@ -322,10 +324,13 @@ class SimDisk:
         self.check_power()
         fault = self.step("syncdir", directory)
         if fault is None:
+            left: list[_NameChange] = []
             for change in self._journal:
                 if change.target.parent == directory:
                     change.apply(self._kept_names)
-            self._journal = [one for one in self._journal if one.target.parent != directory]
+                else:
+                    left.append(change)
+            self._journal = left
         self.strike(fault, "syncdir", directory)
 
     def _change(self, change: _NameChange) -> None:

@@ -88,16 +88,17 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
 
     A crash leaves the first few of them, and others under a temporary name.
     """
-    for name, content in files:
-        file = disk.open(directory / (name + TEMPORARY_SUFFIX), create=True)
+    temporary = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
+    for path, (_, content) in zip(temporary, files, strict=True):
+        file = disk.open(path, create=True)
         try:
             file.truncate(0)
             file.pwrite([content], 0)
             file.sync()
         finally:
             file.close()
-    for name, _ in files:
-        disk.rename(directory / (name + TEMPORARY_SUFFIX), directory / name)
+    for path, (name, _) in zip(temporary, files, strict=True):
+        disk.rename(path, directory / name)
     disk.sync_directory(directory)
 
 

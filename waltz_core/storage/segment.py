@@ -72,6 +72,7 @@ class Segment:
         self._header = header
         self._disk = disk
         self._directory = directory
+        self._paths: dict[str, Path] = {}  # by suffix
         self._files: tuple[File, OffsetIndex, LineageFile] | None = None
         self._records_dirty = False
         self._lineage_dirty = False
@@ -151,7 +152,10 @@ class Segment:
         return self._files
 
     def _path(self, suffix: str) -> Path:
-        return self._directory / segment_name(self.first, suffix)
+        path = self._paths.get(suffix)
+        if path is None:
+            path = self._paths[suffix] = self._directory / segment_name(self.first, suffix)
+        return path
 
     @property
     def index(self) -> OffsetIndex:
