@@ -169,8 +169,9 @@ class StoreSession:
 
     def readable(self) -> list[ReplicaId]:
         """Return the engaged replicas, those that have synced most first."""
-        engaged = self.engaged
-        engaged.sort(key=_SYNCED_LAST, reverse=True)  # those that are alike keep their order
+        engaged = sorted(
+            self.engaged, key=_SYNCED_LAST, reverse=True
+        )  # who is alike stays in order
         return [each.replica for each in engaged]
 
     def wake_times(self, now_ms: int) -> list[int]:

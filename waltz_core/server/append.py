@@ -365,7 +365,7 @@ class AppendPipeline:
 
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
         """Return the request whose turn it is now, if any, and when one's turn may be."""
-        if not self._is_open or self._is_held:
+        if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
         head = self._lanes.peek()
         if head is None or len(self._flights) >= self._limits.in_flight_batches_max:

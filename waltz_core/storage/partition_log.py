@@ -402,8 +402,6 @@ class PartitionLog:
                 part = lengths[: int(ends.searchsorted(room, side="right")) + 1]
                 size = int(ends[part.size - 1])
             current.append(part, records[:size])
-            if part is lengths:
-                break
             lengths, records = lengths[part.size :], records[size:]
         self._segments.current.append_entries(entries, self.synced_max)
 

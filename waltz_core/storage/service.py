@@ -257,6 +257,11 @@ class StorageService:
         """Answer a request, queue it, or raise why not."""
         message = request.message
         match message:
+            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair():
+                lane = self._lane(message)
+                self._check_session(lane, message)
+                _check_owner(lane, request)
+                self._queue(lane, lane.writes, request)
             case OpenRequest():
                 self._check_cluster(message.cluster_key, message.partition_count)
                 self._readers[request.connection] = None
@@ -278,11 +283,6 @@ class StorageService:
                 self._check_session(lane, message)
                 _check_owner(lane, request)
                 self._queue(lane, lane.reads, request)
-            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair():
-                lane = self._lane(message)
-                self._check_session(lane, message)
-                _check_owner(lane, request)
-                self._queue(lane, lane.writes, request)
             case _:
                 raise BadRequest(f"a storage takes no {type(message).__name__}")
 
