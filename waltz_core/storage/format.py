@@ -20,7 +20,6 @@ Rules:
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +35,7 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.values import value
 
 VERSION: Final = 0
 Bytes = bytes | memoryview
@@ -152,9 +152,9 @@ class PartitionInfo(NamedTuple):
         """Read 36 bytes (rule 2)."""
         body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
         session, mark, local, flags, sequence = _PARTITION_INFO.unpack(body)
-        for name, value in (("session", session), ("mark", mark), ("local mark", local)):
-            if value < BEFORE_FIRST:
-                raise BadFormat(f"partition info: expected a {name} of at least -1, found {value}")
+        for name, found in (("session", session), ("mark", mark), ("local mark", local)):
+            if found < BEFORE_FIRST:
+                raise BadFormat(f"partition info: expected a {name} of at least -1, found {found}")
         return PartitionInfo(
             SessionId(session), TransactionId(mark), TransactionId(local), flags, sequence
         )
@@ -301,11 +301,11 @@ def decode_entry(
     """Read 64 bytes (rule 2): the entry, and what was durable before it."""
     bound = _bound(segment_crc, place)
     if len(data) == LINEAGE_ENTRY_BYTES:
-        *fields, synced, reserved, stated = _LINEAGE_ENTRY_AND_CRC.unpack(data)
-        first, last = fields[:2]
+        found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
+        first, last, session, stamp_ms, chain, synced, reserved, stated = found
         is_right = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
         if is_right and BEFORE_FIRST <= synced < first <= last and first >= 0:
-            return LineageEntry._make(fields), TransactionId(synced)
+            return LineageEntry(first, last, session, stamp_ms, chain), synced
     # Something is wrong: say what.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
     _zero(body[-4:], "lineage entry")
@@ -418,7 +418,7 @@ class IdRange(NamedTuple):
     last: TransactionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Slot:
     """What a replica remembers of a partition beside its log.
 
