@@ -153,9 +153,15 @@ class RealFile:
 
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of it (rule 3)."""
-        left = [memoryview(part).cast("B") for part in parts if len(part)]
-        # Here and in `sync` no context manager: they run for every append.
+        # Here and in `sync` no context manager: they run for every append. Nor is there anything
+        # to be put in order when one part is written at once, as it nearly always is. What was
+        # written of one that is not is written again.
         try:
+            if len(parts) == 1:
+                size = memoryview(parts[0]).nbytes
+                if os.pwritev(self._fd, parts, offset) == size:
+                    return
+            left = [memoryview(part).cast("B") for part in parts if len(part)]
             while left:
                 written = os.pwritev(self._fd, left[:_VECTOR_MAX], offset)
                 offset += written
