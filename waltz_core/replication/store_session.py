@@ -169,9 +169,8 @@ class StoreSession:
 
     def readable(self) -> list[ReplicaId]:
         """Return the engaged replicas, those that have synced most first."""
-        engaged = sorted(
-            self.engaged, key=_SYNCED_LAST, reverse=True
-        )  # who is alike stays in order
+        # Those that are alike stay in the order of the assignment.
+        engaged = sorted(self.engaged, key=_SYNCED_LAST, reverse=True)
         return [each.replica for each in engaged]
 
     def wake_times(self, now_ms: int) -> list[int]:
@@ -180,10 +179,8 @@ class StoreSession:
         for each in self.replicas.values():
             if each.stage is _ABSENT:
                 times.append(each.redial_at_ms)
-            elif not self._has_time(each):
-                oldest_ms = each.oldest_ms
-                if oldest_ms is not None:
-                    times.append(oldest_ms + self._limits.answer_ms_max)
+            elif not self._has_time(each) and (oldest_ms := each.oldest_ms) is not None:
+                times.append(oldest_ms + self._limits.answer_ms_max)
         times += [proof.deadline_ms for proof in self._proofs.values()]
         # What only changes `wanted_states` is looked at in every step; the past needs no step.
         gates = list(self.claim.held.values())
