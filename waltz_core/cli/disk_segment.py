@@ -50,8 +50,13 @@ class _Wanted(NamedTuple):
 def dump(arguments: argparse.Namespace) -> int:
     """Run the verb."""
     wanted = _wanted(arguments)
-    for path in segments_at(arguments.path, arguments.partition):
-        _dump_segment(path, wanted)
+    paths = segments_at(arguments.path, arguments.partition)
+    for path, behind in zip(paths, [*paths[1:], None], strict=True):
+        is_next = behind is not None and behind.parent == path.parent
+        ends_before = is_next and behind is not None and int(behind.stem) <= wanted.first
+        begins_after = wanted.last is not None and int(path.stem) > wanted.last
+        if not ends_before and not begins_after:
+            _dump_segment(path, wanted)
     return 0
 
 
@@ -61,9 +66,9 @@ def _wanted(arguments: argparse.Namespace) -> _Wanted:
         if first is not None or last is not None:
             raise BadConfig("--transaction: expected without --first and --last")
         first = last = arguments.transaction
-    for name, value in (("--first", first), ("--last", last)):
+    for option, value in (("--first", first), ("--last", last)):
         if value is not None and value < 0:
-            raise BadConfig(f"{name}: expected an id from 0, found {value}")
+            raise BadConfig(f"{option}: expected an id from 0, found {value}")
     chosen = arguments.metadata or arguments.record or arguments.batches
     name: str | None = arguments.deserializer
     if name is None and arguments.data:
