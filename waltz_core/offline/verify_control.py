@@ -5,9 +5,8 @@ compared with them after.
 
 Rules:
     1. A structure that is wrong is told, and the other of its pair is what counts, as at a start.
-    2. The original's marks may be behind ours or above them: it gets ours last, and a truncation
-       does not lower them. Where our slot counts, theirs are compared for what they say of sessions
-       only.
+    2. Where our slot counts, the original's structure may be behind it, as it is written last, and
+       its marks above it, as a truncation does not lower them. Only a later session is wrong.
     3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
 """
 
@@ -122,6 +121,7 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
     """Return what the control files say of a partition; say what is wrong about them."""
     said = findings.in_file(f"{number}/{SLOTS_NAME}")
     slots = read_slots(directory / str(number) / SLOTS_NAME)
+    _check_blocks(directory / str(number) / SLOTS_NAME, said)
     if slots is None and has_batches(directory / str(number)):
         said.wrong(None, "is missing, and there are batches: what was promised is lost")
     elif slots is None:
@@ -144,6 +144,22 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
         vouched = min(vouched, current.truncate_to)
     ends = frozenset({current.acked, current.low_water_mark, current.provisional_mark})
     return Belief(number, key, current, is_adopted=is_adopted, vouched=vouched, ends=ends)
+
+
+def _check_blocks(path: Path, said: InFile) -> None:
+    """Say where bytes are that nobody writes: the rest of each slot's block, and behind them."""
+    data = read_all(path)
+    if data is None:
+        return
+    expected = 2 * SLOT_BLOCK_BYTES
+    if len(data) != expected:
+        said.wrong(min(len(data), expected), f"expected {expected} bytes, found {len(data)}")
+    for block in (0, SLOT_BLOCK_BYTES):
+        rest = data[block + SLOT_BYTES : block + SLOT_BLOCK_BYTES]
+        if any(rest):
+            place = len(rest) - len(rest.lstrip(b"\0"))
+            at = block + SLOT_BYTES + place
+            said.wrong(at, f"expected zero behind the slot, found {rest[place]:#04x}")
 
 
 def _check_slots(slots: tuple[Slot, Slot], number: int, said: InFile) -> Slot | None:
@@ -187,13 +203,12 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
     said = findings.in_file(f"{belief.partition}/{SLOTS_NAME}")
     if belief.is_adopted:
         said.note(None, "an original has written here since; the next start adopts its records")
-    elif info is not None and info.session not in {belief.slot.last_session, -1}:
-        is_late = info.session < belief.slot.last_session
+    elif info is not None and info.session != belief.slot.last_session:
         of_original.found(
             None,
             f"partition {belief.partition}: expected session {belief.slot.last_session}, as in "
             f"the slot, found {info.session}",
-            is_wrong=not (is_late and belief.slot.is_dirty),
+            is_wrong=info.session > belief.slot.last_session,  # rule 2
         )
     _compare_marks(belief, belief.slot, seen, said)
     _compare_damage(belief.slot, seen, said)

@@ -41,6 +41,7 @@ def verify_segment(path: Path, findings: Findings) -> LogSeen:
         seen=seen,
         chain=None,
         is_wrong=lambda _: True,
+        is_index_wrong=lambda _: True,
     ).run()
     return seen
 
@@ -87,6 +88,7 @@ class _LogCheck:
                 seen=self._seen,
                 chain=self._chain,
                 is_wrong=partial(self._is_wrong, segment=first),
+                is_index_wrong=partial(self._is_index_wrong, segment=first),
             ).run()
         self._seen.last = due - 1
         if self._chain is not None:
@@ -100,9 +102,15 @@ class _LogCheck:
     # ---- what may be torn (rule 1)
 
     def _is_wrong(self, transaction_id: int, segment: int) -> bool:
+        return transaction_id <= self._vouched or not self._may_be_torn(segment)
+
+    def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
+        # The index is synced when the marker moves; what an entry vouches for is of the records.
+        return transaction_id <= self._belief.vouched or not self._may_be_torn(segment)
+
+    def _may_be_torn(self, segment: int) -> bool:
         slot = self._belief.slot
-        may_be_torn = slot is not None and slot.is_dirty and segment == self._firsts[-1]
-        return not may_be_torn or transaction_id <= self._vouched
+        return slot is not None and slot.is_dirty and segment == self._firsts[-1]
 
     def _is_wrong_batch(self, transaction_id: int, segment: int) -> bool:
         return not self._belief.is_adopted and self._is_wrong(transaction_id, segment)

@@ -77,7 +77,10 @@ class LogSeen:
 
 
 class SegmentCheck:
-    """One segment; `is_wrong` tells of an id if a fault there is wrong (rule 3)."""
+    """One segment; `is_wrong` tells of an id if a fault there is wrong (rule 3).
+
+    `is_index_wrong` tells it of the index, which is synced more rarely.
+    """
 
     def __init__(  # noqa: PLR0913 - what it looks at, what it knows, and whom it tells
         self,
@@ -90,6 +93,7 @@ class SegmentCheck:
         seen: LogSeen,
         chain: ChainCheck | None,
         is_wrong: Callable[[int], bool],
+        is_index_wrong: Callable[[int], bool],
     ) -> None:
         self._first = first
         self._next_first = next_first
@@ -97,6 +101,7 @@ class SegmentCheck:
         self._seen = seen
         self._chain = chain
         self._is_wrong = is_wrong
+        self._is_index_wrong = is_index_wrong
         self._paths = {
             suffix: segment_path(directory, first, suffix) for suffix in (".seg", ".idx", ".chn")
         }
@@ -110,7 +115,9 @@ class SegmentCheck:
         self._seen.segments += 1
         self._check_headers()
         said = self._said[".seg"]
-        index = _IndexCheck(self._paths[".idx"], self._first, self._said[".idx"], self._is_wrong)
+        index = _IndexCheck(
+            self._paths[".idx"], self._first, self._said[".idx"], self._is_index_wrong
+        )
         due = self._first
         with OpenFile(self._paths[".seg"]) as file:
             size = file.size()
