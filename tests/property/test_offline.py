@@ -11,7 +11,7 @@ from tests.offline_storage import PARTITION, flip, found, segments, spill
 from tests.property.storage_model import SURVIVALS, random_world, run_until_power_loss
 from tests.property.test_storage_format import B16, INT64, SLOTS, entries
 from waltz_core.offline import layout
-from waltz_core.offline.layout import Batch, GENESIS
+from waltz_core.offline.layout import GENESIS, Batch
 from waltz_core.record import PartitionId
 from waltz_core.storage import format as disk_format
 

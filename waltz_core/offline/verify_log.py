@@ -17,7 +17,7 @@ from typing import Final
 
 from waltz_core.offline.files import OpenFile, firsts_in, names_in, segment_path
 from waltz_core.offline.findings import Findings
-from waltz_core.offline.layout import SLOTS_NAME
+from waltz_core.offline.layout import SLOTS_NAME, TRUNCATE
 from waltz_core.offline.lineage import ChainCheck, batches_of, header_of
 from waltz_core.offline.verify_segment import Belief, LogSeen, SegmentCheck
 
@@ -68,6 +68,10 @@ class _LogCheck:
             return self._seen
         if self._belief.slot is not None or has_batches(self._directory):
             self._vouched = max(self._vouched, self._vouched_by_entries(self._firsts[-1]))
+            slot = self._belief.slot
+            if slot is not None and slot.flags & TRUNCATE:
+                # What an entry above the cut says is true, and does not count any more.
+                self._vouched = min(self._vouched, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,
                 self._firsts,
