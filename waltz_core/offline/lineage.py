@@ -35,6 +35,7 @@ from waltz_core.offline.layout import (
 _BLOCK_BATCHES: Final = 4096
 _CHAIN_INPUT: Final = struct.Struct(">16sqqq")
 _CRC_BYTES: Final = 4
+_SPARE: Final = 1 << 63  # above any id: a fault by which none is lost
 
 
 class Placed(NamedTuple):
@@ -72,8 +73,7 @@ class End(NamedTuple):
 class ChainCheck:
     """Takes the records of a partition in order, and holds them against its batches.
 
-    `is_wrong` tells of an id and of the segment that holds it if a fault there is one (rule 1 of
-    `findings`). `ends` are ids at which a batch should end; `chains` gets the chains there.
+    `is_wrong` tells of an id if a fault there is wrong, and not what a stop may leave. `ends` are ids at which a batch should end; `chains` gets the chains there.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ChainCheck:
         directory: Path,
         firsts: list[int],
         findings: Findings,
-        is_wrong: Callable[[int, int], bool],
+        is_wrong: Callable[[int], bool],
         ends: frozenset[int],
     ) -> None:
         self.end = End(-1, GENESIS)
@@ -144,7 +144,7 @@ class ChainCheck:
                 offset,
                 f"batch {entry.first}..{entry.last}: the log ends at {last}, records {missing} are "
                 "missing",
-                is_wrong=self._is_wrong(entry.last, segment),
+                is_wrong=self._is_wrong(entry.last),
             )
             self._is_whole = False
             self._finish()
@@ -153,7 +153,7 @@ class ChainCheck:
                 self._firsts[-1],
                 None,
                 f"records {self.end.last + 1}..{last} are in no batch",
-                is_wrong=self._is_wrong(self.end.last + 1, self._firsts[-1]),
+                is_wrong=self._is_wrong(self.end.last + 1),
             )
 
     # ---- batches
@@ -184,7 +184,7 @@ class ChainCheck:
                 offset,
                 f"batch {entry.first}..{entry.last}: expected chain {found.hex()} for these "
                 f"records, found {entry.chain.hex()}",
-                is_wrong=self._is_wrong(entry.last, segment),
+                is_wrong=self._is_wrong(entry.last),
             )
         self.count += 1
         self.end = End(entry.last, entry.chain)
@@ -196,11 +196,12 @@ class ChainCheck:
     def _all_entries(self) -> Iterator[tuple[Placed, int]]:
         """Return the good entries of all `.chn` files; say what is wrong on the way."""
         before = -1
+        unreadable: list[tuple[Placed, int]] = []
         for place, first in enumerate(self._firsts):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
                 lost = "is missing: its batches are lost"
-                self._say(first, None, lost, is_wrong=self._is_wrong(-1, first))
+                self._say(first, None, lost, is_wrong=self._is_wrong(-1))
                 self._chain_is_sure = False
                 continue
             next_first = self._firsts[place + 1] if place + 1 < len(self._firsts) else None
@@ -212,38 +213,61 @@ class ChainCheck:
                     continue
                 for placed in batches_of(file, header.segment_crc):
                     entry = placed.batch
-                    if not self._is_good(placed, first, before):
-                        self._chain_is_sure = False
-                        continue
-                    self._check_place(placed, first, next_first, before)
-                    before = entry.last
-                    yield placed, first
+                    if entry.wrong:
+                        unreadable.append((placed, first))
+                    elif self._is_in_place(placed, first, next_first):
+                        self._check_unreadable(unreadable, before, entry.first)
+                        self._check_order(placed, first, before)
+                        before = entry.last
+                        yield placed, first
+        self._check_unreadable(unreadable, before, None)
 
     def _check_header(self, first: int, header: ChainHeader) -> None:
         """The rest of the header is compared with that of `.seg`, by whoever reads that one."""
         for one in header.wrong:
             what = f"header: {one}; its batches cannot be told"
-            self._say(first, 0, what, is_wrong=self._is_wrong(-1, first))
+            self._say(first, 0, what, is_wrong=self._is_wrong(-1))
         if not header.wrong and self._chain_is_sure and header.chain_before != self.end.chain:
             self._say(
                 first,
                 40,
                 f"header: expected chain {self.end.chain.hex()} before the first batch, "
                 f"found {header.chain_before.hex()}",
-                is_wrong=self._is_wrong(-1, first),
+                is_wrong=self._is_wrong(-1),
             )
 
-    def _is_good(self, placed: Placed, first: int, before: int) -> bool:
-        for one in placed.batch.wrong:
+    def _check_unreadable(
+        self, unreadable: list[tuple[Placed, int]], before: int, next_first: int | None
+    ) -> None:
+        """Say of entries that they cannot be read; `next_first` begins the next one that can."""
+        for placed, segment in unreadable:
+            # Where none is missing it stood for nothing: a stop in the middle of a write left it.
+            lost = before + 1 if next_first != before + 1 else _SPARE
             self._say(
-                first,
+                segment,
                 placed.offset,
-                f"entry {placed.place}, behind batch {before}: {one}",
-                is_wrong=self._is_wrong(before + 1, first),
+                f"entry {placed.place}, behind batch {before}: {'; '.join(placed.batch.wrong)}",
+                is_wrong=self._is_wrong(lost),
             )
-        return not placed.batch.wrong
+            self._chain_is_sure = self._chain_is_sure and lost == _SPARE
+        unreadable.clear()
 
-    def _check_place(self, placed: Placed, first: int, next_first: int | None, before: int) -> None:
+    def _is_in_place(self, placed: Placed, first: int, next_first: int | None) -> bool:
+        """Tell if an entry is in the segment of its last record; say so if not."""
+        entry = placed.batch
+        if first <= entry.last and (next_first is None or entry.last < next_first):
+            return True
+        # A file that a failed write has ended may have its tail back: that cut is not synced.
+        self._say(
+            first,
+            placed.offset,
+            f"batch {entry.first}..{entry.last}: expected in the segment that holds its last "
+            "record",
+            is_wrong=self._is_wrong(-1 if entry.last < first else _SPARE),
+        )
+        return False
+
+    def _check_order(self, placed: Placed, first: int, before: int) -> None:
         entry = placed.batch
         if entry.first != before + 1:
             # After an entry that cannot be read this is what it looks like; that one was told.
@@ -252,17 +276,9 @@ class ChainCheck:
                     first,
                     placed.offset,
                     f"batch {entry.first}..{entry.last}: expected it to begin at {before + 1}",
-                    is_wrong=self._is_wrong(entry.last, first),
+                    is_wrong=self._is_wrong(entry.last),
                 )
             self._chain_is_sure = False
-        if entry.last < first or (next_first is not None and entry.last >= next_first):
-            self._say(
-                first,
-                placed.offset,
-                f"batch {entry.first}..{entry.last}: expected in the segment that holds its last "
-                "record",
-                is_wrong=self._is_wrong(entry.last, first),
-            )
 
     def _say(self, segment: int, offset: int | None, what: str, *, is_wrong: bool) -> None:
         path = segment_path(Path(self._directory.name), segment, ".chn")

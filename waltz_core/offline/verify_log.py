@@ -106,18 +106,26 @@ class _LogCheck:
     # ---- what may be torn (rule 1)
 
     def _is_wrong(self, transaction_id: int, segment: int) -> bool:
-        return transaction_id <= self._vouched or not self._may_be_torn(segment)
+        return transaction_id <= self._vouched or not self._may_be_torn(transaction_id, segment)
 
     def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
         # The index is synced when the marker moves; what an entry vouches for is of the records.
-        return transaction_id <= self._belief.vouched or not self._may_be_torn(segment)
+        may_be_torn = self._may_be_torn(transaction_id, segment)
+        return transaction_id <= self._belief.vouched or not may_be_torn
 
-    def _may_be_torn(self, segment: int) -> bool:
-        slot = self._belief.slot
-        return slot is not None and slot.is_dirty and segment == self._firsts[-1]
+    def _may_be_torn(self, transaction_id: int, segment: int) -> bool:
+        """Tell if an id is in the last segment, or behind the end of its own."""
+        behind = self._firsts[self._firsts.index(segment) + 1 :]
+        return self._is_dirty and (not behind or transaction_id >= behind[0])
 
-    def _is_wrong_batch(self, transaction_id: int, segment: int) -> bool:
-        return not self._belief.is_adopted and self._is_wrong(transaction_id, segment)
+    @property
+    def _is_dirty(self) -> bool:
+        return self._belief.slot is not None and self._belief.slot.is_dirty
+
+    def _is_wrong_batch(self, transaction_id: int) -> bool:
+        # An entry is judged by its ids alone: at a roll the last one may not have been written.
+        is_torn = self._is_dirty and transaction_id > self._vouched
+        return not (self._belief.is_adopted or is_torn)
 
     def _vouched_by_entries(self, first: int) -> int:
         """Return the last id that an entry of the last segment says was synced before it."""
