@@ -73,7 +73,8 @@ class End(NamedTuple):
 class ChainCheck:
     """Takes the records of a partition in order, and holds them against its batches.
 
-    `is_wrong` tells of an id if a fault there is wrong, and not what a stop may leave. `ends` are ids at which a batch should end; `chains` gets the chains there.
+    `is_wrong` tells of an id if a fault there is wrong, and not what a stop may leave. `ends` are
+    ids at which a batch should end; `chains` gets the chains there.
     """
 
     def __init__(

@@ -106,26 +106,28 @@ class _LogCheck:
     # ---- what may be torn (rule 1)
 
     def _is_wrong(self, transaction_id: int, segment: int) -> bool:
-        return transaction_id <= self._vouched or not self._may_be_torn(transaction_id, segment)
+        return self._is_synced(transaction_id, segment, self._vouched)
 
     def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
         # The index is synced when the marker moves; what an entry vouches for is of the records.
-        may_be_torn = self._may_be_torn(transaction_id, segment)
-        return transaction_id <= self._belief.vouched or not may_be_torn
+        return self._is_synced(transaction_id, segment, self._belief.vouched)
 
-    def _may_be_torn(self, transaction_id: int, segment: int) -> bool:
-        """Tell if an id is in the last segment, or behind the end of its own."""
+    def _is_synced(self, transaction_id: int, segment: int, vouched: int) -> bool:
+        """Tell if what a segment has of an id must have been synced, up to `vouched` in the last."""
         behind = self._firsts[self._firsts.index(segment) + 1 :]
-        return self._is_dirty and (not behind or transaction_id >= behind[0])
-
-    @property
-    def _is_dirty(self) -> bool:
-        return self._belief.slot is not None and self._belief.slot.is_dirty
+        if behind:
+            # A file that a failed write has ended may have its tail back: that cut is not synced.
+            return not self._is_dirty or transaction_id < behind[0]
+        return not self._is_dirty or transaction_id <= vouched
 
     def _is_wrong_batch(self, transaction_id: int) -> bool:
         # An entry is judged by its ids alone: at a roll the last one may not have been written.
         is_torn = self._is_dirty and transaction_id > self._vouched
         return not (self._belief.is_adopted or is_torn)
+
+    @property
+    def _is_dirty(self) -> bool:
+        return self._belief.slot is not None and self._belief.slot.is_dirty
 
     def _vouched_by_entries(self, first: int) -> int:
         """Return the last id that an entry of the last segment says was synced before it."""
