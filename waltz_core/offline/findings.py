@@ -12,6 +12,11 @@ Rules:
 from typing import NamedTuple
 
 
+def records_text(first: int, last: int) -> str:
+    """Return "record 7" or "records 7..9"."""
+    return f"record {first}" if first == last else f"records {first}..{last}"
+
+
 class Finding(NamedTuple):
     """One thing that was found; `path` is relative to what was looked at."""
 

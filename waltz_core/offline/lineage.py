@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from waltz_core.offline.files import OpenFile, Readable, segment_path
-from waltz_core.offline.findings import Findings
+from waltz_core.offline.findings import Findings, records_text
 from waltz_core.offline.layout import (
     BATCH_BYTES,
     CHAIN_HEADER_BYTES,
@@ -139,12 +139,11 @@ class ChainCheck:
         while self._current is not None or self._begin():
             assert self._current is not None
             (_, offset, entry), segment = self._current
-            missing = f"{max(entry.first, last + 1)}..{entry.last}"
+            missing = records_text(max(entry.first, last + 1), entry.last)
             self._say(
                 segment,
                 offset,
-                f"batch {entry.first}..{entry.last}: the log ends at {last}, records {missing} are "
-                "missing",
+                f"batch {entry.first}..{entry.last}: the log ends at {last}, without {missing}",
                 is_wrong=self._is_wrong(entry.last),
             )
             self._is_whole = False
@@ -153,7 +152,7 @@ class ChainCheck:
             self._say(
                 self._firsts[-1],
                 None,
-                f"records {self.end.last + 1}..{last} are in no batch",
+                f"the batches end without {records_text(self.end.last + 1, last)}",
                 is_wrong=self._is_wrong(self.end.last + 1),
             )
 

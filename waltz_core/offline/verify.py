@@ -83,18 +83,18 @@ def _verify_storage(
 def _check_assignment(control: Control, here: list[int], findings: Findings) -> None:
     for number, entry in enumerate(control.entries):
         if is_assigned(entry) and number not in here:
-            mark = -1 if entry.info is None else entry.info.local_low_water_mark
+            session = -1 if entry.info is None else entry.info.session
             findings.in_file(str(number)).found(
                 None,
-                f"is missing: partition {number} is assigned, with a low-water mark of {mark}",
-                is_wrong=mark >= 0,
+                f"is missing: partition {number} is assigned, its last session is {session}",
+                is_wrong=session >= 0,  # before the first session there may be nothing yet
             )
     for number in here:
         said = findings.in_file(str(number))
-        if number >= len(control.entries):
-            count = control.header.partition_count
-            said.wrong(None, f"expected a partition below {count}")
-        elif not is_assigned(control.entries[number]):
+        count = control.header.partition_count
+        if number >= count:
+            said.wrong(None, f"expected a partition below {count}, as the control file has it")
+        elif number < len(control.entries) and not is_assigned(control.entries[number]):
             said.note(None, f"partition {number} is here and not assigned")
 
 

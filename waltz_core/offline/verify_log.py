@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from waltz_core.offline.files import OpenFile, firsts_in, names_in, segment_path
-from waltz_core.offline.findings import Findings
+from waltz_core.offline.findings import Findings, records_text
 from waltz_core.offline.layout import SLOTS_NAME, TRUNCATE
 from waltz_core.offline.lineage import ChainCheck, batches_of, header_of
 from waltz_core.offline.verify_segment import Belief, LogSeen, SegmentCheck
@@ -113,7 +113,7 @@ class _LogCheck:
         return self._is_synced(transaction_id, segment, self._belief.vouched)
 
     def _is_synced(self, transaction_id: int, segment: int, vouched: int) -> bool:
-        """Tell if what a segment has of an id must have been synced, up to `vouched` in the last."""
+        """Tell if what a segment has of an id must have been synced."""
         behind = self._firsts[self._firsts.index(segment) + 1 :]
         if behind:
             # A file that a failed write has ended may have its tail back: that cut is not synced.
@@ -143,7 +143,7 @@ class _LogCheck:
 
     def _say_missing(self, due: int, first: int) -> None:
         path = segment_path(Path(self._directory.name), first, ".seg")
-        what = f"records {due}..{first - 1} are in no segment before this one"
+        what = f"{records_text(due, first - 1)}: in no segment before this one"
         self._findings.in_file(str(path)).wrong(None, what)
         self._seen.lose(due, first - 1)
         if self._chain is not None:

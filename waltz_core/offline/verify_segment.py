@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from waltz_core.offline.files import OpenFile, segment_path
-from waltz_core.offline.findings import Findings, InFile
+from waltz_core.offline.findings import Findings, InFile, records_text
 from waltz_core.offline.layout import (
     CHAIN_HEADER_BYTES,
     FILE_HEADER_BYTES,
@@ -130,10 +130,9 @@ class SegmentCheck:
             what = f"ends with record {due - 1}, the next segment begins with {self._next_first}"
             said.wrong(size, what)
             self._lose(due, self._next_first - 1)
-            due = self._next_first
         self._seen.bytes_read += size
-        index.finish(due)
-        return due
+        index.finish(due, self._next_first)
+        return due if self._next_first is None else self._next_first
 
     # ---- headers
 
@@ -248,7 +247,6 @@ class SegmentCheck:
             self._chain.take(first, None, last - first + 1)
 
     def _say_lost(self, offset: int, first: int, last: int, why: str) -> None:
-        what = f"record {first}" if first == last else f"records {first}..{last}"
         is_wrong = self._is_wrong(first)
         slot = self._belief.slot
         tail = ""
@@ -256,7 +254,8 @@ class SegmentCheck:
             tail = "; never acknowledged, the next start cuts from here on"
         elif slot is not None:
             tail = f"; {'' if slot.lists(first, last) else 'not '}listed as damaged"
-        self._said[".seg"].found(offset, f"{what}: {why}{tail}", is_wrong=is_wrong)
+        what = f"{records_text(first, last)}: {why}{tail}"
+        self._said[".seg"].found(offset, what, is_wrong=is_wrong)
 
     def _say_spare(self, offset: int) -> None:
         assert self._next_first is not None
@@ -301,14 +300,17 @@ class _IndexCheck:
                 is_wrong=self._is_wrong(run.first + one),
             )
 
-    def finish(self, due: int) -> None:
-        """Compare how many entries there are with how many records there should be."""
+    def finish(self, due: int, next_first: int | None) -> None:
+        """Compare how many entries there are with how many records are there, or should be."""
         if not self._is_there:
             return
         with OpenFile(self._path) as file:
             size = file.size()
         expected = FILE_HEADER_BYTES + OFFSET_BYTES * (due - self._first)
-        if size != expected:
+        whole = None
+        if next_first is not None:
+            whole = FILE_HEADER_BYTES + OFFSET_BYTES * (next_first - self._first)
+        if size not in {expected, whole}:
             where = max(FILE_HEADER_BYTES, min(size, expected))
             odd = self._first + (where - FILE_HEADER_BYTES) // OFFSET_BYTES
             self._said.found(
