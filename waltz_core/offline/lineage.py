@@ -207,7 +207,7 @@ class ChainCheck:
             next_first = self._firsts[place + 1] if place + 1 < len(self._firsts) else None
             with OpenFile(path) as file:
                 header = header_of(file)
-                self._check_header(first, header)
+                self._check_header(first, header, is_sure=self._chain_is_sure and not unreadable)
                 if header.wrong:
                     self._chain_is_sure = False
                     continue
@@ -222,12 +222,12 @@ class ChainCheck:
                         yield placed, first
         self._check_unreadable(unreadable, before, None)
 
-    def _check_header(self, first: int, header: ChainHeader) -> None:
+    def _check_header(self, first: int, header: ChainHeader, *, is_sure: bool) -> None:
         """The rest of the header is compared with that of `.seg`, by whoever reads that one."""
         for one in header.wrong:
             what = f"header: {one}; its batches cannot be told"
             self._say(first, 0, what, is_wrong=self._is_wrong(-1))
-        if not header.wrong and self._chain_is_sure and header.chain_before != self.end.chain:
+        if not header.wrong and is_sure and header.chain_before != self.end.chain:
             self._say(
                 first,
                 40,

@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
     def starting_at(self, transaction_id: int) -> "Run":
         """Return the records from an id on."""
-        skip = max(0, transaction_id - self.first)
+        skip = min(max(0, transaction_id - self.first), self.length)
         return self._replace(first=self.first + skip, bounds=self.bounds[skip:])
 
     def up_to(self, transaction_id: int) -> "Run":

@@ -82,8 +82,8 @@ def check_control(control: Control | None, findings: Findings) -> None:
         said.wrong(None, "is missing; the storage will not start without it")
         return
     header = control.header
-    for one in header.wrong:
-        said.wrong(0, f"header: {one}; the storage will not start")
+    if header.wrong:
+        said.wrong(0, f"header: {'; '.join(header.wrong)}; the storage will not start")
     expected = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * header.partition_count
     if header.partition_count >= 0 and control.size != expected:
         said.wrong(
@@ -96,9 +96,10 @@ def check_control(control: Control | None, findings: Findings) -> None:
         for one in entry.wrong:
             said.wrong(at, f"partition {place}: {one}")
         for number, info in enumerate(entry.infos):
-            for one in info.wrong:
+            if info.wrong:
                 offset = at + 4 + INFO_BYTES * number
-                said.wrong(offset, f"partition {place}, structure {number + 1}: {one}")
+                what = "; ".join(info.wrong)
+                said.wrong(offset, f"partition {place}, structure {number + 1}: {what}")
 
 
 def check_id(directory: Path, findings: Findings, *, is_ours: bool) -> None:
@@ -109,8 +110,9 @@ def check_id(directory: Path, findings: Findings, *, is_ours: bool) -> None:
         if is_ours:
             said.wrong(None, "is missing: this storage does not know which one it is")
         return
-    for one in storage_id(data)[1]:
-        said.wrong(0, f"{one}; the storage will not start")
+    wrong = storage_id(data)[1]
+    if wrong:
+        said.wrong(0, f"{'; '.join(wrong)}; the storage will not start")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -165,9 +167,9 @@ def _check_blocks(path: Path, said: InFile) -> None:
 def _check_slots(slots: tuple[Slot, Slot], number: int, said: InFile) -> Slot | None:
     for place, one in enumerate(slots):
         offset = SLOT_BLOCK_BYTES * place
-        for what in one.wrong:
-            said.wrong(offset, f"slot {place}: {what}")
-        if not one.wrong and one.partition != number:
+        if one.wrong:
+            said.wrong(offset, f"slot {place}: {'; '.join(one.wrong)}")
+        elif one.partition != number:
             said.wrong(offset, f"slot {place}: expected partition {number}, found {one.partition}")
     current = current_slot(slots, number)
     good = [one for one in slots if not one.wrong and one.partition == number]

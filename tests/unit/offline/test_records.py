@@ -32,6 +32,7 @@ def some(count, first=0, seed=1):
 
 def ids(parts):
     """Ids of readable records, in order, and the gaps."""
+    parts = list(parts)
     runs = [one for one in parts if isinstance(one, Run)]
     found = [one.first + place for one in runs for place in range(one.length)]
     return found, [one for one in parts if isinstance(one, Gap)]
