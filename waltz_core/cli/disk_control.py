@@ -86,10 +86,11 @@ def _show(
         return
     if control is not None:
         _print_control(control, {one: entries[one] for one in shown if one in entries})
+        show("")
     if identity is not None:
         storage, wrong = storage_id(identity)
-        show("")
         show(f"{ID_NAME}: storage {uuid(storage)}{_wrong_text(wrong)}")
+        show("")
     for number, pair in slots.items():
         if pair is not None:
             _print_slots(number, pair)
@@ -208,13 +209,13 @@ def _print_control(control: Control, entries: dict[int, Entry]) -> None:
 
 def _print_slots(number: int, slots: tuple[Slot, Slot]) -> None:
     counts = current_slot(slots, number)
-    show("")
     show(f"{number}/{SLOTS_NAME}")
     columns = [_slot_texts(one, is_current=one is counts) for one in slots]
     show_table(
         ("", "slot 0", "slot 1"),
         [(title, columns[0][title], columns[1][title]) for title in columns[0]],
     )
+    show("")
 
 
 def _slot_texts(one: Slot, *, is_current: bool) -> dict[str, str]:

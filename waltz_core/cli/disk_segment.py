@@ -22,6 +22,7 @@ from waltz_core.cli.disk_text import (
 from waltz_core.cli.output import show, show_json
 from waltz_core.errors import BadConfig
 from waltz_core.offline.files import OpenFile, segment_path, segments_at
+from waltz_core.offline.findings import records_text
 from waltz_core.offline.layout import (
     FILE_HEADER_BYTES,
     OFFSET_BYTES,
@@ -236,8 +237,10 @@ def _show_gap(gap: Gap, wanted: _Wanted) -> None:
     if wanted.json:
         show_json({"kind": "gap", **gap._asdict()})
         return
-    ids = f"from {gap.first} on" if gap.next_id is None else f"{gap.first}..{gap.next_id - 1}"
-    show(f"  records {ids} cannot be read, bytes {gap.offset}..{gap.end - 1}: {gap.why}")
+    what = f"records from {gap.first} on"
+    if gap.next_id is not None:
+        what = records_text(gap.first, gap.next_id - 1)
+    show(f"  {what}: cannot be read, bytes {gap.offset}..{gap.end - 1}: {gap.why}")
 
 
 def _show_batch(batch: Batch, wanted: _Wanted) -> None:

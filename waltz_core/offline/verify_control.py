@@ -6,7 +6,8 @@ compared with them after.
 Rules:
     1. A structure that is wrong is told, and the other of its pair is what counts, as at a start.
     2. Where our slot counts, the original's structure may be behind it, as it is written last, and
-       its marks above it, as a truncation does not lower them. Only a later session is wrong.
+       its marks above it, as a truncation does not lower them. Only a later session is wrong, but
+       where the slot has had none: that log was begun anew after the control file was written.
     3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
 """
 
@@ -210,7 +211,7 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
             None,
             f"partition {belief.partition}: expected session {belief.slot.last_session}, as in "
             f"the slot, found {info.session}",
-            is_wrong=info.session > belief.slot.last_session,  # rule 2
+            is_wrong=info.session > belief.slot.last_session >= 0,  # rule 2
         )
     _compare_marks(belief, belief.slot, seen, said)
     _compare_damage(belief.slot, seen, said)
