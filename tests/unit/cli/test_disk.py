@@ -282,7 +282,7 @@ def test_a_directory_of_a_running_storage_is_refused_and_can_be_looked_at(storag
 
 
 def test_a_pipe_that_is_closed_ends_a_dump_quietly(tmp_path):
-    directory = log_of(tmp_path, [b"x" * 100] * 20_000)
+    directory = log_of(tmp_path, [b"x" * 100] * 3000)
     script = "import sys; from waltz_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "disk", "dump-segment", str(directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
