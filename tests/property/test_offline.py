@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from tests.offline_storage import PARTITION, flip, found, segments, spill
 from tests.property.storage_model import SURVIVALS, random_world, run_until_power_loss
+from tests.property.test_storage_crash import check_after_error, first_error
 from tests.property.test_storage_format import B16, INT64, SLOTS, entries
+from waltz_core.errors import DiskFailed
 from waltz_core.offline import layout
 from waltz_core.offline.layout import GENESIS, Batch
 from waltz_core.record import PartitionId
+from waltz_core.sim.disk import Fault
 from waltz_core.storage import format as disk_format
 
 NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here and not assigned"
@@ -43,6 +46,33 @@ def test_what_a_crash_leaves_is_never_called_wrong(tmp_path, seed, survival):
     assert wrong == []
     # The original's structure is written behind our slot, so that a crash may leave it behind.
     assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
+
+
+@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+@pytest.mark.parametrize("seed", range(25))
+def test_what_an_error_and_a_crash_leave_is_wrong_in_an_index_at_most(tmp_path, seed, fault):
+    """The index of a file that was given up has never been synced."""
+    world = random_world(seed)
+    world.prepare()
+    world.set_mark()
+    for number in range(3):
+        error, at_the_edge = first_error(world, fault)
+        if error is None or at_the_edge:
+            return
+        try:
+            world.prepare_after_error()
+        except DiskFailed:
+            return
+        check_after_error(world)
+        world.go_on()
+        assert found(spill(world.disk, tmp_path / f"{number} running"))[0] == []
+        world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
+        wrong, _ = found(spill(world.disk, tmp_path / str(number)))
+        world.open()
+        if world.log.suspect:
+            return
+        assert [one for one in wrong if ".idx at " not in one] == []
+        world.check_after_crash()
 
 
 @pytest.mark.parametrize("seed", range(120))

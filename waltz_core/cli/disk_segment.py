@@ -209,7 +209,7 @@ def _show_record(offset: int, record: bytes, wanted: _Wanted) -> None:
         f"{found.data_crc:08x}",
         "yes" if is_right else "NO",
     )
-    show(row if wanted.read is None else f"{row}  {payload_text(wanted.read, data)}")
+    show(row.rstrip() if wanted.read is None else f"{row}  {payload_text(wanted.read, data)}")
 
 
 def _record_json(found: Fields, offset: int, crc: int, *, is_right: bool) -> dict[str, object]:

@@ -16,10 +16,13 @@ from tests.offline_storage import (
     spill,
     verified,
 )
+from tests.property.storage_model import ROOT
 from tests.property.storage_model import record as make_record
 from waltz_core.errors import BadRequest, DiskFailed
-from waltz_core.offline.files import kept_still
-from waltz_core.sim.disk import Survival
+from waltz_core.offline.files import OpenFile, kept_still
+from waltz_core.offline.layout import crc32
+from waltz_core.offline.lineage import batches_of, header_of
+from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.format import IdRange, Slot
 
@@ -307,3 +310,76 @@ def test_a_directory_that_is_looked_at_cannot_be_opened_and_the_other_way_round(
         verified(storage)
     file.close()
     assert verified(storage).findings.wrong == 0
+
+
+def test_a_crc_of_the_data_that_is_wrong_in_a_record_that_is_right_is_found(storage):
+    path = seg(storage, 0)
+    record = bytearray(some_world().records[0])
+    record[33] ^= 1
+    record[-4:] = crc32(bytes(record[:-4])).to_bytes(4, "big")
+    patch(path, 128, bytes(record))
+    wrong, _ = found(storage)
+    assert len(wrong) == 1
+    assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of its data")
+
+
+def test_what_is_vouched_for_in_the_last_segment_is_no_torn_tail(tmp_path):
+    world = some_world(segment_bytes_max=100_000)
+    world.append([3])
+    directory = spill(world.disk, tmp_path)
+    flip(seg(directory, 0), 200)
+    wrong, _ = found(directory)
+    assert len(wrong) == 1
+    assert wrong[0].startswith(f"{ONE}.seg at 173: record 1: ")
+    assert wrong[0].endswith("; not listed as damaged")
+
+
+def cut_in_a_batch(world):
+    """Cut the last but one batch in its middle, both of which are vouched for."""
+    for counts in ([9], [2], [1]):
+        world.append(counts)
+        world.sync()
+    base = world.entries[-4].last
+    world.log.truncate(world.session, base + 4, base, world.chain_at(base))
+
+
+@pytest.mark.parametrize("survival", list(Survival))
+def test_a_cut_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
+    step = cuts = 0
+    lost = True
+    while lost:
+        step += 1
+        world = some_world()
+        world.disk.plan(world.disk.step_count + step, Fault.POWER_LOSS)
+        lost = False
+        try:
+            cut_in_a_batch(world)
+        except PowerLoss:
+            lost = True
+        world.disk.power_loss(survival, world.rng)
+        wrong, notes = found(spill(world.disk, tmp_path / str(step)))
+        assert wrong == [], step
+        cuts += f"{SLOTS}: a cut after 39 was begun; the next start ends it" in notes
+    assert step > 15
+    assert cuts > 2
+
+
+def test_batches_that_the_storage_has_made_up_are_not_held_against_the_records(tmp_path):
+    """It makes them of entries that it cannot read any more; their chains are of nothing."""
+    world = some_world(segment_bytes_max=100_000)
+    for place in (1, 2):
+        world.disk.flip(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * place + 8)
+    world.log.lineage(0, world.max_id)
+    world.close()
+    directory = spill(world.disk, tmp_path)
+    log = verified(directory).logs[PARTITION]
+    assert [one.session for one in batches(seg(directory, 0, ".chn"))][:4] == [1, -2, -2, 1]
+    assert found(directory) == ([], [])
+    assert (log.chains, log.unchecked_chains) == (7, 3)
+    flip(seg(directory, 0, ".chn"), 64 + 64 * 5 + 40)
+    assert found(directory)[0] != []
+
+
+def batches(path):
+    with OpenFile(path) as file:
+        return [one.batch for one in batches_of(file, header_of(file).segment_crc)]
