@@ -151,6 +151,8 @@ def _repaired_text(one: Repaired, *, dry_run: bool) -> str:
     if one.is_right:
         return f"{one.path}: right, {one.entries} entries; left as it is"
     done = "would be made anew" if dry_run else "made anew"
-    was = "was missing" if one.old_entries is None else f"wrong in {one.wrong} place{'s' * (one.wrong > 1)}"
+    was = "missing" if one.old_entries is None else f"wrong in {one.wrong} places"
+    if one.wrong == 1 and one.old_entries is not None:
+        was = "wrong in 1 place"
     kept = f"; {one.kept} of them are of records that cannot be read" if one.kept else ""
     return f"{one.path}: {was}; {done}, {one.entries} entries{kept}"

@@ -281,6 +281,27 @@ def test_a_directory_of_a_running_storage_is_refused_and_can_be_looked_at(storag
     assert main(["disk", "verify", str(storage)]) == 0
 
 
+ORIGINAL = """
+import fcntl, sys
+file = open(sys.argv[1] + "/waltz-storage.ctl", "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 128)
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_of_a_running_original_is_refused(storage, capsys):
+    (storage / "waltz-x.id").unlink()
+    command = [sys.executable, "-c", ORIGINAL, str(storage)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdout.readline() == b"open\n"
+        assert main(["disk", "verify", str(storage)]) == 1
+        assert "a storage runs on this directory" in capsys.readouterr().err
+        assert main(["disk", "repair-index", str(storage)]) == 1
+        assert "found waltz-storage.ctl locked" in capsys.readouterr().err
+        running.communicate()
+
+
 def test_a_pipe_that_is_closed_ends_a_dump_quietly(tmp_path):
     directory = log_of(tmp_path, [b"x" * 100] * 3000)
     script = "import sys; from waltz_core.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -106,6 +106,16 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk):
     assert disk.content(INDEX) == good
 
 
+def test_entries_of_a_tail_that_cannot_be_read_are_kept(disk):
+    good = disk.content(INDEX)
+    disk.overwrite(SEGMENT, 700, bytes(1000))
+    disk.flip(INDEX, 135)
+    found = repair_index(disk, SEGMENT, dry_run=False)
+    assert (found.entries, found.wrong) == (13, 1)
+    assert found.kept > 1
+    assert disk.content(INDEX) == good
+
+
 def test_entries_that_cannot_be_true_become_the_beginning_of_the_damage(disk):
     good = disk.content(INDEX)
     disk.overwrite(SEGMENT, 200, bytes(150))
