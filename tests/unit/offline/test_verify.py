@@ -24,7 +24,7 @@ from waltz_core.offline.layout import crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.format import IdRange, Slot
+from waltz_core.storage.format import IdRange, Mark, Marker, Slot
 
 ONE, TWO, THREE = "2/0000000000000000000", "2/0000000000000000011", "2/0000000000000000024"
 SLOTS = "2/waltz-x.ctl"
@@ -230,18 +230,71 @@ def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
     assert " for these records, found " in wrong[0]
 
 
+def write_slot(storage, **changes):
+    """Let the slot that counts say something else; return what it said."""
+    data = (storage / SLOTS).read_bytes()
+    both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
+    current = max(both, key=lambda one: one.sequence)
+    place = 4096 * ((current.sequence + 1) % 2)
+    patch(storage / SLOTS, place, replace(current, **changes).encode())
+    return current
+
+
+def test_a_slot_that_does_not_fit_the_log_is_told(storage):
+    acked = write_slot(storage, acked=Marker(35, bytes(16))).acked
+    chain = acked.chain.hex()
+    assert found(storage)[0] == [f"{SLOTS}: acked id 35: expected chain {'00' * 16}, found {chain}"]
+    write_slot(storage, acked=Marker(30, acked.chain))
+    assert found(storage)[0] == [
+        f"{SLOTS}: acked id 30: expected chain {chain}, found no batch that ends there",
+        f"{SLOTS}: closed with the acked id 30, and the log goes on to 35",
+    ]
+    write_slot(storage, acked=acked, low_water_mark=36, provisional=Mark(1, 40))
+    assert found(storage)[0] == [
+        f"{SLOTS}: expected a log up to the low-water mark 36, found it to end at 35",
+        f"{SLOTS}: expected a log up to the provisional low-water mark 40, found it to end at 35",
+    ]
+    write_slot(storage, low_water_mark=35, provisional=None, damaged=(IdRange(40, 41),))
+    assert found(storage)[0] == [f"{SLOTS}: damaged 40..41: the log ends at 35"]
+    write_slot(storage, damaged=(), suspect=True)
+    notes = [f"{SLOTS}: suspect: this replica does not vouch for its log until it was repaired"]
+    assert found(storage) == ([], notes)
+
+
+def test_sessions_of_the_two_control_files_are_compared(storage):
+    write_slot(storage, last_session=0)
+    assert found(storage)[0] == [
+        "waltz-storage.ctl: partition 2: expected session 0, as in the slot, found 1"
+    ]
+    write_slot(storage, last_session=5, promised=5)
+    wrong, notes = found(storage)
+    assert wrong == []
+    assert notes == ["waltz-storage.ctl: partition 2: expected session 5, as in the slot, found 1"]
+
+
+def test_slots_in_each_others_place_are_none(storage):
+    data = (storage / SLOTS).read_bytes()
+    (storage / SLOTS).write_bytes(data[4096:] + data[:4096])
+    wrong, _ = found(storage)
+    assert wrong[0].startswith(f"{SLOTS} at 0: slot 0: expected an odd sequence, found ")
+    assert wrong[1].startswith(f"{SLOTS} at 4096: slot 1: expected an even sequence, found ")
+    assert wrong[2] == f"{SLOTS}: no slot counts; the partition will not open"
+
+
+def test_bytes_that_nobody_writes_are_told(storage):
+    flip(storage / SLOTS, 5000, 7)
+    assert found(storage)[0] == [f"{SLOTS} at 5000: expected zero behind the slot, found 0x07"]
+    flip(storage / SLOTS, 5000, 7)
+    (storage / SLOTS).write_bytes((storage / SLOTS).read_bytes() + b"x")
+    assert found(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
+
+
 def test_damage_that_the_slot_lists_is_told_as_listed(tmp_path):
     world = some_world()
     world.close()
     directory = spill(world.disk, tmp_path)
     flip(seg(directory, 0), 200)
-    slots = directory / SLOTS
-    current = max(
-        (Slot.decode(slots.read_bytes()[at : at + 512]) for at in (0, 4096)),
-        key=lambda one: one.sequence,
-    )
-    listed = replace(current, damaged=(IdRange(1, 1), IdRange(30, 31)))
-    patch(slots, 4096 * ((current.sequence + 1) % 2), listed.encode())
+    write_slot(directory, damaged=(IdRange(1, 1), IdRange(30, 31)))
     wrong, notes = found(directory)
     assert [one.rpartition("; ")[2] for one in wrong] == ["listed as damaged"]
     assert notes == [f"{SLOTS}: damaged 30..31: all of it can be read, and has right CRCs"]
