@@ -387,6 +387,30 @@ def test_what_is_vouched_for_in_the_last_segment_is_no_torn_tail(tmp_path):
     assert wrong[0].endswith("; not listed as damaged")
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_is_behind_the_end_of_a_file_is_a_fault_in_a_closed_log_only(tmp_path, is_closed):
+    """A file that a failed write has ended may have its tail back: that cut was never synced."""
+    world = some_world()
+    world.append([3])
+    if is_closed:
+        world.close()
+    directory = spill(world.disk, tmp_path)
+    for path, spare in (
+        (seg(directory, 0), world.records[11]),
+        (seg(directory, 0, ".idx"), (901).to_bytes(8, "big")),
+        (seg(directory, 0, ".chn"), bytes(24)),
+    ):
+        path.write_bytes(path.read_bytes() + spare)
+    wrong, notes = found(directory)
+    said = [one for one in (wrong if is_closed else notes) if one.startswith(ONE)]
+    assert [one.partition(": ")[0] for one in said] == [
+        f"{ONE}.seg at 901",
+        f"{ONE}.idx at 216",
+        f"{ONE}.chn at 256",
+    ]
+    assert len(wrong) == 3 * is_closed
+
+
 def cut_in_a_batch(world):
     """Cut the last but one batch in its middle, both of which are vouched for."""
     for counts in ([9], [2], [1]):
