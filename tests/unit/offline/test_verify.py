@@ -405,8 +405,8 @@ def test_what_is_behind_the_end_of_a_file_is_a_fault_in_a_closed_log_only(tmp_pa
     said = [one for one in (wrong if is_closed else notes) if one.startswith(ONE)]
     assert [one.partition(": ")[0] for one in said] == [
         f"{ONE}.seg at 901",
-        f"{ONE}.idx at 216",
         f"{ONE}.chn at 256",
+        f"{ONE}.idx at 216",
     ]
     assert len(wrong) == 3 * is_closed
 
