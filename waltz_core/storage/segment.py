@@ -104,31 +104,33 @@ class Segment:
         *,
         partition_id: PartitionId,
         cluster_key: bytes,
+        lineage: LineageFile | None = None,
     ) -> "Segment":
-        """Open a segment whose `.chn` is there; a missing `.idx` is made, empty.
+        """Open a segment; a missing `.idx` is made, empty. `lineage`, if given, is its `.chn`.
 
         Raises:
             BadFormat, ChecksumMismatch: a header is wrong, or of another partition or cluster.
         """
         path = directory / segment_name(first, ".seg")
-        file = disk.open(path)
-        try:
-            size = file.size()
+        with ExitStack() as opened:
+            if lineage is not None:
+                opened.callback(lineage.close)
+            file = disk.open(path)
+            opened.callback(file.close)
             header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
-        finally:
-            file.close()
-        if header[1:] != (cluster_key, partition_id, first):
-            raise BadFormat(
-                f"{path}: expected partition {partition_id} from id {first} of cluster "
-                f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
-                f"{header.cluster_key.hex()}"
-            )
-        segment = cls(disk, directory, header)
-        segment.size_bytes = size
-        index_name = segment_name(first, ".idx")
-        if not _has_header(disk, directory / index_name, header):
-            create_durably(disk, directory, [(index_name, header.encode())])
-        segment.next_id = TransactionId(first + segment.index.count)
+            if header[1:] != (cluster_key, partition_id, first):
+                raise BadFormat(
+                    f"{path}: expected partition {partition_id} from id {first} of cluster "
+                    f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
+                    f"{header.cluster_key.hex()}"
+                )
+            segment = cls(disk, directory, header)
+            segment.size_bytes = file.size()
+            index = OffsetIndex(segment._open_index())
+            opened.callback(index.close)
+            segment.next_id = TransactionId(first + index.count)
+            segment._files = (file, index, lineage or segment._open_lineage())
+            opened.pop_all()
         return segment
 
     # ---- files
@@ -136,20 +138,37 @@ class Segment:
     def _opened(self) -> tuple[File, OffsetIndex, LineageFile]:
         if self._files is None:
             with ExitStack() as opened:
-                index = self._disk.open(self._path(".idx"))
+                index = OffsetIndex(self._disk.open(self._path(".idx")))
                 opened.callback(index.close)
-                chain = self._disk.open(self._path(".chn"))
-                opened.callback(chain.close)
-                head = LineageHeader.decode(chain.pread(LINEAGE_HEADER_BYTES, 0))
-                if head.segment[1:] != self._header[1:]:
-                    raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
-                self._files = (
-                    self._disk.open(self._path(".seg")),
-                    OffsetIndex(index),
-                    LineageFile(chain, head),
-                )
+                lineage = self._open_lineage()
+                opened.callback(lineage.close)
+                self._files = (self._disk.open(self._path(".seg")), index, lineage)
                 opened.pop_all()
         return self._files
+
+    def _open_lineage(self) -> LineageFile:
+        lineage = LineageFile.open(self._disk, self._path(".chn"))
+        if lineage.segment[1:] != self._header[1:]:
+            lineage.close()
+            raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
+        return lineage
+
+    def _open_index(self) -> File:
+        """Open the `.idx`; one that is missing, or not this segment's, is made anew, empty."""
+        path = self._path(".idx")
+        if self._disk.exists(path):
+            file = self._disk.open(path)
+            try:
+                if SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))[1:] == self._header[1:]:
+                    return file
+            except BadFormat:
+                pass
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+        create_durably(self._disk, self._directory, [(path.name, self._header.encode())])
+        return self._disk.open(path)
 
     def _path(self, suffix: str) -> Path:
         path = self._paths.get(suffix)
@@ -403,19 +422,6 @@ class Segment:
     def _knows(self, known: I64, transaction_id: TransactionId, file_size: int) -> bool:
         place = transaction_id - self.first
         return place < known.size and int(known[place]) < file_size
-
-
-def _has_header(disk: Disk, path: Path, header: SegmentHeader) -> bool:
-    if not disk.exists(path):
-        return False
-    file = disk.open(path)
-    try:
-        found = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
-    except BadFormat:
-        return False
-    finally:
-        file.close()
-    return found[1:] == header[1:]
 
 
 # ---------------------------------------------------------------------------------------------
