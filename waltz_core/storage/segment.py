@@ -207,6 +207,7 @@ class Segment:
     def forget(self) -> None:
         """Never sync these files again: a sync has failed, and another would lie."""
         self._records_dirty = self._lineage_dirty = False
+        self.close()
 
     def rewrite_lineage_header(self, chain_before: Chain) -> None:
         """Write another chain before the first batch, durably."""
