@@ -13,7 +13,7 @@ Rules:
     4. Damaged ids keep their place in the index, so that the bytes can be filled in again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -52,6 +52,8 @@ from waltz_core.storage.index import LineageFile, OffsetIndex
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
 _SCAN_BYTES: Final = 8 * 1024 * 1024
+_STEP_BYTES: Final = 64 * 1024
+_STATED_PLACE: Final = 28  # where a record states the length of its data
 assert _SCAN_BYTES > RECORD_BYTES_MAX
 
 
@@ -370,7 +372,6 @@ class Segment:
             start_id, offset = self.first, SEGMENT_HEADER_BYTES
         else:
             offset = int(index.read(start_id - self.first, 1)[0])
-        known = index.read(0, index.count)  # what the index said before it is mended
         stop_id = None if is_last else TransactionId(must_reach + 1)
         damaged: list[IdRange] = []
         lost = False
@@ -384,13 +385,13 @@ class Segment:
             found = find_record(file, offset + 1, next_id, size=file_size)
             if found is not None and found[0] <= must_reach + 1:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
-                damaged.append(self._hole(known, hole, offset, found[1]))
+                damaged.append(self._hole(hole, offset, found[1]))
                 next_id, offset = found
                 continue
-            if is_last and (offset == file_size or not self._knows(known, must_reach, file_size)):
+            if is_last and (offset == file_size or not self._knows(must_reach, file_size)):
                 lost = True
                 break
-            damaged.append(self._hole(known, IdRange(next_id, must_reach), offset, file_size))
+            damaged.append(self._hole(IdRange(next_id, must_reach), offset, file_size))
             next_id, offset = TransactionId(must_reach + 1), file_size
             break
         self.next_id, self.size_bytes = next_id, offset
@@ -406,11 +407,11 @@ class Segment:
         if not np.array_equal(self.index.read(place, int(starts.size)), starts):
             self.index.write(place, starts)
 
-    def _hole(self, known: I64, hole: IdRange, offset: int, end: int) -> IdRange:
+    def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
         """Index the ids of a hole: where the old index had them, else all at its beginning."""
         place = hole.first - self.first
         count = hole.last - hole.first + 1
-        starts = known[place : place + count]
+        starts = self.index.read(place, count)
         good = (
             starts.size == count
             and starts[0] == offset
@@ -420,9 +421,9 @@ class Segment:
         self.index.write(place, starts if good else np.full(count, offset, dtype=np.int64))
         return hole
 
-    def _knows(self, known: I64, transaction_id: TransactionId, file_size: int) -> bool:
-        place = transaction_id - self.first
-        return place < known.size and int(known[place]) < file_size
+    def _knows(self, transaction_id: TransactionId, file_size: int) -> bool:
+        start = self.index.read(transaction_id - self.first, 1)
+        return bool(start.size and start[0] < file_size)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -501,17 +502,22 @@ def find_record(
     return None
 
 
-def _candidates(data: bytes, after: int, room: int) -> list[int]:
-    """Return where in the bytes a record's id and length look possible."""
-    count = len(data) - RECORD_PREFIX.size + 1
-    if count <= 0:
-        return []
+def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:
+    """Return where in the bytes a record's id and length look possible, in order.
+
+    The arrays for this are many times as large as the bytes, so it goes step by step.
+    """
     # Each id takes at least 40 bytes, so that none can be far above the one that is due.
     id_max = after + room // RECORD_OVERHEAD_BYTES + 1_000_000
-    ids: I64 = np.ndarray((count,), dtype=">i8", buffer=data, strides=(1,))
-    stated: I64 = np.ndarray((count,), dtype=">i4", buffer=data, offset=28, strides=(1,))
-    places = np.arange(count, dtype=np.int64)
-    fits = (ids > after) & (ids <= id_max) & (stated >= 0)
-    return np.flatnonzero(
-        fits & (stated.astype(np.int64) + RECORD_OVERHEAD_BYTES + places <= room)
-    ).tolist()
+    count = len(data) - RECORD_PREFIX.size + 1
+    for start in range(0, count, _STEP_BYTES):
+        size = min(_STEP_BYTES, count - start)
+        ids: I64 = np.ndarray((size,), dtype=">i8", buffer=data, offset=start, strides=(1,))
+        stated: I64 = np.ndarray(
+            (size,), dtype=">i4", buffer=data, offset=start + _STATED_PLACE, strides=(1,)
+        )
+        (places,) = ((ids > after) & (ids <= id_max)).nonzero()
+        lengths = stated[places].astype(np.int64)
+        places += start
+        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + places <= room)
+        yield from places[fits].tolist()

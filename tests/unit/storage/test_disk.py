@@ -169,6 +169,13 @@ def test_an_error_of_the_system_says_what_failed_and_where(tmp_path, monkeypatch
 # ---- descriptors of the real one
 
 
+@pytest.fixture
+def no_syncs(monkeypatch):
+    """Syncs say at once that they are done: these tests look at who has what open."""
+    monkeypatch.setattr(os, "fdatasync", lambda _: None)
+
+
+@pytest.mark.usefixtures("no_syncs")
 def test_as_many_files_are_open_as_the_disk_was_told_and_all_can_be_used(tmp_path):
     disk = RealDisk(8)
     files = [disk.open(tmp_path / str(place), create=True) for place in range(40)]
@@ -229,6 +236,7 @@ def test_a_file_that_is_locked_stays_open(tmp_path):
     assert not RealDisk().open(tmp_path / "whole").lock_whole()
 
 
+@pytest.mark.usefixtures("no_syncs")
 def test_threads_share_the_descriptors(tmp_path):
     disk = RealDisk(3)
 
