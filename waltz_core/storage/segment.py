@@ -40,7 +40,6 @@ from waltz_core.record import (
 )
 from waltz_core.storage.disk import Disk, File, create_durably
 from waltz_core.storage.format import (
-    LINEAGE_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     IdRange,
     LineageHeader,
@@ -161,7 +160,10 @@ class Segment:
         if self._disk.exists(path):
             file = self._disk.open(path)
             try:
-                if SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))[1:] == self._header[1:]:
+                if (
+                    SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))[1:]
+                    == self._header[1:]
+                ):
                     return file
             except BadFormat:
                 pass

@@ -141,9 +141,7 @@ def open_and_read_all(directory, descriptors_max, open_files_max):
     """Open a log and read each segment, with so many descriptors; return ids and peak MiB."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors_max, descriptors_max))
     disk = RealDisk(open_files_max)
-    segments, slots = open_log(
-        disk, directory, BLANK, NEW_PARTITION_INFOS[1], trust_fsync=True
-    )
+    segments, slots = open_log(disk, directory, BLANK, NEW_PARTITION_INFOS[1], trust_fsync=True)
     assert not slots.slot.suspect
     assert slots.slot.damaged == ()
     assert {one.first + 1 for one in segments.all} == {one.last for one in segments.all}
