@@ -178,7 +178,11 @@ class _Descriptors:
 
 
 class RealFile:
-    """A file of the operating system. One thread at a time uses it; any may close it meanwhile."""
+    """A file of the operating system. One thread at a time uses it; any may close it meanwhile.
+
+    No context manager turns the errors into ours: some calls run for every append, others for every
+    file when a log is opened.
+    """
 
     __slots__ = ("_descriptors", "_fd", "_is_closed", "_is_locked", "_is_unsynced", "_path")
 
@@ -189,11 +193,12 @@ class RealFile:
         self._is_locked = False
         self._is_unsynced = False
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        with _typed_errors("opening", self._path), descriptors.lock:
-            self._fd = descriptors.open(self._path, flags)
-            descriptors.leave(self, is_kept=False)
-
-    # In what follows no context manager around a call: some run for every append.
+        try:
+            with descriptors.lock:
+                self._fd = descriptors.open(path, flags)
+                descriptors.leave(self, is_kept=False)
+        except OSError as error:
+            raise _typed(error, "opening", path) from error
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes."""
@@ -305,9 +310,12 @@ class RealFile:
 
     def close(self) -> None:
         """Close it, once."""
-        with _typed_errors("closing", self._path), self._descriptors.lock:
-            self._is_closed = True
-            self.release()
+        try:
+            with self._descriptors.lock:
+                self._is_closed = True
+                self.release()
+        except OSError as error:
+            raise _typed(error, "closing", self._path) from error
 
     # ---- its descriptor (rule 5)
 
@@ -355,8 +363,13 @@ class RealDisk:
 
     def exists(self, path: Path) -> bool:
         """Tell if there is something of this name."""
-        with _typed_errors("looking for", path):
-            return path.exists()
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _typed(error, "looking for", path) from error
+        return True
 
     def list(self, directory: Path) -> list[str]:
         """Return the names, sorted."""

@@ -12,6 +12,7 @@ Rules:
 
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -171,13 +172,17 @@ class LineageFile:
             for number, one in enumerate(entries, place)
         ]
 
-    def trim(self) -> None:
-        """Drop what is wrong at the end: a write was torn there, or never was."""
-        count = self.count
-        while count and self._readable(count - 1, count) == count:
-            count -= 1
-        if count < self.count or self._is_ragged:
-            self.cut(count)
+    def trim(self) -> LineageEntry | None:
+        """Drop what is wrong at the end: a write was torn there, or never was; return the end."""
+        for place in range(self.count - 1, -1, -1):
+            with suppress(BadFormat, ChecksumMismatch):
+                end = self.entry(place)
+                break
+        else:
+            place, end = -1, None
+        if place + 1 < self.count or self._is_ragged:
+            self.cut(place + 1)
+        return end
 
     def unreadable(self) -> list[tuple[int, int]]:
         """Return the runs of places low..high-1 whose entries cannot be read; reads all of them."""

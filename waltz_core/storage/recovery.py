@@ -299,16 +299,21 @@ class _Opening:
                 self._disk.sync_directory(self._directory)
         chain = GENESIS_CHAIN
         for place, first in enumerate(firsts):
-            segment = self._open_segment(first, chain)
+            segment, end = self._open_segment(first, chain)
             if place + 1 < len(firsts):
-                chain = self._pass_by(segment, firsts[place + 1])
+                chain = self._pass_by(segment, end, firsts[place + 1])
         if not opened:
             first_segment = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
             opened.append(first_segment)
         return Segments(self._disk, self._directory, self._blank, opened)
 
-    def _open_segment(self, first: TransactionId, chain_before: Chain) -> Segment:
-        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches."""
+    def _open_segment(
+        self, first: TransactionId, chain_before: Chain
+    ) -> tuple[Segment, LineageEntry | None]:
+        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches.
+
+        Return its last batch, too.
+        """
         header = self._blank._replace(first=first)
         lineage = self._open_lineage(header)
         rebuilt = lineage is None
@@ -328,10 +333,10 @@ class _Opening:
         self.opened.append(segment)
         if segment.lineage.chain_before != chain_before and not self._adopting:
             self._suspect()
-        segment.lineage.trim()
+        end = segment.lineage.trim()
         if rebuilt:
             self._rebuilt.append(segment)
-        return segment
+        return segment, end
 
     def _open_lineage(self, header: SegmentHeader) -> LineageFile | None:
         path = self._directory / segment_name(header.first, ".chn")
@@ -346,13 +351,16 @@ class _Opening:
         lineage.close()
         return None
 
-    def _pass_by(self, segment: Segment, next_first: TransactionId) -> Chain:
+    def _pass_by(
+        self, segment: Segment, end: LineageEntry | None, next_first: TransactionId
+    ) -> Chain:
         """Look at all that is wanted of an older segment, and close it; return the chain there."""
         lineage = segment.lineage
-        if lineage.count and lineage.entry(lineage.count - 1).last >= next_first:
+        chain = lineage.chain_before if end is None else end.chain
+        if end is not None and end.last >= next_first:
             # What a file was given up with may be back: its cut was never synced.
             lineage.cut(lineage.place_of(next_first))
-        chain = lineage.chain_at(lineage.count)
+            chain = lineage.chain_at(lineage.count)
         if segment.next_id != next_first or not segment.is_plausible():
             self._implausible.add(segment.first)
         segment.close()

@@ -203,10 +203,14 @@ class Segment:
     def close(self) -> None:
         """Close the files; they are opened again when needed."""
         if self._files is not None:
-            files, self._files = self._files, None
-            with ExitStack() as closing:
-                for file in files:
-                    closing.callback(file.close)
+            (file, index, lineage), self._files = self._files, None
+            try:
+                file.close()
+            finally:
+                try:
+                    index.close()
+                finally:
+                    lineage.close()
 
     def forget(self) -> None:
         """Never sync these files again: a sync has failed, and another would lie."""
