@@ -161,7 +161,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--mib", type=int, help="storage-append, storage-open: MiB of data (1024, 10240)"
     )
     command.add_argument(
-        "--segments", type=int, default=5000, help="storage-open: segments of the log (5000)"
+        "--segments", type=int, default=1, help="storage-open: at least so many segments (1)"
     )
     command.add_argument("--rows", type=int, default=500_000, help="rows, where a number is asked")
     command.add_argument("--json", action="store_true", help="print nothing but the JSON line")

@@ -174,7 +174,9 @@ def counted_calls():
         sys.setprofile(previous)
 
 
-@pytest.mark.parametrize("form", [None, RangeForm.WHOLE, RangeForm.HEADERS], ids=str)
+@pytest.mark.parametrize(
+    "form", [None, RangeForm.WHOLE, RangeForm.HEADERS], ids=["append", "whole", "headers"]
+)
 def test_no_request_takes_more_calls_for_more_records(log, form):
     owner = Owner(5)
     append = owner.append
@@ -194,7 +196,7 @@ def test_no_request_takes_more_calls_for_more_records(log, form):
     assert abs(counts[0] - counts[1]) < 60, counts
 
 
-@pytest.mark.parametrize("form", [RangeForm.WHOLE, RangeForm.HEADERS], ids=str)
+@pytest.mark.parametrize("form", [RangeForm.WHOLE, RangeForm.HEADERS], ids=["whole", "headers"])
 def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
     owner = Owner(5)
     run(log, owner.append(500), owner.append(500))
