@@ -12,7 +12,6 @@ Rules:
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -30,6 +29,8 @@ from waltz_core.cli.output import say
 from waltz_core.record import (
     RECORD_OVERHEAD_BYTES,
     Chain,
+    ClientId,
+    Generation,
     LineageEntry,
     PartitionId,
     ReqId,
@@ -135,7 +136,6 @@ def storage_open(load: Load, meter: Meter) -> Measured:
             took["open_files"] = len(os.listdir("/proc/self/fd")) - files_before
             engine.close()
         meter.stop()
-        took["process_mib_max"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         engine, log = _opened(directory, segment_bytes_max)
         lost, _ = _read_back(log, rows)
         engine.close()
@@ -202,7 +202,7 @@ def _batches(chain: Chain, load: Load, rows: int) -> Iterator[_Batch]:
     for first in map(TransactionId, range(0, rows, count)):
         prefixes = raw_records.prefixes(
             places + first,
-            ReqId(1, 1, PARTITION, first),
+            ReqId(ClientId(1), Generation(1), PARTITION, first),
             places,
             headers,
             lengths=lengths - RECORD_OVERHEAD_BYTES,
