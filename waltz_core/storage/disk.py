@@ -22,7 +22,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -174,7 +174,8 @@ class _Descriptors:
 
     def _make_room(self, wanted: int) -> None:
         while self._count + wanted > self._count_max and self._idle:
-            next(iter(self._idle)).release()
+            with suppress(OSError):  # all that was written is synced, so nothing can be lost
+                next(iter(self._idle)).release()
 
 
 class RealFile:

@@ -226,6 +226,24 @@ def test_a_file_with_writes_that_are_not_synced_stays_open(tmp_path):
     assert open_names(tmp_path) == {"1", "2"}
 
 
+def test_an_error_of_a_close_that_makes_room_is_nobodys(tmp_path, monkeypatch):
+    disk = RealDisk(1)
+    one = disk.open(tmp_path / "1", create=True)
+    close = os.close
+
+    def close_and_fail(fd):
+        close(fd)
+        raise OSError(errno.EIO, "no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", close_and_fail)
+        two = disk.open(tmp_path / "2", create=True)
+        two.pwrite([b"x"], 0)
+        assert one.size() == 0
+        two.sync()
+    assert open_names(tmp_path) == {"2"}
+
+
 def test_a_file_that_is_locked_stays_open(tmp_path):
     disk = RealDisk(2)
     assert disk.open(tmp_path / "whole", create=True).lock_whole()
