@@ -46,6 +46,9 @@ class Load:
     in_flight: int
     rows: int
     peer: str | None = None
+    directory: str | None = None
+    mib: int | None = None
+    segments: int = 1
 
     @property
     def batch_rows(self) -> int:
@@ -70,7 +73,7 @@ class Measured:
     doubled: int = 0
     errors: int = 0
     extra: dict[str, object] = field(default_factory=dict)
-    cpu_seconds: dict[str, float] | None = None  # by member, where the workload measured it itself
+    cpu_seconds: dict[str, float] | None = None  # by role, where the workload measured it itself
     of_ceiling: float | None = None  # share of a rate that no log could exceed, from the same run
 
 
@@ -137,7 +140,10 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("workload", help=f"one of {', '.join(sorted(_names()))}")
     command.add_argument("--connect", help="this cluster; else a local one is started and ended")
     command.add_argument(
-        "--directory", type=Path, help="a local cluster's directory: use it, and measure its CPU"
+        "--directory",
+        type=Path,
+        help="a local cluster's directory: use it, and measure its CPU; "
+        "storage-append, storage-open: on which disk",
     )
     command.add_argument("--payload", type=int, default=512, help="bytes of data (512)")
     command.add_argument("--locks", type=int, default=1, help="write locks of a transaction (1)")
@@ -150,6 +156,12 @@ def add(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--peer", choices=("nats",), help="append-one: by turns with this one, in the same run"
+    )
+    command.add_argument(
+        "--mib", type=int, help="storage-append, storage-open: MiB of data (1024, 10240)"
+    )
+    command.add_argument(
+        "--segments", type=int, default=1, help="storage-open: at least so many segments (1)"
     )
     command.add_argument("--rows", type=int, default=500_000, help="rows, where a number is asked")
     command.add_argument("--json", action="store_true", help="print nothing but the JSON line")
@@ -172,14 +184,16 @@ def _workload(name: str) -> Workload:
 
 def _bench(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments.workload)
-    for name in ("seconds", "batch", "in_flight", "rows"):
-        value = getattr(arguments, name)
-        if value is not None and value <= 0:
+    for name in ("seconds", "batch", "in_flight", "rows", "mib", "segments"):
+        given = getattr(arguments, name)
+        if given is not None and given <= 0:
             flag = name.replace("_", "-")
-            raise BadConfig(f"--{flag}: expected more than 0, found {value}")
+            raise BadConfig(f"--{flag}: expected more than 0, found {given}")
     with ExitStack() as stack:
         cluster: LocalCluster | None = None
-        if arguments.directory is not None:
+        if arguments.workload in workloads.WITHOUT_CLUSTER:
+            pass
+        elif arguments.directory is not None:
             cluster = LocalCluster(arguments.directory)
         elif arguments.connect is None:
             say("starting a local cluster")
@@ -194,12 +208,16 @@ def _bench(arguments: argparse.Namespace) -> int:
             arguments.in_flight,
             arguments.rows,
             arguments.peer,
+            None if arguments.directory is None else str(arguments.directory),
+            arguments.mib,
+            arguments.segments,
         )
         meter = Meter(cluster)
         say(f"running {arguments.workload}")
         told = workload(load, meter)
         measured = told if isinstance(told, Measured) else Measured(**told)
-        report = make_report(arguments.workload, load, measured, meter.spent())
+        cpu = measured.cpu_seconds or meter.spent()
+        report = make_report(arguments.workload, load, measured, cpu)
     if not arguments.json:
         for line in _lines(report):
             show(line)

@@ -28,6 +28,7 @@ from waltz_core.cli.failover import (
 )
 from waltz_core.cli.flood import flood
 from waltz_core.cli.singles import append_one, append_single, conditional, feed, hot_lock
+from waltz_core.cli.storage_bench import storage_append, storage_open
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.record import BEFORE_FIRST
 
@@ -315,4 +316,7 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "failover-term": failover_term,
     "failover-freeze": failover_freeze,
     "rolling-restart": rolling_restart,
+    "storage-append": storage_append,
+    "storage-open": storage_open,
 }
+WITHOUT_CLUSTER = ("storage-append", "storage-open")

@@ -51,7 +51,6 @@ from waltz_core.record import (
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.disk import Disk, create_durably, remove_temporary
 from waltz_core.storage.format import (
-    LINEAGE_HEADER_BYTES,
     NO_NONCE,
     NOBODYS_NONCE,
     IdRange,
@@ -66,6 +65,7 @@ from waltz_core.storage.format import (
     segment_name,
     with_damage,
 )
+from waltz_core.storage.index import LineageFile
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
 
@@ -92,7 +92,8 @@ def open_log(
         opening.recover_records(segments)
         opening.settle_lineage(segments)
         for segment in segments.all:
-            segment.sync()
+            if segment.is_dirty:
+                segment.sync()
         segments.sync_index()
         slots.write(opening.settled(segments))
         for segment in segments.all[:-1]:
@@ -247,8 +248,9 @@ def _promised_to_nobody(slot: Slot, seen: SessionId) -> Slot:
 def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
     names = disk.list(directory)
     firsts = sorted(first for name in names if (first := first_of_name(name)) is not None)
+    known = frozenset(names)
     for name in names:
-        if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in names:
+        if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known:
             disk.unlink(directory / name)  # a crash came before the segment had its name
     if firsts and firsts[0] != 0:
         raise MissingSegment(f"{directory}: expected a segment from id 0, found {firsts[0]} first")
@@ -280,6 +282,7 @@ class _Opening:
         self._adopting = info.sequence > slot.original_sequence
         self.opened: list[Segment] = []  # everything that is to be closed when it fails
         self._rebuilt: list[Segment] = []
+        self._implausible: set[TransactionId] = set()  # older ones, by their first id
         # Up to the marker the records were vouched for by a slot, ours or the original's. What a
         # batch's entry vouches for is known when the segments are open.
         self._marker = info.local_low_water_mark if self._adopting else slot.acked.transaction_id
@@ -294,56 +297,74 @@ class _Opening:
                 header = self._blank._replace(first=firsts.pop())
                 Segment(self._disk, self._directory, header).remove()
                 self._disk.sync_directory(self._directory)
-        for first in firsts:
-            chain = GENESIS_CHAIN
-            if opened:
-                # What a file was given up with may be back: its cut was never synced.
-                before = opened[-1].lineage
-                before.cut(before.place_of(first))
-                chain = before.chain_at(before.count)
-                opened[-1].close()
-            self._open_segment(first, chain)
+        chain = GENESIS_CHAIN
+        for place, first in enumerate(firsts):
+            segment, end = self._open_segment(first, chain)
+            if place + 1 < len(firsts):
+                chain = self._pass_by(segment, end, firsts[place + 1])
         if not opened:
             first_segment = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
             opened.append(first_segment)
         return Segments(self._disk, self._directory, self._blank, opened)
 
-    def _open_segment(self, first: TransactionId, chain_before: Chain) -> None:
-        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches."""
+    def _open_segment(
+        self, first: TransactionId, chain_before: Chain
+    ) -> tuple[Segment, LineageEntry | None]:
+        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches.
+
+        Return its last batch, too.
+        """
         header = self._blank._replace(first=first)
-        found = self._lineage_header(header)
-        rebuilt = found is None
-        if rebuilt:
+        lineage = self._open_lineage(header)
+        rebuilt = lineage is None
+        if lineage is None:
             if not self._adopting:
                 self._suspect()
             content = LineageHeader(header, chain_before).encode()
             create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
-        elif found is not None and found.chain_before != chain_before and not self._adopting:
-            self._suspect()
         segment = Segment.open(
             self._disk,
             self._directory,
             first,
             partition_id=self._blank.partition_id,
             cluster_key=self._blank.cluster_key,
+            lineage=lineage,
         )
         self.opened.append(segment)
-        segment.lineage.trim()
+        if segment.lineage.chain_before != chain_before and not self._adopting:
+            self._suspect()
+        end = segment.lineage.trim()
         if rebuilt:
             self._rebuilt.append(segment)
+        return segment, end
 
-    def _lineage_header(self, header: SegmentHeader) -> LineageHeader | None:
+    def _open_lineage(self, header: SegmentHeader) -> LineageFile | None:
         path = self._directory / segment_name(header.first, ".chn")
         if not self._disk.exists(path):
             return None
-        file = self._disk.open(path)
         try:
-            found = LineageHeader.decode(file.pread(LINEAGE_HEADER_BYTES, 0))
+            lineage = LineageFile.open(self._disk, path)
         except (BadFormat, ChecksumMismatch):
             return None
-        finally:
-            file.close()
-        return found if found.segment[1:] == header[1:] else None
+        if lineage.segment[1:] == header[1:]:
+            return lineage
+        lineage.close()
+        return None
+
+    def _pass_by(
+        self, segment: Segment, end: LineageEntry | None, next_first: TransactionId
+    ) -> Chain:
+        """Look at all that is wanted of an older segment, and close it; return the chain there."""
+        lineage = segment.lineage
+        chain = lineage.chain_before if end is None else end.chain
+        if end is not None and end.last >= next_first:
+            # What a file was given up with may be back: its cut was never synced.
+            lineage.cut(lineage.place_of(next_first))
+            chain = lineage.chain_at(lineage.count)
+        if segment.next_id != next_first or not segment.is_plausible():
+            self._implausible.add(segment.first)
+        segment.close()
+        return chain
 
     def _suspect(self) -> None:
         """Note it, durably (rule 6)."""
@@ -368,7 +389,7 @@ class _Opening:
                 self._recover(segment, start, self._vouched, is_last=True)
                 continue
             reach = TransactionId(next_first - 1)
-            plausible = segment.last == reach and segment.is_plausible()
+            plausible = segment.first not in self._implausible
             if not plausible or reach > self._marker:
                 start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
                 self._recover(segment, start, reach, is_last=False)
