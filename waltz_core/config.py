@@ -104,6 +104,20 @@ class StorageConfig(ZooKeeperConfig):
         least=0,
         most=64 * GIB,
     )
+    scrub_bytes_per_s: int = _bytes(
+        4 * MIB,
+        "How fast old records are read again, over all partitions, so that rot is found while "
+        "other replicas can mend it. 0: not at all. Too slow: a terabyte takes weeks. Too fast: "
+        "reads and syncs wait for it.",
+        least=0,
+        most=4 * GIB,
+    )
+    scrub_interval_ms: int = _ms(
+        MS_MAX,
+        "A log is read again no sooner than so long after the last time has begun. Too short: a "
+        "small log is read all day for nothing.",
+        least=0,
+    )
     marker_interval_ms: int = _ms(
         1_000,
         "How often the mark of what was acknowledged is written beside the log. Too long: after a "

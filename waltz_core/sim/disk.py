@@ -22,7 +22,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 
 if TYPE_CHECKING:
     from random import Random
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk import Buffer, File
 
 SECTOR_BYTES: Final = 512
+FREE_BYTES: Final = 1 << 40  # of a disk without limit
 Struck = Callable[[], None]
 
 
@@ -333,6 +334,12 @@ class SimDisk:
             self._journal = left
         self.strike(fault, "syncdir", directory)
 
+    def free_bytes(self, directory: Path) -> int:
+        """Return how much more can be written."""
+        self.check_power()
+        used = sum(len(one.seen) for one in self._names.values())
+        return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
+
     def _change(self, change: _NameChange) -> None:
         change.apply(self._names)
         self._journal.append(change)
@@ -483,7 +490,7 @@ class SimDisk:
             struck = self.read_plans.pop(self.read_count)
             if struck is not None:
                 struck()
-            raise DiskFailed(f"reading {path}: input/output error")
+            raise ReadFailed(f"reading {path}: input/output error")
 
     def strike(self, fault: Fault | None, what: str, path: Path) -> None:
         """Raise the error of a fault."""

@@ -5,14 +5,11 @@ promised asks the budget (`budget.py`) first.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.errors import WaltzError
-from waltz_core.sim.budget import read_whole
 from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.disk import Contents, PowerLoss, SimDisk, Survival
+from waltz_core.sim.disk import Contents, SimDisk, Survival
 from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
 from waltz_core.sim.striking import any_storage, counted, keep_down
@@ -259,15 +256,11 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def scrub(cluster: SimCluster, rng: "Random") -> bool:
-    """Somebody reads a whole log, and what is damaged there becomes known."""
+    """Somebody asks for a whole log to be read again."""
     storage = any_storage(cluster, rng)
     if storage.log is None:
         return False
-    try:
-        with suppress(WaltzError):
-            read_whole(storage.log)
-    except PowerLoss:  # What is found to be damaged is written down.
-        storage.lose_power()
+    storage.scrub_now()
     return True
 
 

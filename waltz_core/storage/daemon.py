@@ -21,7 +21,6 @@ Rules:
 import asyncio
 import logging
 import secrets
-import shutil
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -39,7 +38,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
-from waltz_core.driver import Driver
+from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.net import Link
@@ -48,9 +47,11 @@ from waltz_core.storage import service
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.scrub import Scrub, ScrubState
 from waltz_core.storage.service import Effect, Event, Identity, StorageService
+from waltz_core.storage.showing import Showing
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
-from waltz_core.wire.messages import AppendRaw, Message, Nack, StorageMessage, Surface
+from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +60,6 @@ OPEN_AGAIN_S_MIN: Final = 1.0
 OPEN_AGAIN_S_MAX: Final = 60.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
-# Reports that somebody should look at; others are counted, and told only when asked for.
-_ALARMS: Final = ("disk_failed", "partition_refused")
 ResultT = TypeVar("ResultT")
 
 
@@ -141,6 +140,7 @@ class StorageDaemon:
     ) -> None:
         self.metrics = Metrics("storage", with_process=True)
         self.address = ""
+        self._showing = Showing(self.metrics)
         self._config = config
         self._cluster = cluster
         self._coordinator = coordinator
@@ -160,6 +160,7 @@ class StorageDaemon:
         # Set with what ends the process (service.py, rule 6; or a bug of ours).
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._engine: Engine | None = None
+        self._machine: StorageService | None = None
         self._driver: Driver[Event, Effect] | None = None
 
     # ---------------------------------------------------------------------------------------------
@@ -206,12 +207,27 @@ class StorageDaemon:
         identity = Identity(
             self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
         )
-        machine = StorageService(identity, queue_bytes_max=config.queue_bytes_max)
-        self._engine = engine
-        self._driver = Driver(
-            machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
+        machine = StorageService(
+            identity,
+            queue_bytes_max=config.queue_bytes_max,
+            room=engine.room,
+            scrub=Scrub(bytes_per_s=config.scrub_bytes_per_s, interval_ms=config.scrub_interval_ms),
         )
-        self._show(machine)
+        self._engine, self._machine = engine, machine
+        self._driver = Driver(
+            machine,
+            self._perform,
+            on_report=self._showing.report,
+            on_failure=self._failed,
+            name="storage",
+        )
+        self._showing.show_all(
+            Path(self._config.directory),
+            machine,
+            engine.room,
+            links_count=lambda: len(self._links),
+            logs=self._logs,
+        )
         async with AsyncExitStack() as stack:
             stack.callback(self._driver.stop)
             if config.http_port:
@@ -342,10 +358,10 @@ class StorageDaemon:
         except errors.WaltzError as error:
             # One partition that cannot be served is no reason not to serve the others.
             fields = (("partition", partition_id), ("error", error))
-            self._report(Report("partition_refused", fields))
+            self._showing.report(Report("partition_refused", fields))
             return
         self._logs[partition_id] = log
-        self._ask(log)
+        self._showing.show_log(log)
         self._post(service.Opened(log))
         _log.info("storage.partition_opened partition=%s last=%s", partition_id, log.synced_max)
 
@@ -355,7 +371,7 @@ class StorageDaemon:
         try:
             return self._engine.assign(partition_id)
         except errors.NoSpace:
-            self._engine.release_reserve()
+            self._engine.room.release()
             _log.warning("storage.reserve_released partition=%s", partition_id)
             return self._engine.assign(partition_id)
 
@@ -408,10 +424,12 @@ class StorageDaemon:
                 self._steer(effect)
             case service.Idle():
                 self._dropping[effect.log.partition_id].set()
+            case service.LookForRoom():
+                self._pool.submit(effect.room.look_again).add_done_callback(self._hop_with_room)
             case service.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
             case Report():
-                self._report(effect)
+                self._showing.report(effect)
             case _:
                 assert_never(effect)
 
@@ -443,23 +461,22 @@ class StorageDaemon:
     def _run_work(self, work: Work) -> None:
         self._works_count += 1
         self._is_idle.clear()
-        future = self._pool.submit(self._run, work)
+        future = self._pool.submit(work.run, time.perf_counter)
         future.add_done_callback(partial(self._hop, work))
-
-    def _run(self, work: Work) -> WorkResult:
-        """Run a piece of work, on a thread of the pool; a full disk still has room for repair."""
-        result = work.run(time.perf_counter)
-        is_append = work.requests and isinstance(work.requests[0].message, AppendRaw)
-        if not is_append and any(isinstance(each, errors.NoSpace) for each in result.outcomes):
-            assert self._engine is not None
-            self._engine.release_reserve()
-            _log.warning("storage.reserve_released partition=%s", work.partition_id)
-            result = work.run(time.perf_counter)
-        return result
 
     def _hop(self, work: Work, future: "Future[WorkResult]") -> None:
         """Go back to the loop's thread; this runs on the pool's."""
         self._loop.call_soon_threadsafe(self._work_done, work, future)
+
+    def _hop_with_room(self, future: "Future[None]") -> None:
+        self._loop.call_soon_threadsafe(self._looked_for_room, future)
+
+    def _looked_for_room(self, future: "Future[None]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+        else:
+            self._post(service.LookedForRoom())
 
     def _work_done(self, work: Work, future: "Future[WorkResult]") -> None:
         self._works_count -= 1
@@ -470,66 +487,42 @@ class StorageDaemon:
             self._failed(error)
             return
         result = future.result()
-        self._count(work, result)
+        self._showing.count(work, result)
         self._post(service.WorkDone(work, result))
 
     # ---------------------------------------------------------------------------------------------
     # what it shows
 
     def health(self) -> Health:
-        """Whether the disk takes writes, and which partitions are served."""
+        """Whether the disk takes writes, and which partitions are served, whole or not.
+
+        Damage that is known and waits to be mended is told, and is no reason to be unwell.
+        """
         suspect = [each for each, log in self._logs.items() if log.suspect]
+        is_full = self._engine is not None and self._engine.room.is_short
         state = None if self._coordinator is None else self._coordinator.session_state.name
         details = {
             "address": self.address,
             "partitions": sorted(self._logs),
             "not_served": sorted(set(self._wanted) - self._logs.keys()),
             "suspect": sorted(suspect),
+            "damaged": sorted(each for each, log in self._logs.items() if log.damaged),
+            "is_full": is_full,
             "zookeeper": state,
         }
-        is_well = not self._failure.done() and not details["not_served"] and not suspect
+        is_well = not (self._failure.done() or details["not_served"] or suspect or is_full)
         return Health(is_well, details)
 
-    def _show(self, machine: StorageService) -> None:
-        ask = self.metrics.ask
-        directory = self._config.directory
-        ask("waltz_storage_connections", lambda: len(self._links))
-        ask("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
-        ask("waltz_storage_free_bytes", lambda: shutil.disk_usage(directory).free)
-        ask(
-            "waltz_storage_suspect_replicas",
-            lambda: sum(log.suspect for log in list(self._logs.values())),
-        )
+    def scrub_now(self, partition_id: PartitionId | None = None) -> None:
+        """Have a partition read again from its beginning, or all that are served (None).
 
-    def _ask(self, log: PartitionLog) -> None:
-        where = {"partition": log.partition_id}
-        self.metrics.ask("waltz_storage_last_transaction", lambda: log.synced_max, **where)
-        self.metrics.ask("waltz_storage_low_water_mark", lambda: log.low_water_mark, **where)
+        One that is not served is left alone. See `scrub_states` for how far it is.
+        """
+        self._post(service.ScrubNow(partition_id))
 
-    def _count(self, work: Work, result: WorkResult) -> None:
-        add, partition = self.metrics.add, work.partition_id
-        if result.appended_count:
-            add(
-                "waltz_storage_appended_transactions_total",
-                result.appended_count,
-                partition=partition,
-            )
-            add("waltz_storage_appended_bytes_total", result.appended_bytes, partition=partition)
-        if result.read_count:
-            add("waltz_storage_read_transactions_total", result.read_count, partition=partition)
-            add("waltz_storage_read_bytes_total", result.read_bytes, partition=partition)
-        if result.sync_s is not None:
-            add("waltz_storage_syncs_total")
-            self.metrics.observe("waltz_storage_sync_seconds", result.sync_s)
-        if result.failure is not None:
-            add("waltz_storage_failed_writes_total")
-
-    def _report(self, report: Report) -> None:
-        self.metrics.report(report)
-        level = logging.WARNING if report.name in _ALARMS else logging.DEBUG
-        if _log.isEnabledFor(level):
-            fields = " ".join(f"{name}={value}" for name, value in report.fields)
-            _log.log(level, "storage.%s %s", report.name, fields)
+    def scrub_states(self) -> list[ScrubState]:
+        """Return how far the scrub is with each partition that is served."""
+        return [] if self._machine is None else self._machine.scrub_states(loop_clock_ms())
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

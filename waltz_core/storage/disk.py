@@ -5,8 +5,8 @@ another `Disk` in its place that tears, loses and fills up. No other file here o
 
 Rules:
     1. An error of the operating system becomes `NoSpace` (the disk is full, what was there stays
-       as it is) or `DiskFailed` (anything else, and whatever a sync fails with); no `OSError`
-       leaves this file.
+       as it is), `ReadFailed` (bytes of a file that cannot be had) or `DiskFailed` (anything else,
+       and whatever a sync fails with); no `OSError` leaves this file.
     2. What is durable is said: only `File.sync`, `File.sync_all` and `sync_directory` make it so.
     3. A write is complete or raises; a short write is carried on.
     4. A file comes into being whole: `create_durably` writes it under another name first.
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
-from waltz_core.errors import DiskFailed, NoSpace, WaltzError
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
@@ -82,6 +82,9 @@ class Disk(Protocol):
     def sync_directory(self, directory: Path) -> None:
         """Make the names in a directory durable."""
 
+    def free_bytes(self, directory: Path) -> int:
+        """Return how much more can be written to the file system of a directory."""
+
 
 def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
     """Make files that are whole and durable, each in place of an older one, in this order (rule 4).
@@ -140,7 +143,7 @@ class RealFile:
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes."""
-        with _typed_errors("reading", self._path):
+        try:
             data = os.pread(self._fd, size, offset)
             if len(data) in {size, 0}:
                 return data
@@ -150,6 +153,9 @@ class RealFile:
                 parts.append(data)
                 got += len(data)
             return b"".join(parts)
+        except OSError as error:
+            why = f"{error.strerror or error} ({size} bytes at {offset})"
+            raise ReadFailed(f"reading {self._path}: {why}") from error
 
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of it (rule 3)."""
@@ -272,3 +278,9 @@ class RealDisk:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return what is free for everybody; what is kept for root does not count."""
+        with _typed_errors("looking at", directory):
+            found = os.statvfs(directory)
+            return found.f_bavail * found.f_frsize

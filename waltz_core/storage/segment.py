@@ -350,7 +350,8 @@ class Segment:
             start_id, offset = self.first, SEGMENT_HEADER_BYTES
         else:
             offset = int(index.read(start_id - self.first, 1)[0])
-        known = index.read(0, index.count)  # what the index said before it is mended
+        # What the index said before it is mended. Without it, a torn tail cannot be told from rot.
+        known = index.read(0, index.count) if is_last else index.known()
         stop_id = None if is_last else TransactionId(must_reach + 1)
         damaged: list[IdRange] = []
         lost = False
@@ -382,9 +383,7 @@ class Segment:
         return Recovered(tuple(damaged), lost)
 
     def _mend(self, first: TransactionId, starts: I64) -> None:
-        place = first - self.first
-        if not np.array_equal(self.index.read(place, int(starts.size)), starts):
-            self.index.write(place, starts)
+        self.index.rewrite(first - self.first, starts)
 
     def _hole(self, known: I64, hole: IdRange, offset: int, end: int) -> IdRange:
         """Index the ids of a hole: where the old index had them, else all at its beginning."""

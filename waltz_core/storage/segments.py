@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import ChecksumMismatch
+from waltz_core.errors import ChecksumMismatch, ReadFailed
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -93,6 +93,10 @@ class Segments:
             return None
         entry = lineage.entry(place)
         return entry.chain if entry.last == transaction_id else None
+
+    def segment_end(self, transaction_id: TransactionId) -> TransactionId:
+        """Return the last id of the segment that holds an id."""
+        return self.all[self._index_of(transaction_id)].last
 
     def _holding(self, transaction_id: int) -> Segment:
         return self._touched(self._index_of(transaction_id))
@@ -207,7 +211,7 @@ class Segments:
             try:
                 if low <= high:
                     segment.bounds(low, high)
-            except ChecksumMismatch:
+            except (ChecksumMismatch, ReadFailed):
                 found = segment.recover(segment.first, segment.last, is_last=False)
                 damaged.extend(found.damaged)
             for run in segment.lineage.unreadable():

@@ -699,7 +699,7 @@ class Nack(StorageMessage):
     message: Text
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class DamageFound(StorageMessage):
     """Told to the owner unasked (sequence 0): there are records that cannot be read, new ones too.
 
