@@ -14,6 +14,7 @@ Rules:
     5. Every call that changes something is a step. A fault is planned for a step by its number, or
        for the next step of a kind, or for a read; whoever has planned it is told when it strikes.
     6. A disk that lies says that it has synced what it has not.
+    7. A sector that cannot be read stays so until something is written there: a drive has others.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -74,6 +75,7 @@ class _Inode:
     seen: bytearray = field(default_factory=bytearray)
     kept: bytearray = field(default_factory=bytearray)
     dirty: set[int] = field(default_factory=set)
+    unreadable: set[int] = field(default_factory=set)
     locked_by: "SimFile | None" = None
 
     def touch(self, start: int, end: int) -> None:
@@ -84,6 +86,8 @@ class _Inode:
             self.dirty.add(first)
         else:
             self.dirty.update(range(first, last + 1))
+        if self.unreadable:
+            self.unreadable.difference_update(range(first, last + 1))
 
     def resize(self, size: int) -> None:
         old = len(self.seen)
@@ -157,6 +161,11 @@ class SimFile:
         disk.read_count += 1
         if disk.read_plans:
             disk.reading(self._path)
+        unreadable = self._inode.unreadable
+        if unreadable and size:
+            sectors = range(offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES + 1)
+            if not unreadable.isdisjoint(sectors):
+                raise ReadFailed(f"reading {self._path}: a sector cannot be read")
         return bytes(self._inode.seen[offset : offset + size])
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
@@ -411,6 +420,11 @@ class SimDisk:
         for each in (inode.seen, inode.kept):
             part = content[: max(0, len(each) - offset)]
             each[offset : offset + len(part)] = part
+
+    def make_unreadable(self, path: Path, first: int, last: int) -> None:
+        """Let the sectors of some bytes be lost, which whoever reads there is told (rule 7)."""
+        sectors = range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1)
+        self._names[path].unreadable.update(sectors)
 
     def cut(self, path: Path, size: int) -> None:
         """Let a file be shorter than it was, unseen by anybody."""

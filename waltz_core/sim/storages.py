@@ -260,6 +260,12 @@ class SimStorage(Process):
         """As its operator asks for it."""
         self._step(service.ScrubNow())
 
+    @property
+    def is_scrubbing(self) -> bool:
+        """Whether it has not yet read all that was asked for."""
+        states = () if self.service is None else self.service.scrub_states(self.now_ms)
+        return any(each.is_asked for each in states)
+
     # ---- links
 
     def accept(self, link: Link) -> Handlers:

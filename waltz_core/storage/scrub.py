@@ -160,7 +160,7 @@ class Scrub:
         turn.read_bytes += scrubbed.read_bytes
         if scrubbed.error is not None:
             turn.error = scrubbed.error
-        pause_ms = scrubbed.read_bytes * 1_000 // self._rate(turn)
+        pause_ms = -(-scrubbed.read_bytes * 1_000 // self._rate(turn))
         self._free_at_ms = now_ms + max(1, pause_ms)
         is_finished = False
         if turn.is_running:  # Not one that was asked for again meanwhile.

@@ -16,6 +16,7 @@ SOMETIMES: Final = (
     "damage mended live",
     "scrub found damage",
     "scrub_finished",
+    "read_failed",
     "late join",
     "CAS lost reply",
     "nonce mismatch",
