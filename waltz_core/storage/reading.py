@@ -163,7 +163,8 @@ class LogReader:
             else:
                 high = middle
         end = low
-        while end < last and end - low < _UNREADABLE_RUN_MAX and not self._gives(end + 1, end + 1):
+        run_end = min(int(last), low + _UNREADABLE_RUN_MAX - 1)
+        while end < run_end and not self._gives(end + 1, end + 1):
             end += 1
         return IdRange(TransactionId(low), TransactionId(end))
 

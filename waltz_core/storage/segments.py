@@ -205,7 +205,11 @@ class Segments:
         Return the damage that came to light.
         """
         damaged: list[IdRange] = []
-        for index in range(max(0, self._index_of(first)), self._last_index_of(last) + 1):
+        try:
+            last_index = self._last_index_of(last)
+        except ReadFailed:
+            last_index = min(self._index_of(last) + 1, len(self.all) - 1)
+        for index in range(max(0, self._index_of(first)), last_index + 1):
             segment = self._touched(index)
             low, high = max(first, segment.first), min(last, segment.last)
             try:

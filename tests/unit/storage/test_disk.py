@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.storage.logs import ROOT, new_disk
-from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage.disk import RealDisk, create_durably, remove_temporary
 
@@ -157,11 +157,20 @@ def test_an_error_of_the_system_says_what_failed_and_where(tmp_path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fail)
         # A sync that finds no room has lost what it was to write: that is no full disk only.
-        full = number in {errno.ENOSPC, errno.EDQUOT} and call != "fdatasync"
-        with pytest.raises(NoSpace if full else DiskFailed, match=f"{tmp_path}/f: "):
+        full = number in {errno.ENOSPC, errno.EDQUOT} and call not in {"fdatasync", "pread"}
+        with pytest.raises(NoSpace if full else DiskFailed, match=f"{tmp_path}/f: ") as caught:
             CALLS[call](file)
+        assert isinstance(caught.value, ReadFailed) == (call == "pread")
     file.close()
     file.close()
+
+
+def test_what_is_free_is_what_anybody_may_use(tmp_path):
+    found = os.statvfs(tmp_path)
+    free = RealDisk().free_bytes(tmp_path)
+    assert 0 < free <= found.f_bfree * found.f_frsize
+    with pytest.raises(DiskFailed, match="looking at"):
+        RealDisk().free_bytes(tmp_path / "none")
 
 
 def test_errors_of_names_are_typed(tmp_path):
