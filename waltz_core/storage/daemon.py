@@ -23,7 +23,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -42,12 +42,12 @@ from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.net import Link
-from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId
+from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage import service
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
-from waltz_core.storage.scrub import Scrub, ScrubState
+from waltz_core.storage.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.service import Effect, Event, Identity, StorageService
 from waltz_core.storage.showing import Showing
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
@@ -58,6 +58,7 @@ _log = logging.getLogger(__name__)
 CLOSE_S_MAX: Final = 10.0
 OPEN_AGAIN_S_MIN: Final = 1.0
 OPEN_AGAIN_S_MAX: Final = 60.0
+PLACES_S: Final = 60.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 ResultT = TypeVar("ResultT")
@@ -248,6 +249,7 @@ class StorageDaemon:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._follow_partitions())
+                    tasks.create_task(self._keep_places(machine))
                     if self._coordinator is None:
                         self._wanted_changed.set()
                     else:
@@ -258,7 +260,31 @@ class StorageDaemon:
                     await self._until(stop, tasks)
                     await self._end()
             except* _End:
+                await self._in_thread(partial(self._write_places, machine.scrub_places))
                 _log.info("storage.ended address=%s", self.address)
+
+    def _read_places(self) -> dict[PartitionId, TransactionId]:
+        try:
+            return read_places(RealDisk(), Path(self._config.directory))
+        except errors.WaltzError as error:
+            _log.warning("storage.scrub_begins_anew error=%s", error)
+            return {}
+
+    def _write_places(self, places: Mapping[PartitionId, TransactionId]) -> None:
+        try:
+            write_places(RealDisk(), Path(self._config.directory), places)
+        except errors.WaltzError as error:
+            _log.warning("storage.scrub_place_not_kept error=%s", error)
+
+    async def _keep_places(self, machine: StorageService) -> None:
+        """Write down now and then where the scrub is, so that a restart does not begin anew."""
+        kept: Mapping[PartitionId, TransactionId] = {}
+        while True:
+            await asyncio.sleep(PLACES_S)
+            places = machine.scrub_places
+            if places != kept:
+                await self._in_thread(partial(self._write_places, places))
+                kept = places
 
     async def _register(self, engine: Engine) -> None:
         """Take this address, or raise StorageIdMismatch when it is another storage's."""

@@ -9,15 +9,18 @@ Rules:
        the pass began. Then the next partition has its turn.
     3. A pass that nobody asked for begins `interval_ms` after the one before has begun, or later.
        What was asked for goes first, and faster; it is done also where nothing goes by itself.
-    4. Where a pass had come to is kept by whoever runs this, now and then: `places` is to be
-       given again at the next start. What is lost of it is read twice, and that is all.
+    4. Where a pass has come to is kept in a file, now and then. It is worth nothing but time: what
+       is lost of it, or cannot be read, is read twice.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
+from waltz_core.checksum import crc32
 from waltz_core.record import BEFORE_FIRST, PartitionId, TransactionId
+from waltz_core.storage.disk import Disk, create_durably
 
 MIB: Final = 1024 * 1024
 # While a piece is read its partition does nothing else.
@@ -26,6 +29,8 @@ PIECE_BYTES_MAX: Final = 256 * 1024
 ASKED_BYTES_PER_S: Final = 32 * MIB
 # A partition without records, or one that is held up, is looked at again after this.
 REST_MS: Final = 1_000
+PLACES_NAME: Final = "waltz-x.scrub"
+_PLACES_BYTES_MAX: Final = 1024 * 1024
 _FIRST: Final = TransactionId(0)
 
 
@@ -209,3 +214,32 @@ class Scrub:
     def places(self) -> dict[PartitionId, TransactionId]:
         """Where the passes that are not finished have come to (rule 4)."""
         return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
+
+
+# ---------------------------------------------------------------------------------------------
+# where it was (rule 4): a line for each partition, and before them the checksum of all
+
+
+def write_places(disk: Disk, directory: Path, places: Mapping[PartitionId, TransactionId]) -> None:
+    """Write where the passes have come to; raises DiskFailed, NoSpace."""
+    lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(places.items()))
+    body = lines.encode()
+    create_durably(disk, directory, [(PLACES_NAME, f"{crc32(body):08x}\n".encode() + body)])
+
+
+def read_places(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
+    """Return where the passes had come to; nothing when that is not known. Raises DiskFailed."""
+    if not disk.exists(directory / PLACES_NAME):
+        return {}
+    file = disk.open(directory / PLACES_NAME)
+    try:
+        head, _, body = file.pread(_PLACES_BYTES_MAX, 0).partition(b"\n")
+    finally:
+        file.close()
+    if head != f"{crc32(body):08x}".encode():
+        return {}
+    places: dict[PartitionId, TransactionId] = {}
+    for line in body.decode().splitlines():
+        partition, next_id = line.split(" ")
+        places[PartitionId(int(partition))] = TransactionId(int(next_id))
+    return places

@@ -4,13 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.storage.logs import ROOT, new_disk
 from waltz_core.storage.scrub import (
     ASKED_BYTES_PER_S,
     PIECE_BYTES_MAX,
+    PLACES_NAME,
     REST_MS,
     Piece,
     Scrub,
     Scrubbed,
+    read_places,
+    write_places,
 )
 
 DAY_MS = 86_400_000
@@ -172,3 +176,30 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
         total += size
     assert all(places[each] > last for each, last in enumerate(lasts))
     assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
+
+
+# ---------------------------------------------------------------------------------------------
+# the file
+
+
+@given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
+def test_places_come_back_from_their_file(places):
+    disk = new_disk()
+    write_places(disk, ROOT, places)
+    assert read_places(disk, ROOT) == places
+
+
+def test_a_file_of_places_that_is_wrong_in_any_byte_tells_nothing():
+    disk = new_disk()
+    assert read_places(disk, ROOT) == {}
+    write_places(disk, ROOT, {3: 70, 11: 5})
+    path = ROOT / PLACES_NAME
+    for offset in range(len(disk.content(path))):
+        disk.flip(path, offset, 4)
+        assert read_places(disk, ROOT) == {}
+        disk.flip(path, offset, 4)
+    for size in range(len(disk.content(path)) - 1, -1, -1):
+        disk.cut(path, size)
+        assert read_places(disk, ROOT) == {}
+    write_places(disk, ROOT, {3: 71})
+    assert read_places(disk, ROOT) == {3: 71}
