@@ -46,10 +46,10 @@ from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, Transacti
 from waltz_core.storage import service
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
+from waltz_core.storage.figures import Figures
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
 from waltz_core.storage.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.service import Effect, Event, Identity, StorageService
-from waltz_core.storage.showing import Showing
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 
@@ -61,6 +61,17 @@ OPEN_AGAIN_S_MAX: Final = 60.0
 PLACES_S: Final = 60.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+# Reports that somebody should look at, or see; others are counted, and told only when asked for.
+_LEVELS: Final = {
+    "disk_failed": logging.WARNING,
+    "partition_refused": logging.WARNING,
+    "read_failed": logging.WARNING,
+    "reserve_released": logging.WARNING,
+    "damage_found": logging.WARNING,
+    "scrub_passed_over": logging.WARNING,
+    "damage_mended": logging.INFO,
+    "scrub_finished": logging.INFO,
+}
 ResultT = TypeVar("ResultT")
 
 
@@ -141,7 +152,7 @@ class StorageDaemon:
     ) -> None:
         self.metrics = Metrics("storage", with_process=True)
         self.address = ""
-        self._showing = Showing(self.metrics)
+        self._figures = Figures(self.metrics)
         self._config = config
         self._cluster = cluster
         self._coordinator = coordinator
@@ -205,29 +216,10 @@ class StorageDaemon:
         self, engine: Engine, stop: asyncio.Event, on_ready: Callable[[str], None]
     ) -> None:
         config = self._config
-        identity = Identity(
-            self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
-        )
-        machine = StorageService(
-            identity,
-            queue_bytes_max=config.queue_bytes_max,
-            room=engine.room,
-            scrub=Scrub(bytes_per_s=config.scrub_bytes_per_s, interval_ms=config.scrub_interval_ms),
-        )
+        machine = await self._make_machine(engine)
         self._engine, self._machine = engine, machine
         self._driver = Driver(
-            machine,
-            self._perform,
-            on_report=self._showing.report,
-            on_failure=self._failed,
-            name="storage",
-        )
-        self._showing.show_all(
-            Path(self._config.directory),
-            machine,
-            engine.room,
-            links_count=lambda: len(self._links),
-            logs=self._logs,
+            machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
         )
         async with AsyncExitStack() as stack:
             stack.callback(self._driver.stop)
@@ -262,6 +254,25 @@ class StorageDaemon:
             except* _End:
                 await self._in_thread(partial(self._write_places, machine.scrub_places))
                 _log.info("storage.ended address=%s", self.address)
+
+    async def _make_machine(self, engine: Engine) -> StorageService:
+        config = self._config
+        scrub = Scrub(
+            bytes_per_s=config.scrub_bytes_per_s,
+            interval_ms=config.scrub_interval_ms,
+            places=await self._in_thread(self._read_places),
+        )
+        machine = StorageService(
+            Identity(
+                self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
+            ),
+            queue_bytes_max=config.queue_bytes_max,
+            room=engine.room,
+            scrub=scrub,
+        )
+        links = self._links
+        self._figures.show(machine, engine.room, links_count=lambda: len(links), logs=self._logs)
+        return machine
 
     def _read_places(self) -> dict[PartitionId, TransactionId]:
         try:
@@ -384,10 +395,10 @@ class StorageDaemon:
         except errors.WaltzError as error:
             # One partition that cannot be served is no reason not to serve the others.
             fields = (("partition", partition_id), ("error", error))
-            self._showing.report(Report("partition_refused", fields))
+            self._report(Report("partition_refused", fields))
             return
         self._logs[partition_id] = log
-        self._showing.show_log(log)
+        self._figures.show_log(log)
         self._post(service.Opened(log))
         _log.info("storage.partition_opened partition=%s last=%s", partition_id, log.synced_max)
 
@@ -398,7 +409,6 @@ class StorageDaemon:
             return self._engine.assign(partition_id)
         except errors.NoSpace:
             self._engine.room.release()
-            _log.warning("storage.reserve_released partition=%s", partition_id)
             return self._engine.assign(partition_id)
 
     async def _drop(self, partition_id: PartitionId) -> None:
@@ -455,7 +465,7 @@ class StorageDaemon:
             case service.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
             case Report():
-                self._showing.report(effect)
+                self._report(effect)
             case _:
                 assert_never(effect)
 
@@ -513,7 +523,7 @@ class StorageDaemon:
             self._failed(error)
             return
         result = future.result()
-        self._showing.count(work, result)
+        self._figures.count(work, result)
         self._post(service.WorkDone(work, result))
 
     # ---------------------------------------------------------------------------------------------
@@ -549,6 +559,13 @@ class StorageDaemon:
     def scrub_states(self) -> list[ScrubState]:
         """Return how far the scrub is with each partition that is served."""
         return [] if self._machine is None else self._machine.scrub_states(loop_clock_ms())
+
+    def _report(self, report: Report) -> None:
+        self._figures.report(report)
+        level = _LEVELS.get(report.name, logging.DEBUG)
+        if _log.isEnabledFor(level):
+            fields = " ".join(f"{name}={value}" for name, value in report.fields)
+            _log.log(level, "storage.%s %s", report.name, fields)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

@@ -572,3 +572,8 @@ def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdR
 def count_of(ranges: tuple[IdRange, ...]) -> int:
     """Return how many ids there are in ranges that do not overlap."""
     return sum(last - first + 1 for first, last in ranges)
+
+
+def in_words(ranges: tuple[IdRange, ...]) -> str:
+    """Return ranges as a log line tells them."""
+    return ",".join(f"{first}..{last}" for first, last in ranges)

@@ -43,7 +43,7 @@ class Room:
         Raises:
             NoSpace: it may not.
         """
-        free = self._free_bytes()
+        free = self.free_bytes()
         wanted = size if self._is_reserved else size + self._reserve_bytes
         self.is_short = free < wanted
         if self.is_short:
@@ -82,9 +82,10 @@ class Room:
     def look_again(self) -> None:
         """See whether there is room by now, and fill the reserve again."""
         with suppress(DiskFailed, NoSpace):
-            if not self._is_reserved and self._free_bytes() >= self._reserve_bytes:
+            if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
                 self.fill()
             self.check(self._wanted_bytes)
 
-    def _free_bytes(self) -> int:
+    def free_bytes(self) -> int:
+        """Return how much more can be written, beside the reserve; raises DiskFailed."""
         return self._disk.free_bytes(self._directory)

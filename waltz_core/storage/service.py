@@ -28,7 +28,6 @@ Rules:
 """
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Final, TypeAlias, assert_never
 
 import numpy as np
@@ -45,7 +44,7 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import NO_SESSION, PartitionId, SessionId, TransactionId
-from waltz_core.storage.format import NOBODYS_NONCE, IdRange
+from waltz_core.storage.format import NOBODYS_NONCE, in_words
 from waltz_core.storage.lane import Lane, queue_bytes
 from waltz_core.storage.partition_log import MARKER_INTERVAL_MS, PartitionLog
 from waltz_core.storage.room import Room
@@ -238,11 +237,8 @@ class StorageService:
     @property
     def wake_at_ms(self) -> int | None:
         """When markers are to be moved, a piece is to be read, or room is looked for."""
-        wake_at_ms = self._mark_at_ms
-        for at_ms in (self._scrub.wake_at_ms, self._room_at_ms):
-            if at_ms is not None and (wake_at_ms is None or at_ms < wake_at_ms):
-                wake_at_ms = at_ms
-        return wake_at_ms
+        times = (self._mark_at_ms, self._scrub.wake_at_ms, self._room_at_ms)
+        return min([each for each in times if each is not None], default=None)
 
     @property
     def partitions(self) -> tuple[PartitionId, ...]:
@@ -479,7 +475,7 @@ class StorageService:
             return
         lane.work = None
         self._learn(lane, work, result)
-        self._tell_damage(lane, result)
+        self._tell_findings(lane, result)
         self._notice_room(now_ms)
         scrubbed = result.scrubbed
         if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
@@ -508,26 +504,27 @@ class StorageService:
             if lane.piece is not None and lane.work is None:
                 self._start_work(lane)
 
-    def _tell_damage(self, lane: Lane, result: WorkResult) -> None:
-        """Tell of what has come to light, and the owner of all that is known (rule 8)."""
+    def _tell_findings(self, lane: Lane, result: WorkResult) -> None:
+        """Tell of what has come to light, and the owner of all damage that is known (rule 8)."""
         partition_id = lane.log.partition_id
+        if result.has_released:
+            self._report("reserve_released", partition=partition_id)
         for error in result.failed_reads:
             self._report("read_failed", partition=partition_id, error=error)
         if result.scrubbed is not None and result.scrubbed.error is not None:
             error = result.scrubbed.error
             self._report("scrub_passed_over", partition=partition_id, error=error)
         if result.mended is not None:
-            self._report("damage_mended", partition=partition_id, ids=_words((result.mended,)))
+            self._report("damage_mended", partition=partition_id, ids=in_words((result.mended,)))
         if result.found:
-            self._report("damage_found", partition=partition_id, ids=_words(result.found))
+            self._report("damage_found", partition=partition_id, ids=in_words(result.found))
             if lane.owner is not None:
                 damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
                 notice = DamageFound(lane.promised, 0, partition_id, damaged)
                 self._effects.append(Answer(lane.owner, notice))
 
     def _notice_room(self, now_ms: int) -> None:
-        is_short = self._room is not None and self._room.is_short
-        if is_short and self._room_at_ms is None:
+        if self._room is not None and self._room.is_short and self._room_at_ms is None:
             self._room_at_ms = now_ms + ROOM_AGAIN_MS
 
     def _look_for_room(self, now_ms: int) -> None:
@@ -590,10 +587,6 @@ def _check_owner(lane: Lane, request: Request) -> None:
             f"partition {request.message.partition_id}: this connection has not prepared session "
             f"{request.message.session_id}"
         )
-
-
-def _words(ranges: Sequence[IdRange]) -> str:
-    return ",".join(f"{first}..{last}" for first, last in ranges)
 
 
 def _prefix(message: StorageMessage) -> tuple[int, int, int]:

@@ -1,20 +1,16 @@
-"""What a storage shows of itself: its metrics, and a log line for each report worth one.
+"""The figures of a storage: what its metrics count, and what they show at the moment.
 
 Why it stands alone: it only looks. The daemon hands it what has happened, and nothing depends on
 what becomes of it here.
 
 Rules:
-    1. Whatever takes a replica's records away, or gives them back, has a line and a counter.
+    1. Whatever takes a replica's records away, or gives them back, has a counter.
 """
 
-import logging
-import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING
 
 from waltz_core.machine import Report
-from waltz_core.metrics import Metrics
 from waltz_core.record import PartitionId
 from waltz_core.storage.format import count_of
 from waltz_core.storage.partition_log import PartitionLog
@@ -22,29 +18,18 @@ from waltz_core.storage.room import Room
 from waltz_core.storage.service import StorageService
 from waltz_core.storage.work import Work, WorkResult
 
-_log = logging.getLogger("waltz_core.storage")
-
-# Reports that somebody should look at, or see; others are counted, and told only when asked for.
-_LEVELS: Final = {
-    "disk_failed": logging.WARNING,
-    "partition_refused": logging.WARNING,
-    "read_failed": logging.WARNING,
-    "damage_found": logging.WARNING,
-    "scrub_passed_over": logging.WARNING,
-    "damage_mended": logging.INFO,
-    "scrub_finished": logging.INFO,
-}
+if TYPE_CHECKING:
+    from waltz_core.metrics import Metrics
 
 
-class Showing:
+class Figures:
     """The metrics of one storage."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: "Metrics") -> None:
         self._metrics = metrics
 
-    def show_all(
+    def show(
         self,
-        directory: Path,
         machine: StorageService,
         room: Room,
         *,
@@ -55,7 +40,7 @@ class Showing:
         ask = self._metrics.ask
         ask("waltz_storage_connections", links_count)
         ask("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
-        ask("waltz_storage_free_bytes", lambda: shutil.disk_usage(directory).free)
+        ask("waltz_storage_free_bytes", room.free_bytes)
         ask("waltz_storage_full_disks", lambda: room.is_short)
         ask("waltz_storage_reserve_bytes", lambda: room.reserved_bytes)
         ask(
@@ -89,8 +74,6 @@ class Showing:
             self._metrics.observe("waltz_storage_sync_seconds", result.sync_s)
         if result.failure is not None:
             add("waltz_storage_failed_writes_total")
-        if result.has_released:
-            _log.warning("storage.reserve_released partition=%s", partition)
         if result.scrubbed or result.found or result.mended or result.failed_reads:
             self._count_damage(result, partition)
 
@@ -106,12 +89,8 @@ class Showing:
                 self._metrics.add(f"waltz_storage_{name}", amount, partition=partition)
 
     def report(self, report: Report) -> None:
-        """Count a report, and log it where somebody should see it."""
+        """Count a report under its own name, and a pass of the scrub for its partition."""
         self._metrics.report(report)
         if report.name == "scrub_finished":
             partition = str(dict(report.fields)["partition"])
             self._metrics.add("waltz_storage_scrub_passes_total", partition=partition)
-        level = _LEVELS.get(report.name, logging.DEBUG)
-        if _log.isEnabledFor(level):
-            fields = " ".join(f"{name}={value}" for name, value in report.fields)
-            _log.log(level, "storage.%s %s", report.name, fields)
