@@ -541,11 +541,11 @@ def test_a_scrub_that_is_asked_for_finds_rot_and_goes_on_after_a_restart(tmp_pat
                 with segment.open("r+b") as file:
                     file.seek(128 + 3 * 44 + 40)
                     file.write(b"rot")
-                passes = [each.passes_count for each in storage.scrub_states()]
+                passes = [each.passes_count for each in storage.scrub_status()]
                 storage.scrub_now(PartitionId(0))
-                while storage.scrub_states()[0].is_asked:  # noqa: ASYNC110 - nobody tells
+                while storage.scrub_status()[0].is_asked:  # noqa: ASYNC110 - nobody tells
                     await asyncio.sleep(0.01)
-            after = [each.passes_count for each in storage.scrub_states()]
+            after = [each.passes_count for each in storage.scrub_status()]
             assert (after[0], after[1]) == (passes[0] + 1, passes[1])
             assert storage.health().details["damaged"] == [0]
             assert storage.health().is_well
@@ -553,7 +553,7 @@ def test_a_scrub_that_is_asked_for_finds_rot_and_goes_on_after_a_restart(tmp_pat
             assert storage.metrics.value(found, partition=0) == 1
             assert storage.metrics.value("waltz_storage_scrubbed_bytes_total", partition=0) >= 836
             storage.scrub_now()
-            while any(each.is_asked for each in storage.scrub_states()):  # noqa: ASYNC110
+            while any(each.is_asked for each in storage.scrub_status()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             stop.set()
         assert (tmp_path / "waltz-x.scrub").exists()

@@ -552,11 +552,11 @@ class StorageDaemon:
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:
         """Have a partition read again from its beginning, or all that are served (None).
 
-        One that is not served is left alone. See `scrub_states` for how far it is.
+        One that is not served is left alone. See `scrub_status` for how far it is.
         """
         self._post(service.ScrubNow(partition_id))
 
-    def scrub_states(self) -> list[ScrubState]:
+    def scrub_status(self) -> list[ScrubState]:
         """Return how far the scrub is with each partition that is served."""
         return [] if self._machine is None else self._machine.scrub_states(loop_clock_ms())
 

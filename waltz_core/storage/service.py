@@ -480,6 +480,7 @@ class StorageService:
         scrubbed = result.scrubbed
         if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
             self._report("scrub_finished", partition=work.partition_id)
+            self._tell_owner(lane)  # Once more: what could not be mended then may be now.
         is_marked = not work.requests and work.piece is None
         lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and not is_marked)
         if lane.is_unmarked and self._mark_at_ms is None:
@@ -518,10 +519,14 @@ class StorageService:
             self._report("damage_mended", partition=partition_id, ids=in_words((result.mended,)))
         if result.found:
             self._report("damage_found", partition=partition_id, ids=in_words(result.found))
-            if lane.owner is not None:
-                damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
-                notice = DamageFound(lane.promised, 0, partition_id, damaged)
-                self._effects.append(Answer(lane.owner, notice))
+            self._tell_owner(lane)
+
+    def _tell_owner(self, lane: Lane) -> None:
+        """Tell the owner of all damage that is known, if there is any."""
+        if lane.owner is not None and lane.log.damaged:
+            damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
+            notice = DamageFound(lane.promised, 0, lane.log.partition_id, damaged)
+            self._effects.append(Answer(lane.owner, notice))
 
     def _notice_room(self, now_ms: int) -> None:
         if self._room is not None and self._room.is_short and self._room_at_ms is None:

@@ -767,6 +767,19 @@ def test_damage_that_nobody_owns_is_noted_and_told_with_the_next_session(bench):
     assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
 
 
+def test_the_owner_is_told_again_after_each_pass_of_what_is_not_mended(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    with flipped(bench.engine.directory / "0", 3):
+        for passes_count in (1, 2, 3):
+            bench.step(service.ScrubNow())
+            bench.finish()
+            while bench.service.scrub_states(bench.now_ms)[0].passes_count < passes_count:
+                tick(bench)
+                bench.finish()
+    assert damage_told(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
+
+
 def test_what_is_mended_in_the_session_is_reported(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
