@@ -846,6 +846,19 @@ def test_a_piece_waits_for_work_under_way_and_goes_before_what_waits(make):
     assert reports(bench, "scrub_finished") == [{"partition": 0}]
 
 
+def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(2))
+    bench.step(service.ScrubNow())
+    bench.finish()
+    assert bench.log.slot.acked.transaction_id == -1
+    bench.now_ms += 1_000
+    bench.step(Wakeup())
+    assert [(work.requests, work.piece) for work in bench.works] == [((), None)]
+    bench.finish()
+    assert bench.log.slot.acked.transaction_id == 1
+
+
 def test_a_partition_that_is_not_served_is_not_read(bench):
     bench.step(service.ScrubNow(3))
     assert bench.works == []
