@@ -283,4 +283,4 @@ class RealDisk:
         """Return what is free for everybody; what is kept for root does not count."""
         with _typed_errors("looking at", directory):
             found = os.statvfs(directory)
-            return found.f_bavail * found.f_frsize
+        return found.f_bavail * found.f_frsize

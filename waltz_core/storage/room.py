@@ -9,6 +9,9 @@ Rules (correctness.md 2.4, row 9):
     2. An append is refused before it writes anything, when there is not room for it beside the
        whole reserve. What is refused says how much was free.
     3. Reading needs no room.
+    4. The disk is not asked for every append: half of what it had to spare, and no more than
+       `SPARE_BYTES_MAX`, is written before it is asked again. Whoever else fills it meanwhile makes
+       a write fail, and that one is said to have found no room (`lacked`).
 """
 
 from contextlib import suppress
@@ -19,6 +22,7 @@ from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.storage.disk import Disk
 
 RESERVE_NAME: Final = "waltz-x.reserve"
+SPARE_BYTES_MAX: Final = 1024 * 1024
 
 
 class Room:
@@ -31,6 +35,7 @@ class Room:
         self._reserve_bytes = reserve_bytes
         self._is_reserved = reserve_bytes == 0
         self._wanted_bytes = 0  # by the append that was refused last
+        self._spare_bytes = 0  # may be written before the disk is asked again (rule 4)
 
     @property
     def reserved_bytes(self) -> int:
@@ -43,9 +48,13 @@ class Room:
         Raises:
             NoSpace: it may not.
         """
+        if size <= self._spare_bytes:
+            self._spare_bytes -= size
+            return
         free = self.free_bytes()
         wanted = size if self._is_reserved else size + self._reserve_bytes
         self.is_short = free < wanted
+        self._spare_bytes = min((free - wanted) // 2, SPARE_BYTES_MAX)
         if self.is_short:
             self._wanted_bytes = size
             raise NoSpace(
@@ -53,13 +62,17 @@ class Room:
                 f"the reserve, found {free} free"
             )
 
+    def lacked(self, size: int) -> None:
+        """An append of so many bytes has found no room though there should have been some."""
+        self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0
+
     def release(self) -> None:
         """Give the reserve back to the disk, for a truncation or a repair (rule 1).
 
         A disk that fails at that loses nothing: whoever needed the room is told that there is none.
         """
         self._is_reserved = self._reserve_bytes == 0
-        self.is_short = True
+        self.is_short, self._spare_bytes = True, 0
         with suppress(DiskFailed, NoSpace):
             self._disk.unlink(self._directory / RESERVE_NAME)
             self._disk.sync_directory(self._directory)
@@ -84,7 +97,9 @@ class Room:
         with suppress(DiskFailed, NoSpace):
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
                 self.fill()
+            self._spare_bytes = 0
             self.check(self._wanted_bytes)
+            self._spare_bytes = 0  # nothing was written for it
 
     def free_bytes(self) -> int:
         """Return how much more can be written, beside the reserve; raises DiskFailed."""

@@ -216,6 +216,13 @@ class Scrub:
         return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
 
 
+def earlier(one: int | None, other: int | None) -> int | None:
+    """Return the earlier of two times of which each may be never."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
 # ---------------------------------------------------------------------------------------------
 # where it was (rule 4): a line for each partition, and before them the checksum of all
 

@@ -48,7 +48,7 @@ from waltz_core.storage.format import NOBODYS_NONCE, in_words
 from waltz_core.storage.lane import Lane, queue_bytes
 from waltz_core.storage.partition_log import MARKER_INTERVAL_MS, PartitionLog
 from waltz_core.storage.room import Room
-from waltz_core.storage.scrub import Piece, Scrub, ScrubState
+from waltz_core.storage.scrub import Piece, Scrub, ScrubState, earlier
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
 from waltz_core.values import value
 from waltz_core.wire.messages import (
@@ -237,8 +237,7 @@ class StorageService:
     @property
     def wake_at_ms(self) -> int | None:
         """When markers are to be moved, a piece is to be read, or room is looked for."""
-        times = (self._mark_at_ms, self._scrub.wake_at_ms, self._room_at_ms)
-        return min([each for each in times if each is not None], default=None)
+        return earlier(earlier(self._mark_at_ms, self._scrub.wake_at_ms), self._room_at_ms)
 
     @property
     def partitions(self) -> tuple[PartitionId, ...]:

@@ -152,11 +152,17 @@ class Work:
         result = self._run(clock_s)
         room = self._room
         wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
-        if wants_room and room is not None and not self.is_append:
-            room.release()
-            result = self._run(clock_s)
-            result.has_released = True
+        if wants_room and room is not None:
+            if self.is_append:
+                room.lacked(self._append_bytes())
+            else:
+                room.release()
+                result = self._run(clock_s)
+                result.has_released = True
         return result
+
+    def _append_bytes(self) -> int:
+        return sum(_append_bytes(each.message) for each in self.requests)
 
     def _run(self, clock_s: Callable[[], float]) -> WorkResult:
         result = WorkResult()
@@ -168,7 +174,7 @@ class Work:
                 self.log.mark_acked()
             elif self.is_append:
                 if self._room is not None:
-                    self._room.check(sum(_append_bytes(each.message) for each in self.requests))
+                    self._room.check(self._append_bytes())
                 _append_group(self.log, self.requests, result, clock_s)
             else:
                 assert len(self.requests) == 1

@@ -7,7 +7,7 @@ import pytest
 from waltz_core.errors import NoSpace
 from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.room import RESERVE_NAME, Room
+from waltz_core.storage.room import RESERVE_NAME, SPARE_BYTES_MAX, Room
 
 ROOT = Path("/waltz")
 RESERVE = ROOT / RESERVE_NAME
@@ -104,3 +104,44 @@ def test_a_real_directory(tmp_path):
     assert not (tmp_path / RESERVE_NAME).exists()
     room.look_again()
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
+
+
+class Asked(SimDisk):
+    """Counts how often it is asked for its room."""
+
+    asked = 0
+
+    def free_bytes(self, directory):
+        self.asked += 1
+        return super().free_bytes(directory)
+
+
+def test_a_disk_with_much_room_is_asked_now_and_then():
+    disk = Asked()
+    disk.make_directory(ROOT)
+    room = Room(disk, ROOT, 0)
+    for _ in range(3 * SPARE_BYTES_MAX // 1_024):
+        room.check(1_024)
+    assert disk.asked == 3
+    disk.capacity_bytes = 10_000
+    room.check(2_000)
+    assert disk.asked == 3
+    room.lacked(4_000)
+    assert room.is_short
+    room.check(4_000)
+    room.check(3_000)
+    with pytest.raises(NoSpace):
+        room.check(10_001)
+    assert disk.asked == 5, "half of the 6,000 that were left may be written unasked"
+
+
+def test_what_a_write_has_lacked_is_looked_for():
+    disk, room = made()
+    room.check(100)
+    room.lacked(5_000)
+    disk.put(ROOT / "other", bytes(1_500))
+    room.look_again()
+    assert room.is_short
+    disk.remove(ROOT / "other")
+    room.look_again()
+    assert not room.is_short

@@ -13,6 +13,7 @@ from waltz_core.storage.scrub import (
     Piece,
     Scrub,
     Scrubbed,
+    earlier,
     read_places,
     write_places,
 )
@@ -176,6 +177,11 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
         total += size
     assert all(places[each] > last for each, last in enumerate(lasts))
     assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
+
+
+def test_never_is_later_than_any_time():
+    assert (earlier(None, None), earlier(3, None), earlier(None, 0)) == (None, 3, 0)
+    assert (earlier(3, 4), earlier(4, 3)) == (3, 3)
 
 
 # ---------------------------------------------------------------------------------------------

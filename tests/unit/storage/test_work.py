@@ -203,6 +203,7 @@ class SmallRoom:
     def __init__(self, size):
         self.size = size
         self.released = 0
+        self.lacking = None
 
     def check(self, size):
         if size > self.size:
@@ -211,6 +212,9 @@ class SmallRoom:
     def release(self):
         self.released += 1
 
+    def lacked(self, size):
+        self.lacking = size
+
 
 def test_a_group_for_which_there_is_no_room_is_refused_whole_before_it_is_written(log):
     owner = Owner(5)
@@ -218,7 +222,7 @@ def test_a_group_for_which_there_is_no_room_is_refused_whole_before_it_is_writte
     room = SmallRoom(2 * 168 - 1)
     result = Work(log, appends, STORAGE_ID, room=room).run()
     assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
-    assert (log.max_id, result.failure, room.released) == (-1, None, 0)
+    assert (log.max_id, result.failure, room.released, room.lacking) == (-1, None, 0, 336)
     room.size += 1
     result = Work(log, appends, STORAGE_ID, room=room).run()
     assert [type(each) for each in result.outcomes] == [Appended, Appended]
