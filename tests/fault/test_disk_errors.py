@@ -95,7 +95,8 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
             pytest.skip(f"nothing can be traced here: {strace.stderr.read().strip()}")
         yield
     finally:
-        strace.terminate()
+        # Asked to end, it waits for threads that may be ending at that moment, and for ever.
+        strace.kill()
         strace.communicate(timeout=30)
 
 
