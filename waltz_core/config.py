@@ -106,6 +106,20 @@ class StorageConfig(ZooKeeperConfig):
         least=0,
         most=64 * GIB,
     )
+    scrub_bytes_per_s: int = _bytes(
+        4 * MIB,
+        "How fast old records are read again, over all partitions, so that rot is found while "
+        "other replicas can mend it. 0: not at all. Too slow: a terabyte takes weeks. Too fast: "
+        "reads and syncs wait for it.",
+        least=0,
+        most=4 * GIB,
+    )
+    scrub_interval_ms: int = _ms(
+        MS_MAX,
+        "A log is read again no sooner than so long after the last time has begun. Too short: a "
+        "small log is read all day for nothing.",
+        least=0,
+    )
     trust_fsync: bool = setting(
         True,  # noqa: FBT003 - it stands for itself, beside its name
         "Whether the disk keeps what it says it has synced. False: after every restart of the "

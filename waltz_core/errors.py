@@ -13,7 +13,7 @@ retry can help, and both ends must agree on them. Nothing else in the project de
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and tell a human
         ChecksumMismatch, BadFormat, MissingSegment, ClusterKeyMismatch, StorageIdMismatch,
-        DataLoss, ReplicaSuspect, DiskFailed
+        DataLoss, ReplicaSuspect, DiskFailed (ReadFailed)
       ProtocolError     somebody broke the rules of the wire
         LocalProtocolError (we did), RemoteProtocolError (the peer did)
 
@@ -228,6 +228,12 @@ class DiskFailed(Damaged):
     """A write or an fsync failed; the file it was meant for is given up."""
 
     code = 68
+
+
+class ReadFailed(DiskFailed):
+    """The disk did not give bytes that were asked for; what is written is not touched by that."""
+
+    code = 69
 
 
 class ProtocolError(WaltzError):

@@ -2,12 +2,15 @@
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -263,6 +266,47 @@ def test_three_full_disks_refuse_appends_and_serve_reads(roomy: tuple[Story, lis
         load.goes_on()
     story.check_whole()
     story.check_agrees()
+
+
+def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(roomy: tuple[Story, list[Disk]]):
+    story, disks = roomy
+    reserve = disks[2].where / "waltz-x.reserve"
+    wait_until("a reserve", lambda: reserve.exists() and reserve.stat().st_size > 0)
+    size = reserve.stat().st_size
+    disks[2].fill()
+    with story.load() as load:
+        wait_until("shown as full", lambda: is_full(story, "storage-3"))
+        load.goes_on()
+        # What a repair needs is taken from the reserve; here somebody takes it away.
+        reserve.unlink()
+        story.cluster.kill("storage-3")
+        disks[2].fill()
+        story.cluster.start("storage-3")
+        wait_until("full from its start", lambda: is_full(story, "storage-3"))
+        load.goes_on()
+        disks[2].free()
+        wait_until("not full any more", lambda: not is_full(story, "storage-3"))
+        wait_until("its reserve is whole", lambda: reserve.stat().st_size == size)
+        load.goes_on()
+    story.check_whole()
+    story.check_agrees()
+
+
+def is_full(story: Story, storage: str) -> bool:
+    """Tell what a storage says of its disk; the two pages agree."""
+    pages: list[str] = []
+    port = story.cluster.member(storage).http_port
+    for name in ("health", "metrics"):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=10) as page:
+                pages.append(page.read().decode())
+        except urllib.error.HTTPError as error:  # It is not well, and says so.
+            pages.append(error.read().decode())
+        except OSError:
+            return False
+    found = json.loads(pages[0])
+    assert not (found["is_full"] and found["is_well"])
+    return bool(found["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
 
 
 def refused_append(story: Story, client: WaltzClient) -> BaseException | None:

@@ -525,3 +525,37 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
             stop.set()
 
     on_loop(main())
+
+
+def test_a_scrub_that_is_asked_for_finds_rot_and_goes_on_after_a_restart(tmp_path):
+    async def main():
+        storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storage.serve(stop, ready.set_result))
+            address = await ready
+            async with session(address, 5, 0) as owner:
+                await owner.prepare()
+                await owner.ask(owner.owner.append(20))
+                (segment,) = (tmp_path / "0").glob("*.seg")
+                with segment.open("r+b") as file:
+                    file.seek(128 + 3 * 44 + 40)
+                    file.write(b"rot")
+                passes = [each.passes_count for each in storage.scrub_status()]
+                storage.scrub_now(PartitionId(0))
+                while storage.scrub_status()[0].is_asked:  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.01)
+            after = [each.passes_count for each in storage.scrub_status()]
+            assert (after[0], after[1]) == (passes[0] + 1, passes[1])
+            assert storage.health().details["damaged"] == [0]
+            assert storage.health().is_well
+            found = "waltz_storage_damage_found_transactions_total"
+            assert storage.metrics.value(found, partition=0) == 1
+            assert storage.metrics.value("waltz_storage_scrubbed_bytes_total", partition=0) >= 836
+            storage.scrub_now()
+            while any(each.is_asked for each in storage.scrub_status()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            stop.set()
+        assert (tmp_path / "waltz-x.scrub").exists()
+
+    on_loop(main())

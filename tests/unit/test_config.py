@@ -21,6 +21,7 @@ CONNECT = "127.0.0.1:2181/waltz/test"
 UNITS = (
     "_bytes",
     "_bytes_max",
+    "_bytes_per_s",
     "_ms",
     "_ms_min",
     "_ms_max",

@@ -120,7 +120,7 @@ class Repair:
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._floor = TransactionId(confirmed)
         self._old_mark = answer.low_water_mark
-        self.damaged = _pairs(bytes(answer.damaged))
+        self.damaged = pairs_of(answer.damaged)
         # Whether (last, chain) is known to be a point of the goal's log, and of which goal's.
         self._is_aligned = False
         self._goal_chain: Chain | None = None
@@ -165,9 +165,13 @@ class Repair:
             return self._align_step()
         return self._complete(goal.mark, goal.chain, can_mend=can_mend)
 
-    def mend_step(self) -> Step | None:
-        """Return what mends the first damage of a replica that is marked already."""
-        return self._mend() if self.damaged else None
+    def mend_step(self, damaged: tuple[TransactionId, TransactionId]) -> Step:
+        """Return what mends damage of a replica that is marked already; it may lie above the mark.
+
+        It is one of `damaged`, and another replica has the records.
+        """
+        assert damaged in self.damaged
+        return self._mend(*damaged)
 
     def _complete(self, mark: TransactionId, chain: Chain, *, can_mend: bool) -> Step:
         """The log is the goal's as far as it goes: mend it, fill it up, mark it."""
@@ -176,7 +180,8 @@ class Repair:
         # What was whole when its last mark was set is elsewhere too: it holds up no session.
         must_mend = any(last > self._old_mark for _, last in self.damaged)
         if self.damaged and (can_mend or must_mend):
-            return self._mend()
+            first, last = self.damaged[0]
+            return self._mend(first, min(last, self.last))
         if self.last < mark:
             return self._copy(mark)
         assert self.chain == chain, "rule 5"
@@ -225,10 +230,9 @@ class Repair:
         self._own = self._source = None
         return self._align_step()
 
-    def _mend(self) -> Step:
-        first, last = self.damaged[0]
-        if self._fetched is None:
-            return Fetch(first, min(last, self.last), whole_batches=False)
+    def _mend(self, first: TransactionId, last: TransactionId) -> Step:
+        if self._fetched is None or self._fetched.first != first:
+            return Fetch(first, last, whole_batches=False)
         return Mend(self._fetched)
 
     def _copy(self, mark: TransactionId) -> Step:
@@ -286,13 +290,24 @@ class Repair:
         self.chain = step.chain
         self._fetched = None
 
+    def damage_found(self, damaged: list[tuple[TransactionId, TransactionId]]) -> None:
+        """The replica has told of all damage that it knows; what is under way goes on."""
+        self.damaged = damaged
+
     def mended(self, step: Mend) -> None:
         """The replica has overwritten damaged records."""
-        first, last = self.damaged.pop(0)
-        assert step.answer.first == first
-        mended_last = step.answer.first + step.answer.count - 1
-        if mended_last < last:
-            self.damaged.insert(0, (TransactionId(mended_last + 1), last))
+        mended_first, mended_last = step.answer.first, step.answer.first + step.answer.count - 1
+        left: list[tuple[TransactionId, TransactionId]] = []
+        for first, last in self.damaged:
+            if first < mended_first:
+                left.append((first, TransactionId(min(last, mended_first - 1))))
+            if mended_last < last:
+                left.append((TransactionId(max(first, mended_last + 1)), last))
+        self.damaged, self._fetched = left, None
+
+    def not_mended(self, step: Mend) -> None:
+        """The replica has refused these records; it may have told of other damage meanwhile."""
+        self.damaged = [one for one in self.damaged if one[0] != step.answer.first]
         self._fetched = None
 
     def marked(self) -> None:
@@ -396,10 +411,18 @@ def _points(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
     return points
 
 
-def _pairs(packed: bytes) -> list[tuple[TransactionId, TransactionId]]:
+def pairs_of(damaged: bytes | memoryview) -> list[tuple[TransactionId, TransactionId]]:
+    """Return the ranges of damaged ids in a message, in order.
+
+    Raises:
+        RemoteProtocolError: they are no ranges.
+    """
+    packed = bytes(damaged)
     values = [
         TransactionId(int.from_bytes(packed[at : at + 8], "big")) for at in range(0, len(packed), 8)
     ]
+    if len(values) % 2:
+        raise RemoteProtocolError(f"damaged ranges: expected pairs of ids, found {len(values)} ids")
     return sorted(zip(values[::2], values[1::2], strict=True))
 
 

@@ -7,12 +7,15 @@ before a replica is marked (`Repair`), and after, when it has fallen behind what
 Rules:
     1. One step at a time for each replica; a step is forgotten with either of its connections.
     2. Before the mark a source ends exactly at the goal, or is marked; after it, it is engaged and
-       has synced all that is asked for.
+       has synced all that is asked for. What is damaged above the mark, in the running session, is
+       mended from any marked replica that has synced it.
     3. A source that failed an errand is not asked again for a while; the one it failed goes on.
     4. Nothing is cut from a log that has a batch of a session that ZooKeeper knows nothing of: only
        a session that had opened, and was written down, has batches. ZooKeeper's data is too old.
     5. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
+    6. Damage is mended in the session in which it is found, and it holds up nothing: a replica that
+       is marked goes on, whatever becomes of its old records.
 """
 
 from collections.abc import Mapping
@@ -42,6 +45,7 @@ from waltz_core.replication.repair import (
     SetMark,
     SourceLineage,
     Step,
+    pairs_of,
     verify_batches,
     verify_records,
 )
@@ -97,8 +101,10 @@ class Repairs:
         for each in self._replicas.values():
             if each.repair is None or each.ticket != NO_TICKET:
                 continue
-            if each.stage is Stage.REPAIRING or each.repair.damaged:
+            if each.stage is Stage.REPAIRING:
                 self._next_step(each, each.repair, now_ms)
+            elif each.repair.damaged:
+                self._next_mend(each, each.repair, now_ms)
 
     def take_failed(self) -> list[tuple[ReplicaId, str]]:
         """Return, once, the replicas that cannot be repaired, and why."""
@@ -130,10 +136,7 @@ class Repairs:
             bool(repair.damaged) and self._source(each, *repair.damaged[0], now_ms) is not None
         )
         try:
-            if each.is_marked:
-                step = repair.mend_step() if can_mend else None
-            else:
-                step = repair.next_step(self.goal, can_mend=can_mend)
+            step = repair.next_step(self.goal, can_mend=can_mend)
         except WaltzError as error:
             self._failed.append((each.replica, str(error)))
             return
@@ -146,6 +149,14 @@ class Repairs:
             self._failed.append((each.replica, self.contradiction))
         elif step is not None:
             self._take(each, step, now_ms)
+
+    def _next_mend(self, each: ReplicaSession, repair: Repair, now_ms: int) -> None:
+        """Mend the first damage of a marked replica that somebody else has the records of."""
+        assert each.is_marked
+        for damaged in repair.damaged:
+            if self._source(each, *damaged, now_ms) is not None:
+                self._take(each, repair.mend_step(damaged), now_ms)
+                return
 
     def _contradicts(self, repair: Repair) -> bool:
         newest = NO_SESSION if repair.newest is None else repair.newest
@@ -236,6 +247,8 @@ class Repairs:
                 continue
             if not (other.is_marked or other.repair.reaches(self.goal)):
                 continue
+            if last > self.goal.mark and not (other.is_marked and other.synced_last >= last):
+                continue
             if all(last < low or high < first for low, high in other.repair.damaged):
                 return other
         return None
@@ -280,9 +293,21 @@ class Repairs:
         if errand is None or not each.is_marked or not isinstance(errand.step, Mend):
             return False
         assert each.repair is not None
-        each.repair.damaged.clear()
+        each.repair.not_mended(errand.step)
         self._drop(ticket)
         return True
+
+    def damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
+        """A replica tells of records that it cannot read; `advance` has them mended.
+
+        Raises:
+            RemoteProtocolError: they are no ranges of ids.
+        """
+        damaged = pairs_of(notice.damaged)
+        if each.repair is None:
+            return  # What it is asked first, PREPARED, tells of it too.
+        each.repair.damage_found(damaged)
+        self._report("replica.damaged", each, damaged)
 
     def _shun(self, ticket: int, reason: str, now_ms: int) -> None:
         wanting, asked, _ = self._errands[ticket]
@@ -367,6 +392,13 @@ class Repairs:
             assert isinstance(answer, messages.ReplicaState)
             self._changed(each, repair, step, answer)
 
+    def _report(
+        self, name: str, each: ReplicaSession, ids: list[tuple[TransactionId, TransactionId]]
+    ) -> None:
+        ranges = ",".join(f"{first}..{last}" for first, last in ids)
+        fields = (("replica", each.replica), ("ids", ranges), ("is_live", each.is_marked))
+        self._outbox.append(Report(name, fields))
+
     def _changed(
         self, each: ReplicaSession, repair: Repair, step: Step, answer: messages.ReplicaState
     ) -> None:
@@ -375,6 +407,8 @@ class Repairs:
             repair.cut(last, chain, step)
         elif isinstance(step, Mend):
             repair.mended(step)
+            first, count = TransactionId(step.answer.first), step.answer.count
+            self._report("replica.mended", each, [(first, TransactionId(first + count - 1))])
         else:
             assert isinstance(step, SetMark)
             if (last, chain) != step:

@@ -16,7 +16,6 @@ Rules (correctness.md 2.1, letters C to K):
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -42,12 +41,11 @@ from waltz_core.replication.events import (
     Batch,
     Committed,
     Effect,
-    MarkProved,
-    MarkUnproved,
     SessionOpened,
 )
 from waltz_core.replication.limits import Limits
-from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
+from waltz_core.replication.proving import Proving
+from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.repair import Repair
 from waltz_core.replication.repairs import Repairs
@@ -103,15 +101,6 @@ class Ending(NamedTuple):
     error_code: int = 0  # what the replica refused with, a code of `errors.py`; 0 if it did not
 
 
-@dataclass(slots=True)
-class _Proof:
-    """A mark that a quorum is asked to confirm."""
-
-    tally: Tally
-    mark: TransactionId
-    deadline_ms: int
-
-
 class StoreSession:
     """See the module's rules. Effects go to the outbox in order; nothing is returned."""
 
@@ -150,7 +139,7 @@ class StoreSession:
         self._enough_since_ms: int | None = None
         self._progress_ms = 0
         self._is_waiting_reported = False
-        self._proofs: dict[int, _Proof] = {}
+        self._proving = Proving(claim.assigned, outbox=outbox, limits=limits)
         self._settling: Settling | None = None
         self._rivals: list[ReplicaId] = []
 
@@ -181,7 +170,7 @@ class StoreSession:
                 times.append(each.redial_at_ms)
             elif not self._has_time(each) and (oldest_ms := each.oldest_ms) is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
-        times += [proof.deadline_ms for proof in self._proofs.values()]
+        times += self._proving.deadlines()
         # What only changes `wanted_states` is looked at in every step; the past needs no step.
         gates = list(self.claim.held.values())
         if self._enough_since_ms is not None and self.window is None:
@@ -224,12 +213,15 @@ class StoreSession:
             self._advance(now_ms)
 
     def answered(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
-        """A storage has answered."""
+        """A storage has answered, or tells of damage unasked."""
         each = self.replicas.get(replica)
         if each is None or not each.is_connected:
             return
         try:
-            self._answered(each, each.take(answer), answer, now_ms)
+            if isinstance(answer, messages.DamageFound):
+                self.repairs.damage_found(each, answer)
+            else:
+                self._answered(each, each.take(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
             self._refuse(each, str(error), now_ms)
         self._advance(now_ms)
@@ -245,10 +237,7 @@ class StoreSession:
                 continue
             elif oldest_ms + self._limits.answer_ms_max <= now_ms:
                 self._lose(each, "no answer", now_ms)
-        for token, proof in list(self._proofs.items()):
-            if proof.deadline_ms <= now_ms:
-                del self._proofs[token]
-                self._outbox.append(MarkUnproved(token))
+        self._proving.give_up_late(now_ms)
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None and stalled_at_ms <= now_ms:
             self.end(Ending(Cause.STALLED, "no quorum of replicas answers appends"))
@@ -266,12 +255,7 @@ class StoreSession:
     def prove(self, token: int, now_ms: int) -> None:
         """Ask a quorum whether a later session exists."""
         assert self.window is not None
-        assert token not in self._proofs
-        deadline_ms = now_ms + self._limits.proof_ms_max
-        tally = Tally(self.claim.assigned)
-        self._proofs[token] = _Proof(tally, self.window.committed, deadline_ms)
-        for each in self.engaged:
-            each.ask(messages.Heartbeat, now_ms=now_ms, ticket=token)
+        self._proving.begin(token, self.window.committed, self.engaged, now_ms)
 
     def wrote(self, states: Mapping[ReplicaId, ReplicaState], now_ms: int) -> None:
         """ZooKeeper is known to hold these states (rule 3)."""
@@ -299,9 +283,7 @@ class StoreSession:
         self.ended = ending
         for each in self.replicas.values():
             each.close()
-        for token in self._proofs:
-            self._outbox.append(MarkUnproved(token))
-        self._proofs.clear()
+        self._proving.end()
 
     # -----------------------------------------------------------------------------------------
     # what ZooKeeper should hold
@@ -427,7 +409,7 @@ class StoreSession:
             case messages.Prepared():
                 self._prepared(each, answer, now_ms)
             case messages.HeartbeatAnswer():
-                self._vote(request.ticket, each.replica)
+                self._proving.vote(request.ticket, each.replica)
             case messages.LineageResponse() if request.ticket == SETTLING:
                 assert self._settling is not None
                 self._settling.heard(each, answer, now_ms)
@@ -584,15 +566,6 @@ class StoreSession:
         if oldest_ms is None:
             return None
         return max(oldest_ms, self._progress_ms) + self._limits.quorum_ms_max
-
-    def _vote(self, token: int, replica: ReplicaId) -> None:
-        proof = self._proofs.get(token)
-        if proof is None:
-            return
-        proof.tally.vote(replica)
-        if proof.tally.verdict is Verdict.COMMITTED:
-            del self._proofs[token]
-            self._outbox.append(MarkProved(token, proof.mark))
 
     def _report(self, name: str, **fields: object) -> None:
         session = ("session", self.claim.session_id)

@@ -354,8 +354,9 @@ class SimCluster:
         self.checks.fail("Converged", f"not whole: {self.why_not()}")
 
     def _run_until_mended(self) -> None:
-        """Have all logs read whole; a new session mends what is found."""
+        """Have all logs read whole; what is found is mended in the session, or by a new one."""
         for again in range(OPEN_MS_MAX // OPERATOR_MS):
+            self._scrub_all()
             self.read_all()
             if self.is_mended():
                 return
@@ -364,6 +365,19 @@ class SimCluster:
             self.world.run(OPERATOR_MS * MS, until=self.is_mended)
             self.operate(is_patient=again % 4 != 3)
         self.checks.fail("Converged", f"not mended: {self.why_not()}")
+
+    def _scrub_all(self) -> None:
+        """Have every log read again by its own storage, and give the owner time to mend it."""
+        for storage in self.storages.values():
+            if storage.log is not None:
+                storage.scrub_now()
+
+        def is_done() -> bool:
+            return self.is_mended() and not any(
+                storage.is_scrubbing for storage in self.storages.values()
+            )
+
+        self.world.run(OPERATOR_MS * MS, until=is_done)
 
     def _run_halted(self) -> None:
         """Let everything go on for a while: nothing wrong may be said, that is all."""

@@ -14,6 +14,7 @@ Rules:
     5. Every call that changes something is a step. A fault is planned for a step by its number, or
        for the next step of a kind, or for a read; whoever has planned it is told when it strikes.
     6. A disk that lies says that it has synced what it has not.
+    7. A sector that cannot be read stays so until something is written there: a drive has others.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,7 +23,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 
 if TYPE_CHECKING:
     from random import Random
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk import Buffer, File
 
 SECTOR_BYTES: Final = 512
+FREE_BYTES: Final = 1 << 40  # of a disk without limit
 Struck = Callable[[], None]
 
 
@@ -73,6 +75,7 @@ class _Inode:
     seen: bytearray = field(default_factory=bytearray)
     kept: bytearray = field(default_factory=bytearray)
     dirty: set[int] = field(default_factory=set)
+    unreadable: set[int] = field(default_factory=set)
     locked_by: "SimFile | None" = None
 
     def touch(self, start: int, end: int) -> None:
@@ -83,6 +86,8 @@ class _Inode:
             self.dirty.add(first)
         else:
             self.dirty.update(range(first, last + 1))
+        if self.unreadable:
+            self.unreadable.difference_update(range(first, last + 1))
 
     def resize(self, size: int) -> None:
         old = len(self.seen)
@@ -156,6 +161,11 @@ class SimFile:
         disk.read_count += 1
         if disk.read_plans:
             disk.reading(self._path)
+        unreadable = self._inode.unreadable
+        if unreadable and size:
+            sectors = range(offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES + 1)
+            if not unreadable.isdisjoint(sectors):
+                raise ReadFailed(f"reading {self._path}: a sector cannot be read")
         return bytes(self._inode.seen[offset : offset + size])
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
@@ -333,6 +343,12 @@ class SimDisk:
             self._journal = left
         self.strike(fault, "syncdir", directory)
 
+    def free_bytes(self, directory: Path) -> int:
+        """Return how much more can be written."""
+        self.check_power()
+        used = sum(len(one.seen) for one in self._names.values())
+        return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
+
     def _change(self, change: _NameChange) -> None:
         change.apply(self._names)
         self._journal.append(change)
@@ -404,6 +420,11 @@ class SimDisk:
         for each in (inode.seen, inode.kept):
             part = content[: max(0, len(each) - offset)]
             each[offset : offset + len(part)] = part
+
+    def make_unreadable(self, path: Path, first: int, last: int) -> None:
+        """Let the sectors of some bytes be lost, which whoever reads there is told (rule 7)."""
+        sectors = range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1)
+        self._names[path].unreadable.update(sectors)
 
     def cut(self, path: Path, size: int) -> None:
         """Let a file be shorter than it was, unseen by anybody."""
@@ -483,7 +504,7 @@ class SimDisk:
             struck = self.read_plans.pop(self.read_count)
             if struck is not None:
                 struck()
-            raise DiskFailed(f"reading {path}: input/output error")
+            raise ReadFailed(f"reading {path}: input/output error")
 
     def strike(self, fault: Fault | None, what: str, path: Path) -> None:
         """Raise the error of a fault."""

@@ -5,14 +5,11 @@ promised asks the budget (`budget.py`) first.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.errors import WaltzError
-from waltz_core.sim.budget import read_whole
 from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.disk import Contents, PowerLoss, SimDisk, Survival
+from waltz_core.sim.disk import SECTOR_BYTES, Contents, SimDisk, Survival
 from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
 from waltz_core.sim.striking import any_storage, counted, keep_down
@@ -204,11 +201,21 @@ def rot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
-    """A page reads as zeros."""
+    """A page reads as zeros, or not at all where it is one of old records."""
 
     def wipe(storage: SimStorage, path: Path, size: int) -> None:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
-        storage.disk.overwrite(path, page, bytes(PAGE_BYTES))
+        segments = [each for each in _files(storage) if each.suffix == ".seg"]
+        if path not in segments or path == max(segments) or size % 2:
+            storage.disk.overwrite(path, page, bytes(PAGE_BYTES))
+            return
+        # What its header is in can be read: nobody would open it otherwise.
+        start = max(page, SECTOR_BYTES)
+        end = min(page + PAGE_BYTES, size)
+        if start < end:
+            storage.disk.overwrite(path, start, bytes(end - start))
+            storage.disk.make_unreadable(path, start, end - 1)
+            cluster.checks.count("sectors lost")
 
     return _spoil(cluster, rng, wipe)
 
@@ -259,15 +266,11 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def scrub(cluster: SimCluster, rng: "Random") -> bool:
-    """Somebody reads a whole log, and what is damaged there becomes known."""
+    """Somebody asks for a whole log to be read again."""
     storage = any_storage(cluster, rng)
     if storage.log is None:
         return False
-    try:
-        with suppress(WaltzError):
-            read_whole(storage.log)
-    except PowerLoss:  # What is found to be damaged is written down.
-        storage.lose_power()
+    storage.scrub_now()
     return True
 
 

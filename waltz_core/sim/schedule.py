@@ -56,6 +56,7 @@ class Setup:
     slice_rows_max: int = 64
     lag_bytes_max: int = 4_096
     range_bytes_max: int = 1_024
+    scrub_interval_ms: int = 0  # how often a log is read whole; 0: by a fault only
     has_large_batches: bool = False  # every batch counts as one that may go in pieces
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
@@ -163,6 +164,7 @@ def schedule_of(
         is_unbounded=rng.random() < 0.05,
         # From a stream of its own, so that seeds mean what they did before there was this.
         has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
+        scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
     )
     share = rng.choice((0.3, 0.6, 0.9))
     kinds = [kind for kind in weights if rng.random() < share]

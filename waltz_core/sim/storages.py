@@ -28,9 +28,11 @@ from waltz_core.sim.process import Process
 from waltz_core.storage import service
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.room import Room
+from waltz_core.storage.scrub import Scrub
 from waltz_core.storage.service import Identity, StorageService
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
-from waltz_core.wire.messages import AppendRaw, Message, StorageMessage
+from waltz_core.wire.messages import Message, StorageMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 HOME: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024
+SCRUB_BYTES_PER_S: Final = 4 * 1024  # a log of the simulation has some kilobytes
 RESTART_MS: Final = (1, 400)
 OPEN_AGAIN_US: Final = 200_000
 LEAVING_AGAIN_US: Final = 1_000_000
@@ -103,7 +106,11 @@ class SimStorage(Process):
         self.refused = None
         assert self.engine is not None
         identity = Identity(self._cluster.key, 1, self.engine.storage_id)
-        self.service = StorageService(identity, queue_bytes_max=QUEUE_BYTES_MAX)
+        interval_ms = self._cluster.setup.scrub_interval_ms
+        scrub = Scrub(bytes_per_s=SCRUB_BYTES_PER_S if interval_ms else 0, interval_ms=interval_ms)
+        self.service = StorageService(
+            identity, queue_bytes_max=QUEUE_BYTES_MAX, room=self.engine.room, scrub=scrub
+        )
         self._checks.storage_started(self)
         self.follow()
 
@@ -188,7 +195,7 @@ class SimStorage(Process):
         try:
             return engine.assign(partition_id)
         except NoSpace:
-            engine.release_reserve()
+            engine.room.release()
             return engine.assign(partition_id)
 
     def died(self) -> None:
@@ -249,6 +256,16 @@ class SimStorage(Process):
         self._cluster.network.died(self, is_silent=False)
         self._cluster.restart_later(self)
 
+    def scrub_now(self) -> None:
+        """As its operator asks for it."""
+        self._step(service.ScrubNow())
+
+    @property
+    def is_scrubbing(self) -> bool:
+        """Whether it has not yet read all that was asked for."""
+        states = () if self.service is None else self.service.scrub_states(self.now_ms)
+        return any(each.is_asked for each in states)
+
     # ---- links
 
     def accept(self, link: Link) -> Handlers:
@@ -306,6 +323,8 @@ class SimStorage(Process):
             case service.Idle():
                 self._is_dropping = False
                 self.after(0, self.follow)
+            case service.LookForRoom(room):
+                self._look_for_room(room)
             case _:
                 pass  # Reading less is the socket's business.
 
@@ -315,17 +334,29 @@ class SimStorage(Process):
             return
         before = self._checks.before_work(self, work)
         try:
-            result = self._do(work)
+            result = work.run()
         except PowerLoss:
             self._checks.count("power lost at a step of the disk")
             self.lose_power()
             return
+        if self.disk.on_full is not None and any(
+            isinstance(each, NoSpace) for each in result.outcomes
+        ):
+            self.disk.on_full()  # A storage that sees it coming does not find out by a write.
         self._checks.worked(self, work, result, before)
         if self._dies(work, is_after=True):
             return
         has_synced = result.sync_s is not None or not result.read_count
         busy_us = self.fsync_us if has_synced else 30
         self.after(int(busy_us * (0.5 + self.chance())) + 20, partial(self._done, work, result))
+
+    def _look_for_room(self, room: Room) -> None:
+        try:
+            room.look_again()
+        except PowerLoss:
+            self.lose_power()
+            return
+        self.after(self.fsync_us, lambda: self._step(service.LookedForRoom()))
 
     def _dies(self, work: Work, *, is_after: bool) -> bool:
         """Die if it is to die here."""
@@ -339,16 +370,6 @@ class SimStorage(Process):
         self.kill()
         self._cluster.restart_later(self)
         return True
-
-    def _do(self, work: Work) -> WorkResult:
-        """As the daemon does: a full disk still has room for a truncation or a repair."""
-        result = work.run()
-        is_append = work.requests and isinstance(work.requests[0].message, AppendRaw)
-        if not is_append and any(isinstance(each, NoSpace) for each in result.outcomes):
-            assert self.engine is not None
-            self.engine.release_reserve()
-            result = work.run()
-        return result
 
     def _done(self, work: Work, result: WorkResult) -> None:
         self._step(service.WorkDone(work, result))

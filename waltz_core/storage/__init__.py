@@ -3,15 +3,18 @@
     <directory>/waltz-storage.ctl     the original's control file: cluster, marks of all partitions
     <directory>/waltz-x.id            which storage this is; a BSD lock on it while it runs
     <directory>/waltz-x.reserve       room kept back for a full disk
+    <directory>/waltz-x.scrub         where the scrub is; worth nothing but time
     <directory>/<p>/waltz-x.ctl       two slots: promise, marks, acked marker, damage, intent
     <directory>/<p>/<first>.seg       records back to back, up to about a gigabyte
     <directory>/<p>/<first>.idx       where each record starts; a cache
     <directory>/<p>/<first>.chn       one entry for each batch that ends in the segment
 
-From the top: `engine` holds a directory, `partition_log` a partition, `recovery` opens one,
-`reading` reads it, `segments` makes many files look like one, `segment` is one of them, `index`
-its two lookups, `control_file` what lies beside the log, `format` every byte, `disk` the door to
-the file system.
+From the top: `daemon` is the process, `service` its machine, with a `lane` for each partition and
+the `scrub`'s timetable; `work` is what is done on threads, `figures` what is shown of it. `engine`
+holds a directory, `room` what is kept back of its disk, `partition_log` a partition, `recovery`
+opens one, `reading` reads it, `damage` mends it, `segments` makes many files look like one,
+`segment` is one of them, `index` its two lookups, `control_file` what lies beside the log, `format`
+every byte, `disk` the door to the file system.
 
 What is durable when:
     - `prepare`: the promise, then everything that was appended before.

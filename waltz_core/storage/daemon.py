@@ -21,10 +21,9 @@ Rules:
 import asyncio
 import logging
 import secrets
-import shutil
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -39,28 +38,40 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
-from waltz_core.driver import Driver
+from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.net import Link
-from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId
+from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage import service
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
+from waltz_core.storage.figures import Figures
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.service import Effect, Event, Identity, StorageService
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
-from waltz_core.wire.messages import AppendRaw, Message, Nack, StorageMessage, Surface
+from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
 OPEN_AGAIN_S_MIN: Final = 1.0
 OPEN_AGAIN_S_MAX: Final = 60.0
+PLACES_S: Final = 60.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
-# Reports that somebody should look at; others are counted, and told only when asked for.
-_ALARMS: Final = ("disk_failed", "partition_refused")
+# Reports that somebody should look at, or see; others are counted, and told only when asked for.
+_LEVELS: Final = {
+    "disk_failed": logging.WARNING,
+    "partition_refused": logging.WARNING,
+    "read_failed": logging.WARNING,
+    "reserve_released": logging.WARNING,
+    "damage_found": logging.WARNING,
+    "scrub_passed_over": logging.WARNING,
+    "damage_mended": logging.INFO,
+    "scrub_finished": logging.INFO,
+}
 ResultT = TypeVar("ResultT")
 
 
@@ -141,6 +152,7 @@ class StorageDaemon:
     ) -> None:
         self.metrics = Metrics("storage", with_process=True)
         self.address = ""
+        self._figures = Figures(self.metrics)
         self._config = config
         self._cluster = cluster
         self._coordinator = coordinator
@@ -160,6 +172,7 @@ class StorageDaemon:
         # Set with what ends the process (service.py, rule 6; or a bug of ours).
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._engine: Engine | None = None
+        self._machine: StorageService | None = None
         self._driver: Driver[Event, Effect] | None = None
 
     # ---------------------------------------------------------------------------------------------
@@ -203,15 +216,11 @@ class StorageDaemon:
         self, engine: Engine, stop: asyncio.Event, on_ready: Callable[[str], None]
     ) -> None:
         config = self._config
-        identity = Identity(
-            self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
-        )
-        machine = StorageService(identity, queue_bytes_max=config.queue_bytes_max)
-        self._engine = engine
+        machine = await self._make_machine(engine)
+        self._engine, self._machine = engine, machine
         self._driver = Driver(
             machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
         )
-        self._show(machine)
         async with AsyncExitStack() as stack:
             stack.callback(self._driver.stop)
             if config.http_port:
@@ -232,6 +241,7 @@ class StorageDaemon:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._follow_partitions())
+                    tasks.create_task(self._keep_places(machine))
                     if self._coordinator is None:
                         self._wanted_changed.set()
                     else:
@@ -242,7 +252,50 @@ class StorageDaemon:
                     await self._until(stop, tasks)
                     await self._end()
             except* _End:
+                await self._in_thread(partial(self._write_places, machine.scrub_places))
                 _log.info("storage.ended address=%s", self.address)
+
+    async def _make_machine(self, engine: Engine) -> StorageService:
+        config = self._config
+        scrub = Scrub(
+            bytes_per_s=config.scrub_bytes_per_s,
+            interval_ms=config.scrub_interval_ms,
+            places=await self._in_thread(self._read_places),
+        )
+        machine = StorageService(
+            Identity(
+                self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
+            ),
+            queue_bytes_max=config.queue_bytes_max,
+            room=engine.room,
+            scrub=scrub,
+        )
+        links = self._links
+        self._figures.show(machine, engine.room, links_count=lambda: len(links), logs=self._logs)
+        return machine
+
+    def _read_places(self) -> dict[PartitionId, TransactionId]:
+        try:
+            return read_places(RealDisk(), Path(self._config.directory))
+        except errors.WaltzError as error:
+            _log.warning("storage.scrub_begins_anew error=%s", error)
+            return {}
+
+    def _write_places(self, places: Mapping[PartitionId, TransactionId]) -> None:
+        try:
+            write_places(RealDisk(), Path(self._config.directory), places)
+        except errors.WaltzError as error:
+            _log.warning("storage.scrub_place_not_kept error=%s", error)
+
+    async def _keep_places(self, machine: StorageService) -> None:
+        """Write down now and then where the scrub is, so that a restart does not begin anew."""
+        kept: Mapping[PartitionId, TransactionId] = {}
+        while True:
+            await asyncio.sleep(PLACES_S)
+            places = machine.scrub_places
+            if places != kept:
+                await self._in_thread(partial(self._write_places, places))
+                kept = places
 
     async def _register(self, engine: Engine) -> None:
         """Take this address, or raise StorageIdMismatch when it is another storage's."""
@@ -345,7 +398,7 @@ class StorageDaemon:
             self._report(Report("partition_refused", fields))
             return
         self._logs[partition_id] = log
-        self._ask(log)
+        self._figures.show_log(log)
         self._post(service.Opened(log))
         _log.info("storage.partition_opened partition=%s last=%s", partition_id, log.synced_max)
 
@@ -355,8 +408,7 @@ class StorageDaemon:
         try:
             return self._engine.assign(partition_id)
         except errors.NoSpace:
-            self._engine.release_reserve()
-            _log.warning("storage.reserve_released partition=%s", partition_id)
+            self._engine.room.release()
             return self._engine.assign(partition_id)
 
     async def _drop(self, partition_id: PartitionId) -> None:
@@ -408,6 +460,8 @@ class StorageDaemon:
                 self._steer(effect)
             case service.Idle():
                 self._dropping[effect.log.partition_id].set()
+            case service.LookForRoom():
+                self._pool.submit(effect.room.look_again).add_done_callback(self._hop_with_room)
             case service.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
             case Report():
@@ -443,23 +497,22 @@ class StorageDaemon:
     def _run_work(self, work: Work) -> None:
         self._works_count += 1
         self._is_idle.clear()
-        future = self._pool.submit(self._run, work)
+        future = self._pool.submit(work.run, time.perf_counter)
         future.add_done_callback(partial(self._hop, work))
-
-    def _run(self, work: Work) -> WorkResult:
-        """Run a piece of work, on a thread of the pool; a full disk still has room for repair."""
-        result = work.run(time.perf_counter)
-        is_append = work.requests and isinstance(work.requests[0].message, AppendRaw)
-        if not is_append and any(isinstance(each, errors.NoSpace) for each in result.outcomes):
-            assert self._engine is not None
-            self._engine.release_reserve()
-            _log.warning("storage.reserve_released partition=%s", work.partition_id)
-            result = work.run(time.perf_counter)
-        return result
 
     def _hop(self, work: Work, future: "Future[WorkResult]") -> None:
         """Go back to the loop's thread; this runs on the pool's."""
         self._loop.call_soon_threadsafe(self._work_done, work, future)
+
+    def _hop_with_room(self, future: "Future[None]") -> None:
+        self._loop.call_soon_threadsafe(self._looked_for_room, future)
+
+    def _looked_for_room(self, future: "Future[None]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+        else:
+            self._post(service.LookedForRoom())
 
     def _work_done(self, work: Work, future: "Future[WorkResult]") -> None:
         self._works_count -= 1
@@ -470,63 +523,46 @@ class StorageDaemon:
             self._failed(error)
             return
         result = future.result()
-        self._count(work, result)
+        self._figures.count(work, result)
         self._post(service.WorkDone(work, result))
 
     # ---------------------------------------------------------------------------------------------
     # what it shows
 
     def health(self) -> Health:
-        """Whether the disk takes writes, and which partitions are served."""
+        """Whether the disk takes writes, and which partitions are served, whole or not.
+
+        Damage that is known and waits to be mended is told, and is no reason to be unwell.
+        """
         suspect = [each for each, log in self._logs.items() if log.suspect]
+        is_full = self._engine is not None and self._engine.room.is_short
         state = None if self._coordinator is None else self._coordinator.session_state.name
         details = {
             "address": self.address,
             "partitions": sorted(self._logs),
             "not_served": sorted(set(self._wanted) - self._logs.keys()),
             "suspect": sorted(suspect),
+            "damaged": sorted(each for each, log in self._logs.items() if log.damaged),
+            "is_full": is_full,
             "zookeeper": state,
         }
-        is_well = not self._failure.done() and not details["not_served"] and not suspect
+        is_well = not (self._failure.done() or details["not_served"] or suspect or is_full)
         return Health(is_well, details)
 
-    def _show(self, machine: StorageService) -> None:
-        ask = self.metrics.ask
-        directory = self._config.directory
-        ask("waltz_storage_connections", lambda: len(self._links))
-        ask("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
-        ask("waltz_storage_free_bytes", lambda: shutil.disk_usage(directory).free)
-        ask(
-            "waltz_storage_suspect_replicas",
-            lambda: sum(log.suspect for log in list(self._logs.values())),
-        )
+    def scrub_now(self, partition_id: PartitionId | None = None) -> None:
+        """Have a partition read again from its beginning, or all that are served (None).
 
-    def _ask(self, log: PartitionLog) -> None:
-        where = {"partition": log.partition_id}
-        self.metrics.ask("waltz_storage_last_transaction", lambda: log.synced_max, **where)
-        self.metrics.ask("waltz_storage_low_water_mark", lambda: log.low_water_mark, **where)
+        One that is not served is left alone. See `scrub_status` for how far it is.
+        """
+        self._post(service.ScrubNow(partition_id))
 
-    def _count(self, work: Work, result: WorkResult) -> None:
-        add, partition = self.metrics.add, work.partition_id
-        if result.appended_count:
-            add(
-                "waltz_storage_appended_transactions_total",
-                result.appended_count,
-                partition=partition,
-            )
-            add("waltz_storage_appended_bytes_total", result.appended_bytes, partition=partition)
-        if result.read_count:
-            add("waltz_storage_read_transactions_total", result.read_count, partition=partition)
-            add("waltz_storage_read_bytes_total", result.read_bytes, partition=partition)
-        if result.sync_s is not None:
-            add("waltz_storage_syncs_total")
-            self.metrics.observe("waltz_storage_sync_seconds", result.sync_s)
-        if result.failure is not None:
-            add("waltz_storage_failed_writes_total")
+    def scrub_status(self) -> list[ScrubState]:
+        """Return how far the scrub is with each partition that is served."""
+        return [] if self._machine is None else self._machine.scrub_states(loop_clock_ms())
 
     def _report(self, report: Report) -> None:
-        self.metrics.report(report)
-        level = logging.WARNING if report.name in _ALARMS else logging.DEBUG
+        self._figures.report(report)
+        level = _LEVELS.get(report.name, logging.DEBUG)
         if _log.isEnabledFor(level):
             fields = " ".join(f"{name}={value}" for name, value in report.fields)
             _log.log(level, "storage.%s %s", report.name, fields)

@@ -5,8 +5,8 @@ another `Disk` in its place that tears, loses and fills up. No other file here o
 
 Rules:
     1. An error of the operating system becomes `NoSpace` (the disk is full, what was there stays
-       as it is) or `DiskFailed` (anything else, and whatever a sync fails with); no `OSError`
-       leaves this file.
+       as it is), `ReadFailed` (bytes of a file that cannot be had) or `DiskFailed` (anything else,
+       and whatever a sync fails with); no `OSError` leaves this file.
     2. What is durable is said: only `File.sync` and `sync_directory` make it so.
     3. A write is complete or raises; a short write is carried on.
     4. A file comes into being whole: `create_durably` writes it under another name first.
@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
-from waltz_core.errors import DiskFailed, NoSpace, WaltzError
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
@@ -88,6 +88,9 @@ class Disk(Protocol):
 
     def sync_directory(self, directory: Path) -> None:
         """Make the names in a directory durable."""
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return how much more can be written to the file system of a directory."""
 
 
 def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
@@ -215,7 +218,8 @@ class RealFile:
                 got += len(data)
             return b"".join(parts)
         except OSError as error:
-            raise _typed(error, "reading", self._path) from error
+            why = f"{error.strerror or error} ({size} bytes at {offset})"
+            raise ReadFailed(f"reading {self._path}: {why}") from error
         finally:
             self._leave()
 
@@ -404,3 +408,9 @@ class RealDisk:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return what is free for everybody; what is kept for root does not count."""
+        with _typed_errors("looking at", directory):
+            found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize

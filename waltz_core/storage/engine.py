@@ -8,15 +8,14 @@ Rules:
     2. The storage id is made with the directory and never changes.
     3. A partition that cannot be opened does not keep the others from being served; it is in
        `failed` with its error.
-    4. The reserve file holds room for truncation, repair and slots when the disk is full.
+    4. There is room for truncation, repair and slots when the disk is full (`room.py`).
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition, WaltzError
+from waltz_core.errors import DiskFailed, UnknownPartition, WaltzError
 from waltz_core.record import PartitionId
 from waltz_core.storage.control_file import ControlFile
 from waltz_core.storage.disk import Disk, File, create_durably
@@ -28,9 +27,9 @@ from waltz_core.storage.format import (
     encode_storage_id,
 )
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.room import Room
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
-RESERVE_NAME: Final = "waltz-x.reserve"
 
 
 class Engine:
@@ -43,8 +42,10 @@ class Engine:
         control: ControlFile,
         settings: LogSettings,
         id_file: File,
+        reserve_bytes: int,
     ) -> None:
         self.directory = directory
+        self.room = Room(disk, directory, reserve_bytes)
         self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
         self.logs: dict[PartitionId, PartitionLog] = {}
@@ -85,8 +86,8 @@ class Engine:
             control = ControlFile.open(
                 disk, directory, settings.cluster_key, partition_count, settings.now_ms()
             )
-            engine = cls(disk, directory, control, settings, id_file)
-            engine._fill_reserve(reserve_bytes)
+            engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
+            engine.room.fill()
             engine._open_assigned()
         except BaseException:
             if control is not None:
@@ -150,35 +151,6 @@ class Engine:
         self.logs[partition_id] = log
         self.failed.pop(partition_id, None)
         return log
-
-    # ---- room (rule 4)
-
-    def _fill_reserve(self, reserve_bytes: int) -> None:
-        path = self.directory / RESERVE_NAME
-        if not reserve_bytes:
-            return
-        file = self._disk.open(path, create=True)
-        try:
-            file.allocate(reserve_bytes)
-            file.sync()
-        except NoSpace:
-            # There is none to reserve; appends will be refused, reads go on.
-            file.truncate(0)
-        finally:
-            file.close()
-
-    def release_reserve(self) -> None:
-        """Give the reserved room back to the disk, for a truncation or a repair.
-
-        A disk that fails at that loses nothing: whoever needed the room is told that there is none.
-        """
-        with suppress(DiskFailed, NoSpace):
-            self._disk.unlink(self.directory / RESERVE_NAME)
-            self._disk.sync_directory(self.directory)
-
-    def refill_reserve(self, reserve_bytes: int) -> None:
-        """Reserve room again, as far as there is any."""
-        self._fill_reserve(reserve_bytes)
 
     # ---- counters
 

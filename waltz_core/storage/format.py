@@ -567,3 +567,13 @@ def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRa
 def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
     """Return the ranges as they are in a log that ends at an id."""
     return tuple(IdRange(one.first, min(one.last, last)) for one in damaged if one.first <= last)
+
+
+def count_of(ranges: tuple[IdRange, ...]) -> int:
+    """Return how many ids there are in ranges that do not overlap."""
+    return sum(last - first + 1 for first, last in ranges)
+
+
+def in_words(ranges: tuple[IdRange, ...]) -> str:
+    """Return ranges as a log line tells them."""
+    return ",".join(f"{first}..{last}" for first, last in ranges)

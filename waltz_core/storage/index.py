@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
 from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, TransactionId
 from waltz_core.storage.disk import Disk, File
 from waltz_core.storage.format import (
@@ -66,6 +66,22 @@ class OffsetIndex:
         """Write the offset of one more record: for so few, arrays cost more than they save."""
         self._file.pwrite([_OFFSET.pack(offset)], _offset_place(self.count))
         self.count += 1
+
+    def known(self, place: int, count: int) -> I64:
+        """Return offsets as `read` does; none when the disk does not give them."""
+        try:
+            return self.read(place, count)
+        except ReadFailed:
+            return np.zeros(0, dtype=np.int64)
+
+    def rewrite(self, place: int, offsets: I64) -> None:
+        """Have offsets from the record at `place` on, written only where there are others."""
+        try:
+            is_right = np.array_equal(self.read(place, int(offsets.size)), offsets)
+        except ReadFailed:
+            is_right = False
+        if not is_right:
+            self.write(place, offsets)
 
     def cut(self, count: int) -> None:
         """Keep the first `count` offsets."""
@@ -188,8 +204,11 @@ class LineageFile:
         """Return the runs of places low..high-1 whose entries cannot be read; reads all of them."""
         runs: list[tuple[int, int]] = []
         for place in range(self.count):
-            if self._readable(place, place + 1) == place:
+            try:
+                self.entry(place)
                 continue
+            except (BadFormat, ChecksumMismatch, ReadFailed):
+                pass
             if runs and runs[-1][1] == place:
                 runs[-1] = (runs[-1][0], place + 1)
             else:

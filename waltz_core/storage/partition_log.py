@@ -29,7 +29,6 @@ import numpy.typing as npt
 
 from waltz_core.errors import (
     BadRequest,
-    ChecksumMismatch,
     DataLoss,
     DiskFailed,
     NoSpace,
@@ -106,7 +105,7 @@ class PartitionLog:
         self.failure_count = 0
         self._segments = segments
         self._slots = slots
-        self._reader = LogReader(self.partition_id, segments, slots, self._write_slot)
+        self.reader = LogReader(self.partition_id, segments, slots, self._write_slot)
         self._control = control
         self._settings = settings
         self._engaged = NO_SESSION
@@ -345,9 +344,9 @@ class PartitionLog:
             # What did not fit is taken away again; the session, not the disk, is at its end.
             self._cut_back(*before)
             raise
-        except DiskFailed:
+        except DiskFailed as error:
             self._fail()
-            raise
+            raise DiskFailed(str(error)) from error  # A read that failed here is as bad as a write.
         self.chain = entries[-1].chain
         self.appended_bytes += len(records)
 
@@ -522,7 +521,7 @@ class PartitionLog:
             ChecksumMismatch: the record at `first` (or its batch) is damaged.
         """
         self.read_count += 1
-        return self._reader.read_range(first, last, bytes_max, whole_batches=whole_batches)
+        return self.reader.read_range(first, last, bytes_max, whole_batches=whole_batches)
 
     def read_headers(
         self, first: TransactionId, last: TransactionId, bytes_max: int
@@ -533,7 +532,7 @@ class PartitionLog:
             BadRequest, ChecksumMismatch: as `read_range`.
         """
         self.read_count += 1
-        return self._reader.read_headers(first, last, bytes_max)
+        return self.reader.read_headers(first, last, bytes_max)
 
     def lineage(
         self, first: TransactionId, last: TransactionId
@@ -543,7 +542,7 @@ class PartitionLog:
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong.
         """
-        return self._reader.lineage(first, last)
+        return self.reader.lineage(first, last)
 
     # ---- damage
 
@@ -560,13 +559,7 @@ class PartitionLog:
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
         """Note damage from an id on; return the next id. Raises for batches beyond reading."""
-        try:
-            read = self.read_range(first, self.max_id, bytes_max, whole_batches=False)
-        except ChecksumMismatch:
-            if found := [one.last for one in self.slot.damaged if one.last >= first]:
-                return TransactionId(found[0] + 1)
-            raise
-        return TransactionId(first + int(read.lengths.size))
+        return self.reader.verify(first, bytes_max)
 
     # ---- the end
 

@@ -7,9 +7,12 @@ Rules:
     1. No record leaves that its own CRC, its length or its id contradicts.
     2. What is found wrong is noted in the slot, durably, before the read goes on without it.
     3. A wrong index and a wrong batch entry are mended from what is around them, once for a read.
+    4. What the disk does not give is asked for once more; what it does not give then either is as
+       good as wrong, and rules 1 to 3 hold for it. Each error is kept until somebody tells it.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
@@ -17,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
 from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import IdRange, Slot, with_damage
@@ -27,6 +30,10 @@ I64 = npt.NDArray[np.int64]
 _Read = TypeVar("_Read")
 READ_BYTES: Final = 8 * 1024 * 1024
 LINEAGE_ENTRIES_MAX: Final = 1 << 16
+# Records that are tried one by one behind one that cannot be read, before the read goes on.
+_UNREADABLE_RUN_MAX: Final = 128
+_ERRORS_KEPT_MAX: Final = 16
+_WRONG: Final = (BadFormat, ChecksumMismatch, ReadFailed)
 
 
 class RangeRead(NamedTuple):
@@ -63,6 +70,13 @@ class LogReader:
         self._segments = segments
         self._slots = slots
         self._write_slot = write_slot
+        self._errors: list[str] = []  # those of the disk (rule 4)
+        self.checked_bytes = 0  # of records that were read and found right
+
+    def take_errors(self) -> list[str]:
+        """Return, once, what the disk has said."""
+        errors, self._errors = self._errors, []
+        return errors
 
     def read_range(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
@@ -91,6 +105,9 @@ class LogReader:
             )
             if isinstance(read, RangeRead):
                 return read
+            if isinstance(read, IdRange):
+                self._note_damage((read,))
+                continue
             # Either the index leads to the wrong place, and is mended once, or the record is gone.
             # Each round notes damage that the next one reads around.
             self._note_damage(
@@ -104,22 +121,78 @@ class LogReader:
         """Read; when index or batches are wrong, make them anew and read once more."""
         try:
             return read()
+        except ReadFailed as error:
+            self._keep(error)
+            with suppress(*_WRONG):
+                return read()
         except (BadFormat, ChecksumMismatch):
-            self._note_damage(self._segments.mend(first, last))
-            return read()
+            pass
+        self._note_damage(self._segments.mend(first, last))
+        return read()
 
     def _attempt(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
-    ) -> RangeRead | TransactionId:
-        """Read once; return the id of the first wrong record instead when there is one."""
+    ) -> RangeRead | TransactionId | IdRange:
+        """Read once; return instead the id of the first wrong record, or what cannot be read."""
         end = self._segments.fitting(first, last, bytes_max)
         end = self._before_damage(first, end, whole_batches=whole_batches)
-        records, lengths = self._segments.read(first, end)
+        try:
+            records, lengths = self._segments.read(first, end)
+        except ReadFailed as error:
+            self._keep(error)
+            unreadable = self._unreadable(first, end)
+            if unreadable is not None:
+                return unreadable
+            records, lengths = self._segments.read(first, end)
         bad = first_wrong(records, lengths, first)
         if bad is not None:
             return TransactionId(first + bad)
         chain_before, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
+        self.checked_bytes += len(records)
         return RangeRead(first, lengths, records, entries, chain_before)
+
+    def _unreadable(self, first: TransactionId, last: TransactionId) -> IdRange | None:
+        """Return the first records of a range that the disk does not give; None if it gives all."""
+        low, high = int(first), int(last)
+        if self._gives(low, high):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self._gives(low, middle):
+                low = middle + 1
+            else:
+                high = middle
+        end = low
+        run_end = min(int(last), low + _UNREADABLE_RUN_MAX - 1)
+        while end < run_end and not self._gives(end + 1, end + 1):
+            end += 1
+        return IdRange(TransactionId(low), TransactionId(end))
+
+    def _gives(self, first: int, last: int) -> bool:
+        try:
+            self._segments.read(TransactionId(first), TransactionId(last))
+        except ReadFailed:
+            return False
+        return True
+
+    def _keep(self, error: ReadFailed) -> None:
+        if len(self._errors) < _ERRORS_KEPT_MAX:
+            self._errors.append(str(error))
+
+    def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
+        """Read records from an id on, note damage, return the next id."""
+        try:
+            read = self.read_range(first, self._segments.last, bytes_max, whole_batches=False)
+        except ChecksumMismatch:
+            for one in self._slots.slot.damaged:
+                if one.first <= first <= one.last:
+                    return TransactionId(one.last + 1)
+            raise
+        return TransactionId(first + int(read.lengths.size))
+
+    def segment_end(self, transaction_id: TransactionId) -> TransactionId:
+        """Return the last id of the segment that holds an id."""
+        return self._segments.segment_end(transaction_id)
 
     def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
         last = first

@@ -409,15 +409,13 @@ class Segment:
         return Recovered(tuple(damaged), lost)
 
     def _mend(self, first: TransactionId, starts: I64) -> None:
-        place = first - self.first
-        if not np.array_equal(self.index.read(place, int(starts.size)), starts):
-            self.index.write(place, starts)
+        self.index.rewrite(first - self.first, starts)
 
     def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
         """Index the ids of a hole: where the old index had them, else all at its beginning."""
         place = hole.first - self.first
         count = hole.last - hole.first + 1
-        starts = self.index.read(place, count)
+        starts = self.index.known(place, count)
         good = (
             starts.size == count
             and starts[0] == offset

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import ChecksumMismatch
+from waltz_core.errors import ChecksumMismatch, ReadFailed
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -90,6 +90,10 @@ class Segments:
             return None
         entry = lineage.entry(place)
         return entry.chain if entry.last == transaction_id else None
+
+    def segment_end(self, transaction_id: TransactionId) -> TransactionId:
+        """Return the last id of the segment that holds an id."""
+        return self.all[self._index_of(transaction_id)].last
 
     def _holding(self, transaction_id: int) -> Segment:
         return self.all[self._index_of(transaction_id)]
@@ -183,13 +187,17 @@ class Segments:
         Return the damage that came to light.
         """
         damaged: list[IdRange] = []
-        for index in range(max(0, self._index_of(first)), self._last_index_of(last) + 1):
+        try:
+            last_index = self._last_index_of(last)
+        except ReadFailed:
+            last_index = min(self._index_of(last) + 1, len(self.all) - 1)
+        for index in range(max(0, self._index_of(first)), last_index + 1):
             segment = self.all[index]
             low, high = max(first, segment.first), min(last, segment.last)
             try:
                 if low <= high:
                     segment.bounds(low, high)
-            except ChecksumMismatch:
+            except (ChecksumMismatch, ReadFailed):
                 found = segment.recover(segment.first, segment.last, is_last=False)
                 damaged.extend(found.damaged)
             for run in segment.lineage.unreadable():

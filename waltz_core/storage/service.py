@@ -22,11 +22,15 @@ Rules:
     6. After a write or a sync has failed the partition leaves its session. A second failure in the
        life of the process ends it.
     7. What waits is bounded: connections that bring more are not read until there is room.
+    8. Whoever finds damage, the owner is told of it at once, so that it can be mended while others
+       still have what is lost here. The scrub looks for it between the other work.
+    9. While appends are refused for want of room, it is looked for again and again.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias, assert_never
+
+import numpy as np
 
 from waltz_core.errors import (
     BadRequest,
@@ -39,13 +43,17 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import NO_SESSION, PartitionId, SessionId
-from waltz_core.storage.format import NOBODYS_NONCE
+from waltz_core.record import NO_SESSION, PartitionId, SessionId, TransactionId
+from waltz_core.storage.format import NOBODYS_NONCE, in_words
+from waltz_core.storage.lane import Lane, queue_bytes
 from waltz_core.storage.partition_log import MARKER_INTERVAL_MS, PartitionLog
+from waltz_core.storage.room import Room
+from waltz_core.storage.scrub import Piece, Scrub, ScrubState, earlier
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendRaw,
+    DamageFound,
     Engage,
     Heartbeat,
     HeartbeatAnswer,
@@ -63,11 +71,9 @@ from waltz_core.wire.messages import (
 
 # A hostile or broken peer must not use up the numbers (correctness.md 2.4, row 37).
 SESSION_JUMP_MAX: Final = 1 << 32
-GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
 NO_STORAGE_ID: Final = bytes(16)
 REFUSAL_CHARACTERS_MAX: Final = 1_000
-# What a request counts for in the queue beside the bytes that it carries or asks for.
-_REQUEST_BYTES: Final = 512
+ROOM_AGAIN_MS: Final = 1_000
 
 
 # ---------------------------------------------------------------------------------------------
@@ -103,7 +109,21 @@ class WorkDone:
     result: WorkResult
 
 
-Event: TypeAlias = Request | Disconnected | Opened | Dropped | WorkDone | Wakeup
+@value(frozen=True, slots=True)
+class ScrubNow:
+    """Somebody wants a partition read again from its beginning, or all of them (None)."""
+
+    partition_id: PartitionId | None = None
+
+
+@value(frozen=True, slots=True)
+class LookedForRoom:
+    """`LookForRoom` is done."""
+
+
+Event: TypeAlias = (
+    Request | Disconnected | Opened | Dropped | WorkDone | ScrubNow | LookedForRoom | Wakeup
+)
 
 # ---------------------------------------------------------------------------------------------
 # Effects
@@ -154,6 +174,13 @@ class Idle:
 
 
 @value(frozen=True, slots=True)
+class LookForRoom:
+    """Call `room.look_again()`, which blocks, and bring `LookedForRoom` back (rule 9)."""
+
+    room: Room
+
+
+@value(frozen=True, slots=True)
 class EndProcess:
     """The disk cannot be trusted any more (rule 6)."""
 
@@ -161,7 +188,15 @@ class EndProcess:
 
 
 Effect: TypeAlias = (
-    Answer | CloseConnection | PauseReading | ResumeReading | RunWork | Idle | EndProcess | Report
+    Answer
+    | CloseConnection
+    | PauseReading
+    | ResumeReading
+    | RunWork
+    | Idle
+    | LookForRoom
+    | EndProcess
+    | Report
 )
 
 
@@ -174,37 +209,24 @@ class Identity:
     storage_id: bytes
 
 
-@dataclass(slots=True)
-class _Lane:
-    """One partition: the session it is bound to, what waits for it, whether work is under way."""
-
-    log: PartitionLog
-    # What PREPARE has raised, at its arrival (rule 3).
-    promised: SessionId
-    nonce: bytes
-    # Who has prepared it; None when nobody is connected who has.
-    owner: ConnectionId | None = None
-    engaged: SessionId = NO_SESSION
-    writes: deque[Request] = field(default_factory=deque)
-    reads: deque[Request] = field(default_factory=deque)
-    work: Work | None = None
-    was_read: bool = False
-    is_unmarked: bool = False
-
-    @property
-    def seen(self) -> SessionId:
-        """The latest session that anybody is known to have; what nobody has had is one above."""
-        return SessionId(self.promised - (self.nonce == NOBODYS_NONCE))
-
-
 class StorageService:
     """The machine. See the module's rules."""
 
-    def __init__(self, identity: Identity, *, queue_bytes_max: int) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        queue_bytes_max: int,
+        room: Room | None = None,
+        scrub: Scrub | None = None,
+    ) -> None:
         assert queue_bytes_max > 0
         self._identity = identity
+        self._room = room
+        self._room_at_ms: int | None = None
+        self._scrub = scrub if scrub is not None else Scrub()
         self._queue_bytes_max = queue_bytes_max
-        self._lanes: dict[PartitionId, _Lane] = {}
+        self._lanes: dict[PartitionId, Lane] = {}
         self._readers: dict[ConnectionId, None] = {}  # those that have sent a right OpenRequest
         self._paused: dict[ConnectionId, None] = {}
         self._failures_count = 0
@@ -214,13 +236,22 @@ class StorageService:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When logs that were appended to have their markers moved."""
-        return self._mark_at_ms
+        """When markers are to be moved, a piece is to be read, or room is looked for."""
+        return earlier(earlier(self._mark_at_ms, self._scrub.wake_at_ms), self._room_at_ms)
 
     @property
     def partitions(self) -> tuple[PartitionId, ...]:
         """The partitions that are served, sorted."""
         return tuple(sorted(self._lanes))
+
+    def scrub_states(self, now_ms: int) -> list[ScrubState]:
+        """Return how far the scrub is with each partition."""
+        return self._scrub.states(now_ms)
+
+    @property
+    def scrub_places(self) -> dict[PartitionId, TransactionId]:
+        """Where to go on after a restart."""
+        return self._scrub.places
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
         """Take one event in (`machine.py`)."""
@@ -233,11 +264,20 @@ class StorageService:
             case Disconnected():
                 self._disconnected(event.connection)
             case Opened():
-                self._opened(event.log)
+                self._opened(event.log, now_ms)
             case Dropped():
                 self._dropped(event.partition_id)
+            case ScrubNow(partition_id):
+                wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
+                self._scrub.ask(sorted(wanted), now_ms)
+                self._read_again(now_ms)
+            case LookedForRoom():
+                self._room_at_ms = None
+                self._notice_room(now_ms)
             case Wakeup():
                 self._mark(now_ms)
+                self._read_again(now_ms)
+                self._look_for_room(now_ms)
             case _:
                 assert_never(event)
         self._resume()
@@ -315,7 +355,7 @@ class StorageService:
         lane.owner = request.connection
         self._queue(lane, lane.writes, request)
 
-    def _fence(self, lane: _Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
+    def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
         """End the session that the lane is in: refuse what is queued, close its connection.
 
         What is queued is told why: only a later session may look like one to its owner.
@@ -343,12 +383,15 @@ class StorageService:
                     queue.remove(request)
                     self._unqueue(request)
 
-    def _opened(self, log: PartitionLog) -> None:
+    def _opened(self, log: PartitionLog, now_ms: int) -> None:
         assert log.partition_id not in self._lanes
-        self._lanes[log.partition_id] = _Lane(log, promised=log.promised, nonce=log.slot.nonce)
+        self._lanes[log.partition_id] = Lane(log, promised=log.promised, nonce=log.slot.nonce)
+        self._scrub.opened(log.partition_id, now_ms)
+        self._notice_room(now_ms)
 
     def _dropped(self, partition_id: PartitionId) -> None:
         lane = self._lanes.pop(partition_id)
+        self._scrub.dropped(partition_id)
         gone = UnknownPartition(
             f"partition {partition_id} is not assigned to this storage any more"
         )
@@ -366,7 +409,7 @@ class StorageService:
                 f"asked for {cluster_key.hex()} with {partition_count}"
             )
 
-    def _lane(self, message: StorageMessage) -> _Lane:
+    def _lane(self, message: StorageMessage) -> Lane:
         lane = self._lanes.get(PartitionId(message.partition_id))
         if lane is None:
             raise UnknownPartition(
@@ -374,14 +417,14 @@ class StorageService:
             )
         return lane
 
-    def _check_session(self, lane: _Lane, message: StorageMessage) -> None:
+    def _check_session(self, lane: Lane, message: StorageMessage) -> None:
         if message.session_id != lane.promised:
             raise SessionFenced(
                 f"partition {message.partition_id}: {type(message).__name__} of session "
                 f"{message.session_id}, promised is {lane.promised}"
             )
 
-    def _check_reader(self, lane: _Lane, request: Request) -> None:
+    def _check_reader(self, lane: Lane, request: Request) -> None:
         """Raise unless a reader may be answered (rule 5)."""
         message = request.message
         if request.connection not in self._readers:
@@ -394,9 +437,9 @@ class StorageService:
 
     # ------------------------------------------------------------------ lanes
 
-    def _queue(self, lane: _Lane, queue: deque[Request], request: Request) -> None:
+    def _queue(self, lane: Lane, queue: deque[Request], request: Request) -> None:
         queue.append(request)
-        self.queued_bytes += _queue_bytes(request.message)
+        self.queued_bytes += queue_bytes(request.message)
         if self.queued_bytes > self._queue_bytes_max and request.connection not in self._paused:
             self._paused[request.connection] = None
             self._effects.append(PauseReading(request.connection))
@@ -404,21 +447,18 @@ class StorageService:
             self._start_work(lane)
 
     def _unqueue(self, request: Request) -> None:
-        self.queued_bytes -= _queue_bytes(request.message)
+        self.queued_bytes -= queue_bytes(request.message)
         assert self.queued_bytes >= 0
 
-    def _start_work(self, lane: _Lane) -> None:
-        """Hand out the next piece: reads and writes take turns, waiting appends go together."""
-        assert lane.work is None
-        if lane.reads and not (lane.writes and lane.was_read):
-            requests = [lane.reads.popleft()]
-            lane.was_read = True
-        elif lane.writes:
-            requests = _next_group(lane.writes)
-            lane.was_read = False
-        else:
-            return
-        lane.work = Work(lane.log, tuple(requests), self._identity.storage_id)
+    def _start_work(self, lane: Lane) -> None:
+        """Hand out what is next (`lane.py`)."""
+        requests, piece = lane.take_next()
+        if requests or piece is not None:
+            self._run(lane, requests, piece)
+
+    def _run(self, lane: Lane, requests: tuple[Request, ...], piece: Piece | None = None) -> None:
+        storage_id = self._identity.storage_id
+        lane.work = Work(lane.log, requests, storage_id, room=self._room, piece=piece)
         self._effects.append(RunWork(lane.work))
 
     def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
@@ -434,7 +474,14 @@ class StorageService:
             return
         lane.work = None
         self._learn(lane, work, result)
-        lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and bool(work.requests))
+        self._tell_findings(lane, result)
+        self._notice_room(now_ms)
+        scrubbed = result.scrubbed
+        if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
+            self._report("scrub_finished", partition=work.partition_id)
+            self._tell_owner(lane)  # Once more: what could not be mended then may be now.
+        is_marked = not work.requests and work.piece is None
+        lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and not is_marked)
         if lane.is_unmarked and self._mark_at_ms is None:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
@@ -447,10 +494,50 @@ class StorageService:
         for lane in self._lanes.values():
             if lane.is_unmarked and lane.work is None:
                 # One that is at work moves its own with a sync, and comes here again.
-                lane.work = Work(lane.log, (), self._identity.storage_id)
-                self._effects.append(RunWork(lane.work))
+                self._run(lane, ())
 
-    def _learn(self, lane: _Lane, work: Work, result: WorkResult) -> None:
+    def _read_again(self, now_ms: int) -> None:
+        """Have the scrub's next piece read, as soon as its partition has done what it is at."""
+        while (partition_id := self._scrub.next_turn(now_ms)) is not None:
+            lane = self._lanes[partition_id]
+            lane.piece = self._scrub.begin(partition_id, lane.log.synced_max, now_ms)
+            if lane.piece is not None and lane.work is None:
+                self._start_work(lane)
+
+    def _tell_findings(self, lane: Lane, result: WorkResult) -> None:
+        """Tell of what has come to light, and the owner of all damage that is known (rule 8)."""
+        partition_id = lane.log.partition_id
+        if result.has_released:
+            self._report("reserve_released", partition=partition_id)
+        for error in result.failed_reads:
+            self._report("read_failed", partition=partition_id, error=error)
+        if result.scrubbed is not None and result.scrubbed.error is not None:
+            error = result.scrubbed.error
+            self._report("scrub_passed_over", partition=partition_id, error=error)
+        if result.mended is not None:
+            self._report("damage_mended", partition=partition_id, ids=in_words((result.mended,)))
+        if result.found:
+            self._report("damage_found", partition=partition_id, ids=in_words(result.found))
+            self._tell_owner(lane)
+
+    def _tell_owner(self, lane: Lane) -> None:
+        """Tell the owner of all damage that is known, if there is any."""
+        if lane.owner is not None and lane.log.damaged:
+            damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
+            notice = DamageFound(lane.promised, 0, lane.log.partition_id, damaged)
+            self._effects.append(Answer(lane.owner, notice))
+
+    def _notice_room(self, now_ms: int) -> None:
+        if self._room is not None and self._room.is_short and self._room_at_ms is None:
+            self._room_at_ms = now_ms + ROOM_AGAIN_MS
+
+    def _look_for_room(self, now_ms: int) -> None:
+        if self._room is not None and self._room_at_ms is not None and self._room_at_ms <= now_ms:
+            # Until the answer is there.
+            self._room_at_ms = now_ms + 60 * ROOM_AGAIN_MS
+            self._effects.append(LookForRoom(self._room))
+
+    def _learn(self, lane: Lane, work: Work, result: WorkResult) -> None:
         """Keep in the lane what a piece of work has changed."""
         if result.failure is not None:
             self._failed(lane, result)
@@ -465,7 +552,7 @@ class StorageService:
             elif isinstance(message, Engage):
                 lane.engaged = SessionId(message.session_id)
 
-    def _failed(self, lane: _Lane, result: WorkResult) -> None:
+    def _failed(self, lane: Lane, result: WorkResult) -> None:
         """Leave the session (rule 6)."""
         assert result.failure is not None
         self._failures_count += 1
@@ -498,37 +585,12 @@ class StorageService:
         self._effects.append(Report(name, tuple(fields.items())))
 
 
-def _check_owner(lane: _Lane, request: Request) -> None:
+def _check_owner(lane: Lane, request: Request) -> None:
     if lane.owner != request.connection:
         raise SessionFenced(
             f"partition {request.message.partition_id}: this connection has not prepared session "
             f"{request.message.session_id}"
         )
-
-
-def _next_group(writes: deque[Request]) -> list[Request]:
-    """Take the first request, and if it is an append, all that follow it directly."""
-    group = [writes.popleft()]
-    if not isinstance(group[0].message, AppendRaw):
-        return group
-    group_bytes = _queue_bytes(group[0].message)
-    while writes and isinstance(writes[0].message, AppendRaw):
-        group_bytes += _queue_bytes(writes[0].message)
-        if group_bytes > GROUP_BYTES_MAX:
-            break
-        group.append(writes.popleft())
-    return group
-
-
-def _queue_bytes(message: StorageMessage) -> int:
-    """Return what a request holds in memory while it waits, or what its answer will."""
-    match message:
-        case AppendRaw() | Repair():
-            return _REQUEST_BYTES + len(message.records) + len(message.lengths)
-        case RangeRaw():
-            return _REQUEST_BYTES + max(0, message.bytes_max)
-        case _:
-            return _REQUEST_BYTES
 
 
 def _prefix(message: StorageMessage) -> tuple[int, int, int]:

@@ -10,6 +10,9 @@ Rules:
     3. The bytes of an append are held against the CRC that they were sent with, in one pass that
        serves for the records' own CRCs too; records are never looked at one by one.
     4. After a failed append of a group the later ones are refused with it: they follow on it.
+    5. Appends for which there is no room are refused before the first is written. Whatever else
+       finds none has it from the reserve, and is done again (`room.py`).
+    6. Damage that comes to light on the way is in the result, whatever the work was for.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +23,14 @@ import numpy as np
 
 from waltz_core import raw_records
 from waltz_core.checksum import crc32
-from waltz_core.errors import BadRequest, ChecksumMismatch, DiskFailed, WaltzError
+from waltz_core.errors import (
+    BadRequest,
+    ChecksumMismatch,
+    DiskFailed,
+    NoSpace,
+    ReadFailed,
+    WaltzError,
+)
 from waltz_core.record import (
     GENESIS_CHAIN,
     RECORD_HEADER,
@@ -30,7 +40,15 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.storage.format import (
+    LINEAGE_ENTRY_BYTES,
+    OFFSET_BYTES,
+    IdRange,
+    without_damage,
+)
 from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.room import Room
+from waltz_core.storage.scrub import Piece, Scrubbed
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     ENTRIES_MAX,
@@ -71,7 +89,11 @@ Outcome: TypeAlias = StorageMessage | WaltzError
 
 @dataclass(slots=True)
 class WorkResult:
-    """One outcome for each request (rule 1), the disk's failure if it failed, and what to count."""
+    """One outcome for each request (rule 1), the disk's failure if it failed, and what to count.
+
+    `found` are ids that were not known to be damaged before; `failed_reads` is what the disk said
+    about bytes that it did not give.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     failure: DiskFailed | None = None
@@ -80,6 +102,11 @@ class WorkResult:
     read_count: int = 0
     read_bytes: int = 0
     sync_s: float | None = None  # how long the sync of a group of appends took
+    found: tuple[IdRange, ...] = ()
+    mended: IdRange | None = None
+    failed_reads: list[str] = field(default_factory=list)
+    scrubbed: Scrubbed | None = None
+    has_released: bool = False  # the reserve was given up for this
 
 
 def _no_clock() -> float:
@@ -87,37 +114,87 @@ def _no_clock() -> float:
 
 
 class Work:
-    """Requests of one partition that are served in one go; without one, its marker is moved."""
+    """Requests of one partition that are served in one go, or a piece of its log to be read again.
 
-    __slots__ = ("_storage_id", "log", "requests")
+    Without either, its marker is moved.
+    """
 
-    def __init__(self, log: PartitionLog, requests: tuple[Request, ...], storage_id: bytes) -> None:
+    __slots__ = ("_room", "_storage_id", "log", "piece", "requests")
+
+    def __init__(
+        self,
+        log: PartitionLog,
+        requests: tuple[Request, ...],
+        storage_id: bytes,
+        *,
+        room: Room | None = None,
+        piece: Piece | None = None,
+    ) -> None:
+        assert not (requests and piece is not None)
         self.log = log
         self.requests = requests
+        self.piece = piece
         self._storage_id = storage_id
+        self._room = room
 
     @property
     def partition_id(self) -> PartitionId:
         """The partition that all requests are about."""
         return self.log.partition_id
 
+    @property
+    def is_append(self) -> bool:
+        """Whether it writes new records."""
+        return bool(self.requests) and isinstance(self.requests[0].message, AppendRaw)
+
     def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
         """Do it; blocks. The log's errors are in the result, anything else is our own bug."""
+        result = self._run(clock_s)
+        room = self._room
+        wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
+        if wants_room and room is not None:
+            if self.is_append:
+                room.lacked(self._append_bytes())
+            else:
+                room.release()
+                result = self._run(clock_s)
+                result.has_released = True
+        return result
+
+    def _append_bytes(self) -> int:
+        return sum(_append_bytes(each.message) for each in self.requests)
+
+    def _run(self, clock_s: Callable[[], float]) -> WorkResult:
         result = WorkResult()
+        known = self.log.damaged
         try:
-            if not self.requests:
+            if self.piece is not None:
+                result.scrubbed = _scrub(self.log, self.piece)
+            elif not self.requests:
                 self.log.mark_acked()
-            elif isinstance(self.requests[0].message, AppendRaw):
+            elif self.is_append:
+                if self._room is not None:
+                    self._room.check(self._append_bytes())
                 _append_group(self.log, self.requests, result, clock_s)
             else:
                 assert len(self.requests) == 1
                 result.outcomes.append(self._serve(self.requests[0].message, result))
         except WaltzError as error:
-            if isinstance(error, DiskFailed):
+            # A disk that does not give bytes has kept what was written.
+            if isinstance(error, ReadFailed):
+                result.failed_reads.append(str(error))
+            elif isinstance(error, DiskFailed):
                 result.failure = error
+            if self.piece is not None:
+                # What cannot be got past is left to the next pass, and to whoever reads of it.
+                beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
+                result.scrubbed = Scrubbed(beyond, 0, str(error))
             missing = len(self.requests) - len(result.outcomes)
             result.outcomes += [error] * missing
         assert len(result.outcomes) == len(self.requests)
+        if self.log.damaged is not known:
+            result.found = _without(self.log.damaged, known)
+        result.failed_reads += self.log.reader.take_errors()
         return result
 
     def _serve(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
@@ -128,12 +205,37 @@ class Work:
                 return _read(self.log, message, result)
             case LineageRequest():
                 return _lineage(self.log, message)
+            case Repair():
+                state = _change(self.log, message)
+                last = message.first + len(message.lengths) // 4 - 1
+                result.mended = IdRange(TransactionId(message.first), TransactionId(last))
+                return state
             case _:
                 return _change(self.log, message)
 
 
+def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
+    for each in known:
+        ranges = without_damage(ranges, each)
+    return ranges
+
+
+def _scrub(log: PartitionLog, piece: Piece) -> Scrubbed:
+    before = log.reader.checked_bytes
+    next_id = log.verify(piece.first, piece.bytes_max)
+    return Scrubbed(next_id, log.reader.checked_bytes - before)
+
+
 # ---------------------------------------------------------------------------------------------
 # Appends
+
+
+def _append_bytes(append: StorageMessage) -> int:
+    """Return what an append will take on the disk."""
+    assert isinstance(append, AppendRaw)
+    count = len(append.lengths) // 4
+    entries = LINEAGE_ENTRY_BYTES * len(append.lineage)
+    return len(append.records) + OFFSET_BYTES * count + entries
 
 
 def _append_group(

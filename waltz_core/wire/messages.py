@@ -697,3 +697,15 @@ class Nack(StorageMessage):
     error_code: Int32
     promised: Int64
     message: Text
+
+
+@value(frozen=True, slots=True)
+class DamageFound(StorageMessage):
+    """Told to the owner unasked (sequence 0): there are records that cannot be read, new ones too.
+
+    `damaged` holds pairs first, last, of everything that is known now, as in PREPARED.
+    """
+
+    code = 80
+    since = 1
+    damaged: PackedInt64s

@@ -17,6 +17,7 @@ from waltz_core.replication.repair import (
     Repair,
     SetMark,
     SourceLineage,
+    pairs_of,
     verify_batches,
     verify_records,
 )
@@ -288,7 +289,7 @@ def test_old_damage_does_not_hold_up_a_session_when_nobody_can_mend_it():
     one.disk.damaged = {1}
     repair = repair_of(one)
     assert kinds(walk(repair, one, source, Goal(5, source.chain), can_mend=False)) == ["SetMark"]
-    assert isinstance(repair.mend_step(), Fetch)
+    assert repair.mend_step((1, 1)) == Fetch(1, 1, whole_batches=False)
 
 
 def test_damage_above_the_old_mark_is_mended_first_in_any_case():
@@ -296,6 +297,42 @@ def test_damage_above_the_old_mark_is_mended_first_in_any_case():
     one.disk.damaged = {4}
     step = repair_of(one).next_step(Goal(5, source.chain), can_mend=False)
     assert step == Fetch(4, 4, whole_batches=False)
+
+
+def test_a_mend_takes_from_the_damage_that_is_known_when_it_is_done():
+    one, source = storage(*OLD, mark=5), storage(*OLD)
+    repair = repair_of(one)
+    repair.damage_found([(1, 4)])
+    fetch = repair.mend_step((1, 4))
+    take(repair, one, source, fetch)
+    mend = repair.mend_step((1, 4))
+    assert (mend.answer.first, mend.answer.count) == (1, 2)
+    repair.damage_found([(0, 0), (2, 7)])
+    # What was fetched does not begin where the damage begins now, so it is fetched anew.
+    assert repair.mend_step((2, 7)) == Fetch(2, 7, whole_batches=False)
+    repair.mended(mend)
+    assert repair.damaged == [(0, 0), (3, 7)]
+    repair.damage_found([(0, 5)])
+    repair.mended(mend)
+    assert repair.damaged == [(0, 0), (3, 5)]
+
+
+def test_refused_records_leave_the_damage_that_was_told_of_since():
+    one, source = storage(*OLD, mark=5), storage(*OLD)
+    repair = repair_of(one)
+    repair.damage_found([(1, 2), (4, 4)])
+    take(repair, one, source, repair.mend_step((1, 2)))
+    mend = repair.mend_step((1, 2))
+    repair.not_mended(mend)
+    assert repair.damaged == [(4, 4)]
+    repair.damage_found([(0, 2), (4, 4)])
+    repair.not_mended(mend)
+    assert repair.damaged == [(0, 2), (4, 4)]
+
+
+def test_half_a_range_of_damage_is_the_peers_fault():
+    with pytest.raises(RemoteProtocolError, match="pairs of ids, found 3"):
+        pairs_of(bytes(24))
 
 
 def test_damage_that_is_cut_away_is_no_damage():

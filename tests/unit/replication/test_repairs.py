@@ -172,3 +172,109 @@ def test_a_marked_replica_that_cannot_be_mended_stays():
     assert bench.storages[B].disk.damaged == {1}
     assert bench.store.open_session is not None
     assert B not in bench.store.readable_replicas or bench.reports("replica.not_mended")
+
+
+# ---------------------------------------------------------------------------------------------
+# damage that is found in a running session
+
+
+def tells_of_damage(bench, replica, *damaged):
+    """Let a replica find damage, and tell the owner of all that it knows."""
+    storage = bench.storages[replica]
+    storage.disk.damaged |= set(damaged)
+    pairs = b"".join(bad.to_bytes(8, "big") * 2 for bad in sorted(storage.disk.damaged))
+    session = storage.disk.promised
+    bench.step(events.ReplicaAnswered(session, replica, wire.DamageFound(session, 0, 0, pairs)))
+
+
+def running(*, batches=4):
+    bench = Bench()
+    bench.open()
+    for _ in range(batches):
+        bench.submit(2)
+    bench.run()
+    bench.sent.clear()
+    return bench
+
+
+def test_damage_in_a_running_session_is_mended_in_it():
+    bench = running()
+    session = bench.store.open_session
+    tells_of_damage(bench, B, 0, 5)
+    bench.run()
+    assert not bench.storages[B].disk.damaged
+    assert bench.store.open_session == session
+    mended = [(each["replica"], each["ids"]) for each in bench.reports("replica.mended")]
+    assert mended == [(B, "0..0"), (B, "5..5")]
+    assert bench.reports("replica.damaged")[0]["ids"] == "0..0,5..5"
+    assert all(each["is_live"] for each in bench.reports("replica.mended"))
+
+
+def test_appends_go_on_while_damage_is_mended():
+    bench = running()
+    tells_of_damage(bench, B, 1)
+    last = bench.submit(2)
+    assert [type(message) for message in bench.requests[B]] == [wire.AppendRaw]
+    bench.run()
+    assert bench.store.high_water_mark == last
+    assert not bench.storages[B].disk.damaged
+
+
+def test_what_a_peer_has_not_synced_is_not_asked_of_it():
+    bench = running()
+    bench.silent = {A, C}
+    last = bench.submit(2)
+    bench.deliver(B)
+    tells_of_damage(bench, B, last)
+    assert not bench.all_sent(wire.RangeRaw)
+    bench.silent = set()
+    bench.run()
+    assert bench.all_sent(wire.RangeRaw)
+    assert not bench.storages[B].disk.damaged
+
+
+def test_a_peer_with_the_same_damage_is_not_asked():
+    bench = running()
+    tells_of_damage(bench, A, 3)
+    tells_of_damage(bench, B, 3)
+    tells_of_damage(bench, B, 3, 6)
+    bench.run()
+    assert {message.first for message in bench.all_sent(wire.RangeRaw, A)} == {6}
+    assert not bench.storages[A].disk.damaged
+    assert not bench.storages[B].disk.damaged
+
+
+def test_damage_that_all_replicas_have_hides_no_other():
+    bench = running()
+    for name in (A, B, C):
+        tells_of_damage(bench, name, 1)
+    tells_of_damage(bench, C, 1, 4)
+    bench.run()
+    assert bench.storages[C].disk.damaged == {1}
+    assert bench.store.open_session is not None
+
+
+def test_a_replica_that_tells_of_half_a_range_is_given_up():
+    bench = running()
+    session = bench.store.open_session
+    bench.step(events.ReplicaAnswered(session, B, wire.DamageFound(session, 0, 0, bytes(8))))
+    assert "pairs of ids" in bench.reports("replica.refused")[-1]["reason"]
+
+
+def test_who_tells_of_damage_before_it_was_asked_is_asked_for_all_of_it():
+    bench = running()
+    bench.step(events.Checkpoint())
+    while not bench.requests.get(B):
+        if bench.dials:
+            bench.connect()
+        else:
+            bench.ask_zookeeper()
+    session = bench.requests[B][0].session_id
+    bench.storages[B].disk.damaged = {2}
+    notice = wire.DamageFound(session, 0, 0, (2).to_bytes(8, "big") * 2)
+    bench.step(events.ReplicaAnswered(session, B, notice))
+    bench.reopen()
+    bench.wait(100)
+    bench.run()
+    assert not bench.storages[B].disk.damaged
+    assert bench.store.readable_replicas == [A, B, C]

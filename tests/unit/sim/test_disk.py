@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.sim.disk import SECTOR_BYTES, Fault, PowerLoss, SimDisk, Survival
 from waltz_core.storage.disk import create_durably
 
@@ -219,3 +219,34 @@ def test_pages_change_and_files_shrink_unseen_by_the_steps(disk):
     disk.remove(PATH)
     assert not disk.exists(PATH)
     assert disk.step_count == steps
+
+
+def test_sectors_that_cannot_be_read_are_back_when_they_are_written():
+    disk = SimDisk()
+    path = Path("/d/f")
+    disk.put(path, bytes(2_000))
+    disk.make_unreadable(path, 600, 1_100)
+    file = disk.open(path)
+    assert len(file.pread(512, 0)) == 512
+    for size, offset in ((1, 512), (1, 1_535), (2_000, 0)):
+        with pytest.raises(ReadFailed, match="/d/f"):
+            file.pread(size, offset)
+    assert file.pread(0, 600) == b""
+    assert len(file.pread(400, 1_536)) == 400
+    file.pwrite([b"x"], 700)
+    assert file.pread(1, 700) == b"x"
+    with pytest.raises(ReadFailed):
+        file.pread(1, 1_024)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    with pytest.raises(ReadFailed):
+        disk.open(path).pread(1, 1_024)
+
+
+def test_what_is_free_is_what_the_capacity_leaves():
+    disk = SimDisk(capacity_bytes=100)
+    disk.put(Path("/d/f"), bytes(70))
+    assert disk.free_bytes(Path("/d")) == 30
+    disk.capacity_bytes = 60
+    assert disk.free_bytes(Path("/d")) == 0
+    disk.capacity_bytes = None
+    assert disk.free_bytes(Path("/d")) > 1 << 30

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from tests.unit.storage.logs import ROOT, new_disk, open_names
-from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage.disk import RealDisk, create_durably, remove_temporary
 
@@ -159,9 +159,10 @@ def test_an_error_of_the_system_says_what_failed_and_where(tmp_path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fail)
         # A sync that finds no room has lost what it was to write: that is no full disk only.
-        full = number in {errno.ENOSPC, errno.EDQUOT} and call != "fdatasync"
-        with pytest.raises(NoSpace if full else DiskFailed, match=f"{tmp_path}/f: "):
+        full = number in {errno.ENOSPC, errno.EDQUOT} and call not in {"fdatasync", "pread"}
+        with pytest.raises(NoSpace if full else DiskFailed, match=f"{tmp_path}/f: ") as caught:
             CALLS[call](file)
+        assert isinstance(caught.value, ReadFailed) == (call == "pread")
     file.close()
     file.close()
 
@@ -271,6 +272,14 @@ def test_threads_share_the_descriptors(tmp_path):
         for thread, contents in enumerate(pool.map(write, range(4))):
             assert contents == [bytes([thread]) * 20] * 5
     assert len(open_names(tmp_path)) == 3
+
+
+def test_what_is_free_is_what_anybody_may_use(tmp_path):
+    found = os.statvfs(tmp_path)
+    free = RealDisk().free_bytes(tmp_path)
+    assert 0 < free <= found.f_bfree * found.f_frsize
+    with pytest.raises(DiskFailed, match="looking at"):
+        RealDisk().free_bytes(tmp_path / "none")
 
 
 def test_errors_of_names_are_typed(tmp_path):

@@ -45,7 +45,7 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     assert engine.assigned() == [0, 2]
     assert engine.log(0).promised == 3
     assert (tmp_path / "a" / "b" / "waltz-x.reserve").stat().st_size == 4096
-    engine.release_reserve()
+    engine.room.release()
     assert not (tmp_path / "a" / "b" / "waltz-x.reserve").exists()
     engine.close()
 
@@ -62,7 +62,7 @@ def test_a_reserve_that_cannot_be_given_back_ends_nothing():
     )
     for fault in (Fault.FAILS, Fault.DISK_FULL):
         disk.plan(disk.step_count + 1, fault)
-        engine.release_reserve()
+        engine.room.release()
     log = engine.assign(0)
     assert log.max_id == -1
     engine.close()

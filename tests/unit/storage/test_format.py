@@ -23,6 +23,8 @@ from waltz_core.storage.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
+    count_of,
+    in_words,
     with_crc,
     with_damage,
     without_damage,
@@ -104,3 +106,9 @@ def test_too_many_damaged_ranges_grow_together_and_lose_none():
     assert all({10 * place, 10 * place + 1} <= covered for place in range(2 * DAMAGED_MAX))
     slot = Slot(0, damaged=ranges)
     assert Slot.decode(slot.encode()) == slot
+
+
+def test_ranges_are_counted_and_told():
+    ranges = (IdRange(3, 3), IdRange(7, 11))
+    assert (count_of(ranges), count_of(())) == (6, 0)
+    assert (in_words(ranges), in_words(())) == ("3..3,7..11", "")

@@ -5,7 +5,8 @@ import pytest
 from tests.unit.storage.logs import ROOT, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.raw_records import headers_of
-from waltz_core.record import GENESIS_CHAIN
+from waltz_core.record import GENESIS_CHAIN, MADE_UP
+from waltz_core.storage import reading
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
 from waltz_core.storage.reading import LogReader
@@ -151,3 +152,103 @@ def test_headers_are_those_of_the_records_and_stop_before_damage(log):
 def test_lineage_is_that_of_the_batches_that_touch(log):
     assert log.reader.lineage(4, 8) == (log.entries[0].chain, tuple(log.entries[1:]))
     assert log.reader.lineage(0, 0) == (GENESIS_CHAIN, (log.entries[0],))
+
+
+# ---------------------------------------------------------------------------------------------
+# a disk that does not give bytes
+
+
+class LargeLog(Log):
+    """Twenty batches of five records of 60 bytes in one cold segment, one more behind it."""
+
+    def __init__(self):
+        self.disk = new_disk()
+        self.segments, self.records, self.entries = make_segments(self.disk, [5] * 20, [3])
+        self.slots = SlotFile.create(self.disk, ROOT, Slot(2))
+        self.written = []
+        self.reader = LogReader(2, self.segments, self.slots, self.write_slot)
+
+    def lose(self, suffix, first, last):
+        """Lose the sectors of some bytes of the first segment, and what was in them."""
+        path = ROOT / segment_name(0, suffix)
+        first, last = first // 512 * 512, last // 512 * 512 + 511
+        self.disk.overwrite(path, first, bytes(last - first + 1))
+        self.disk.make_unreadable(path, first, last)
+
+
+@pytest.fixture
+def large():
+    return LargeLog()
+
+
+def test_a_read_that_fails_once_is_told_and_nothing_is_damaged(large):
+    for count in range(1, 9):
+        large.disk.plan_read(count)
+        assert large.read(20, 60) == 60
+        assert len(large.reader.take_errors()) == 1
+        assert large.reader.take_errors() == []
+    assert large.slots.slot.damaged == ()
+
+
+def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large):
+    # Bytes 1024..1535 are in the records 14..23: the first begins at 968, the last ends at 1568.
+    large.lose(".seg", 1_024, 1_024)
+    assert large.read(0, 99) == 13
+    assert large.slots.slot.damaged == (IdRange(14, 23),)
+    assert len(large.written) == 1
+    assert "a sector cannot be read" in large.reader.take_errors()[0]
+    with pytest.raises(ChecksumMismatch, match=r"14\.\.23 are damaged"):
+        large.read(14, 99)
+    assert large.read(24, 99) == 99
+    assert large.read(0, 99, whole_batches=True) == 9
+
+
+def test_a_long_run_of_lost_records_is_noted_in_parts(large, monkeypatch):
+    monkeypatch.setattr(reading, "_UNREADABLE_RUN_MAX", 4)
+    large.lose(".seg", 1_024, 2_047)
+    at, seen = 0, []
+    while at < 100:
+        at = large.reader.verify(at, 1 << 20)
+        seen.append(at)
+    assert large.slots.slot.damaged == (IdRange(14, 31),)
+    assert seen[:2] == [14, 18]
+
+
+def test_an_index_that_cannot_be_read_is_made_anew(large):
+    path = ROOT / segment_name(0, ".idx")
+    before = large.disk.content(path)
+    large.lose(".idx", 600, 600)
+    assert large.read(0, 99) == 99
+    assert large.slots.slot.damaged == ()
+    assert large.disk.content(path) == before
+    assert large.read(0, 99) == 99
+
+
+def test_batches_that_cannot_be_read_are_made_up(large):
+    large.lose(".chn", 600, 600)
+    read = large.reader.read_range(0, 99, 1 << 20, whole_batches=False)
+    assert read.lengths.size == 100
+    assert any(one.session_id == MADE_UP for one in read.entries)
+    assert [one for one in read.entries if one.session_id != MADE_UP] == [
+        one for one in large.entries if one in read.entries
+    ]
+
+
+def test_what_was_checked_is_counted(large):
+    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large.reader.checked_bytes == 10 * RECORD_BYTES
+    large.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + 11 * RECORD_BYTES + 44)
+    assert large.reader.verify(10, 10 * RECORD_BYTES) == 11
+    assert large.reader.verify(11, 10 * RECORD_BYTES) == 12
+    assert large.reader.checked_bytes == 11 * RECORD_BYTES
+    assert large.reader.segment_end(11) == 99
+    assert large.reader.segment_end(100) == 102
+
+
+def test_verifying_passes_over_the_damage_that_it_stands_in_and_no_other(log):
+    log.rot(10)
+    assert log.reader.verify(8, 1 << 20) == 10
+    lineage = ROOT / segment_name(0, ".chn")
+    log.disk.overwrite(lineage, len(log.disk.content(lineage)) - 10, bytes(10))
+    with pytest.raises(ChecksumMismatch, match="the last 1 of 2 batches"):
+        log.reader.verify(0, 1 << 20)

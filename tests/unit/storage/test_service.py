@@ -10,7 +10,7 @@ import pytest
 
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors
-from waltz_core.errors import DiskFailed, NoSpace, from_code
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
 from waltz_core.storage import service
@@ -18,10 +18,12 @@ from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.format import Slot
 from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.scrub import Scrub
 from waltz_core.storage.service import Identity, StorageService
 from waltz_core.storage.work import Request
 from waltz_core.wire.messages import (
     Appended,
+    DamageFound,
     Engage,
     Heartbeat,
     HeartbeatAnswer,
@@ -64,6 +66,10 @@ class MoodyFile:
         self._disk.meet("pwrite")
         self._file.pwrite(parts, offset)
 
+    def pread(self, size, offset):
+        self._disk.meet("pread")
+        return self._file.pread(size, offset)
+
 
 class MoodyDisk(RealDisk):
     """A real disk that raises an error at the next call of a name."""
@@ -71,6 +77,10 @@ class MoodyDisk(RealDisk):
     def __init__(self):
         super().__init__()
         self.next_errors = {}
+        self.free = None  # how much it says to have, if it does not say the truth
+
+    def free_bytes(self, directory):
+        return super().free_bytes(directory) if self.free is None else self.free
 
     def meet(self, call):
         error = self.next_errors.pop(call, None)
@@ -84,13 +94,18 @@ class MoodyDisk(RealDisk):
 class Bench:
     """A service whose effects are written down, and whose work waits to be run."""
 
-    def __init__(self, directory, **options):
+    def __init__(self, directory, *, reserve_bytes=0, **options):
         self.disk = MoodyDisk()
         settings = LogSettings(KEY, 1 << 20, lambda: time.time_ns() // 1_000_000)
         self.engine = Engine.open(
-            self.disk, directory, settings, partition_count=4, new_storage_id=STORAGE_ID
+            self.disk,
+            directory,
+            settings,
+            partition_count=4,
+            new_storage_id=STORAGE_ID,
+            reserve_bytes=reserve_bytes,
         )
-        options = {"queue_bytes_max": 1 << 20} | options
+        options = {"queue_bytes_max": 1 << 20, "room": self.engine.room} | options
         self.service = StorageService(Identity(KEY, 4, STORAGE_ID), **options)
         self.now_ms = 1_000_000
         self.effects = []
@@ -119,11 +134,11 @@ class Bench:
         return count
 
     def ask(self, connection, message):
-        """Return the one answer to a request."""
+        """Return the one answer to a request; nobody has asked for notices."""
         before = len(self.answers())
         self.send(connection, message)
         self.finish()
-        answers = self.answers()[before:]
+        answers = [one for one in self.answers()[before:] if not isinstance(one[1], DamageFound)]
         assert len(answers) == 1, answers
         assert answers[0][0] == connection
         assert answers[0][1].sequence == message.sequence
@@ -703,6 +718,220 @@ def test_a_damaged_range_is_told_and_repaired(bench):
     assert bench.refusal(2, wrong) is errors.ChecksumMismatch
     assert isinstance(bench.ask(2, message), ReplicaState)
     assert bench.ask(2, range_of(Owner(6), 3, 3)).count == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# damage that comes to light
+
+
+def damage_told(bench, connection=1):
+    return [
+        np.frombuffer(each.damaged, dtype=">i8").tolist()
+        for each in bench.answers(connection)
+        if isinstance(each, DamageFound)
+    ]
+
+
+def reports(bench, name):
+    return [dict(each.fields) for each in bench.only(Report) if each.name == name]
+
+
+def test_the_owner_is_told_of_damage_whoever_has_found_it(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    bench.ask(2, open_request())
+    reader = Owner(5)
+    with flipped(bench.engine.directory / "0", 3):
+        answer = bench.ask(2, range_of(reader, 0, 5, reader=True))
+    assert answer.count == 3
+    assert damage_told(bench) == [[3, 3]]
+    assert damage_told(bench, 2) == []
+    (notice,) = [each for each in bench.answers(1) if isinstance(each, DamageFound)]
+    assert (notice.session_id, notice.sequence, notice.partition_id) == (5, 0, 0)
+    with flipped(bench.engine.directory / "0", 5):
+        bench.ask(2, range_of(reader, 4, 5, reader=True))
+        bench.ask(2, range_of(reader, 4, 5, reader=True))
+    assert damage_told(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
+    assert [each["ids"] for each in reports(bench, "damage_found")] == ["3..3", "5..5"]
+
+
+def test_damage_that_nobody_owns_is_noted_and_told_with_the_next_session(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    bench.step(service.Disconnected(1))
+    with flipped(bench.engine.directory / "0", 2):
+        bench.step(service.ScrubNow())
+        bench.finish()
+    assert damage_told(bench) == []
+    assert reports(bench, "damage_found") == [{"partition": 0, "ids": "2..2"}]
+    prepared = bench.ask(2, prepare(Owner(6)))
+    assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
+
+
+def test_the_owner_is_told_again_after_each_pass_of_what_is_not_mended(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    with flipped(bench.engine.directory / "0", 3):
+        for passes_count in (1, 2, 3):
+            bench.step(service.ScrubNow())
+            bench.finish()
+            while bench.service.scrub_states(bench.now_ms)[0].passes_count < passes_count:
+                tick(bench)
+                bench.finish()
+    assert damage_told(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
+
+
+def test_what_is_mended_in_the_session_is_reported(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    with flipped(bench.engine.directory / "0", 3):
+        assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
+    records, _, lengths = records_of(3, 1)
+    repair = owner.make(Repair, 3, lengths, records, zlib.crc32(records))
+    assert isinstance(bench.ask(1, repair), ReplicaState)
+    assert reports(bench, "damage_mended") == [{"partition": 0, "ids": "3..3"}]
+    assert bench.ask(1, range_of(owner, 0, 5)).count == 6
+
+
+def test_a_read_that_fails_is_told_and_ends_nothing(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    for _ in range(3):
+        bench.disk.next_errors["pread"] = ReadFailed("reading x.seg: Input/output error")
+        assert bench.ask(1, range_of(owner, 0, 5)).count == 6
+    assert len(reports(bench, "read_failed")) == 3
+    assert "x.seg" in reports(bench, "read_failed")[0]["error"]
+    assert bench.only(service.EndProcess) == bench.only(service.CloseConnection) == []
+    assert bench.ask(1, owner.append()).synced_max == 6
+
+
+# ---------------------------------------------------------------------------------------------
+# the scrub
+
+
+def tick(bench):
+    """Let time pass up to the next thing that is due; return the work that it brings."""
+    bench.now_ms = max(bench.now_ms, bench.service.wake_at_ms)
+    before = len(bench.works)
+    bench.step(Wakeup())
+    return bench.works[before:]
+
+
+def test_a_log_is_read_again_piece_by_piece(make):
+    bench = make(scrub=Scrub(bytes_per_s=100, interval_ms=60_000))
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    begun_ms = bench.now_ms
+    pieces = []
+    while not reports(bench, "scrub_finished"):
+        pieces += [(work.piece, bench.now_ms) for work in tick(bench) if work.piece is not None]
+        bench.finish()
+    assert [piece.first for piece, _ in pieces] == [0, 2, 4], "100 of 264 bytes at a time"
+    assert pieces[-1][1] - begun_ms == 2 * 880
+    assert bench.service.scrub_states(bench.now_ms)[0].read_bytes == 264
+    assert bench.service.wake_at_ms == begun_ms + 60_000
+
+
+def test_a_piece_waits_for_work_under_way_and_goes_before_what_waits(make):
+    bench = make(scrub=Scrub(bytes_per_s=0))
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    bench.send(1, owner.append())
+    bench.step(service.ScrubNow(0))
+    assert [work.piece for work in bench.works] == [None]
+    bench.send(1, owner.append())
+    bench.step(service.WorkDone(bench.works[0], bench.works.pop(0).run()))
+    assert [work.piece.first for work in bench.works] == [0]
+    bench.finish()
+    assert bench.answers(1)[-1].synced_max == 7
+    assert reports(bench, "scrub_finished") == [{"partition": 0}]
+
+
+def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(2))
+    bench.step(service.ScrubNow())
+    bench.finish()
+    assert bench.log.slot.acked.transaction_id == -1
+    bench.now_ms += 1_000
+    bench.step(Wakeup())
+    assert [(work.requests, work.piece) for work in bench.works] == [((), None)]
+    bench.finish()
+    assert bench.log.slot.acked.transaction_id == 1
+
+
+def test_a_partition_that_is_not_served_is_not_read(bench):
+    bench.step(service.ScrubNow(3))
+    assert bench.works == []
+
+
+def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_goes_on_elsewhere(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    with flipped(bench.engine.directory / "0", 3):
+        bench.step(service.ScrubNow())
+        bench.disk.next_errors["pwrite"] = DiskFailed("writing waltz-x.ctl: Input/output error")
+        bench.finish()
+    assert len(reports(bench, "disk_failed")) == 1
+    assert "waltz-x.ctl" in reports(bench, "scrub_passed_over")[0]["error"]
+    assert bench.service.wake_at_ms is None or bench.service.wake_at_ms > bench.now_ms
+
+
+def test_a_partition_that_is_dropped_in_the_middle_of_a_piece(make):
+    bench = make(scrub=Scrub(bytes_per_s=100))
+    bench.ask(1, bench.owned(5).append(6))
+    (work,) = tick(bench)
+    bench.step(service.Dropped(0))
+    bench.step(service.WorkDone(work, work.run()))
+    assert [each.log for each in bench.only(service.Idle)] == [bench.log]
+    assert bench.service.scrub_states(bench.now_ms) == []
+
+
+# ---------------------------------------------------------------------------------------------
+# room
+
+
+def test_room_is_looked_for_until_there_is_some(make):
+    bench = make(reserve_bytes=4_096)
+    owner = bench.owned(5)
+    kept = (owner.next_id, owner.chain)
+    bench.disk.free = 50
+    assert bench.refusal(1, owner.append(2)) is NoSpace
+    assert "expected 168 bytes" in bench.answers(1)[-1].message
+    assert bench.log.max_id == -1
+    for free, is_short in ((50, True), (167, True), (168, False)):
+        bench.disk.free = free
+        assert tick(bench) == []
+        look = bench.only(service.LookForRoom)[-1]
+        look.room.look_again()
+        bench.step(service.LookedForRoom())
+        assert look.room.is_short == is_short
+    assert len(bench.only(service.LookForRoom)) == 3
+    owner.next_id, owner.chain = kept
+    assert bench.ask(1, owner.append(2)).synced_max == 1
+    wake_at_ms = bench.service.wake_at_ms
+    tick(bench)
+    bench.finish()
+    assert wake_at_ms is not None
+    assert len(bench.only(service.LookForRoom)) == 3
+
+
+def test_what_is_no_append_takes_its_room_from_the_reserve(make):
+    bench = make(reserve_bytes=4_096)
+    owner = bench.owned(5, engaged=False)
+    bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
+    mark = owner.make(SetLowWaterMark, -1, owner.chain)
+    assert bench.refusal(1, mark) is DiskFailed, "a slot that cannot be written is not tried again"
+    assert bench.engine.room.reserved_bytes == 4_096
+
+
+def test_a_failed_scrub_of_a_full_disk_ends_nothing(make):
+    bench = make(reserve_bytes=4_096)
+    bench.ask(1, bench.owned(5).append(6))
+    bench.disk.free = 0
+    bench.step(service.ScrubNow())
+    bench.finish()
+    assert reports(bench, "scrub_finished")
 
 
 @contextmanager

@@ -9,21 +9,25 @@ import pytest
 
 from tests.storage_owner import Owner, records_of
 from waltz_core import raw_records
-from waltz_core.errors import BadRequest, ChecksumMismatch
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage import work
 from waltz_core.storage.disk import RealDisk, RealFile
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.scrub import Piece, Scrubbed
 from waltz_core.storage.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, Request, Work
 from waltz_core.wire.messages import (
     ENTRIES_MAX,
     Appended,
+    LineageRequest,
     RangeBytes,
     RangeForm,
     RangeRaw,
     Repair,
+    ReplicaState,
     SuccessResponse,
+    Truncate,
 )
 
 STORAGE_ID = b"the storage's id"
@@ -212,3 +216,90 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
     (outcome,) = run(log, message).outcomes
     assert outcome.count == 995
     assert [size for suffix, size in preads if suffix == ".seg"] == [995 * 44]
+
+
+# ---------------------------------------------------------------------------------------------
+# reading again, room
+
+
+def test_a_piece_of_the_scrub_says_what_was_read_and_where_to_go_on(log):
+    run(log, Owner(5).append(6))
+    result = Work(log, (), STORAGE_ID, piece=Piece(0, 100)).run()
+    assert result.scrubbed == Scrubbed(2, 88)
+    assert result.outcomes == []
+    result = Work(log, (), STORAGE_ID, piece=Piece(4, 1_000)).run()
+    assert result.scrubbed == Scrubbed(6, 88)
+
+
+def test_what_the_scrub_cannot_get_past_is_told_and_left(log, monkeypatch):
+    run(log, Owner(5).append(6))
+
+    def fails(_first, _bytes_max):
+        raise ReadFailed("reading x.chn: Input/output error")
+
+    monkeypatch.setattr(log, "verify", fails)
+    result = Work(log, (), STORAGE_ID, piece=Piece(0, 100)).run()
+    assert result.scrubbed == Scrubbed(6, 0, "reading x.chn: Input/output error")
+    assert result.failed_reads == ["reading x.chn: Input/output error"]
+    assert result.failure is None
+
+
+def test_a_read_that_fails_for_a_request_is_its_outcome_and_no_failed_write(log, monkeypatch):
+    run(log, Owner(5).append(6))
+
+    def fails(*_ids):
+        raise ReadFailed("reading x.chn: Input/output error")
+
+    monkeypatch.setattr(log, "lineage", fails)
+    result = run(log, Owner(5).make(LineageRequest, 0, 5))
+    assert isinstance(result.outcomes[0], ReadFailed)
+    assert result.failure is None
+    assert len(result.failed_reads) == 1
+
+
+class SmallRoom:
+    """Room for so many bytes; writes down when the reserve is given up."""
+
+    def __init__(self, size):
+        self.size = size
+        self.released = 0
+        self.lacking = None
+
+    def check(self, size):
+        if size > self.size:
+            raise NoSpace("no room")
+
+    def release(self):
+        self.released += 1
+
+    def lacked(self, size):
+        self.lacking = size
+
+
+def test_a_group_for_which_there_is_no_room_is_refused_whole_before_it_is_written(log):
+    owner = Owner(5)
+    appends = tuple(Request(1, owner.append(2)) for _ in range(2))
+    room = SmallRoom(2 * 168 - 1)
+    result = Work(log, appends, STORAGE_ID, room=room).run()
+    assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
+    assert (log.max_id, result.failure, room.released, room.lacking) == (-1, None, 0, 336)
+    room.size += 1
+    result = Work(log, appends, STORAGE_ID, room=room).run()
+    assert [type(each) for each in result.outcomes] == [Appended, Appended]
+
+
+def test_a_repair_without_room_is_done_again_with_that_of_the_reserve(log, monkeypatch):
+    room = SmallRoom(0)
+    times = []
+
+    def needs_room(*_ids):
+        times.append(room.released)
+        if not room.released:
+            raise NoSpace("no room")
+
+    monkeypatch.setattr(log, "truncate", needs_room)
+    truncate = Request(1, Owner(5).make(Truncate, -1, -1, GENESIS_CHAIN))
+    result = Work(log, (truncate,), STORAGE_ID, room=room).run()
+    assert times == [0, 1]
+    assert isinstance(result.outcomes[0], ReplicaState)
+    assert result.has_released

@@ -157,9 +157,12 @@ class Replicas:
             elif isinstance(message, Truncate):
                 self._cut(storage, work.log, message.last_to_keep)
             elif isinstance(message, Repair):
+                is_live = work.log.is_engaged(SessionId(message.session_id))
+                self._witness.counts["damage mended live"] += is_live
                 self._witness.count("damage repaired")
             else:
                 self._answered(storage, outcome)
+        self._witness.counts["scrub found damage"] += work.piece is not None and bool(result.found)
         if work.requests:
             self._check_durable(storage.name, work.log)
         self._work_count += 1

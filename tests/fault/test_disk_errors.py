@@ -1,0 +1,257 @@
+"""Disks of real storages that fail, rot, or come back as they were: told, mended, never believed.
+
+The errors are injected with strace, one system call of one process at a time.
+"""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fault.load import Story, all_engaged, shown, wait_until
+from waltz_core.client import WaltzClient
+from waltz_core.local import running
+
+pytestmark = pytest.mark.fault
+SERVERS = ("server-1", "server-2")
+RECORD_START = 128  # behind the header of a segment
+
+
+@pytest.fixture(scope="module")
+def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """Give a cluster with small segments that are read again every second."""
+    settings: dict[str, dict[str, object]] = {
+        "storage": {"segment_bytes_max": 16_384, "scrub_interval_ms": 1_000},
+        "server": {"zookeeper_session_timeout_ms": 1_500},
+    }
+    with running(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
+        yield Story(cluster)
+
+
+def metric(story: Story, name: str, what: str) -> float:
+    """Return the sum of a metric of a member over its labels."""
+    port = story.cluster.member(name).http_port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        text = page.read().decode()
+    found = re.findall(rf"^{what}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return sum(float(each) for each in found)
+
+
+def health(story: Story, name: str) -> dict[str, object]:
+    port = story.cluster.member(name).http_port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as page:
+        found: dict[str, object] = json.loads(page.read())
+    return found
+
+
+def log_of(story: Story, name: str) -> str:
+    return story.cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
+
+
+def server_logs(story: Story) -> str:
+    return "".join(log_of(story, name) for name in SERVERS)
+
+
+def cold_segment(story: Story, storage: str) -> Path:
+    """Return the first segment of a partition that has gone on in another file."""
+    top = story.cluster.directory / storage
+    wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
+    return min(top.glob("0/*.seg"))
+
+
+def sessions(story: Story) -> dict[str, object]:
+    partitions = shown(story.cluster)["partitions"]
+    assert isinstance(partitions, dict)
+    return {name: each["session"] for name, each in partitions.items()}
+
+
+@contextmanager
+def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
+    """Have system calls of a storage fail, as strace's options say."""
+    tool = shutil.which("strace")
+    if tool is None:
+        pytest.skip("there is no strace")
+    process = story.cluster.member(storage).process()
+    assert process is not None
+    command = [tool, "-f", "-qq", "-p", str(process.pid), "-o", "/dev/null", *options]
+    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        # It says nothing when it is attached; the kernel does.
+        status = Path(f"/proc/{process.pid}/status")
+        wait_until(
+            "strace attached",
+            lambda: strace.poll() is not None or "TracerPid:\t0" not in status.read_text(),
+        )
+        if strace.poll() is not None:
+            assert strace.stderr is not None
+            pytest.skip(f"nothing can be traced here: {strace.stderr.read().strip()}")
+        yield
+    finally:
+        # Asked to end, it waits for threads that may be ending at that moment, and for ever.
+        strace.kill()
+        strace.communicate(timeout=30)
+
+
+# ---------------------------------------------------------------------------------------------
+# rot
+
+
+def test_rot_in_an_old_segment_is_found_by_the_scrub_and_mended_in_the_session(story: Story):
+    with story.load() as load:
+        load.goes_on(3_000)
+    story.check_whole()
+    path = cold_segment(story, "storage-2")
+    before = path.read_bytes()
+    opened = sessions(story)
+    with path.open("r+b") as file:
+        for at in (RECORD_START + 50, RECORD_START + 3_000):
+            file.seek(at)
+            file.write(bytes([before[at] ^ 1]))
+    found = "waltz_storage_damage_found_transactions_total"
+    mended = "waltz_storage_damage_mended_transactions_total"
+    wait_until("found", lambda: metric(story, "storage-2", found) >= 2)
+    wait_until("mended", lambda: metric(story, "storage-2", mended) >= 2)
+    assert metric(story, "storage-2", found) == metric(story, "storage-2", mended)
+    assert path.read_bytes() == before
+    assert sessions(story) == opened, "no session had to end for it"
+    assert metric(story, "storage-2", "waltz_storage_damaged_transactions") == 0
+    assert health(story, "storage-2")["damaged"] == []
+    said = log_of(story, "storage-2")
+    assert "storage.damage_found partition=0" in said
+    assert "storage.damage_mended partition=0" in said
+    assert "replica.mended partition=0" in server_logs(story)
+    story.check_agrees()
+
+
+# ---------------------------------------------------------------------------------------------
+# errors of the disk
+
+
+def test_a_read_that_fails_is_told_and_its_records_are_mended(story: Story):
+    with story.load() as load:
+        load.goes_on(3_000)
+    story.check_whole()
+    path = cold_segment(story, "storage-3")
+    mended = "waltz_storage_damage_mended_transactions_total"
+    earlier = metric(story, "storage-3", mended)
+    fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
+    with injected(story, "storage-3", *fail):
+        wait_until("mended", lambda: metric(story, "storage-3", mended) > earlier)
+        wait_until("whole", lambda: health(story, "storage-3")["damaged"] == [])
+    assert metric(story, "storage-3", "waltz_storage_failed_reads_total") >= 1
+    assert metric(story, "storage-3", "waltz_storage_failed_writes_total") == 0
+    said = log_of(story, "storage-3")
+    assert f"reading {path}: Input/output error" in said
+    assert story.cluster.member("storage-3").process() is not None
+    with story.load() as load:
+        load.goes_on()
+    story.check_whole()
+    story.check_agrees()
+
+
+def test_the_second_sync_that_fails_ends_the_process_with_a_line_that_names_the_file(story: Story):
+    with story.load() as load:
+        load.goes_on()
+        # Not that of the slots or of the scrub's place: files of records and of batches only.
+        with injected(
+            story, "storage-1", "-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO"
+        ):
+            wait_until(
+                "the process ended", lambda: story.cluster.member("storage-1").process() is None
+            )
+        load.goes_on(1_000)
+        last = log_of(story, "storage-1").strip().splitlines()[-1]
+        top = story.cluster.directory / "storage-1"
+        assert re.search(rf"(syncing|sync) {top}/\S+: Input/output error", last), last
+        assert "Traceback" not in log_of(story, "storage-1")
+        story.cluster.start("storage-1")
+        load.goes_on()
+    story.check_whole()
+    story.check_agrees()
+
+
+# ---------------------------------------------------------------------------------------------
+# a backup that is put back
+
+
+def copy_running(story: Story, storage: str, where: Path) -> None:
+    """Copy a storage's directory as it is at one moment."""
+    story.cluster.kill(storage, signal.SIGSTOP)
+    try:
+        shutil.copytree(story.cluster.directory / storage, where)
+    finally:
+        story.cluster.kill(storage, signal.SIGCONT)
+
+
+def put_back(story: Story, storage: str, where: Path) -> None:
+    directory = story.cluster.directory / storage
+    shutil.rmtree(directory)
+    shutil.copytree(where, directory)
+
+
+def quiet() -> None:
+    """Let pass what a session needs to open, once all have answered that will."""
+    time.sleep(1.0)
+
+
+def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_say(story: Story, tmp_path: Path):
+    with story.load() as load:
+        load.goes_on()
+        copy_running(story, "storage-2", tmp_path / "old")
+        load.goes_on(1_500)
+        story.cluster.kill("storage-2")
+        put_back(story, "storage-2", tmp_path / "old")
+        load.goes_on()
+        # One of the two that have everything goes as the old one comes.
+        story.cluster.kill("storage-3")
+        story.cluster.start("storage-2")
+        load.goes_on()
+        story.cluster.start("storage-3")
+        load.goes_on()
+    story.check_whole()
+    story.check_agrees()
+
+
+def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_path: Path):
+    with story.load() as load:
+        load.goes_on()
+        copy_running(story, "storage-2", tmp_path / "old")
+        # It is away for a moment, so that later sessions know of it than the copy does.
+        story.cluster.kill("storage-2")
+        load.goes_on()
+        story.cluster.start("storage-2")
+        wait_until("all engaged", lambda: all_engaged(story.cluster))
+        load.goes_on(1_000)
+    story.check_whole()
+    for name in ("storage-1", "storage-2", "storage-3"):
+        story.cluster.kill(name)
+    put_back(story, "storage-2", tmp_path / "old")
+    said = {name: len(log_of(story, name)) for name in SERVERS}
+    address = f"127.0.0.1:{story.cluster.member('storage-2').port}"
+    story.cluster.start("storage-1")
+    story.cluster.start("storage-2")
+
+    def is_unknown() -> bool:
+        lines = "".join(log_of(story, name)[start:] for name, start in said.items())
+        return all(
+            re.search(rf"replica.unknown partition={each} .*replica={address}", lines)
+            for each in range(4)
+        )
+
+    with WaltzClient(story.cluster.connect) as client:
+        futures = [client.append(story.row(each), partition=each) for each in range(4)]
+        wait_until("the old copy is not believed", is_unknown)
+        quiet()
+        assert not any(each.done() for each in futures)
+        story.cluster.start("storage-3")
+        assert all(each.result(45) >= 0 for each in futures)
+    story.check_whole()
+    story.check_agrees()

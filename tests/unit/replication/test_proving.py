@@ -1,0 +1,52 @@
+"""Unit tests of `waltz_core.replication.proving`: who is asked, when it counts, who is told."""
+
+from waltz_core.replication.events import MarkProved, MarkUnproved
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.proving import Proving
+from waltz_core.wire import messages
+
+NAMES = ("a:1", "b:1", "c:1")
+
+
+class Replica:
+    """Writes down what it is asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, kind, *, now_ms, ticket):
+        self.asked.append((kind, now_ms, ticket))
+
+
+def proving():
+    outbox = []
+    return Proving(NAMES, outbox=outbox, limits=Limits(proof_ms_max=100)), outbox
+
+
+def test_a_quorum_proves_the_mark_that_was_committed_at_the_question():
+    proofs, outbox = proving()
+    engaged = [Replica(), Replica()]
+    proofs.begin(7, 40, engaged, 1_000)
+    assert [each.asked for each in engaged] == [[(messages.Heartbeat, 1_000, 7)]] * 2
+    proofs.vote(7, "a:1")
+    proofs.vote(7, "a:1")
+    assert outbox == []
+    proofs.vote(7, "c:1")
+    assert outbox == [MarkProved(7, 40)]
+    proofs.vote(7, "b:1")
+    assert outbox == [MarkProved(7, 40)]
+
+
+def test_what_no_quorum_confirms_in_time_is_told_once():
+    proofs, outbox = proving()
+    proofs.begin(7, 40, [], 1_000)
+    proofs.begin(8, 41, [], 1_050)
+    assert list(proofs.deadlines()) == [1_100, 1_150]
+    proofs.give_up_late(1_099)
+    assert outbox == []
+    proofs.give_up_late(1_100)
+    assert outbox == [MarkUnproved(7)]
+    proofs.end()
+    proofs.end()
+    assert outbox == [MarkUnproved(7), MarkUnproved(8)]
+    assert list(proofs.deadlines()) == []

@@ -1,0 +1,79 @@
+"""What the metrics of a storage count, and what they show at the moment."""
+
+from types import SimpleNamespace
+
+from waltz_core.machine import Report
+from waltz_core.metrics import Metrics
+from waltz_core.storage.figures import Figures
+from waltz_core.storage.format import IdRange
+from waltz_core.storage.scrub import Scrubbed
+from waltz_core.storage.work import WorkResult
+
+
+def made():
+    metrics = Metrics("storage")
+    return metrics, Figures(metrics)
+
+
+def test_work_is_counted_for_its_partition():
+    metrics, figures = made()
+    work = SimpleNamespace(partition_id=3)
+    result = WorkResult(
+        appended_count=5,
+        appended_bytes=220,
+        sync_s=0.25,
+        found=(IdRange(3, 3), IdRange(7, 9)),
+        mended=IdRange(3, 4),
+        failed_reads=["reading x.seg"],
+        scrubbed=Scrubbed(20, 900),
+    )
+    figures.count(work, result)
+    figures.count(work, WorkResult(read_count=2, read_bytes=88))
+    shown = {
+        "appended_transactions_total": 5,
+        "appended_bytes_total": 220,
+        "read_transactions_total": 2,
+        "read_bytes_total": 88,
+        "failed_reads_total": 1,
+        "damage_found_transactions_total": 4,
+        "damage_mended_transactions_total": 2,
+        "scrubbed_bytes_total": 900,
+    }
+    for name, value in shown.items():
+        assert metrics.value(f"waltz_storage_{name}", partition=3) == value, name
+    assert metrics.value("waltz_storage_syncs_total") == 1
+    assert metrics.value("waltz_storage_failed_writes_total") == 0
+
+
+def test_gauges_read_what_is_so():
+    metrics, figures = made()
+    log = SimpleNamespace(
+        partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True
+    )
+    room = SimpleNamespace(free_bytes=lambda: 70, is_short=True, reserved_bytes=30)
+    machine = SimpleNamespace(queued_bytes=11)
+    figures.show(machine, room, links_count=lambda: 2, logs={1: log})
+    figures.show_log(log)
+    assert metrics.value("waltz_storage_damaged_transactions", partition=1) == 3
+    assert metrics.value("waltz_storage_last_transaction", partition=1) == 9
+    for name, value in {
+        "full_disks": 1,
+        "reserve_bytes": 30,
+        "free_bytes": 70,
+        "connections": 2,
+        "queued_bytes": 11,
+        "suspect_replicas": 1,
+    }.items():
+        assert metrics.value(f"waltz_storage_{name}") == value, name
+    log.damaged, room.is_short = (), False
+    assert metrics.value("waltz_storage_damaged_transactions", partition=1) == 0
+    assert metrics.value("waltz_storage_full_disks") == 0
+
+
+def test_a_pass_of_the_scrub_is_counted_for_its_partition():
+    metrics, figures = made()
+    figures.report(Report("scrub_finished", (("partition", 4),)))
+    figures.report(Report("refused", (("request", "Prepare"), ("error", "SessionFenced"))))
+    assert metrics.value("waltz_storage_scrub_passes_total", partition=4) == 1
+    assert metrics.value("waltz_storage_events_total", event="scrub_finished") == 1
+    assert metrics.value("waltz_storage_events_total", event="refused") == 1

@@ -1,0 +1,81 @@
+"""What of a partition is done next, of all that waits."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.storage_owner import Owner
+from waltz_core.storage import lane as lanes
+from waltz_core.storage.format import NOBODYS_NONCE
+from waltz_core.storage.lane import Lane, queue_bytes
+from waltz_core.storage.scrub import Piece
+from waltz_core.storage.work import Request
+from waltz_core.wire.messages import Engage, Heartbeat, RangeForm, RangeRaw, Repair
+
+OWNER = Owner(1)
+
+
+def lane(*, writes=(), reads=(), piece=None):
+    made = Lane(SimpleNamespace(), promised=5, nonce=bytes(16))
+    made.writes.extend(Request(1, each) for each in writes)
+    made.reads.extend(Request(1, each) for each in reads)
+    made.piece = piece
+    return made
+
+
+def kinds(taken):
+    requests, piece = taken
+    return [type(each.message).__name__ for each in requests] + ([] if piece is None else [piece])
+
+
+def a_read():
+    return OWNER.make(RangeRaw, 0, 9, 100, RangeForm.WHOLE, False, False)
+
+
+def test_reads_and_writes_take_turns_and_appends_go_together():
+    owner = Owner(1)
+    writes = [owner.append(), owner.append(), owner.make(Engage, 1), owner.append()]
+    one = lane(writes=writes, reads=[a_read() for _ in range(3)])
+    taken = [kinds(one.take_next()) for _ in range(7)]
+    assert taken == [
+        ["RangeRaw"],
+        ["AppendRaw", "AppendRaw"],
+        ["RangeRaw"],
+        ["Engage"],
+        ["RangeRaw"],
+        ["AppendRaw"],
+        [],
+    ]
+
+
+def test_the_scrubs_piece_goes_first_and_once():
+    one = lane(writes=[OWNER.make(Engage, 1)], reads=[a_read()], piece=Piece(7, 100))
+    assert [kinds(one.take_next()) for _ in range(3)] == [[Piece(7, 100)], ["RangeRaw"], ["Engage"]]
+
+
+def test_a_group_is_bounded(monkeypatch):
+    owner = Owner(1)
+    appends = [owner.append(data=bytes(400)) for _ in range(5)]
+    monkeypatch.setattr(lanes, "GROUP_BYTES_MAX", 2 * queue_bytes(appends[0]))
+    one = lane(writes=appends)
+    assert [len(one.take_next()[0]) for _ in range(4)] == [2, 2, 1, 0]
+
+
+def test_nothing_is_taken_while_work_is_under_way():
+    one = lane(reads=[a_read()])
+    one.work = SimpleNamespace()
+    with pytest.raises(AssertionError):
+        one.take_next()
+
+
+def test_what_nobody_has_had_is_one_above_what_was_seen():
+    one = lane()
+    assert one.seen == 5
+    one.nonce = NOBODYS_NONCE
+    assert one.seen == 4
+
+
+def test_requests_count_for_what_they_carry_or_ask_for():
+    least = queue_bytes(OWNER.make(Heartbeat))
+    assert queue_bytes(a_read()) == least + 100
+    assert queue_bytes(OWNER.make(Repair, 0, bytes(8), bytes(70), 0)) == least + 78

@@ -1,0 +1,147 @@
+"""The room of a directory: what is kept back, and when an append is refused for that."""
+
+from pathlib import Path
+
+import pytest
+
+from waltz_core.errors import NoSpace
+from waltz_core.sim.disk import Fault, SimDisk
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.room import RESERVE_NAME, SPARE_BYTES_MAX, Room
+
+ROOT = Path("/waltz")
+RESERVE = ROOT / RESERVE_NAME
+
+
+def made(*, capacity=10_000, reserve=4_000):
+    disk = SimDisk(capacity_bytes=capacity)
+    disk.make_directory(ROOT)
+    room = Room(disk, ROOT, reserve)
+    room.fill()
+    return disk, room
+
+
+def test_appends_are_refused_before_they_touch_the_reserve():
+    disk, room = made()
+    steps = disk.step_count
+    room.check(6_000)
+    assert not room.is_short
+    with pytest.raises(NoSpace, match="expected 6001 bytes for an append and the reserve, found 6"):
+        room.check(6_001)
+    assert room.is_short
+    assert room.reserved_bytes == 4_000
+    assert disk.step_count == steps, "nothing was written"
+
+
+def test_after_the_reserve_was_given_up_appends_wait_until_it_is_whole_again():
+    disk, room = made(capacity=4_500)
+    room.check(500)
+    disk.put(ROOT / "other", bytes(400))
+    room.release()
+    assert not disk.exists(RESERVE)
+    assert (room.is_short, room.reserved_bytes) == (True, 0)
+    disk.put(ROOT / "repair", bytes(300))
+    with pytest.raises(NoSpace):
+        room.check(1)
+    room.look_again()
+    assert (room.is_short, disk.exists(RESERVE)) == (True, False)
+    disk.remove(ROOT / "other")
+    room.look_again()
+    assert (room.is_short, room.reserved_bytes) == (False, 4_000)
+    room.check(1)
+
+
+def test_looking_again_wants_what_was_refused():
+    disk, room = made()
+    disk.put(ROOT / "other", bytes(5_000))
+    with pytest.raises(NoSpace):
+        room.check(2_000)
+    disk.put(ROOT / "other", bytes(4_500))
+    room.look_again()
+    assert room.is_short
+    disk.put(ROOT / "other", bytes(4_000))
+    room.look_again()
+    assert not room.is_short
+
+
+def test_a_disk_that_is_full_at_the_start_is_said_to_be():
+    disk, room = made(capacity=3_999)
+    assert (room.is_short, room.reserved_bytes) == (True, 0)
+    assert disk.content(RESERVE) == b""
+
+
+def test_a_reserve_that_cannot_be_given_back_or_filled_ends_nothing():
+    disk, room = made()
+    for fault in (Fault.FAILS, Fault.DISK_FULL):
+        disk.plan(disk.step_count + 1, fault)
+        room.release()
+    room.release()
+    disk.plan_call(("allocate",), Fault.FAILS)
+    room.look_again()
+    assert room.reserved_bytes == 0
+    room.look_again()
+    assert room.reserved_bytes == 4_000
+
+
+def test_without_a_reserve_only_what_is_free_counts():
+    _, room = made(reserve=0)
+    room.check(10_000)
+    with pytest.raises(NoSpace):
+        room.check(10_001)
+    room.release()
+    room.check(10_000)
+    assert room.reserved_bytes == 0
+
+
+def test_a_real_directory(tmp_path):
+    room = Room(RealDisk(), tmp_path, 8_192)
+    room.fill()
+    assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
+    room.check(1)
+    with pytest.raises(NoSpace, match=str(tmp_path)):
+        room.check(1 << 60)
+    room.release()
+    assert not (tmp_path / RESERVE_NAME).exists()
+    room.look_again()
+    assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
+
+
+class Asked(SimDisk):
+    """Counts how often it is asked for its room."""
+
+    asked = 0
+
+    def free_bytes(self, directory):
+        self.asked += 1
+        return super().free_bytes(directory)
+
+
+def test_a_disk_with_much_room_is_asked_now_and_then():
+    disk = Asked()
+    disk.make_directory(ROOT)
+    room = Room(disk, ROOT, 0)
+    for _ in range(3 * SPARE_BYTES_MAX // 1_024):
+        room.check(1_024)
+    assert disk.asked == 3
+    disk.capacity_bytes = 10_000
+    room.check(2_000)
+    assert disk.asked == 3
+    room.lacked(4_000)
+    assert room.is_short
+    room.check(4_000)
+    room.check(3_000)
+    with pytest.raises(NoSpace):
+        room.check(10_001)
+    assert disk.asked == 5, "half of the 6,000 that were left may be written unasked"
+
+
+def test_what_a_write_has_lacked_is_looked_for():
+    disk, room = made()
+    room.check(100)
+    room.lacked(5_000)
+    disk.put(ROOT / "other", bytes(1_500))
+    room.look_again()
+    assert room.is_short
+    disk.remove(ROOT / "other")
+    room.look_again()
+    assert not room.is_short

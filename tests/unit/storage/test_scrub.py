@@ -1,0 +1,211 @@
+"""The timetable of the scrub: whose turn it is, when, and how fast."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.storage.logs import ROOT, new_disk
+from waltz_core.storage.scrub import (
+    ASKED_BYTES_PER_S,
+    PIECE_BYTES_MAX,
+    PLACES_NAME,
+    REST_MS,
+    Piece,
+    Scrub,
+    Scrubbed,
+    earlier,
+    read_places,
+    write_places,
+)
+
+DAY_MS = 86_400_000
+
+
+def made(*partitions, bytes_per_s=100_000, interval_ms=DAY_MS, places=None):
+    scrub = Scrub(bytes_per_s=bytes_per_s, interval_ms=interval_ms, places=places)
+    for each in partitions:
+        scrub.opened(each, 0)
+    return scrub
+
+
+def read(scrub, now_ms, *, last=99, next_id=None, size=50_000, error=None):
+    """Read the piece that is due; return the partition, the piece, and whether a pass has ended."""
+    partition = scrub.next_turn(now_ms)
+    assert partition is not None
+    piece = scrub.begin(partition, last, now_ms)
+    assert scrub.next_turn(now_ms) is None, "one piece at a time"
+    assert scrub.wake_at_ms is None
+    next_id = last + 1 if next_id is None else next_id
+    is_finished = scrub.done(partition, Scrubbed(next_id, size, error), now_ms)
+    return partition, piece, is_finished
+
+
+def test_the_rate_is_kept_by_pauses():
+    scrub = made(3)
+    assert scrub.wake_at_ms == 0
+    assert read(scrub, 0, next_id=40) == (3, Piece(0, 100_000), False)
+    assert scrub.wake_at_ms == 500
+    assert scrub.next_turn(499) is None
+    assert read(scrub, 500, next_id=41, size=1_000_000) == (3, Piece(40, 100_000), False)
+    assert scrub.wake_at_ms == 10_500
+
+
+def test_a_piece_is_never_large():
+    scrub = made(3, bytes_per_s=1 << 40)
+    assert read(scrub, 0)[1] == Piece(0, PIECE_BYTES_MAX)
+
+
+def test_one_partition_after_the_other_and_each_as_far_as_it_went_at_the_beginning():
+    scrub = made(5, 2)
+    assert read(scrub, 0, last=10, next_id=6)[0] == 2
+    assert read(scrub, 500, last=80, next_id=11) == (2, Piece(6, 100_000), True)
+    assert read(scrub, 1_000, last=10)[::2] == (5, True)
+    assert scrub.wake_at_ms == DAY_MS
+
+
+def test_the_next_pass_begins_a_while_after_the_last_has_begun():
+    scrub = made(2, interval_ms=5_000)
+    read(scrub, 0, next_id=50)
+    read(scrub, 3_000)
+    assert scrub.wake_at_ms == 5_000
+    scrub = made(2, interval_ms=5_000)
+    read(scrub, 0, next_id=50)
+    read(scrub, 6_000)
+    assert scrub.wake_at_ms == 6_000 + REST_MS
+
+
+def test_an_empty_log_is_done_at_once_and_looked_at_again_later():
+    scrub = made(2, interval_ms=0)
+    assert scrub.next_turn(0) == 2
+    assert scrub.begin(2, -1, 0) is None
+    assert scrub.next_turn(0) is None
+    assert scrub.wake_at_ms == REST_MS
+
+
+def test_a_log_that_was_cut_is_not_read_beyond_its_end():
+    scrub = made(2)
+    read(scrub, 0, last=99, next_id=50)
+    assert scrub.begin(2, 30, 500) is None
+    assert scrub.places == {}
+
+
+def test_nothing_goes_by_itself_at_rate_zero_but_what_is_asked_for():
+    scrub = made(1, 2, bytes_per_s=0)
+    assert scrub.wake_at_ms is None
+    scrub.ask([2], 70)
+    assert scrub.wake_at_ms == 70
+    assert read(scrub, 70, next_id=9, size=ASKED_BYTES_PER_S // 10)[0] == 2
+    assert scrub.wake_at_ms == 170
+    assert read(scrub, 170)[2]
+    assert scrub.wake_at_ms is None
+    assert [each.passes_count for each in scrub.states(170)] == [0, 1]
+
+
+def test_what_is_asked_for_goes_first_and_from_the_beginning():
+    scrub = made(1, 2)
+    read(scrub, 0, next_id=50)
+    scrub.ask([2], 100)
+    assert scrub.wake_at_ms == 100
+    assert read(scrub, 100)[:2] == (2, Piece(0, PIECE_BYTES_MAX))
+    assert read(scrub, 5_000)[:2] == (1, Piece(50, 100_000))
+
+
+def test_asked_in_the_middle_of_a_piece_it_begins_anew():
+    scrub = made(1)
+    scrub.begin(1, 99, 0)
+    scrub.ask([1], 3)
+    assert not scrub.done(1, Scrubbed(60, 10), 5)
+    assert read(scrub, 6)[1].first == 0
+
+
+def test_a_dropped_partition_holds_nobody_up():
+    scrub = made(1, 2)
+    scrub.begin(1, 99, 0)
+    assert scrub.wake_at_ms is None
+    scrub.dropped(1)
+    assert scrub.next_turn(0) == 2
+    scrub.dropped(2)
+    assert scrub.wake_at_ms is None
+
+
+def test_where_it_was_is_kept_over_a_restart():
+    scrub = made(1, 2)
+    read(scrub, 0, next_id=50)
+    assert scrub.places == {1: 50}
+    again = made(1, 2, places=scrub.places)
+    assert read(again, 0, next_id=60)[:2] == (1, Piece(50, 100_000))
+    read(again, 9_000)
+    assert again.places == {}
+
+
+def test_how_far_it_is():
+    scrub = made(1)
+    (state,) = scrub.states(0)
+    assert (state.is_running, state.finished_age_ms, state.read_bytes) == (False, -1, 0)
+    read(scrub, 0, next_id=50, error="rot in the batches")
+    (state,) = scrub.states(10)
+    assert (state.is_running, state.next_id, state.last_id) == (True, 50, 99)
+    assert state.error == "rot in the batches"
+    read(scrub, 500)
+    (state,) = scrub.states(700)
+    assert (state.is_running, state.finished_age_ms, state.read_bytes) == (False, 200, 100_000)
+    assert state.error == "rot in the batches", "until the next pass begins"
+
+
+@given(
+    lasts=st.lists(st.integers(-1, 40), min_size=1, max_size=5),
+    rate=st.integers(1, 200_000),
+    sizes=st.lists(st.integers(0, 300_000), min_size=1, max_size=20),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate, sizes):
+    scrub = made(*range(len(lasts)), bytes_per_s=rate, interval_ms=1 << 40)
+    now_ms = total = turns = 0
+    places = dict.fromkeys(range(len(lasts)), 0)
+    while (at_ms := scrub.wake_at_ms) is not None and at_ms < 1 << 39:
+        now_ms = max(now_ms, at_ms)
+        partition = scrub.next_turn(now_ms)
+        piece = scrub.begin(partition, lasts[partition], now_ms)
+        if piece is None:
+            continue
+        assert total <= rate * now_ms / 1_000 + 1, "not faster than the rate"
+        assert piece.first == places[partition], "in the order of ids, without a gap"
+        size = sizes[turns % len(sizes)]
+        turns += 1
+        places[partition] = piece.first + 1 + turns % 7
+        scrub.done(partition, Scrubbed(places[partition], size), now_ms)
+        total += size
+    assert all(places[each] > last for each, last in enumerate(lasts))
+    assert [each.passes_count for each in scrub.states(now_ms)] == [1] * len(lasts)
+
+
+def test_never_is_later_than_any_time():
+    assert (earlier(None, None), earlier(3, None), earlier(None, 0)) == (None, 3, 0)
+    assert (earlier(3, 4), earlier(4, 3)) == (3, 3)
+
+
+# ---------------------------------------------------------------------------------------------
+# the file
+
+
+@given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
+def test_places_come_back_from_their_file(places):
+    disk = new_disk()
+    write_places(disk, ROOT, places)
+    assert read_places(disk, ROOT) == places
+
+
+def test_a_file_of_places_that_is_wrong_in_any_byte_tells_nothing():
+    disk = new_disk()
+    assert read_places(disk, ROOT) == {}
+    write_places(disk, ROOT, {3: 70, 11: 5})
+    path = ROOT / PLACES_NAME
+    for offset in range(len(disk.content(path))):
+        disk.flip(path, offset, 4)
+        assert read_places(disk, ROOT) == {}
+        disk.flip(path, offset, 4)
+    for size in range(len(disk.content(path)) - 1, -1, -1):
+        disk.cut(path, size)
+        assert read_places(disk, ROOT) == {}
+    write_places(disk, ROOT, {3: 71})
+    assert read_places(disk, ROOT) == {3: 71}
