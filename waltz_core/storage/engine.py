@@ -9,21 +9,39 @@ Rules:
     3. A partition that cannot be opened does not keep the others from being served; it is in
        `failed` with its error.
     4. The reserve file holds room for truncation, repair and slots when the disk is full.
+    5. What administration changes of a partition it changes while the partition's log is closed;
+       `assign` opens it again. A removal that was begun is finished before anything is opened.
+    6. A greater sequence in the control file than our slot knows says that an original has been
+       here (`format.Slot`). So the slot is told first of what is written there.
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition, WaltzError
-from waltz_core.record import PartitionId
-from waltz_core.storage.control_file import ControlFile
+from waltz_core.errors import (
+    BadFormat,
+    DiskFailed,
+    NoSpace,
+    ReplicaSuspect,
+    UnknownPartition,
+    WaltzError,
+)
+from waltz_core.record import NO_SESSION, PartitionId, SessionId
+from waltz_core.storage import removal
+from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import Disk, File, create_durably
 from waltz_core.storage.format import (
     FLAG_ASSIGNED,
     FLAG_AVAILABLE,
+    NO_NONCE,
+    NOBODYS_NONCE,
     STORAGE_ID_BYTES,
+    PartitionInfo,
+    Slot,
+    Wipe,
     decode_storage_id,
     encode_storage_id,
 )
@@ -87,6 +105,7 @@ class Engine:
             )
             engine = cls(disk, directory, control, settings, id_file)
             engine._fill_reserve(reserve_bytes)
+            engine._finish_removals()
             engine._open_assigned()
         except BaseException:
             if control is not None:
@@ -107,21 +126,32 @@ class Engine:
         every = map(PartitionId, range(self.partition_count))
         return [one for one in every if self._control.info(one).flags & FLAG_ASSIGNED]
 
+    def info(self, partition_id: PartitionId) -> PartitionInfo:
+        """Return what the original's control file says of a partition.
+
+        Raises:
+            UnknownPartition: the cluster has no such partition.
+        """
+        self._check_exists(partition_id)
+        return self._control.info(partition_id)
+
+    def is_available(self, partition_id: PartitionId) -> bool:
+        """Whether a partition that is held may be served."""
+        return bool(self.info(partition_id).flags & FLAG_AVAILABLE)
+
     def assign(self, partition_id: PartitionId) -> PartitionLog:
         """Begin to hold a partition, durably, and open its log; again is no error.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
         """
-        if not 0 <= partition_id < self.partition_count:
-            raise UnknownPartition(
-                f"expected a partition of 0..{self.partition_count - 1}, found {partition_id}"
-            )
+        self._check_exists(partition_id)
         if partition_id in self.logs:
             return self.logs[partition_id]
+        self._finish_removal(partition_id)
         flags = self._control.info(partition_id).flags
         if not flags & FLAG_ASSIGNED:
-            self._control.set_flags(partition_id, flags | FLAG_ASSIGNED | FLAG_AVAILABLE)
+            self._write_flags(partition_id, flags | FLAG_ASSIGNED | FLAG_AVAILABLE)
         return self._open_log(partition_id)
 
     def log(self, partition_id: PartitionId) -> PartitionLog:
@@ -137,19 +167,159 @@ class Engine:
             raise UnknownPartition(f"partition {partition_id} is not assigned to this storage")
         return self.logs[partition_id]
 
+    def _check_exists(self, partition_id: PartitionId) -> None:
+        if not 0 <= partition_id < self.partition_count:
+            raise UnknownPartition(
+                f"expected a partition of 0..{self.partition_count - 1}, found {partition_id}"
+            )
+
     def _open_assigned(self) -> None:
         for partition_id in self.assigned():
+            if partition_id in self.failed:
+                continue
             try:
                 self._open_log(partition_id)
             except WaltzError as error:
                 self.failed[partition_id] = error
 
     def _open_log(self, partition_id: PartitionId) -> PartitionLog:
-        directory = self.directory / str(partition_id)
+        directory = self._directory_of(partition_id)
         log = PartitionLog.open(self._disk, directory, partition_id, self._control, self._settings)
         self.logs[partition_id] = log
         self.failed.pop(partition_id, None)
         return log
+
+    def _directory_of(self, partition_id: PartitionId) -> Path:
+        return self.directory / str(partition_id)
+
+    # ---- administration (rule 5)
+
+    def unassign(self, partition_id: PartitionId, *, deletes_files: bool) -> None:
+        """Hold a partition no longer, durably; without deletion its files stay as they are.
+
+        Raises:
+            UnknownPartition: it is not held here.
+            WaltzError: its log cannot be opened, so that it can only be deleted.
+        """
+        self._check_held(partition_id)
+        if deletes_files:
+            self._wipe(Wipe(partition_id, is_held=False, promised=NO_SESSION, nonce=NO_NONCE))
+        else:
+            self._tell_slot(partition_id)
+            self._control.forget(partition_id, FLAG_AVAILABLE)
+        self.failed.pop(partition_id, None)
+
+    def set_available(self, partition_id: PartitionId, *, is_available: bool) -> None:
+        """Say durably whether a partition may be served; again is no error.
+
+        Raises:
+            UnknownPartition, WaltzError: as `unassign`.
+        """
+        self._check_held(partition_id)
+        flags = self._control.info(partition_id).flags
+        if bool(flags & FLAG_AVAILABLE) != is_available:
+            self._write_flags(partition_id, flags ^ FLAG_AVAILABLE)
+
+    def mark_suspect(self, partition_id: PartitionId) -> None:
+        """Say durably that a replica cannot vouch for its log; again is no error.
+
+        Raises:
+            UnknownPartition: it is not held here.
+        """
+        self._check_held(partition_id)
+        self._close_log(partition_id)
+        slots = self._open_slots(partition_id)
+        try:
+            if not slots.fell_back:  # Else the next opening finds that out, and says the same.
+                slots.write(replace(slots.slot, suspect=True))
+        finally:
+            slots.close()
+
+    def re_seed(self, partition_id: PartitionId) -> None:
+        """Throw the log of a replica away, durably: it is empty and suspect from now on.
+
+        Raises:
+            UnknownPartition: it is not held here.
+        """
+        self._check_held(partition_id)
+        promised, nonce = self._promise(partition_id)
+        self._wipe(Wipe(partition_id, is_held=True, promised=promised, nonce=nonce))
+        self.failed.pop(partition_id, None)
+
+    def _check_held(self, partition_id: PartitionId) -> None:
+        self._check_exists(partition_id)
+        self._finish_removal(partition_id)
+        if not self._control.info(partition_id).flags & FLAG_ASSIGNED:
+            raise UnknownPartition(f"partition {partition_id} is not assigned to this storage")
+
+    def _close_log(self, partition_id: PartitionId) -> None:
+        log = self.logs.pop(partition_id, None)
+        if log is not None:
+            log.close()
+
+    def _open_slots(self, partition_id: PartitionId) -> SlotFile:
+        return SlotFile.open(self._disk, self._directory_of(partition_id), partition_id)
+
+    def _write_flags(self, partition_id: PartitionId, flags: int) -> None:
+        self._tell_slot(partition_id)
+        self._control.set_flags(partition_id, flags)
+
+    def _tell_slot(self, partition_id: PartitionId) -> None:
+        """Have the slot know the next structure of the control file as ours (rule 6)."""
+        self._close_log(partition_id)
+        if partition_id in self.failed:
+            raise self.failed[partition_id]
+        if not self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
+            return  # It was never held; its slot is made with the sequence that there is then.
+        slots = self._open_slots(partition_id)
+        try:
+            if slots.fell_back:
+                raise ReplicaSuspect(
+                    f"partition {partition_id}: expected two control slots, found one; what it "
+                    "may have promised is found out when it is opened"
+                )
+            sequence = self._control.info(partition_id).sequence + 1
+            slots.write(replace(slots.slot, original_sequence=sequence))
+        finally:
+            slots.close()
+
+    def _promise(self, partition_id: PartitionId) -> tuple[SessionId, bytes]:
+        """Return what a replica has promised, as far as its files tell (recovery.py, rule 5)."""
+        seen = self._control.info(partition_id).session_id
+        log = self.logs.get(partition_id)
+        if log is not None:
+            return log.promised, log.slot.nonce
+        slot, fell_back = Slot(partition_id), True
+        if self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
+            with suppress(BadFormat):
+                slots = self._open_slots(partition_id)
+                slot, fell_back = slots.slot, slots.fell_back
+                slots.close()
+        if fell_back:
+            return SessionId(max(slot.promised, seen) + 1), NOBODYS_NONCE
+        return (slot.promised, slot.nonce) if slot.promised >= seen else (seen, NO_NONCE)
+
+    def _wipe(self, intent: Wipe) -> None:
+        log = self.logs.pop(intent.partition_id, None)
+        if log is not None:
+            log.abandon()
+        directory = self._directory_of(intent.partition_id)
+        removal.wipe(self._disk, directory, self._control, intent)
+
+    def _finish_removal(self, partition_id: PartitionId) -> None:
+        """Carry out what was begun; directories of no partition of ours are let be."""
+        if not 0 <= partition_id < self.partition_count:
+            return
+        directory = self._directory_of(partition_id)
+        removal.finish(self._disk, directory, self._control, partition_id)
+
+    def _finish_removals(self) -> None:
+        names = [name for name in self._disk.list(self.directory) if name.isdecimal()]
+        for partition_id in map(PartitionId, sorted(map(int, names))):
+            try:
+                self._finish_removal(partition_id)
+            except WaltzError as error:
+                self.failed[partition_id] = error
 
     # ---- room (rule 4)
 

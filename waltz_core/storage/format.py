@@ -7,6 +7,7 @@ golden bytes in `tests/golden/disk/`.
     waltz-storage.ctl   the original's: cluster, partitions, session and water marks  (5.1)
     waltz-x.id          ours: which storage this is
     <p>/waltz-x.ctl     ours: promise, marks, marker, damage of partition p, in two slots
+    <p>/waltz-x.wipe    ours: the files of partition p are being deleted, and what stays
     <p>/<first>.seg     the original's: records  (5.2)
     <p>/<first>.idx     the original's: where each record starts  (5.3)
     <p>/<first>.chn     ours: one entry for each batch that ends in the segment
@@ -352,6 +353,40 @@ def decode_storage_id(data: Bytes) -> bytes:
     version, storage_id = _STORAGE_ID.unpack(body)
     _version(version, "storage id")
     return bytes(storage_id)
+
+
+# ---------------------------------------------------------------------------------------------
+# <p>/waltz-x.wipe: there as long as the files of a partition are being deleted.
+#
+#   0         4           8          12        20      36
+#   | version | partition | is held  | promise | nonce | CRC |
+
+_WIPE = struct.Struct(">iiiq16s")
+WIPE_BYTES: Final = 40
+assert _WIPE.size + _CRC.size == WIPE_BYTES
+
+
+class Wipe(NamedTuple):
+    """That a partition's files go; `is_held`: it begins anew, empty, with the promise it has."""
+
+    partition_id: PartitionId
+    is_held: bool
+    promised: SessionId
+    nonce: bytes
+
+    def encode(self) -> bytes:
+        """Return the 40 bytes."""
+        return with_crc(_WIPE.pack(VERSION, *self))
+
+    @staticmethod
+    def decode(data: Bytes) -> "Wipe":
+        """Read 40 bytes (rule 2)."""
+        body = checked_body(data, WIPE_BYTES, "wipe intent")
+        version, partition, is_held, promised, nonce = _WIPE.unpack(body)
+        _version(version, "wipe intent")
+        if is_held not in {0, 1} or promised < NO_SESSION:
+            raise BadFormat(f"wipe intent: impossible flag {is_held} or session {promised}")
+        return Wipe(PartitionId(partition), bool(is_held), SessionId(promised), nonce)
 
 
 # ---------------------------------------------------------------------------------------------
