@@ -189,3 +189,6 @@ def test_our_layouts_have_not_changed():
     )
     assert slot.encode().hex() == golden["slot"]
     assert disk_format.Slot.decode(bytes.fromhex(golden["slot"])) == slot
+    wipe = disk_format.Wipe(2, is_held=True, promised=7, nonce=bytes(range(16)))
+    assert wipe.encode().hex() == golden["wipe"]
+    assert disk_format.Wipe.decode(bytes.fromhex(golden["wipe"])) == wipe

@@ -17,6 +17,7 @@ from waltz_core.storage.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
+    Wipe,
     decode_entry,
     decode_storage_id,
     encode_entry,
@@ -110,3 +111,8 @@ def test_segment_names(first, suffix):
 def test_any_other_name_names_no_segment(name):
     found = first_of_name(name)
     assert found is None or segment_name(found, ".seg") == name
+
+
+@given(st.builds(Wipe, INT32, st.booleans(), MARKS, B16))
+def test_wipe_intents(wipe):
+    assert Wipe.decode(wipe.encode()) == wipe

@@ -23,6 +23,7 @@ from waltz_core.storage.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
+    Wipe,
     with_crc,
     with_damage,
     without_damage,
@@ -49,8 +50,9 @@ STRUCTURES = {
     ),
     "id": (disk_format.encode_storage_id(KEY), disk_format.decode_storage_id),
     "slot": (SLOT.encode(), Slot.decode),
+    "wipe": (Wipe(2, True, 7, KEY).encode(), Wipe.decode),
 }
-CHECKED = ("info", "lineage", "entry", "id", "slot")
+CHECKED = ("info", "lineage", "entry", "id", "slot", "wipe")
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
