@@ -33,35 +33,37 @@ KEY = bytes.fromhex("0e6bfd32bdc64ce187fb950915c99d24")
 CRC_HELLO = 0x154677BC  # of "hello-0", as interop.md 5.2 has it
 
 
+# What the original calls the fields of each type after its sequence.
+NAMES = {
+    1: (Done, ()),
+    3: (CheckCluster, ("key", "numPartitions")),
+    4: (SetAvailable, ("partitionIds", "toggled")),
+    6: (SetAssigned, ("partitionIds", "toggled", "deleteStorageFiles")),
+    7: (RecordListRequest, ("partitionId", "transactionId", "maxNumRecords")),
+    8: (RecordListResponse, ("partitionId", "records")),
+    9: (SessionInfoRequest, ("partitionId",)),
+    10: (
+        SessionInfoResponse,
+        ("partitionId", "lastSessionId", "lowWaterMark", "localLowWaterMark"),
+    ),
+    11: (MetricsRequest, ()),
+    13: (HeldRequest, ()),
+    14: (HeldResponse, ("map",)),
+}
+
+
 def expected_message(meaning):
     """Return what a captured frame means, in our words."""
-    sequence, partition = meaning["seqNum"], meaning.get("partitionId")
-    match meaning["type"]:
-        case 1:
-            return Done(sequence)
-        case 3:
-            return CheckCluster(sequence, bytes.fromhex(meaning["key"]), meaning["numPartitions"])
-        case 4:
-            return SetAvailable(sequence, tuple(meaning["partitionIds"]), meaning["toggled"])
-        case 6:
-            ids = tuple(meaning["partitionIds"])
-            return SetAssigned(sequence, ids, meaning["toggled"], meaning["deleteStorageFiles"])
-        case 7:
-            count = meaning["maxNumRecords"]
-            return RecordListRequest(sequence, partition, meaning["transactionId"], count)
-        case 8:
-            return RecordListResponse(sequence, partition, tuple(map(record, meaning["records"])))
-        case 9:
-            return SessionInfoRequest(sequence, partition)
-        case 10:
-            marks = (meaning["lastSessionId"], meaning["lowWaterMark"])
-            return SessionInfoResponse(sequence, partition, *marks, meaning["localLowWaterMark"])
-        case 11:
-            return MetricsRequest(sequence)
-        case 13:
-            return HeldRequest(sequence)
-        case 14:
-            return HeldResponse(sequence, tuple(meaning["map"]))
+    kind, names = NAMES[meaning["type"]]
+    return kind(meaning["seqNum"], *(value_of(name, meaning[name]) for name in names))
+
+
+def value_of(name, value):
+    if name == "key":
+        return bytes.fromhex(value)
+    if name == "records":
+        return tuple(map(record, value))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def record(meaning):

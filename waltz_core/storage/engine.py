@@ -21,15 +21,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from waltz_core import raw_records
+from waltz_core.checksum import crc32
 from waltz_core.errors import (
     BadFormat,
+    BadRequest,
+    ChecksumMismatch,
     DiskFailed,
     NoSpace,
     ReplicaSuspect,
     UnknownPartition,
     WaltzError,
 )
-from waltz_core.record import NO_SESSION, PartitionId, SessionId
+from waltz_core.record import NO_SESSION, Chain, PartitionId, SessionId, TransactionId
 from waltz_core.storage import removal
 from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import Disk, File, create_durably
@@ -46,6 +50,7 @@ from waltz_core.storage.format import (
     encode_storage_id,
 )
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.wire.admin_messages import Copy
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
 RESERVE_NAME: Final = "waltz-x.reserve"
@@ -175,16 +180,19 @@ class Engine:
 
     def _open_assigned(self) -> None:
         for partition_id in self.assigned():
-            if partition_id in self.failed:
-                continue
-            try:
-                self._open_log(partition_id)
-            except WaltzError as error:
-                self.failed[partition_id] = error
+            if partition_id not in self.failed:
+                with suppress(WaltzError):  # It is in `failed` then.
+                    self._open_log(partition_id)
 
     def _open_log(self, partition_id: PartitionId) -> PartitionLog:
         directory = self._directory_of(partition_id)
-        log = PartitionLog.open(self._disk, directory, partition_id, self._control, self._settings)
+        try:
+            log = PartitionLog.open(
+                self._disk, directory, partition_id, self._control, self._settings
+            )
+        except WaltzError as error:
+            self.failed[partition_id] = error
+            raise
         self.logs[partition_id] = log
         self.failed.pop(partition_id, None)
         return log
@@ -245,6 +253,39 @@ class Engine:
         promised, nonce = self._promise(partition_id)
         self._wipe(Wipe(partition_id, is_held=True, promised=promised, nonce=nonce))
         self.failed.pop(partition_id, None)
+
+    def put_copy(self, copy: Copy) -> TransactionId:
+        """Put whole batches of another replica behind a log that is not served; the last id.
+
+        Nothing is cut, and no mark is set: what the replica can vouch for stays what it was.
+
+        Raises:
+            BadRequest: they do not go on from where the log ends.
+            ChecksumMismatch: they are not what was sent.
+        """
+        log = self.assign(PartitionId(copy.partition_id))
+        provisional = log.slot.provisional
+        if provisional is not None and provisional.session_id == log.promised:
+            raise BadRequest(  # An append would confirm a mark of which nobody knows if it holds.
+                f"partition {copy.partition_id}: expected a replica without a provisional mark, "
+                f"found {provisional.low_water_mark} of session {provisional.session_id}"
+            )
+        lengths = raw_records.lengths_from_wire(copy.lengths, len(copy.records))
+        found = crc32(copy.records)
+        if found != copy.records_crc:
+            raise ChecksumMismatch(
+                f"copy from {copy.first}: expected CRC {copy.records_crc:08x}, found {found:08x}"
+            )
+        log.append(
+            log.promised,
+            TransactionId(copy.first),
+            lengths,
+            copy.records,
+            Chain(copy.chain_before),
+            copy.lineage,
+            records_crc=found,
+        )
+        return log.sync()
 
     def _check_held(self, partition_id: PartitionId) -> None:
         self._check_exists(partition_id)

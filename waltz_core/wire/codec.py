@@ -1,4 +1,4 @@
-"""Message to frame and frame to message, derived from the tables `messages.py`, `admin_messages.py`.
+"""Message to frame and frame to message, derived from `messages.py` and `admin_messages.py`.
 
 Why it stands alone: it is the only file that knows how a value lies in a frame. It holds no state
 of a connection and trusts no byte: what a peer sent is a value or a `RemoteProtocolError`, what
