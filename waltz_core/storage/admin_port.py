@@ -12,7 +12,6 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Final, assert_never
@@ -21,13 +20,11 @@ from waltz_core import errors, net
 from waltz_core.driver import Driver
 from waltz_core.machine import Report
 from waltz_core.net import Link, Listener
-from waltz_core.record import BEFORE_FIRST, NO_SESSION, PartitionId
-from waltz_core.storage import errands, service
+from waltz_core.record import NO_SESSION, PartitionId
+from waltz_core.storage import errands, service, upkeep
 from waltz_core.storage.admin import AdminRequest, AdminService, Effect, Event, Outcome, Run, Tell
 from waltz_core.storage.engine import Engine
-from waltz_core.storage.errands import Errand, Held, LogFacts, ReplicaFacts
-from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE
-from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.errands import Errand
 from waltz_core.storage.service import ADMINISTRATION, Identity
 from waltz_core.storage.serving import InThread, Serving
 from waltz_core.storage.work import ConnectionId, Request, Work
@@ -137,80 +134,22 @@ class AdminPort:
     async def _carry_out(self, errand: Errand) -> object:
         match errand:
             case errands.FindHeld():
-                return self._held()
+                return upkeep.held_by(self._engine)
             case errands.LookAt():
-                return self._facts(errand.partition_id)
+                is_served = errand.partition_id in self._serving.logs
+                return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
             case errands.FindStanding():
                 return await self._serving.standing(errand.partition_id)
             case errands.ReadRange():
                 return await self._read(errand)
-            case errands.PutCopy():
-                partition_id = PartitionId(errand.batches.partition_id)
-                return await self._serving.alone(partition_id, self._call_of(errand))
             case _:
-                call = partial(self._change, errand.partition_id, self._call_of(errand))
-                return await self._serving.alone(errand.partition_id, call)
+                call = partial(upkeep.carry_out, self._engine, errand)
+                return await self._serving.alone(upkeep.partition_of(errand), call)
 
-    def _change(self, partition_id: PartitionId, call: Callable[[], object]) -> None:
-        """Change what is held, on a thread; open the log again, so that it can be asked about."""
-        call()
-        if partition_id in self._engine.assigned():
-            with suppress(
-                errors.WaltzError
-            ):  # What was changed is durable; this is told elsewhere.
-                self._engine.assign(partition_id)
-
-    def _call_of(self, errand: errands.Change) -> Callable[[], object]:
-        """Return the call of the engine that a change is."""
-        engine = self._engine
-        match errand:
-            case errands.Hold():
-                call: Callable[[], object] = partial(engine.assign, errand.partition_id)
-            case errands.GiveUp():
-                call = partial(
-                    engine.unassign, errand.partition_id, deletes_files=errand.deletes_files
-                )
-            case errands.Switch():
-                call = partial(
-                    engine.set_available, errand.partition_id, is_available=errand.is_available
-                )
-            case errands.Doubt():
-                call = partial(engine.mark_suspect, errand.partition_id)
-            case errands.Empty():
-                call = partial(engine.re_seed, errand.partition_id)
-            case errands.PutCopy():
-                call = partial(engine.put_copy, errand.batches)
-            case _:
-                assert_never(errand)
-        return call
-
-    # ---- questions
-
-    def _held(self) -> tuple[Held, ...]:
-        found = []
-        for partition_id in self._engine.assigned():
-            info, log = self._engine.info(partition_id), self._engine.logs.get(partition_id)
-            synced_max = BEFORE_FIRST if log is None else log.synced_max
-            is_available = self._engine.is_available(partition_id)
-            found.append(Held(partition_id, info, synced_max, is_available))
-        return tuple(found)
-
-    def _facts(self, partition_id: PartitionId) -> ReplicaFacts:
-        engine = self._engine
-        info = engine.info(partition_id)
-        log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
-        why_not = "" if log is not None else "its log is not open"
-        return ReplicaFacts(
-            is_held=bool(info.flags & FLAG_ASSIGNED),
-            is_available=bool(info.flags & FLAG_AVAILABLE),
-            is_served=partition_id in self._serving.logs,
-            info=info,
-            log=None if log is None else _facts_of(log),
-            why_not=why_not if error is None else str(error),
-        )
+    # ---- reading (rule 2)
 
     async def _read(self, errand: errands.ReadRange) -> StorageMessage:
-        """Read through the service what is served, and by ourselves what is not (rule 2)."""
+        """Read through the service what is served, and by ourselves what is not."""
         number = next(self._numbers)
         request = RangeRaw(
             NO_SESSION,
@@ -249,20 +188,6 @@ class AdminPort:
         answer = self._reads.get(message.sequence)
         if answer is not None and not answer.done():
             answer.set_result(message)
-
-
-def _facts_of(log: PartitionLog) -> LogFacts:
-    # NB: another thread may append meanwhile; what is told of a log that is served is a moment's.
-    state = log.state()
-    return LogFacts(
-        is_suspect=log.suspect,
-        promised=log.promised,
-        last_session=log.last_session,
-        low_water_mark=log.confirmed_low_water_mark,
-        synced_max=state.synced_max,
-        chain=state.chain,
-        damaged=log.damaged,
-    )
 
 
 def _or_raise(answer: StorageMessage) -> StorageMessage:
