@@ -202,7 +202,12 @@ async def _source_of(arguments: argparse.Namespace) -> Target:
 async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
     replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
     if not replica.is_held:
-        raise BadRequest(f"{target}: expected that it holds partition {partition}, found not")
+        raise BadRequest(f"{target}: partition {partition} is not held there")
+    if replica.is_available:
+        raise BadRequest(
+            f"{target}: expected partition {partition} to be offline while it is copied to, found "
+            "it online (availability)"
+        )
     if replica.why_not:
         raise BadRequest(f"{target}: partition {partition} cannot be used: {replica.why_not}")
     return replica.synced_max

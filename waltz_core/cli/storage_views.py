@@ -202,7 +202,7 @@ async def _max_id(arguments: argparse.Namespace) -> int:
         for partition in partitions:
             replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.why_not:
-                why = replica.why_not or "it is not held there"
+                why = replica.why_not if replica.is_held else "it is not held there"
                 raise WaltzError(f"{target}: partition {partition} cannot be asked: {why}")
             found[partition] = replica.synced_max
     if arguments.json:

@@ -14,7 +14,14 @@ from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 from waltz_core import net
-from waltz_core.errors import BadRequest, RemoteProtocolError, Unreachable, WaltzError, from_code
+from waltz_core.errors import (
+    BadConfig,
+    BadRequest,
+    RemoteProtocolError,
+    Unreachable,
+    WaltzError,
+    from_code,
+)
 from waltz_core.net import Link
 from waltz_core.wire.admin_messages import AdminMessage, Copied, Copy, CopyRequest, Failure, Refused
 from waltz_core.wire.messages import Surface
@@ -77,9 +84,12 @@ class StorageAdmin:
 
 @asynccontextmanager
 async def administered(address: str) -> AsyncIterator[StorageAdmin]:
-    """Give a connection to an admin port; raises Unreachable, RemoteProtocolError."""
+    """Give a connection to an admin port; raises Unreachable, or BadConfig for another port."""
     link = await net.dial(Surface.ADMIN, address, timeout_s=DIAL_S_MAX)
     try:
+        found = "" if link.peer is None else link.peer.text
+        if found != Surface.ADMIN.listener_text:  # A storage's two ports are easily mixed up.
+            raise BadConfig(f"{address}: expected a storage's admin port, found a {found[:80]!r}")
         yield StorageAdmin(link, address)
     finally:
         link.close("done")

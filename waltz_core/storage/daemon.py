@@ -217,19 +217,10 @@ class StorageDaemon:
             serving.address = ReplicaId(self.address)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    self._admin = AdminPort(
-                        engine,
-                        serving,
-                        identity,
-                        post=self._post,
-                        report=self._report,
-                        in_thread=self._in_thread,
-                        tasks=tasks,
-                        on_failure=self._failed,
-                    )
+                    self._admin = self._make_admin(engine, serving, identity, tasks)
                     stack.callback(self._admin.stop)
-                    admin_listener = await self._admin.listen(config.listen_host, config.admin_port)
-                    stack.push_async_callback(admin_listener.close)
+                    admin = await self._admin.listen(config.listen_host, config.admin_port)
+                    stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._looked))
                     if self._coordinator is None:
                         serving.look_again()
@@ -242,6 +233,20 @@ class StorageDaemon:
                     await self._end(serving)
             except* _End:
                 _log.info("storage.ended address=%s", self.address)
+
+    def _make_admin(
+        self, engine: Engine, serving: Serving, identity: Identity, tasks: asyncio.TaskGroup
+    ) -> AdminPort:
+        return AdminPort(
+            engine,
+            serving,
+            identity,
+            post=self._post,
+            report=self._report,
+            in_thread=self._in_thread,
+            tasks=tasks,
+            on_failure=self._failed,
+        )
 
     async def _register(self, engine: Engine) -> None:
         """Take this address, or raise StorageIdMismatch when it is another storage's."""

@@ -307,9 +307,9 @@ class Engine:
 
     def _tell_slot(self, partition_id: PartitionId) -> None:
         """Have the slot know the next structure of the control file as ours (rule 6)."""
-        self._close_log(partition_id)
         if partition_id in self.failed:
-            raise self.failed[partition_id]
+            self._open_log(partition_id)  # It may open now; else that is told.
+        self._close_log(partition_id)
         if not self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
             return  # It was never held; its slot is made with the sequence that there is then.
         slots = self._open_slots(partition_id)

@@ -227,3 +227,17 @@ def test_a_directory_that_is_no_partition_of_this_cluster_is_let_be(tmp_path):
     engine = open_engine(tmp_path)
     assert engine.failed == {}
     engine.close()
+
+
+def test_one_that_opens_now_can_be_switched_whatever_was_wrong_before(tmp_path):
+    engine = rotten(tmp_path, blocks=(0, 1))
+    assert 1 in engine.failed
+    path = tmp_path / "1" / "waltz-x.ctl"
+    content = bytearray(path.read_bytes())
+    for block in (0, 1):
+        content[4096 * block + 40] ^= 1
+    path.write_bytes(content)  # an operator has brought it back
+    engine.set_available(1, is_available=False)
+    assert not engine.is_available(1)
+    assert engine.assign(1).promised == 5
+    engine.close()
