@@ -4,14 +4,17 @@
     <directory>/waltz-x.id            which storage this is; a BSD lock on it while it runs
     <directory>/waltz-x.reserve       room kept back for a full disk
     <directory>/<p>/waltz-x.ctl       two slots: promise, marks, acked marker, damage, intent
+    <directory>/<p>/waltz-x.wipe      while the files of a partition are being deleted
     <directory>/<p>/<first>.seg       records back to back, up to about a gigabyte
     <directory>/<p>/<first>.idx       where each record starts; a cache
     <directory>/<p>/<first>.chn       one entry for each batch that ends in the segment
 
-From the top: `engine` holds a directory, `partition_log` a partition, `recovery` opens one,
-`reading` reads it, `segments` makes many files look like one, `segment` is one of them, `index`
-its two lookups, `control_file` what lies beside the log, `format` every byte, `disk` the door to
-the file system.
+From the top: `daemon` is the process, `serving` says which partitions it serves, `service` answers
+servers, with pieces of `work`. `admin_port` and `admin` answer whoever administers, with `errands`
+that `upkeep` carries out. `engine` holds a directory, `partition_log` a partition, `removal`
+deletes one, `recovery` opens one, `reading` reads it, `segments` makes many files look like one,
+`segment` is one of them, `index` its two lookups, `control_file` what lies beside the log, `format`
+every byte, `disk` the door to the file system.
 
 What is durable when:
     - `prepare`: the promise, then everything that was appended before.
