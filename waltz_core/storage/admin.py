@@ -24,7 +24,6 @@ Rules:
 import json
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias, assert_never
 
 import numpy as np
@@ -61,6 +60,7 @@ from waltz_core.storage.errands import (
 )
 from waltz_core.storage.service import REFUSAL_CHARACTERS_MAX, Identity
 from waltz_core.storage.work import RANGE_BYTES_MAX, ConnectionId
+from waltz_core.values import value
 from waltz_core.wire import admin_messages as wire
 from waltz_core.wire.admin_messages import AdminMessage
 from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
@@ -73,7 +73,7 @@ WAITING_MAX: Final = 256
 # Events and effects
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AdminRequest:
     """A message has come on a connection that speaks this version of A."""
 
@@ -82,7 +82,7 @@ class AdminRequest:
     message: AdminMessage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Outcome:
     """What an errand came back with, or why it did not."""
 
@@ -93,7 +93,7 @@ class Outcome:
 Event: TypeAlias = AdminRequest | Outcome | Wakeup
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Tell:
     """Send an answer; nothing happens when the connection is gone."""
 
@@ -101,7 +101,7 @@ class Tell:
     message: AdminMessage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Run:
     """Carry out an errand and bring the outcome back."""
 

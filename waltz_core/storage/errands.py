@@ -4,7 +4,6 @@ Why it stands alone: the machine that decides (`admin.py`) and the shell that ca
 (`admin_port.py`) share these words and nothing else.
 """
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 from waltz_core.record import (
@@ -17,32 +16,33 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.storage.format import IdRange, PartitionInfo
+from waltz_core.values import value
 from waltz_core.wire.admin_messages import Copy
 
 # ---------------------------------------------------------------------------------------------
 # Errands
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FindHeld:
     """Which partitions are held: a tuple of `Held`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LookAt:
     """How a partition stands here: `ReplicaFacts`."""
 
     partition_id: PartitionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FindStanding:
     """What ZooKeeper says of this replica, now: `Standing`."""
 
     partition_id: PartitionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReadRange:
     """Read records of a partition that is held: `RangeBytes`."""
 
@@ -53,14 +53,14 @@ class ReadRange:
     whole_batches: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Hold:
     """Begin to hold a partition."""
 
     partition_id: PartitionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class GiveUp:
     """Hold a partition no longer."""
 
@@ -68,7 +68,7 @@ class GiveUp:
     deletes_files: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Switch:
     """Take a partition offline, or online again."""
 
@@ -76,21 +76,21 @@ class Switch:
     is_available: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Doubt:
     """Mark a replica as suspect."""
 
     partition_id: PartitionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Empty:
     """Throw a replica's log away; it begins anew, empty and suspect."""
 
     partition_id: PartitionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PutCopy:
     """Put whole batches behind the log of a partition that is offline: its last id."""
 

@@ -8,9 +8,9 @@ Prefix: type (1 byte), sequence (8). An answer echoes its request's sequence. Th
 means nothing; types 76 to 79 are kept for the scrub.
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
+from waltz_core.values import value
 from waltz_core.wire.messages import (
     Blob,
     Bool,
@@ -35,7 +35,7 @@ from waltz_core.wire.messages import (
 Stack = Annotated[tuple[tuple[str, str, str | None, int], ...], FieldKind.STACK]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AdminMessage(Message):
     """A message between a storage and its administration."""
 
@@ -47,14 +47,14 @@ class AdminMessage(Message):
 # A 0: the original's
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Done(AdminMessage):
     """What was asked for is done, durably; answers 3, 4 and 6, and of ours 69, 70 and 71."""
 
     code = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Failure(AdminMessage):
     """What was asked for is not done, and why; ours sends it to peers of version 0 only."""
 
@@ -63,7 +63,7 @@ class Failure(AdminMessage):
     stack: Stack
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CheckCluster(AdminMessage):
     """Check that the storage is of this cluster; the sequence is -1."""
 
@@ -72,7 +72,7 @@ class CheckCluster(AdminMessage):
     partition_count: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SetAvailable(AdminMessage):
     """Take partitions offline, or online again."""
 
@@ -81,7 +81,7 @@ class SetAvailable(AdminMessage):
     is_available: Bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SetAssigned(AdminMessage):
     """Begin to hold partitions, or hold them no longer and maybe delete their files."""
 
@@ -91,7 +91,7 @@ class SetAssigned(AdminMessage):
     deletes_files: Bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RecordListRequest(AdminMessage):
     """Read records from `first` on."""
 
@@ -101,7 +101,7 @@ class RecordListRequest(AdminMessage):
     count_max: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RecordListResponse(AdminMessage):
     """What there is of them, maybe nothing."""
 
@@ -110,7 +110,7 @@ class RecordListResponse(AdminMessage):
     records: Records
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SessionInfoRequest(AdminMessage):
     """Ask for the marks in the control file."""
 
@@ -118,7 +118,7 @@ class SessionInfoRequest(AdminMessage):
     partition_id: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SessionInfoResponse(AdminMessage):
     """The marks in the control file: up to the local one the log was whole when it was set."""
 
@@ -129,14 +129,14 @@ class SessionInfoResponse(AdminMessage):
     local_low_water_mark: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MetricsRequest(AdminMessage):
     """Ask for the gauges."""
 
     code = 11
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MetricsResponse(AdminMessage):
     """The gauges as JSON, in the original's form and under its names; longer than a text may be."""
 
@@ -144,14 +144,14 @@ class MetricsResponse(AdminMessage):
     json: Blob
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class HeldRequest(AdminMessage):
     """Ask which partitions the storage holds."""
 
     code = 13
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class HeldResponse(AdminMessage):
     """Each partition that is held, and whether it is available."""
 
@@ -163,7 +163,7 @@ class HeldResponse(AdminMessage):
 # A 1: what our rules need besides
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Refused(AdminMessage):
     """What was asked for is not done; the code is that of `errors.py`."""
 
@@ -173,7 +173,7 @@ class Refused(AdminMessage):
     text: Text
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StorageRequest(AdminMessage):
     """Ask which storage this is."""
 
@@ -181,7 +181,7 @@ class StorageRequest(AdminMessage):
     since = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StorageResponse(AdminMessage):
     """Which storage this is, and which partitions it holds."""
 
@@ -194,7 +194,7 @@ class StorageResponse(AdminMessage):
     held: Int32s
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplicaRequest(AdminMessage):
     """Ask how one partition stands here."""
 
@@ -203,7 +203,7 @@ class ReplicaRequest(AdminMessage):
     partition_id: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplicaResponse(AdminMessage):
     """How one partition stands here.
 
@@ -227,7 +227,7 @@ class ReplicaResponse(AdminMessage):
     damaged: PackedInt64s
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RemovePartition(AdminMessage):
     """Hold a partition no longer; `is_forced`: though the last session counts on this replica."""
 
@@ -238,7 +238,7 @@ class RemovePartition(AdminMessage):
     is_forced: Bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MarkSuspect(AdminMessage):
     """Believe a replica no longer, until a session has brought it up to its mark."""
 
@@ -248,7 +248,7 @@ class MarkSuspect(AdminMessage):
     is_forced: Bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReSeed(AdminMessage):
     """Throw a replica's log away: it begins empty and suspect, and is copied from the others."""
 
@@ -258,7 +258,7 @@ class ReSeed(AdminMessage):
     is_forced: Bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CopyRequest(AdminMessage):
     """Read whole batches from `first` on, up to the confirmed low-water mark and no further."""
 
@@ -269,7 +269,7 @@ class CopyRequest(AdminMessage):
     bytes_max: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Copy(AdminMessage):
     """Whole batches of a log; as an answer to 72 empty when `first` is above the mark.
 
@@ -287,7 +287,7 @@ class Copy(AdminMessage):
     lineage: Lineage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Copied(AdminMessage):
     """Everything up to this id is on disk, synced; answers 73 as a request."""
 
