@@ -356,14 +356,11 @@ def decode_storage_id(data: Bytes) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------
-# <p>/waltz-x.wipe: there as long as the files of a partition are being deleted.
-#
-#   0         4           8          12        20      36
-#   | version | partition | is held  | promise | nonce | CRC |
+# <p>/waltz-x.wipe, while the files of a partition are being deleted:
+# version, partition, is held (int32 each), promised session (int64), nonce (16 bytes), CRC.
 
 _WIPE = struct.Struct(">iiiq16s")
-WIPE_BYTES: Final = 40
-assert _WIPE.size + _CRC.size == WIPE_BYTES
+WIPE_BYTES: Final = _WIPE.size + _CRC.size
 
 
 class Wipe(NamedTuple):
@@ -380,7 +377,7 @@ class Wipe(NamedTuple):
 
     @staticmethod
     def decode(data: Bytes) -> "Wipe":
-        """Read 40 bytes (rule 2)."""
+        """Read them (rule 2)."""
         body = checked_body(data, WIPE_BYTES, "wipe intent")
         version, partition, is_held, promised, nonce = _WIPE.unpack(body)
         _version(version, "wipe intent")
