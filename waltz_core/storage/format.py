@@ -356,8 +356,7 @@ def decode_storage_id(data: Bytes) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------
-# <p>/waltz-x.wipe, while the files of a partition are being deleted:
-# version, partition, is held (int32 each), promised session (int64), nonce (16 bytes), CRC.
+# <p>/waltz-x.wipe: version, partition, is held (3 x int32), promise (int64), nonce (16 bytes), CRC
 
 _WIPE = struct.Struct(">iiiq16s")
 WIPE_BYTES: Final = _WIPE.size + _CRC.size
