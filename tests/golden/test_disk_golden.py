@@ -30,6 +30,7 @@ from waltz_core.storage.format import (
     partition_info_offset,
 )
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.removal import Wipe
 
 GOLDEN = Path(__file__).parent / "disk"
 
@@ -189,3 +190,6 @@ def test_our_layouts_have_not_changed():
     )
     assert slot.encode().hex() == golden["slot"]
     assert disk_format.Slot.decode(bytes.fromhex(golden["slot"])) == slot
+    wipe = Wipe(2, is_held=True, promised=7, nonce=bytes(range(16)))
+    assert wipe.encode().hex() == golden["wipe"]
+    assert Wipe.decode(bytes.fromhex(golden["wipe"])) == wipe

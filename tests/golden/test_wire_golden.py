@@ -11,7 +11,7 @@ from waltz_core.wire import codec
 from waltz_core.wire.messages import Message, Surface
 
 HERE = Path(__file__).parent / "wire"
-SURFACES = {"L": Surface.CLIENT, "S": Surface.STORAGE}
+SURFACES = {"L": Surface.CLIENT, "S": Surface.STORAGE, "A": Surface.ADMIN}
 # What the original calls a field, where the table has another name for it.
 RENAMED = {
     "clientHighWaterMark": "client_high_water_mark",
@@ -87,7 +87,7 @@ def compare(message, meaning):
 def test_vectors_of_older_versions():
     seen = 0
     for example in load("codec_vectors.json"):
-        if example["frame_hex"][:2] not in ("4c", "53"):
+        if example["frame_hex"][:2] not in ("4c", "53", "41"):
             continue
         surface, version, data = read_frame(example["frame_hex"])
         if len(data) == 7:

@@ -25,7 +25,9 @@ from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
 from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, SessionId
 from waltz_core.storage import daemon
+from waltz_core.storage import serving as serving_module
 from waltz_core.storage.daemon import StaticCluster, StorageDaemon, serve
+from waltz_core.storage.engine import Engine
 from waltz_core.wire.messages import (
     Appended,
     Engage,
@@ -476,14 +478,14 @@ def test_a_partition_that_cannot_be_opened_does_not_keep_the_others_from_being_s
 
 def test_who_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkeypatch):
     opening, may_open = threading.Event(), threading.Event()
-    open_log = StorageDaemon._open_log
+    assign = Engine.assign
 
     def open_late(self, partition_id):
         opening.set()
         assert may_open.wait(READY_S)
-        return open_log(self, partition_id)
+        return assign(self, partition_id)
 
-    monkeypatch.setattr(StorageDaemon, "_open_log", open_late)
+    monkeypatch.setattr(Engine, "assign", open_late)
 
     async def main():
         port, stop = free_port(), asyncio.Event()
@@ -507,7 +509,7 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
     async def main():
         async with serving(config_for(tmp_path)):
             pass
-        monkeypatch.setattr(daemon, "OPEN_AGAIN_S_MIN", 0.02)
+        monkeypatch.setattr(serving_module, "OPEN_AGAIN_S_MIN", 0.02)
         (slots,) = (tmp_path / "0").glob("waltz-x.ctl")
         content = slots.read_bytes()
         slots.write_bytes(bytes(8192))

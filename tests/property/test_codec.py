@@ -60,7 +60,7 @@ VALUES = {
 }
 CASES = [
     (surface, version)
-    for surface, version_max in ((Surface.CLIENT, 5), (Surface.STORAGE, 1))
+    for surface, version_max in ((Surface.CLIENT, 5), (Surface.STORAGE, 1), (Surface.ADMIN, 1))
     for version in range(version_max + 1)
 ]
 

@@ -24,6 +24,7 @@ from waltz_core.storage.format import (
     first_of_name,
     segment_name,
 )
+from waltz_core.storage.removal import Wipe
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 UINT32 = st.integers(0, 0xFFFFFFFF)
@@ -110,3 +111,8 @@ def test_segment_names(first, suffix):
 def test_any_other_name_names_no_segment(name):
     found = first_of_name(name)
     assert found is None or segment_name(found, ".seg") == name
+
+
+@given(st.builds(Wipe, INT32, st.booleans(), MARKS, B16))
+def test_wipe_intents(wipe):
+    assert Wipe.decode(wipe.encode()) == wipe

@@ -1,9 +1,36 @@
-"""`waltz-core storage run`: a storage daemon in the foreground."""
+"""`waltz-core storage`: run a storage daemon, and administer storages while they run."""
 
 import argparse
 
+from waltz_core.cli import storage_partitions, storage_views
 from waltz_core.cli.daemon import add_run, run_daemon
 from waltz_core.config import StorageConfig
+
+# verb -> (what declares it, one line of help)
+VERBS = {
+    "list": (storage_views.add_list, "show which partitions storages hold, and how they stand"),
+    "validate": (storage_views.add_validate, "reach every storage of a cluster at both ports"),
+    "max-transaction-id": (storage_views.add_max_id, "show the last id that is on disk"),
+    "add-partition": (storage_partitions.add_add, "hold partitions"),
+    "remove-partition": (storage_partitions.add_remove, "hold partitions no longer"),
+    "availability": (storage_partitions.add_availability, "take partitions offline, or online"),
+    "sync-partitions": (
+        storage_partitions.add_sync,
+        "make storages hold what ZooKeeper assigns to them",
+    ),
+    "recover-partition": (
+        storage_partitions.add_recover,
+        "copy what is settled from another storage to a partition that is offline",
+    ),
+    "mark-suspect": (
+        storage_partitions.add_mark_suspect,
+        "believe replicas no longer, as after a restore from a backup",
+    ),
+    "re-seed": (
+        storage_partitions.add_re_seed,
+        "throw replicas' logs away and have them copied from the others",
+    ),
+}
 
 
 def add(command: argparse.ArgumentParser) -> None:
@@ -12,6 +39,8 @@ def add(command: argparse.ArgumentParser) -> None:
     run = verbs.add_parser("run", help="run a storage (conf/storage.toml is a sample)")
     add_run(run, StorageConfig)
     run.set_defaults(verb=_run)
+    for name, (declare, text) in VERBS.items():
+        declare(verbs.add_parser(name, help=text, description=text))
 
 
 def _run(arguments: argparse.Namespace) -> int:

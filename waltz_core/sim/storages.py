@@ -78,6 +78,7 @@ class SimStorage(Process):
         )
         self.refused: WaltzError | None = None  # why it did not come up
         self._is_dropping = False
+        self._aside: Callable[[], None] | None = None
         self.started()
 
     def _wall_clock(self) -> int:
@@ -95,6 +96,7 @@ class SimStorage(Process):
     def started(self) -> None:
         """Open the directory and serve the partition."""
         self._is_dropping = False
+        self._aside = None
         try:
             self._come_up()
         except PowerLoss:
@@ -145,6 +147,11 @@ class SimStorage(Process):
         if self.service is None or self._is_dropping:
             return
         is_served = self._cluster.partition_id in self.service.partitions
+        assert self.engine is not None
+        if not self.engine.is_available(self._cluster.partition_id):
+            if is_served:
+                self._drop()
+            return
         is_leaving = self.replica not in self._cluster.replicas and self._is_named()
         if is_leaving:
             self.after(LEAVING_AGAIN_US, self.follow)
@@ -152,8 +159,36 @@ class SimStorage(Process):
             if not is_served:
                 self._serve()
         elif is_served:
-            self._is_dropping = True
-            self._step(service.Dropped(PartitionId(self._cluster.partition_id)))
+            self._drop()
+
+    def _drop(self) -> None:
+        self._is_dropping = True
+        self._step(service.Dropped(PartitionId(self._cluster.partition_id)))
+
+    def alone(self, call: "Callable[[], None]") -> None:
+        """Call while the partition is not served; then serve it again if it is to be.
+
+        Whoever dies before that never calls.
+        """
+        assert self.service is not None
+        assert self._aside is None
+        self._aside = call
+        if self._is_dropping:
+            return
+        if self._cluster.partition_id in self.service.partitions:
+            self._drop()
+        else:
+            self._go_aside()
+
+    def _go_aside(self) -> None:
+        call, self._aside = self._aside, None
+        if call is not None:
+            try:
+                call()
+            except PowerLoss:
+                self.lose_power()
+                return
+        self.follow()
 
     def _is_named(self) -> bool:
         """Whether it holds the partition, and the last session has it among its replicas."""
@@ -322,7 +357,7 @@ class SimStorage(Process):
                 self._checks.reported(self.name, effect)
             case service.Idle():
                 self._is_dropping = False
-                self.after(0, self.follow)
+                self.after(0, self._go_aside)
             case service.LookForRoom(room):
                 self._look_for_room(room)
             case _:

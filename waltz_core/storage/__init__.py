@@ -5,14 +5,17 @@
     <directory>/waltz-x.reserve       room kept back for a full disk
     <directory>/waltz-x.scrub         where the scrub is; worth nothing but time
     <directory>/<p>/waltz-x.ctl       two slots: promise, marks, acked marker, damage, intent
+    <directory>/<p>/waltz-x.wipe      while the files of a partition are being deleted
     <directory>/<p>/<first>.seg       records back to back, up to about a gigabyte
     <directory>/<p>/<first>.idx       where each record starts; a cache
     <directory>/<p>/<first>.chn       one entry for each batch that ends in the segment
 
-From the top: `daemon` is the process, `service` its machine, with a `lane` for each partition and
-the `scrub`'s timetable; `work` is what is done on threads, `figures` what is shown of it. `engine`
-holds a directory, `room` what is kept back of its disk, `partition_log` a partition, `recovery`
-opens one, `reading` reads it, `damage` mends it, `segments` makes many files look like one,
+From the top: `daemon` is the process, `serving` says which partitions it serves, `service` answers
+servers, with a `lane` for each partition and the `scrub`'s timetable; `work` is what is done on
+threads, `figures` what is shown of it. `admin_port` and `admin` answer whoever administers, with
+`errands` that `upkeep` carries out. `engine` holds a directory, `room` what is kept back of its
+disk, `partition_log` a partition, `removal` deletes one, `recovery` opens one, `reading` reads it,
+`damage` mends it, `segments` makes many files look like one,
 `segment` is one of them, `index` its two lookups, `control_file` what lies beside the log, `format`
 every byte, `disk` the door to the file system.
 

@@ -108,6 +108,10 @@ class ControlFile:
         """Write the flags durably."""
         return self._write(partition_id, self.info(partition_id)._replace(flags=flags))
 
+    def forget(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
+        """Write durably what a partition has that nothing is known of, but for these flags."""
+        return self._write(partition_id, NEW_PARTITION_INFOS[0]._replace(flags=flags))
+
     def close(self) -> None:
         """Close the file; the lock goes with it."""
         self._file.close()

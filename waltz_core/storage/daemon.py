@@ -6,11 +6,7 @@ What may be answered is `service.py`'s; here it is only carried.
 Rules:
     1. The directory is open, and this storage registered for its address, before any partition is
        served.
-    2. A partition is served while the replica assignment names this storage for it, and afterwards
-       for as long as its metadata does: the session that leaves this storage out has to hear first
-       what it holds (correctness.md 2.1 C and D). While ZooKeeper is away nothing changes. One that
-       cannot be opened (a full disk, a failing one, a file that somebody has to bring back) is
-       tried again, ever more rarely.
+    2. Which partitions are served is `serving.py`'s; how they are administered, `admin_port.py`'s.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
     4. Who asks before the partitions are open waits until they are: the answer that they are not
        here would keep an owner away for long.
@@ -23,7 +19,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -35,7 +31,6 @@ from uuid import UUID
 
 from waltz_core import errors, net
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
@@ -44,20 +39,20 @@ from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.net import Link
 from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage import service
+from waltz_core.storage.admin_port import AdminPort
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.figures import Figures
-from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.service import Effect, Event, Identity, StorageService
+from waltz_core.storage.serving import Serving
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
-OPEN_AGAIN_S_MIN: Final = 1.0
-OPEN_AGAIN_S_MAX: Final = 60.0
 PLACES_S: Final = 60.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
@@ -126,24 +121,6 @@ async def serve(
         await StorageDaemon(config, facts, coordinator).serve(stop, on_ready)
 
 
-def look_again_s(
-    again_s: float,
-    *,
-    served: Collection[PartitionId],
-    wanted: Collection[PartitionId],
-    lying_here: Collection[PartitionId],
-) -> float | None:
-    """Return after how long to look at the partitions again though nothing has changed.
-
-    None when only a change can give reason to. `again_s` is the pause as it has grown by now, for
-    partitions that could not be opened, or not be dropped yet.
-    """
-    if set(served) != set(wanted):
-        return again_s
-    # Of one that lies here and is not served, a session may still come to want the vote.
-    return None if set(served) >= set(lying_here) else OPEN_AGAIN_S_MAX
-
-
 class StorageDaemon:
     """One storage; see the module's rules."""
 
@@ -160,19 +137,17 @@ class StorageDaemon:
         self._loop = asyncio.get_running_loop()
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
-        self._logs: dict[PartitionId, PartitionLog] = {}
-        self._wanted: tuple[PartitionId, ...] = cluster.partitions
-        self._wanted_changed = asyncio.Event()
         self._is_assigned = asyncio.Event()
         self._early: list[Link] = []
         self._works_count = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._dropping: dict[PartitionId, asyncio.Event] = {}
         # Set with what ends the process (service.py, rule 6; or a bug of ours).
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._engine: Engine | None = None
         self._machine: StorageService | None = None
+        self._serving: Serving | None = None
+        self._admin: AdminPort | None = None
         self._driver: Driver[Event, Effect] | None = None
 
     # ---------------------------------------------------------------------------------------------
@@ -216,8 +191,14 @@ class StorageDaemon:
         self, engine: Engine, stop: asyncio.Event, on_ready: Callable[[str], None]
     ) -> None:
         config = self._config
-        machine = await self._make_machine(engine)
+        identity = Identity(
+            self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
+        )
+        machine = await self._make_machine(engine, identity)
         self._engine, self._machine = engine, machine
+        serving = self._serving = self._make_serving(engine)
+        links = self._links
+        self._figures.show(machine, engine.room, links_count=lambda: len(links), logs=serving.logs)
         self._driver = Driver(
             machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
         )
@@ -238,41 +219,38 @@ class StorageDaemon:
             stack.push_async_callback(listener.close)
             self.address = f"{config.advertised_host or config.listen_host}:{listener.port}"
             await self._register(engine)
+            serving.address = ReplicaId(self.address)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._follow_partitions())
+                    self._admin = self._make_admin(engine, serving, identity, tasks)
+                    stack.callback(self._admin.stop)
+                    admin = await self._admin.listen(config.listen_host, config.admin_port)
+                    stack.push_async_callback(admin.close)
+                    tasks.create_task(serving.follow(self._looked))
                     tasks.create_task(self._keep_places(machine))
                     if self._coordinator is None:
-                        self._wanted_changed.set()
+                        serving.look_again()
                     else:
-                        follow = self._coordinator.follow_replica_assignment(self._assigned)
+                        follow = self._coordinator.follow_replica_assignment(serving.assigned)
                         tasks.create_task(follow)
                     await self._until(self._is_assigned, tasks)
                     on_ready(self.address)
                     await self._until(stop, tasks)
-                    await self._end()
+                    await self._end(serving)
             except* _End:
                 await self._in_thread(partial(self._write_places, machine.scrub_places))
                 _log.info("storage.ended address=%s", self.address)
 
-    async def _make_machine(self, engine: Engine) -> StorageService:
+    async def _make_machine(self, engine: Engine, identity: Identity) -> StorageService:
         config = self._config
         scrub = Scrub(
             bytes_per_s=config.scrub_bytes_per_s,
             interval_ms=config.scrub_interval_ms,
             places=await self._in_thread(self._read_places),
         )
-        machine = StorageService(
-            Identity(
-                self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
-            ),
-            queue_bytes_max=config.queue_bytes_max,
-            room=engine.room,
-            scrub=scrub,
+        return StorageService(
+            identity, queue_bytes_max=config.queue_bytes_max, room=engine.room, scrub=scrub
         )
-        links = self._links
-        self._figures.show(machine, engine.room, links_count=lambda: len(links), logs=self._logs)
-        return machine
 
     def _read_places(self) -> dict[PartitionId, TransactionId]:
         try:
@@ -297,6 +275,32 @@ class StorageDaemon:
                 await self._in_thread(partial(self._write_places, places))
                 kept = places
 
+    def _make_serving(self, engine: Engine) -> Serving:
+        return Serving(
+            engine,
+            self._coordinator,
+            partitions=self._cluster.partitions,
+            post=self._post,
+            report=self._report,
+            in_thread=self._in_thread,
+            on_opened=self._figures.show_log,
+            on_dropped=lambda partition_id: self.metrics.forget(partition=partition_id),
+        )
+
+    def _make_admin(
+        self, engine: Engine, serving: Serving, identity: Identity, tasks: asyncio.TaskGroup
+    ) -> AdminPort:
+        return AdminPort(
+            engine,
+            serving,
+            identity,
+            post=self._post,
+            report=self._report,
+            in_thread=self._in_thread,
+            tasks=tasks,
+            on_failure=self._failed,
+        )
+
     async def _register(self, engine: Engine) -> None:
         """Take this address, or raise StorageIdMismatch when it is another storage's."""
         if self._coordinator is None:
@@ -317,12 +321,13 @@ class StorageDaemon:
         if self._failure.done():
             self._failure.result()
 
-    async def _end(self) -> None:
+    async def _end(self, serving: Serving) -> None:
         """Rule 5; raises `_End`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
+                await serving.stand_still()
                 await self._is_idle.wait()
         except TimeoutError:
             _log.warning("storage.busy_at_end works=%d", self._works_count)
@@ -334,95 +339,13 @@ class StorageDaemon:
             self._failure.set_exception(error)
 
     # ---------------------------------------------------------------------------------------------
-    # partitions (rule 2)
-
-    def _assigned(self, assignments: ReplicaAssignments) -> None:
-        mine = assignments.partitions.get(ReplicaId(self.address))
-        if mine is None:
-            _log.warning("storage.not_assigned address=%s", self.address)
-        count_max = self._cluster.partition_count
-        self._wanted = tuple(sorted(each for each in mine or () if 0 <= each < count_max))
-        self._wanted_changed.set()
-
-    async def _follow_partitions(self) -> None:
-        """Open and drop partitions until they are the right ones (rule 2)."""
-        again_s = OPEN_AGAIN_S_MIN
-        while True:
-            try:
-                async with asyncio.timeout(self._wait_s(again_s)):
-                    await self._wanted_changed.wait()
-                again_s = OPEN_AGAIN_S_MIN
-            except TimeoutError:
-                again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
-            self._wanted_changed.clear()
-            wanted = self._wanted
-            wanted = (*wanted, *await self._leaving(wanted))
-            for partition_id in [each for each in self._logs if each not in wanted]:
-                await self._drop(partition_id)
-            for partition_id in [each for each in wanted if each not in self._logs]:
-                await self._open(partition_id)
-            self._is_assigned.set()
-            while self._early:
-                self._accept(self._early.pop())
-
-    def _wait_s(self, again_s: float) -> float | None:
-        assert self._engine is not None
-        lying_here = self._engine.assigned()
-        return look_again_s(again_s, served=self._logs, wanted=self._wanted, lying_here=lying_here)
-
-    async def _leaving(self, assigned: Collection[PartitionId]) -> list[PartitionId]:
-        """Return the partitions that were taken away, but not yet by a session of their owner."""
-        assert self._engine is not None
-        leaving: list[PartitionId] = []
-        if self._coordinator is None:
-            return leaving
-        for partition_id in self._engine.assigned():
-            if partition_id in assigned:
-                continue
-            try:
-                metadata = (await self._coordinator.read_partition(partition_id)).metadata
-                is_named = metadata is not None and ReplicaId(self.address) in metadata.states
-            except errors.WaltzError as error:
-                _log.warning("storage.metadata_unread partition=%s error=%s", partition_id, error)
-                is_named = partition_id in self._logs
-            if is_named:
-                leaving.append(partition_id)
-        return leaving
-
-    async def _open(self, partition_id: PartitionId) -> None:
-        try:
-            log = await self._in_thread(partial(self._open_log, partition_id))
-        except errors.WaltzError as error:
-            # One partition that cannot be served is no reason not to serve the others.
-            fields = (("partition", partition_id), ("error", error))
-            self._report(Report("partition_refused", fields))
-            return
-        self._logs[partition_id] = log
-        self._figures.show_log(log)
-        self._post(service.Opened(log))
-        _log.info("storage.partition_opened partition=%s last=%s", partition_id, log.synced_max)
-
-    def _open_log(self, partition_id: PartitionId) -> PartitionLog:
-        """Open a log, on a thread of the pool; a full disk still has room for that."""
-        assert self._engine is not None
-        try:
-            return self._engine.assign(partition_id)
-        except errors.NoSpace:
-            self._engine.room.release()
-            return self._engine.assign(partition_id)
-
-    async def _drop(self, partition_id: PartitionId) -> None:
-        """Serve a partition no longer; its files stay, and stay open until the process ends."""
-        idle = self._dropping[partition_id] = asyncio.Event()
-        self._post(service.Dropped(partition_id))
-        await idle.wait()
-        del self._dropping[partition_id]
-        del self._logs[partition_id]
-        self.metrics.forget(partition=partition_id)
-        _log.info("storage.partition_dropped partition=%s", partition_id)
-
-    # ---------------------------------------------------------------------------------------------
     # connections
+
+    def _looked(self) -> None:
+        """The right partitions are served; let in who has waited for them (rule 4)."""
+        self._is_assigned.set()
+        while self._early:
+            self._accept(self._early.pop())
 
     def _accept(self, link: Link) -> None:
         if not self._is_assigned.is_set():
@@ -459,7 +382,8 @@ class StorageDaemon:
             case service.CloseConnection() | service.PauseReading() | service.ResumeReading():
                 self._steer(effect)
             case service.Idle():
-                self._dropping[effect.log.partition_id].set()
+                assert self._serving is not None
+                self._serving.idle(effect.log.partition_id)
             case service.LookForRoom():
                 self._pool.submit(effect.room.look_again).add_done_callback(self._hop_with_room)
             case service.EndProcess():
@@ -484,6 +408,10 @@ class StorageDaemon:
                 link.resume_reading()
 
     def _answer(self, connection: ConnectionId, message: StorageMessage) -> None:
+        if connection == service.ADMINISTRATION:
+            assert self._admin is not None
+            self._admin.answered(message)
+            return
         link = self._links.get(connection)
         if link is None:
             return
@@ -534,15 +462,18 @@ class StorageDaemon:
 
         Damage that is known and waits to be mended is told, and is no reason to be unwell.
         """
-        suspect = [each for each, log in self._logs.items() if log.suspect]
+        serving = self._serving
+        assert serving is not None
+        suspect = [each for each, log in serving.logs.items() if log.suspect]
         is_full = self._engine is not None and self._engine.room.is_short
         state = None if self._coordinator is None else self._coordinator.session_state.name
         details = {
             "address": self.address,
-            "partitions": sorted(self._logs),
-            "not_served": sorted(set(self._wanted) - self._logs.keys()),
+            "partitions": sorted(serving.logs),
+            "not_served": serving.not_served,
+            "offline": sorted(serving.offline),
             "suspect": sorted(suspect),
-            "damaged": sorted(each for each, log in self._logs.items() if log.damaged),
+            "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
             "is_full": is_full,
             "zookeeper": state,
         }

@@ -9,25 +9,48 @@ Rules:
     3. A partition that cannot be opened does not keep the others from being served; it is in
        `failed` with its error.
     4. There is room for truncation, repair and slots when the disk is full (`room.py`).
+    5. What administration changes of a partition it changes while the partition's log is closed;
+       `assign` opens it again. A removal that was begun is finished before anything is opened.
+    6. A greater sequence in the control file than our slot knows says that an original has been
+       here (`format.Slot`). So the slot is told first of what is written there.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from waltz_core.errors import DiskFailed, UnknownPartition, WaltzError
-from waltz_core.record import PartitionId
-from waltz_core.storage.control_file import ControlFile
+from waltz_core import raw_records
+from waltz_core.checksum import crc32
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    ChecksumMismatch,
+    DiskFailed,
+    ReplicaSuspect,
+    UnknownPartition,
+    WaltzError,
+)
+from waltz_core.record import NO_SESSION, Chain, PartitionId, SessionId, TransactionId
+from waltz_core.storage import removal
+from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import Disk, File, create_durably
 from waltz_core.storage.format import (
     FLAG_ASSIGNED,
     FLAG_AVAILABLE,
+    NO_NONCE,
+    NOBODYS_NONCE,
     STORAGE_ID_BYTES,
+    PartitionInfo,
+    Slot,
     decode_storage_id,
     encode_storage_id,
 )
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.removal import Wipe
 from waltz_core.storage.room import Room
+from waltz_core.wire.admin_messages import Copy
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
 
@@ -88,6 +111,7 @@ class Engine:
             )
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
             engine.room.fill()
+            engine._finish_removals()
             engine._open_assigned()
         except BaseException:
             if control is not None:
@@ -108,21 +132,32 @@ class Engine:
         every = map(PartitionId, range(self.partition_count))
         return [one for one in every if self._control.info(one).flags & FLAG_ASSIGNED]
 
+    def info(self, partition_id: PartitionId) -> PartitionInfo:
+        """Return what the original's control file says of a partition.
+
+        Raises:
+            UnknownPartition: the cluster has no such partition.
+        """
+        self._check_exists(partition_id)
+        return self._control.info(partition_id)
+
+    def is_available(self, partition_id: PartitionId) -> bool:
+        """Whether a partition that is held may be served."""
+        return bool(self.info(partition_id).flags & FLAG_AVAILABLE)
+
     def assign(self, partition_id: PartitionId) -> PartitionLog:
         """Begin to hold a partition, durably, and open its log; again is no error.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
         """
-        if not 0 <= partition_id < self.partition_count:
-            raise UnknownPartition(
-                f"expected a partition of 0..{self.partition_count - 1}, found {partition_id}"
-            )
+        self._check_exists(partition_id)
         if partition_id in self.logs:
             return self.logs[partition_id]
+        self._finish_removal(partition_id)
         flags = self._control.info(partition_id).flags
         if not flags & FLAG_ASSIGNED:
-            self._control.set_flags(partition_id, flags | FLAG_ASSIGNED | FLAG_AVAILABLE)
+            self._write_flags(partition_id, flags | FLAG_ASSIGNED | FLAG_AVAILABLE)
         return self._open_log(partition_id)
 
     def log(self, partition_id: PartitionId) -> PartitionLog:
@@ -138,19 +173,195 @@ class Engine:
             raise UnknownPartition(f"partition {partition_id} is not assigned to this storage")
         return self.logs[partition_id]
 
+    def _check_exists(self, partition_id: PartitionId) -> None:
+        if not 0 <= partition_id < self.partition_count:
+            raise UnknownPartition(
+                f"expected a partition of 0..{self.partition_count - 1}, found {partition_id}"
+            )
+
     def _open_assigned(self) -> None:
         for partition_id in self.assigned():
-            try:
-                self._open_log(partition_id)
-            except WaltzError as error:
-                self.failed[partition_id] = error
+            if partition_id not in self.failed:
+                with suppress(WaltzError):  # It is in `failed` then.
+                    self._open_log(partition_id)
 
     def _open_log(self, partition_id: PartitionId) -> PartitionLog:
-        directory = self.directory / str(partition_id)
-        log = PartitionLog.open(self._disk, directory, partition_id, self._control, self._settings)
+        directory = self._directory_of(partition_id)
+        try:
+            log = PartitionLog.open(
+                self._disk, directory, partition_id, self._control, self._settings
+            )
+        except WaltzError as error:
+            self.failed[partition_id] = error
+            raise
         self.logs[partition_id] = log
         self.failed.pop(partition_id, None)
         return log
+
+    def _directory_of(self, partition_id: PartitionId) -> Path:
+        return self.directory / str(partition_id)
+
+    # ---- administration (rule 5)
+
+    def unassign(self, partition_id: PartitionId, *, deletes_files: bool) -> None:
+        """Hold a partition no longer, durably; without deletion its files stay as they are.
+
+        Raises:
+            UnknownPartition: it is not held here.
+            WaltzError: its log cannot be opened, so that it can only be deleted.
+        """
+        self._check_held(partition_id)
+        if deletes_files:
+            self._wipe(Wipe(partition_id, is_held=False, promised=NO_SESSION, nonce=NO_NONCE))
+        else:
+            self._tell_slot(partition_id)
+            self._control.forget(partition_id, FLAG_AVAILABLE)
+        self.failed.pop(partition_id, None)
+
+    def set_available(self, partition_id: PartitionId, *, is_available: bool) -> None:
+        """Say durably whether a partition may be served; again is no error.
+
+        Raises:
+            UnknownPartition, WaltzError: as `unassign`.
+        """
+        self._check_held(partition_id)
+        flags = self._control.info(partition_id).flags
+        if bool(flags & FLAG_AVAILABLE) != is_available:
+            self._write_flags(partition_id, flags ^ FLAG_AVAILABLE)
+
+    def mark_suspect(self, partition_id: PartitionId) -> None:
+        """Say durably that a replica cannot vouch for its log; again is no error.
+
+        Raises:
+            UnknownPartition: it is not held here.
+        """
+        self._check_held(partition_id)
+        self._close_log(partition_id)
+        slots = self._open_slots(partition_id)
+        try:
+            if not slots.fell_back:  # Else the next opening finds that out, and says the same.
+                slots.write(replace(slots.slot, suspect=True))
+        finally:
+            slots.close()
+
+    def re_seed(self, partition_id: PartitionId) -> None:
+        """Throw the log of a replica away, durably: it is empty and suspect from now on.
+
+        Raises:
+            UnknownPartition: it is not held here.
+        """
+        self._check_held(partition_id)
+        promised, nonce = self._promise(partition_id)
+        self._wipe(Wipe(partition_id, is_held=True, promised=promised, nonce=nonce))
+        self.failed.pop(partition_id, None)
+
+    def put_copy(self, copy: Copy) -> TransactionId:
+        """Put whole batches of another replica behind a log that is not served; the last id.
+
+        Nothing is cut, and no mark is set: what the replica can vouch for stays what it was.
+
+        Raises:
+            BadRequest: they do not go on from where the log ends.
+            ChecksumMismatch: they are not what was sent.
+        """
+        log = self.assign(PartitionId(copy.partition_id))
+        provisional = log.slot.provisional
+        if provisional is not None and provisional.session_id == log.promised:
+            raise BadRequest(  # An append would confirm a mark of which nobody knows if it holds.
+                f"partition {copy.partition_id}: expected a replica without a provisional mark, "
+                f"found {provisional.low_water_mark} of session {provisional.session_id}"
+            )
+        lengths = raw_records.lengths_from_wire(copy.lengths, len(copy.records))
+        found = crc32(copy.records)
+        if found != copy.records_crc:
+            raise ChecksumMismatch(
+                f"copy from {copy.first}: expected CRC {copy.records_crc:08x}, found {found:08x}"
+            )
+        log.append(
+            log.promised,
+            TransactionId(copy.first),
+            lengths,
+            copy.records,
+            Chain(copy.chain_before),
+            copy.lineage,
+            records_crc=found,
+        )
+        return log.sync()
+
+    def _check_held(self, partition_id: PartitionId) -> None:
+        self._check_exists(partition_id)
+        self._finish_removal(partition_id)
+        if not self._control.info(partition_id).flags & FLAG_ASSIGNED:
+            raise UnknownPartition(f"partition {partition_id} is not assigned to this storage")
+
+    def _close_log(self, partition_id: PartitionId) -> None:
+        log = self.logs.pop(partition_id, None)
+        if log is not None:
+            log.close()
+
+    def _open_slots(self, partition_id: PartitionId) -> SlotFile:
+        return SlotFile.open(self._disk, self._directory_of(partition_id), partition_id)
+
+    def _write_flags(self, partition_id: PartitionId, flags: int) -> None:
+        self._tell_slot(partition_id)
+        self._control.set_flags(partition_id, flags)
+
+    def _tell_slot(self, partition_id: PartitionId) -> None:
+        """Have the slot know the next structure of the control file as ours (rule 6)."""
+        if partition_id in self.failed:
+            self._open_log(partition_id)  # It may open now; else that is told.
+        self._close_log(partition_id)
+        if not self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
+            return  # It was never held; its slot is made with the sequence that there is then.
+        slots = self._open_slots(partition_id)
+        try:
+            if slots.fell_back:
+                raise ReplicaSuspect(
+                    f"partition {partition_id}: expected two control slots, found one; what it "
+                    "may have promised is found out when it is opened"
+                )
+            sequence = self._control.info(partition_id).sequence + 1
+            slots.write(replace(slots.slot, original_sequence=sequence))
+        finally:
+            slots.close()
+
+    def _promise(self, partition_id: PartitionId) -> tuple[SessionId, bytes]:
+        """Return what a replica has promised, as far as its files tell (recovery.py, rule 5)."""
+        seen = self._control.info(partition_id).session_id
+        log = self.logs.get(partition_id)
+        if log is not None:
+            return log.promised, log.slot.nonce
+        slot, fell_back = Slot(partition_id), True
+        if self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
+            with suppress(BadFormat):
+                slots = self._open_slots(partition_id)
+                slot, fell_back = slots.slot, slots.fell_back
+                slots.close()
+        if fell_back:
+            return SessionId(max(slot.promised, seen) + 1), NOBODYS_NONCE
+        return (slot.promised, slot.nonce) if slot.promised >= seen else (seen, NO_NONCE)
+
+    def _wipe(self, intent: Wipe) -> None:
+        log = self.logs.pop(intent.partition_id, None)
+        if log is not None:
+            log.abandon()
+        directory = self._directory_of(intent.partition_id)
+        removal.wipe(self._disk, directory, self._control, intent)
+
+    def _finish_removal(self, partition_id: PartitionId) -> None:
+        """Carry out what was begun; directories of no partition of ours are let be."""
+        if not 0 <= partition_id < self.partition_count:
+            return
+        directory = self._directory_of(partition_id)
+        removal.finish(self._disk, directory, self._control, partition_id)
+
+    def _finish_removals(self) -> None:
+        names = [name for name in self._disk.list(self.directory) if name.isdecimal()]
+        for partition_id in map(PartitionId, sorted(map(int, names))):
+            try:
+                self._finish_removal(partition_id)
+            except WaltzError as error:
+                self.failed[partition_id] = error
 
     # ---- counters
 

@@ -7,6 +7,7 @@ golden bytes in `tests/golden/disk/`.
     waltz-storage.ctl   the original's: cluster, partitions, session and water marks  (5.1)
     waltz-x.id          ours: which storage this is
     <p>/waltz-x.ctl     ours: promise, marks, marker, damage of partition p, in two slots
+    <p>/waltz-x.wipe    ours: the files of partition p are being deleted, and what stays
     <p>/<first>.seg     the original's: records  (5.2)
     <p>/<first>.idx     the original's: where each record starts  (5.3)
     <p>/<first>.chn     ours: one entry for each batch that ends in the segment
@@ -70,7 +71,8 @@ def _whole(data: Bytes, size: int, what: str) -> None:
         raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
 
 
-def _version(found: int, what: str) -> None:
+def check_version(found: int, what: str) -> None:
+    """Raise BadFormat for another version than ours."""
     if found != VERSION:
         raise BadFormat(f"{what}: expected version {VERSION}, found {found}")
 
@@ -108,7 +110,7 @@ class ControlHeader(NamedTuple):
         """Read 128 bytes (rule 2)."""
         _whole(data, CONTROL_HEADER_BYTES, "control file header")
         version, created_ms, key, count, reserved = _CONTROL_HEADER.unpack_from(data)
-        _version(version, "control file header")
+        check_version(version, "control file header")
         _zero(reserved, "control file header")
         if not 0 <= count <= PARTITIONS_MAX:
             raise BadFormat(
@@ -208,7 +210,7 @@ class SegmentHeader(NamedTuple):
         """Read 128 bytes (rule 2)."""
         _whole(data, SEGMENT_HEADER_BYTES, "segment header")
         version, created_ms, key, partition, first, reserved = _SEGMENT_HEADER.unpack_from(data)
-        _version(version, "segment header")
+        check_version(version, "segment header")
         _zero(reserved, "segment header")
         if first < 0:
             raise BadFormat(f"segment header: expected a first id of at least 0, found {first}")
@@ -279,7 +281,7 @@ class LineageHeader(NamedTuple):
         """Read 64 bytes (rule 2)."""
         body = checked_body(data, LINEAGE_HEADER_BYTES, "lineage header")
         version, created_ms, key, partition, first, chain = _LINEAGE_HEADER.unpack(body)
-        _version(version, "lineage header")
+        check_version(version, "lineage header")
         _zero(body[-4:], "lineage header")
         if first < 0:
             raise BadFormat(f"lineage header: expected a first id of at least 0, found {first}")
@@ -350,7 +352,7 @@ def decode_storage_id(data: Bytes) -> bytes:
     """Read 24 bytes (rule 2)."""
     body = checked_body(data, STORAGE_ID_BYTES, "storage id")
     version, storage_id = _STORAGE_ID.unpack(body)
-    _version(version, "storage id")
+    check_version(version, "storage id")
     return bytes(storage_id)
 
 
@@ -481,7 +483,7 @@ class Slot:
         fields = _SLOT.unpack_from(body)
         version, flags, partition, damaged_count, sequence, original = fields[:6]
         promised, nonce, last_session, low_water_mark = fields[6:10]
-        _version(version, "control slot")
+        check_version(version, "control slot")
         if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _CUT:
             raise BadFormat(
                 f"control slot: impossible damaged count {damaged_count} or flags {flags:x}"

@@ -13,7 +13,7 @@ Rules:
     1. Only PREPARE raises a partition's session. Whatever names another session is refused with
        the promised one.
     2. What changes a partition, or reads it for the owner, comes on the connection that has
-       prepared its session with its nonce.
+       prepared its session with its nonce. Administration (`ADMINISTRATION`) may read beside it.
     3. A later session ends older ones at once: what they have queued is refused, their connections
        are closed. It counts from its arrival, not from its answer.
     4. Nothing is answered as done before the engine has made it durable (`work.py`, rule 2).
@@ -72,6 +72,7 @@ from waltz_core.wire.messages import (
 # A hostile or broken peer must not use up the numbers (correctness.md 2.4, row 37).
 SESSION_JUMP_MAX: Final = 1 << 32
 NO_STORAGE_ID: Final = bytes(16)
+ADMINISTRATION: Final = ConnectionId(0)  # no link has this number
 REFUSAL_CHARACTERS_MAX: Final = 1_000
 ROOM_AGAIN_MS: Final = 1_000
 
@@ -320,8 +321,9 @@ class StorageService:
                 self._queue(lane, lane.reads, request)
             case RangeRaw() | LineageRequest():
                 lane = self._lane(message)
-                self._check_session(lane, message)
-                _check_owner(lane, request)
+                if request.connection != ADMINISTRATION:
+                    self._check_session(lane, message)
+                    _check_owner(lane, request)
                 self._queue(lane, lane.reads, request)
             case _:
                 raise BadRequest(f"a storage takes no {type(message).__name__}")
@@ -393,7 +395,7 @@ class StorageService:
         lane = self._lanes.pop(partition_id)
         self._scrub.dropped(partition_id)
         gone = UnknownPartition(
-            f"partition {partition_id} is not assigned to this storage any more"
+            f"partition {partition_id} is not assigned to this storage any more, or offline"
         )
         self._fence(lane, gone)
         if lane.work is None:
@@ -413,7 +415,7 @@ class StorageService:
         lane = self._lanes.get(PartitionId(message.partition_id))
         if lane is None:
             raise UnknownPartition(
-                f"partition {message.partition_id} is not assigned to this storage"
+                f"partition {message.partition_id} is not assigned to this storage, or offline"
             )
         return lane
 

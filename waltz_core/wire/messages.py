@@ -1,4 +1,4 @@
-"""Every message of every surface, one table by type code.
+"""Every message of the surfaces L and S, one table by type code; A is in `admin_messages.py`.
 
 Why it stands alone: what two programs of different ages say to each other must be readable in one
 place. `codec.py` derives the bytes from the declarations here and adds nothing.
@@ -78,7 +78,7 @@ class Surface(Enum):
     HELLO = ("H", (0,), "", "")
     CLIENT = ("L", (5,), "Waltz Server", "Waltz Client")
     STORAGE = ("S", (1,), "Waltz Storage Server", "Waltz Storage Client")
-    ADMIN = ("A", (0,), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
+    ADMIN = ("A", (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
     def __init__(
         self, magic: str, versions: tuple[int, ...], listener_text: str, dialler_text: str

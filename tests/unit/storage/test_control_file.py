@@ -166,6 +166,15 @@ def test_a_crash_while_it_is_made_leaves_none_or_a_whole_one():
     pytest.fail("it was never made without a crash")
 
 
+def test_what_is_forgotten_is_as_new_but_for_flags_and_age():
+    disk = new_disk()
+    control = open_control(disk)
+    before = control.set_marks(1, 7, 41)
+    control.forget(1, 5)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert open_control(disk).info(1) == (-1, -1, -1, 5, before.sequence + 1)
+
+
 # ---- our slots
 
 

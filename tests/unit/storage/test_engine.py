@@ -152,3 +152,92 @@ def test_a_short_write_is_carried_on(tmp_path, monkeypatch):
     file.pwrite([b"0123456789", b"", b"abcdefg"], 2)
     assert file.pread(100, 2) == b"0123456789abcdefg"
     file.close()
+
+
+# ---- administration; what a crash does to it stands in tests/property
+
+
+def test_what_is_not_held_is_not_administered(tmp_path):
+    engine = open_engine(tmp_path)
+    for command in (
+        lambda partition: engine.unassign(partition, deletes_files=False),
+        lambda partition: engine.set_available(partition, is_available=False),
+        engine.mark_suspect,
+        engine.re_seed,
+    ):
+        with pytest.raises(UnknownPartition, match="partition 1 is not assigned"):
+            command(1)
+        with pytest.raises(UnknownPartition, match=r"expected a partition of 0..2, found 3"):
+            command(3)
+    with pytest.raises(UnknownPartition):
+        engine.info(-1)
+    engine.close()
+
+
+def rotten(tmp_path, *, blocks):
+    """Return an engine whose partition 1 has lost some of its control slots."""
+    engine = open_engine(tmp_path)
+    engine.assign(1).prepare(5, KEY)
+    engine.close()
+    path = tmp_path / "1" / "waltz-x.ctl"
+    content = bytearray(path.read_bytes())
+    for block in blocks:
+        content[4096 * block + 40] ^= 1
+    path.write_bytes(content)
+    return open_engine(tmp_path)
+
+
+def test_a_partition_that_cannot_be_opened_can_be_emptied_and_promises_nothing_twice(tmp_path):
+    engine = rotten(tmp_path, blocks=(0, 1))
+    with pytest.raises(BadFormat):
+        engine.log(1)
+    with pytest.raises(BadFormat):
+        engine.set_available(1, is_available=False)
+    engine.re_seed(1)
+    log = engine.assign(1)
+    assert (log.max_id, log.suspect, log.slot.nonce) == (-1, True, b"\xff" * 16)
+    assert log.promised == 0  # one above what the control file has seen
+    engine.close()
+
+
+def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_given_up(tmp_path):
+    engine = rotten(tmp_path, blocks=(0, 1))
+    with pytest.raises(BadFormat):
+        engine.unassign(1, deletes_files=False)
+    assert engine.assigned() == [1]
+    engine.unassign(1, deletes_files=True)
+    assert (engine.assigned(), engine.failed) == ([], {})
+    assert list((tmp_path / "1").iterdir()) == []
+    engine.close()
+
+
+def test_one_that_has_lost_a_slot_is_not_told_about_flags_before_that_is_settled(tmp_path):
+    engine = rotten(tmp_path, blocks=(0,))
+    assert engine.log(1).suspect
+    engine.set_available(1, is_available=False)
+    assert engine.assign(1).suspect
+    engine.close()
+
+
+def test_a_directory_that_is_no_partition_of_this_cluster_is_let_be(tmp_path):
+    engine = open_engine(tmp_path)
+    engine.close()
+    (tmp_path / "17").mkdir()
+    (tmp_path / "17" / "waltz-x.wipe").write_bytes(b"not ours")
+    engine = open_engine(tmp_path)
+    assert engine.failed == {}
+    engine.close()
+
+
+def test_one_that_opens_now_can_be_switched_whatever_was_wrong_before(tmp_path):
+    engine = rotten(tmp_path, blocks=(0, 1))
+    assert 1 in engine.failed
+    path = tmp_path / "1" / "waltz-x.ctl"
+    content = bytearray(path.read_bytes())
+    for block in (0, 1):
+        content[4096 * block + 40] ^= 1
+    path.write_bytes(content)  # an operator has brought it back
+    engine.set_available(1, is_available=False)
+    assert not engine.is_available(1)
+    assert engine.assign(1).promised == 5
+    engine.close()

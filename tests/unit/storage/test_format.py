@@ -29,6 +29,7 @@ from waltz_core.storage.format import (
     with_damage,
     without_damage,
 )
+from waltz_core.storage.removal import Wipe
 
 KEY = bytes(range(16))
 ENTRY = LineageEntry(3, 9, 7, 11, KEY)
@@ -51,8 +52,9 @@ STRUCTURES = {
     ),
     "id": (disk_format.encode_storage_id(KEY), disk_format.decode_storage_id),
     "slot": (SLOT.encode(), Slot.decode),
+    "wipe": (Wipe(2, True, 7, KEY).encode(), Wipe.decode),
 }
-CHECKED = ("info", "lineage", "entry", "id", "slot")
+CHECKED = ("info", "lineage", "entry", "id", "slot", "wipe")
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

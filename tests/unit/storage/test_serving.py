@@ -2,7 +2,7 @@
 
 import pytest
 
-from waltz_core.storage.daemon import OPEN_AGAIN_S_MAX, OPEN_AGAIN_S_MIN, look_again_s
+from waltz_core.storage.serving import OPEN_AGAIN_S_MAX, OPEN_AGAIN_S_MIN, look_again_s
 
 
 def after(*, served, wanted, lying_here):

@@ -1,0 +1,372 @@
+"""The administration of a real storage daemon, by tools of the original and by ours."""
+
+import asyncio
+import json
+import struct
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integration.run_storage import KEY, PARTITION_COUNT
+from tests.integration.test_storage_daemon import (
+    config_for,
+    free_port,
+    new_cluster,
+    on_loop,
+    running,
+    serving,
+    session,
+)
+from waltz_core import errors
+from waltz_core.client.storage_admin import administered, copy_partition
+from waltz_core.cluster import model
+from waltz_core.cluster.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper import connected
+from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, SessionId
+from waltz_core.storage.daemon import StaticCluster
+from waltz_core.wire import codec
+from waltz_core.wire.admin_messages import (
+    AdminMessage,
+    CheckCluster,
+    Done,
+    Failure,
+    HeldRequest,
+    HeldResponse,
+    MarkSuspect,
+    MetricsRequest,
+    MetricsResponse,
+    RecordListRequest,
+    RecordListResponse,
+    RemovePartition,
+    ReplicaRequest,
+    ReplicaResponse,
+    ReSeed,
+    SessionInfoRequest,
+    SessionInfoResponse,
+    SetAssigned,
+    SetAvailable,
+    StorageRequest,
+    StorageResponse,
+)
+from waltz_core.wire.messages import Appended, Hello, Nack, Prepare, Prepared, Surface
+
+WIRE = Path(__file__).parents[1] / "golden" / "wire"
+CAPTURED = {
+    (each["name"], each["decoded"]["seqNum"]): bytes.fromhex(each["frame_hex"])
+    for each in json.loads((WIRE / "storage_admin_v0.json").read_text(encoding="utf-8"))
+}
+
+
+class OriginalTool:
+    """What the original's tools send and read, over a socket, with no code of ours between."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    async def frame(self):
+        header = await self.reader.readexactly(7)
+        return header + await self.reader.readexactly(struct.unpack(">i", header[3:])[0])
+
+    async def exchange(self, frame):
+        self.writer.write(frame)
+        return await self.frame()
+
+    async def ask(self, message):
+        answer = await self.exchange(b"".join(codec.encode(message, 0)))
+        assert answer[:3] == b"A\0\0"
+        found = codec.decode(Surface.ADMIN, 0, memoryview(answer)[7:])
+        assert isinstance(found, AdminMessage)
+        assert found.sequence == message.sequence
+        return found
+
+
+@asynccontextmanager
+async def original_tool(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    tool = OriginalTool(reader, writer)
+    hello = await tool.exchange(codec.encode_hello(Hello((0,), "Waltz Storage Admin Client")))
+    assert hello[:3] == b"H\0\0"
+    try:
+        yield tool
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@asynccontextmanager
+async def storage(directory, *, partitions=(0, 2), **options):
+    """Give the data address and the admin port of a daemon in this loop."""
+    port = free_port()
+    cluster = StaticCluster(KEY, PARTITION_COUNT, tuple(map(PartitionId, partitions)))
+    async with serving(config_for(directory, admin_port=port, **options), cluster) as address:
+        yield address, port
+
+
+def admin_of(port):
+    return administered(f"127.0.0.1:{port}")
+
+
+async def fill(owner, batches=3):
+    await owner.prepare()
+    await owner.engage()
+    for _ in range(batches):
+        assert isinstance(await owner.ask(owner.owner.append(10)), Appended)
+
+
+async def until_served(address, session_id, partition_id=0):
+    """Return what a session is told, as soon as the partition is served (again)."""
+    while True:
+        async with session(address, session_id, partition_id) as owner:
+            make = owner.owner.make
+            answer = await owner.ask(
+                make(Prepare, owner.owner.nonce, bytes(16), KEY.bytes, PARTITION_COUNT)
+            )
+            if isinstance(answer, Prepared):
+                return answer
+            assert isinstance(answer, Nack)
+            assert answer.error_code == errors.UnknownPartition.code
+        await asyncio.sleep(0.01)
+
+
+async def replica(admin, partition):
+    return await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+
+
+# ---------------------------------------------------------------------------------------------
+# version 0
+
+
+def test_a_tool_of_the_original_is_answered_byte_for_byte(tmp_path):
+    async def main():
+        async with storage(tmp_path, partitions=()) as (_, port), original_tool(port) as tool:
+            opened = await tool.exchange(CAPTURED["OPEN_REQUEST", -1])
+            assert opened == CAPTURED["SUCCESS_RESPONSE", -1]
+            held = await tool.exchange(CAPTURED["ASSIGNED_PARTITION_STATUS_REQUEST", 0])
+            assert held == CAPTURED["ASSIGNED_PARTITION_STATUS_RESPONSE", 0]
+            assert await tool.exchange(CAPTURED["PARTITION_ASSIGNMENT_REQUEST", 1]) == done(1)
+            assert await tool.exchange(CAPTURED["PARTITION_AVAILABLE_REQUEST", 2]) == done(2)
+            found = await tool.ask(HeldRequest(3))
+            assert found == HeldResponse(3, ((0, True), (1, True), (2, True), (3, False)))
+            assert await tool.exchange(CAPTURED["PARTITION_ASSIGNMENT_REQUEST", 5]) == done(5)
+            found = await tool.ask(HeldRequest(6))
+            assert found == HeldResponse(6, ((0, True), (1, True), (2, True)))
+            assert list((tmp_path / "3").iterdir()) == []
+            marks = await tool.ask(SessionInfoRequest(7, 2))
+            assert marks == SessionInfoResponse(7, 2, -1, -1, -1)
+            refused = await tool.ask(CheckCluster(-1, bytes(16), PARTITION_COUNT))
+            assert isinstance(refused, Failure)
+            assert "ClusterKeyMismatch" in refused.text
+            refused = await tool.ask(SetAssigned(8, (3,), False, True))
+            assert isinstance(refused, Failure)
+            assert "held here" in refused.text
+
+    def done(sequence):
+        return bytes.fromhex("41000000000009 01") + struct.pack(">q", sequence)
+
+    on_loop(main())
+
+
+def test_what_a_tool_of_the_original_reads(tmp_path):
+    async def main():
+        async with storage(tmp_path) as (address, port), session(address, 5) as owner:
+            await fill(owner)
+            async with original_tool(port) as tool:
+                read = await tool.ask(RecordListRequest(1, 0, 25, 20))
+                assert isinstance(read, RecordListResponse)
+                assert [one.transaction_id for one in read.records] == [25, 26, 27, 28, 29]
+                assert {one.data for one in read.records} == {b"data"}
+                metrics = await tool.ask(MetricsRequest(2))
+                assert isinstance(metrics, MetricsResponse)
+                gauges = json.loads(bytes(metrics.json))["gauges"]
+                ids = gauges["waltz-storage.waltz-storage-partition-ids"]["value"]
+                assert ids == [0, 2]
+                assert gauges["waltz-storage.partition-0.session-id"]["value"] == 5
+                assert gauges["waltz-storage.partition-0.flags"]["value"] == 5
+            # Whoever owns the partition has not noticed any of it.
+            assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
+
+    on_loop(main())
+
+
+def test_the_port_takes_no_other_surface_and_the_others_take_no_administration(tmp_path):
+    async def main():
+        async with storage(tmp_path) as (address, port):
+            with pytest.raises(errors.WaltzError):
+                async with session(f"127.0.0.1:{port}", 5) as owner:
+                    await owner.prepare()
+            with pytest.raises(errors.WaltzError):
+                async with administered(address) as admin:
+                    await admin.ask(StorageResponse, StorageRequest)
+            async with admin_of(port) as admin:
+                told = await admin.ask(StorageResponse, StorageRequest)
+                assert (told.address, told.held) == (address, (0, 2))
+
+    on_loop(main())
+
+
+# ---------------------------------------------------------------------------------------------
+# version 1
+
+
+def test_a_partition_that_is_offline_is_not_served_and_goes_on_when_it_is_back(tmp_path):
+    async def main():
+        async with storage(tmp_path) as (address, port), admin_of(port) as admin:
+            async with session(address, 5) as owner, session(address, 5, 2) as other:
+                await fill(owner)
+                await fill(other)
+                await admin.ask(Done, SetAvailable, (0,), False)
+                await owner.link.wait_closed()  # its session has ended here
+                assert isinstance(await other.ask(other.owner.append(1)), Appended)
+            async with session(address, 6) as owner:
+                refused = await owner.ask(
+                    owner.owner.make(Prepare, bytes(16), bytes(16), KEY.bytes, 4)
+                )
+                assert "or offline" in refused.message
+            found = await replica(admin, 0)
+            assert (found.is_available, found.is_served, found.synced_max) == (False, False, 29)
+            read = await admin.ask(RecordListResponse, RecordListRequest, 0, 28, 9)
+            assert len(read.records) == 2
+        async with storage(tmp_path) as (address, port), admin_of(port) as admin:
+            assert not (await replica(admin, 0)).is_served  # a restart does not forget it
+            await admin.ask(Done, SetAvailable, (0,), True)
+            prepared = await until_served(address, 6)
+            assert (prepared.synced_max, prepared.last_session, prepared.suspect) == (29, 5, False)
+
+    on_loop(main())
+
+
+def test_a_doubted_replica_says_so_to_the_next_session(tmp_path):
+    async def main():
+        async with storage(tmp_path) as (address, port), admin_of(port) as admin:
+            async with session(address, 5) as owner:
+                await fill(owner)
+                with pytest.raises(errors.BadRequest, match="alone engaged in session 5"):
+                    await admin.ask(Done, MarkSuspect, 0, False)
+                await admin.ask(Done, MarkSuspect, 0, True)
+                await owner.link.wait_closed()
+            prepared = await until_served(address, 6)
+            assert (prepared.suspect, prepared.synced_max) == (True, 29)
+
+    on_loop(main())
+
+
+def test_a_log_is_thrown_away_on_purpose_only_and_that_survives_a_kill(tmp_path):
+    async def throw_away(address, port):
+        async with session(address, 5) as owner, admin_of(port) as admin:
+            await fill(owner)
+            with pytest.raises(errors.BadRequest, match="found it engaged in session 5"):
+                await admin.ask(Done, ReSeed, 0, False)
+            assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
+            await admin.ask(Done, ReSeed, 0, True)
+
+    async def look(address):
+        async with session(address, 4) as late:
+            old = await late.ask(late.owner.make(Prepare, bytes(16), bytes(16), KEY.bytes, 4))
+            assert old.error_code == errors.SessionFenced.code  # its promise it has kept
+        prepared = await until_served(address, 6)
+        assert (prepared.synced_max, prepared.last_session) == (BEFORE_FIRST, -1)
+        assert prepared.suspect
+
+    port = free_port()
+    with running(tmp_path, str(KEY), str(port)) as process:
+        on_loop(throw_away(process.address, port))
+        process.end()
+    with running(tmp_path) as process:
+        on_loop(look(process.address))
+
+
+def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
+    async def main():
+        async with (
+            storage(tmp_path / "a") as (address, port),
+            storage(tmp_path / "b") as (other_address, other_port),
+            admin_of(port) as source,
+            admin_of(other_port) as target,
+        ):
+            async with session(address, 5) as owner:
+                await fill(owner)
+            async with session(address, 6) as owner:
+                await fill(owner)  # the mark is 29 now, and 59 the last id
+                with pytest.raises(errors.BadRequest, match="expected it to be offline"):
+                    await copy_partition(source, target, 0, 0)
+                await target.ask(Done, SetAvailable, (0,), False)
+                assert await copy_partition(source, target, 0, 0, bytes_max=500) == 29
+                assert await copy_partition(source, target, 0, 30) == 29
+                chains = [(await replica(each, 0)).chain for each in (source, target)]
+                assert chains[0] != chains[1]
+            await target.ask(Done, SetAvailable, (0,), True)
+            prepared = await until_served(other_address, 7)
+            # It has the records, and can vouch for nothing that it could not vouch for before.
+            assert (prepared.synced_max, prepared.last_session) == (29, -1)
+
+    on_loop(main())
+
+
+def test_a_copy_that_does_not_go_on_from_the_log_is_refused(tmp_path):
+    async def main():
+        async with (
+            storage(tmp_path / "a") as (address, port),
+            storage(tmp_path / "b") as (other_address, other_port),
+            admin_of(port) as source,
+            admin_of(other_port) as target,
+        ):
+            for where, count in ((address, 3), (other_address, 1)):
+                for number in (5 + count, 10 + count):  # another history on each
+                    async with session(where, number) as owner:
+                        await fill(owner, count)
+            await target.ask(Done, SetAvailable, (0,), False)
+            before = await replica(target, 0)
+            with pytest.raises(errors.BadRequest):
+                await copy_partition(source, target, 0, before.synced_max + 1)
+            assert (await replica(target, 0)).chain == before.chain
+
+    on_loop(main())
+
+
+# ---------------------------------------------------------------------------------------------
+# with ZooKeeper
+
+
+def test_a_partition_goes_only_after_zookeeper_and_the_last_session_have_let_go_of_it(
+    tmp_path, zookeeper
+):
+    connect = f"{zookeeper}/storage-admin"
+    port, admin_port = free_port(), free_port()
+    address, other = ReplicaId(f"127.0.0.1:{port}"), ReplicaId("127.0.0.1:1")
+    config = config_for(tmp_path, connect=connect, port=port, admin_port=admin_port)
+
+    async def assign(coordinator, *replicas):
+        held = dict.fromkeys(replicas, (PartitionId(0),))
+        await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(held))
+
+    async def write_states(coordinator, *replicas):
+        view = await coordinator.read_partition(PartitionId(0))
+        states = dict.fromkeys(replicas, model.ReplicaState(SessionId(5), model.UNRESOLVED))
+        metadata = model.PartitionMetadata(Generation(0), SessionId(5), states)
+        marker = model.PartitionMarker(model.MarkerState.OPEN, SessionId(5), bytes(16))
+        await coordinator.write_partition(PartitionId(0), metadata, marker, view.versions)
+
+    async def main():
+        async with connected(connect) as coordinator:
+            await coordinator.create_cluster(new_cluster(address))
+            async with serving(config, None), admin_of(admin_port) as admin:
+                await until_served(address, 5)
+                await assign(coordinator, address, other)
+                await write_states(coordinator, address, other)
+                with pytest.raises(errors.BadRequest, match="found it assigned"):
+                    await admin.ask(Done, RemovePartition, 0, True, True)
+                await assign(coordinator, other)
+                with pytest.raises(errors.BadRequest, match="less than the quorum of 2"):
+                    await admin.ask(Done, RemovePartition, 0, True, False)
+                assert (await replica(admin, 0)).is_held
+                await write_states(coordinator, other)
+                await admin.ask(Done, RemovePartition, 0, True, False)
+                assert list((tmp_path / "0").iterdir()) == []
+                found = await replica(admin, 0)
+                assert (found.is_held, found.is_served) == (False, False)
+                await assign(coordinator, address, other)
+                prepared = await until_served(address, 6)
+                assert (prepared.synced_max, prepared.last_session) == (BEFORE_FIRST, -1)
+
+    on_loop(main())

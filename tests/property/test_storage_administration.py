@@ -1,0 +1,288 @@
+"""What administration changes in a storage directory, cut at every step of the disk.
+
+After any cut the directory opens, and it is as if the command had been carried out or never given:
+no log is ever half there, and one that was thrown away says that it has lost something. A command
+that was answered stays done.
+"""
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.property.storage_model import batches
+from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.format import Mark
+from waltz_core.storage.partition_log import LogSettings
+
+ROOT = Path("/storage")
+SETTINGS = LogSettings(bytes(range(16)), 900, lambda: 7)
+OTHER, MINE = 0, 1
+SESSION, NONCE = 5, b"a nonce of owner"
+LAST = 15  # of the log that is there at first, over several segments
+
+
+def open_engine(disk):
+    return Engine.open(disk, ROOT, SETTINGS, partition_count=3, new_storage_id=bytes(16))
+
+
+def fill(log, rng):
+    log.prepare(SESSION, NONCE)
+    log.set_low_water_mark(SESSION, BEFORE_FIRST, GENESIS_CHAIN)
+    log.engage(SESSION, BEFORE_FIRST)
+    append(log, [8, 8], rng)
+    # What an owner leaves that dies between its second compare-and-set and ENGAGE.
+    log.prepare(SESSION + 1, NONCE)
+    log.set_low_water_mark(SESSION + 1, log.max_id, log.chain)
+
+
+def append(log, counts, rng):
+    for count in counts:
+        records, entries = batches(log.max_id + 1, [count], log.promised, log.chain, rng)
+        lengths = np.array([len(one) for one in records], dtype=np.int64)
+        log.append(log.promised, log.max_id + 1, lengths, b"".join(records), log.chain, entries)
+        log.sync()
+
+
+def filled():
+    """Return a platter with two partitions that hold the same, and the chain of both."""
+    disk = SimDisk(is_traced=False)
+    engine = open_engine(disk)
+    for partition in (OTHER, MINE):
+        fill(engine.assign(partition), Random(3))
+    chain = engine.log(MINE).chain
+    engine.close()
+    return disk.contents(), chain
+
+
+CONTENTS, CHAIN = filled()
+
+
+class Directory:
+    """A storage directory with two partitions, open."""
+
+    def __init__(self):
+        self.disk = SimDisk(is_traced=False)
+        self.disk.become(CONTENTS)
+        self.engine = open_engine(self.disk)
+
+    def reopen(self, survival, rng):
+        self.disk.power_loss(survival, rng)
+        self.engine = open_engine(self.disk)
+        assert not self.engine.failed
+        self.check_whole(OTHER)
+
+    def is_held(self):
+        return MINE in self.engine.assigned()
+
+    def log(self):
+        return self.engine.assign(MINE)
+
+    def check_whole(self, partition, *, suspect=False):
+        """The log is all there, with its promise and a mark that nobody has confirmed."""
+        log = self.engine.log(partition)
+        assert (log.max_id, log.chain, log.damaged) == (LAST, CHAIN, ())
+        assert (log.promised, log.slot.nonce) == (SESSION + 1, NONCE)
+        assert log.slot.provisional == Mark(SESSION + 1, LAST)
+        assert (log.last_session, log.confirmed_low_water_mark) == (SESSION + 1, BEFORE_FIRST)
+        assert log.suspect == suspect
+        assert log.read_range(0, LAST, 1 << 20, whole_batches=False).lengths.size == LAST + 1
+
+    def check_anew(self):
+        """The log is empty, says that it has lost something, and keeps its promise."""
+        log = self.log()
+        assert (log.max_id, log.chain, log.suspect) == (BEFORE_FIRST, GENESIS_CHAIN, True)
+        assert (log.promised, log.slot.nonce) == (SESSION + 1, NONCE)
+        assert (log.last_session, log.low_water_mark) == (NO_SESSION, BEFORE_FIRST)
+
+    def files(self):
+        return [path.name for path in self.disk.files() if path.parent == ROOT / str(MINE)]
+
+
+# Each command, and what has to hold when it was carried out, and when it was not.
+
+
+def removed(directory):
+    assert not directory.is_held()
+    assert directory.files() == []
+
+
+def given_up(directory):
+    assert not directory.is_held()
+    directory.log()  # whoever gets it back finds it as it was
+    directory.check_whole(MINE)
+
+
+def emptied(directory):
+    assert directory.is_held()
+    directory.check_anew()
+
+
+def doubted(directory):
+    assert directory.is_held()
+    directory.log()
+    directory.check_whole(MINE, suspect=True)
+
+
+def offline(directory):
+    assert directory.is_held()
+    assert not directory.engine.is_available(MINE)
+    directory.log()
+    directory.check_whole(MINE)
+
+
+def untouched(directory):
+    assert directory.is_held()
+    assert directory.engine.is_available(MINE)
+    directory.log()
+    directory.check_whole(MINE)
+
+
+COMMANDS = {
+    "remove": (lambda engine: engine.unassign(MINE, deletes_files=True), removed),
+    "give up": (lambda engine: engine.unassign(MINE, deletes_files=False), given_up),
+    "re-seed": (lambda engine: engine.re_seed(MINE), emptied),
+    "mark suspect": (lambda engine: engine.mark_suspect(MINE), doubted),
+    "offline": (lambda engine: engine.set_available(MINE, is_available=False), offline),
+}
+
+
+def is_done(directory, name):
+    """Tell it by the one thing that only the command changes; the rest is asserted."""
+    match name:
+        case "remove" | "give up":
+            return not directory.is_held()
+        case "offline":
+            return not directory.engine.is_available(MINE)
+        case _:
+            return directory.log().suspect
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("survival", Survival)
+def test_a_command_that_is_cut_is_carried_out_or_was_never_given(name, survival):
+    command, done = COMMANDS[name]
+    outcomes = set()
+    step = 0
+    while True:
+        step += 1
+        directory = Directory()
+        directory.disk.plan(directory.disk.step_count + step, Fault.POWER_LOSS)
+        try:
+            command(directory.engine)
+        except PowerLoss:
+            directory.reopen(survival, Random(step))
+        else:
+            break
+        is_carried_out = is_done(directory, name)
+        outcomes.add(is_carried_out)
+        (done if is_carried_out else untouched)(directory)
+        assert directory.log().prepare(SESSION + 2, bytes(16)).synced_max in {LAST, BEFORE_FIRST}
+    directory.reopen(Survival.NOTHING, Random(step))
+    done(directory)
+    is_long = name in {"remove", "re-seed"}
+    assert step > (20 if is_long else 4), "the command ends before the disk has done anything"
+    assert outcomes == {False, True} or not is_long
+
+
+@pytest.mark.parametrize("name", ["remove", "re-seed"])
+@pytest.mark.parametrize("survival", Survival)
+def test_a_start_that_finishes_a_removal_may_be_cut_too(name, survival):
+    command, done = COMMANDS[name]
+    for step in range(1, 60, 4):
+        for again in range(1, 60, 2):
+            directory = Directory()
+            directory.disk.plan(directory.disk.step_count + step, Fault.POWER_LOSS)
+            try:
+                command(directory.engine)
+            except PowerLoss:
+                directory.disk.power_loss(survival, Random(step))
+            else:
+                assert step > 20
+                return
+            directory.disk.plan(directory.disk.step_count + again, Fault.POWER_LOSS)
+            try:
+                directory.engine = open_engine(directory.disk)
+            except PowerLoss:
+                directory.reopen(survival, Random(again))
+            else:
+                directory.disk.forget_plans()
+                break
+            (done if is_done(directory, name) else untouched)(directory)
+    pytest.fail("the command was never carried out whole")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+def test_a_command_that_the_disk_refuses_at_any_step_can_be_given_again(name, fault):
+    command, done = COMMANDS[name]
+    step = 0
+    while True:
+        step += 1
+        directory = Directory()
+        directory.disk.plan(directory.disk.step_count + step, fault)
+        try:
+            command(directory.engine)
+        except (DiskFailed, NoSpace):
+            pass
+        else:
+            break
+        directory.disk.forget_plans()
+        directory.engine.abandon()
+        directory.engine = open_engine(directory.disk)
+        assert not directory.engine.failed
+        if not is_done(directory, name):
+            untouched(directory)
+            command(directory.engine)
+        done(directory)
+    assert step > 2
+
+
+def test_a_partition_that_was_removed_can_be_held_again_and_begins_empty():
+    directory = Directory()
+    directory.engine.unassign(MINE, deletes_files=True)
+    with pytest.raises(UnknownPartition):
+        directory.engine.log(MINE)
+    with pytest.raises(UnknownPartition, match="not assigned"):
+        directory.engine.unassign(MINE, deletes_files=True)
+    log = directory.engine.assign(MINE)
+    assert (log.max_id, log.promised, log.suspect) == (BEFORE_FIRST, NO_SESSION, False)
+    append_after_session(log)
+    directory.reopen(Survival.NOTHING, Random(1))
+    assert directory.engine.log(MINE).max_id == 2
+
+
+def test_a_log_that_was_thrown_away_is_believed_again_only_after_a_mark_at_its_end():
+    directory = Directory()
+    directory.engine.re_seed(MINE)
+    log = directory.engine.assign(MINE)
+    log.prepare(SESSION + 2, NONCE)
+    append(log, [3], Random(1))
+    assert log.suspect
+    directory.reopen(Survival.NOTHING, Random(1))
+    log = directory.engine.log(MINE)
+    assert log.suspect
+    log.set_low_water_mark(SESSION + 2, log.max_id, log.chain)
+    assert not log.suspect
+
+
+def append_after_session(log):
+    log.prepare(SESSION + 2, NONCE)
+    log.set_low_water_mark(SESSION + 2, log.max_id, log.chain)
+    log.engage(SESSION + 2, log.max_id)
+    append(log, [3], Random(1))
+
+
+def test_offline_and_online_again_leave_a_log_that_goes_on():
+    directory = Directory()
+    for is_available in (False, True, True):
+        directory.engine.set_available(MINE, is_available=is_available)
+        assert directory.engine.is_available(MINE) == is_available
+        directory.reopen(Survival.NOTHING, Random(1))
+        assert directory.engine.is_available(MINE) == is_available
+    untouched(directory)
+    append_after_session(directory.log())

@@ -1,0 +1,143 @@
+"""An operator who takes replicas offline, doubts, empties and removes them, among other faults.
+
+Whatever a storage agrees to, nothing that was acknowledged is lost: the checkers of the simulator
+look on, and at the end all replicas are whole. `WALTZ_ADMIN_SEEDS` adds more seeds.
+"""
+
+import os
+from random import Random
+
+import pytest
+
+from waltz_core.record import SessionId
+from waltz_core.sim import faults
+from waltz_core.sim.administration import Operator
+from waltz_core.sim.cluster import MS, SimCluster
+from waltz_core.sim.history import Violation
+from waltz_core.sim.schedule import schedule_of
+from waltz_core.sim.zookeeper_faults import change_replicas
+from waltz_core.storage.errands import Standing
+from waltz_core.wire.admin_messages import (
+    Done,
+    MarkSuspect,
+    Refused,
+    RemovePartition,
+    ReSeed,
+    SetAvailable,
+)
+
+pytestmark = pytest.mark.sim
+SEEDS = 30 + int(os.environ.get("WALTZ_ADMIN_SEEDS", "0"))
+PAUSE_MS = (50, 600)
+
+
+class Hands:
+    """What the operator does, again and again, until it is told to stop."""
+
+    def __init__(self, cluster, rng):
+        self.cluster = cluster
+        self.rng = rng
+        self.told = []
+        self.is_over = False
+        self.again()
+
+    def again(self):
+        self.cluster.world.after(self.rng.randrange(*PAUSE_MS) * MS, self.act)
+
+    def act(self):
+        if self.is_over:
+            return
+        if self.rng.random() < 0.15:
+            change_replicas(self.cluster, self.rng)  # so that there is something to be removed
+        storages = list(self.cluster.storages.values())
+        idle = [each for each in storages if each.replica not in self.cluster.replicas]
+        storage = self.rng.choice(storages + 2 * idle)
+        if storage.is_up and storage.service is not None and storage._aside is None:
+            self.ask(storage, self.command())
+        self.again()
+
+    def command(self):
+        return self.rng.choice(
+            (
+                SetAvailable(1, (0,), False),
+                SetAvailable(1, (0,), True),
+                SetAvailable(1, (0,), True),
+                MarkSuspect(1, 0, False),
+                ReSeed(1, 0, False),
+                ReSeed(1, 0, False),
+                RemovePartition(1, 0, self.rng.random() < 0.7, False),
+            )
+        )
+
+    def ask(self, storage, command):
+        def told(answer):
+            self.told.append((command, answer))
+
+        if not isinstance(command, MarkSuspect) or self.cluster.budget.allows(storage):
+            # To doubt a replica while others have lost something leaves nobody to be believed.
+            Operator(self.cluster, storage, told).ask(command)
+
+    def put_back(self):
+        """Have everything online again: nobody heals what an operator has switched off."""
+        self.is_over = True
+        for storage in self.cluster.storages.values():
+            if storage.engine is None:
+                continue
+            if not storage.engine.is_available(0) and storage._aside is None:
+                self.ask(storage, SetAvailable(1, (0,), True))
+
+
+def run(seed):
+    schedule = schedule_of(seed, faults.WEIGHTS)
+    cluster = SimCluster(schedule)
+    faults.plan(cluster, schedule)
+    cluster.start_clients()
+    hands = Hands(cluster, Random(seed))
+    setup = schedule.setup
+    cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
+    cluster.heal()
+    hands.is_over = True
+    for _ in range(100):  # some are down, and are started again
+        hands.put_back()
+        cluster.world.run(100 * MS)
+        up = [each.engine for each in cluster.storages.values()]
+        if all(engine is not None and engine.is_available(0) for engine in up):
+            break
+    cluster.run_healed()
+    return hands
+
+
+def kinds(hands, answer):
+    return {type(command) for command, given in hands.told if isinstance(given, answer)}
+
+
+@pytest.mark.timeout(60 + 4 * SEEDS)
+def test_what_a_storage_agrees_to_loses_nothing():
+    done, refused, answers = set(), set(), 0
+    for seed in range(SEEDS):
+        try:
+            hands = run(seed)
+        except Violation as violation:
+            pytest.fail(f"seed {seed}: {violation}")
+        done |= kinds(hands, Done)
+        refused |= kinds(hands, Refused)
+        answers += len(hands.told)
+    assert done == {SetAvailable, MarkSuspect, ReSeed, RemovePartition}
+    assert refused >= {ReSeed, RemovePartition}
+    assert answers > 2 * SEEDS
+
+
+@pytest.mark.timeout(60 + 4 * SEEDS)
+def test_without_asking_zookeeper_something_is_lost(monkeypatch):
+    """The tests of the test: an operator whose every wish is granted empties too much."""
+
+    def nobody_counts(self):
+        return Standing(False, False, SessionId(0), (), 3)
+
+    monkeypatch.setattr(Operator, "_standing", nobody_counts)
+    for seed in range(SEEDS):
+        try:
+            run(seed)
+        except Violation:
+            return
+    pytest.fail("an operator who may do everything has done no harm")

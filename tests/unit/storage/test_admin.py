@@ -1,0 +1,355 @@
+"""What a storage answers its administration, errand by errand; who carries them out is the test."""
+
+import json
+import zlib
+
+import pytest
+
+from tests.storage_owner import records_of
+from waltz_core import errors
+from waltz_core.errors import CoordinatorUnavailable, DiskFailed, from_code
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import GENESIS_CHAIN, LineageEntry, ReqId
+from waltz_core.storage.admin import (
+    WAITING_MAX,
+    AdminRequest,
+    AdminService,
+    Outcome,
+    Run,
+    Tell,
+    gauges_json,
+)
+from waltz_core.storage.errands import (
+    Doubt,
+    Empty,
+    FindHeld,
+    FindStanding,
+    GiveUp,
+    Held,
+    Hold,
+    LogFacts,
+    LookAt,
+    PutCopy,
+    ReadRange,
+    ReplicaFacts,
+    Standing,
+    Switch,
+)
+from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRange, PartitionInfo
+from waltz_core.storage.service import Identity
+from waltz_core.wire import admin_messages as wire
+from waltz_core.wire.messages import RangeBytes, RangeForm
+
+KEY = b"the cluster key."
+INFO = PartitionInfo(6, 40, 39, FLAG_ASSIGNED | FLAG_AVAILABLE, 9)
+LOG = LogFacts(
+    is_suspect=False,
+    promised=7,
+    last_session=6,
+    low_water_mark=40,
+    synced_max=52,
+    chain=b"c" * 16,
+    damaged=(IdRange(3, 4),),
+)
+FACTS = ReplicaFacts(True, True, True, INFO, LOG)
+OFFLINE = FACTS._replace(is_available=False, is_served=False)
+LEFT = Standing(False, False, 8, ("b:1", "c:1"), 3)
+ASSIGNED = LEFT._replace(is_assigned=True)
+ENGAGED = Standing(False, True, 7, ("a:1", "b:1", "c:1"), 3)
+ALONE = Standing(True, True, 7, ("a:1",), 1)
+
+
+class Desk:
+    """The machine, and the answers to the errands that it may have."""
+
+    def __init__(self, **answers):
+        self.machine = AdminService(Identity(KEY, 4, b"the storage's id"), address="a:1")
+        self.answers = {"LookAt": FACTS, "FindStanding": LEFT} | answers
+        self.errands = []
+        self.told = []
+        self.reports = []
+        self.open = []  # effects `Run` that nobody has carried out yet
+
+    def post(self, message, *, version=1, connection=1):
+        self.take(self.machine.step(AdminRequest(connection, version, message), 0))
+
+    def take(self, effects):
+        for effect in effects:
+            match effect:
+                case Run():
+                    self.open.append(effect)
+                case Tell():
+                    self.told.append((effect.connection, effect.message))
+                case Report():
+                    self.reports.append(effect)
+
+    def carry_out(self, *values):
+        run = self.open.pop(0)
+        self.errands.append(run.errand)
+        value = values[0] if values else self.answers.get(type(run.errand).__name__)
+        if callable(value):
+            value = value(run.errand)
+        self.take(self.machine.step(Outcome(run.ticket, value), 0))
+        return run.errand
+
+    def ask(self, message, **options):
+        """Post a message, carry out whatever it needs, return the answer."""
+        self.post(message, **options)
+        while self.open:
+            self.carry_out()
+        ((_, answer),) = self.told
+        self.told.clear()
+        assert answer.sequence == message.sequence
+        return answer
+
+    @property
+    def changes(self):
+        questions = (LookAt, FindHeld, FindStanding, ReadRange)
+        return [errand for errand in self.errands if not isinstance(errand, questions)]
+
+
+def refused(answer, error):
+    assert isinstance(answer, wire.Refused), answer
+    assert from_code(answer.error_code, "").__class__ is error
+    return answer.text
+
+
+# ---- version 0
+
+
+def test_the_cluster_is_checked():
+    assert Desk().ask(wire.CheckCluster(-1, KEY, 4)) == wire.Done(-1)
+    for other in (wire.CheckCluster(-1, KEY, 5), wire.CheckCluster(-1, bytes(16), 4)):
+        text = refused(Desk().ask(other), errors.ClusterKeyMismatch)
+        assert f"of cluster {KEY.hex()} with 4 partitions" in text
+
+
+def test_a_peer_of_version_0_is_told_errors_as_the_original_tells_them():
+    answer = Desk().ask(wire.CheckCluster(-1, KEY, 5), version=0)
+    assert isinstance(answer, wire.Failure)
+    assert answer.text.startswith("ClusterKeyMismatch: this storage is of cluster")
+    assert answer.stack == ()
+
+
+def test_partitions_are_held_and_switched_one_by_one():
+    desk = Desk()
+    assert desk.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
+    assert desk.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)
+    assert desk.ask(wire.SetAssigned(5, (), False, True), version=0) == wire.Done(5)
+    assert desk.changes == [Hold(2), Hold(1), Switch(1, False), Switch(3, False)]
+
+
+def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_is_done():
+    desk = Desk(Switch=lambda errand: DiskFailed("no") if errand.partition_id == 2 else None)
+    answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
+    assert refused(answer, DiskFailed) == "no; done before that: partitions [0, 1]"
+    assert [each.partition_id for each in desk.changes] == [0, 1, 2]
+    assert refused(desk.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
+
+
+def test_marks_and_held_partitions_are_told():
+    held = (Held(0, INFO, 52, True), Held(3, INFO._replace(flags=4), -1, False))
+    desk = Desk(FindHeld=held)
+    assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
+    assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
+    absent = Desk(LookAt=FACTS._replace(is_held=False))
+    assert "held here" in refused(absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest)
+
+
+def test_the_gauges_have_the_originals_names_and_form():
+    desk = Desk(FindHeld=(Held(3, INFO, 52, True),))
+    answer = desk.ask(wire.MetricsRequest(1), version=0)
+    assert answer.json == gauges_json((Held(3, INFO, 52, True),))
+    told = json.loads(answer.json)
+    assert set(told) == {"metrics", "ids", "gauges", "counters", "histograms", "meters", "timers"}
+    values = {name: gauge["value"] for name, gauge in told["gauges"].items()}
+    assert values == {
+        "waltz-storage.waltz-storage-num-partitions": 1,
+        "waltz-storage.waltz-storage-partition-ids": [3],
+        "waltz-storage.partition-3.session-id": 6,
+        "waltz-storage.partition-3.low-water-mark": 40,
+        "waltz-storage.partition-3.local-low-water-mark": 39,
+        "waltz-storage.partition-3.flags": 5,
+        "waltz-storage.partition-3.sequence-number": 9,
+        "waltz-storage.partition-3.max-transaction-id": 52,
+    }
+
+
+def range_of(first, count, data=b"data"):
+    records, _, lengths = records_of(first, count, data)
+    entry = LineageEntry(first, first + count - 1, 6, 5, b"d" * 16)
+    crc = zlib.crc32(records)
+    fields = (first, count, RangeForm.WHOLE, lengths, records, crc, b"b" * 16, (entry,))
+    return RangeBytes(-1, 1, 2, *fields)
+
+
+def test_records_are_listed_as_the_original_lists_them():
+    desk = Desk(ReadRange=lambda each: range_of(each.first, each.last - each.first + 1, b"hello"))
+    answer = desk.ask(wire.RecordListRequest(1, 2, 50, 20), version=0)
+    assert desk.errands[-1] == ReadRange(2, 50, 52, 8 * 1024 * 1024)
+    assert [record.transaction_id for record in answer.records] == [50, 51, 52]
+    assert answer.records[1] == (51, ReqId(1, 1, 0, 51), 7, b"hello")
+    for first, count in ((53, 20), (-1, 20), (50, 0), (50, -4)):
+        assert desk.ask(wire.RecordListRequest(1, 2, first, count)).records == ()
+    desk.ask(wire.RecordListRequest(1, 2, 50, 1))
+    assert desk.errands[-1] == ReadRange(2, 50, 50, 8 * 1024 * 1024)
+
+
+# ---- removal, suspicion, beginning anew (rule 2)
+
+
+def test_what_no_session_counts_on_may_go():
+    desk = Desk()
+    assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
+    assert desk.errands == [LookAt(2), FindStanding(2), GiveUp(2, True)]
+    desk = Desk()
+    assert desk.ask(wire.SetAssigned(1, (2,), False, False), version=0) == wire.Done(1)
+    assert desk.changes == [GiveUp(2, False)]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_what_zookeeper_assigns_here_never_goes(forced):
+    desk = Desk(FindStanding=ASSIGNED)
+    text = refused(desk.ask(wire.RemovePartition(1, 2, True, forced)), errors.BadRequest)
+    assert "found it assigned" in text
+    assert desk.changes == []
+
+
+def test_what_the_last_session_counts_on_goes_only_when_somebody_insists():
+    desk = Desk(FindStanding=ENGAGED)
+    text = refused(desk.ask(wire.RemovePartition(1, 2, True, False)), errors.BadRequest)
+    assert "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a quorum)" in text
+    answer = desk.ask(wire.SetAssigned(1, (2,), False, True), version=0)
+    assert isinstance(answer, wire.Failure)
+    assert desk.changes == []
+    assert desk.ask(wire.RemovePartition(1, 2, True, True)) == wire.Done(1)
+    assert desk.changes == [GiveUp(2, True)]
+
+
+def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists():
+    desk = Desk(FindStanding=ASSIGNED)
+    assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
+    assert desk.changes == [Empty(2)]
+    bare = ENGAGED._replace(engaged=("a:1", "b:1"))
+    desk = Desk(FindStanding=bare)
+    text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
+    assert "(without it 1 are left, less than the quorum of 2)" in text
+    assert "offline first" in text
+    assert desk.changes == []
+    assert desk.ask(wire.ReSeed(1, 2, True)) == wire.Done(1)
+    assert desk.changes == [Empty(2)]
+
+
+def test_a_replica_is_doubted_unless_it_is_the_only_one():
+    desk = Desk(FindStanding=ENGAGED)
+    assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
+    assert desk.changes == [Doubt(2)]
+    desk = Desk(FindStanding=ALONE)
+    assert "alone engaged" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
+    assert desk.changes == []
+    assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
+
+
+@pytest.mark.parametrize(
+    "message", [wire.RemovePartition(1, 2, True, False), wire.ReSeed(1, 2, False)]
+)
+def test_while_zookeeper_is_away_nothing_is_thrown_away(message):
+    desk = Desk(FindStanding=CoordinatorUnavailable("ZooKeeper is away"))
+    assert refused(desk.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
+    assert desk.changes == []
+
+
+def test_what_is_not_held_cannot_be_removed():
+    desk = Desk(LookAt=FACTS._replace(is_held=False))
+    refused(desk.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
+    assert desk.changes == []
+
+
+# ---- what is told of a storage, and copying (rule 3)
+
+
+def test_a_storage_and_a_replica_are_told():
+    desk = Desk(FindHeld=(Held(3, INFO, 52, True),))
+    answer = desk.ask(wire.StorageRequest(1))
+    assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))
+    told = desk.ask(wire.ReplicaRequest(2, 2))
+    assert (told.is_held, told.is_available, told.is_served, told.why_not) == (True, True, True, "")
+    assert (told.promised, told.last_session, told.low_water_mark) == (7, 6, 40)
+    assert (told.synced_max, told.chain, told.is_suspect) == (52, b"c" * 16, False)
+    assert told.damaged == bytes(7) + b"\3" + bytes(7) + b"\4"
+    broken = ReplicaFacts(True, True, False, INFO, None, "no control slot is valid")
+    told = Desk(LookAt=broken).ask(wire.ReplicaRequest(2, 2))
+    assert (told.why_not, told.synced_max, told.damaged) == ("no control slot is valid", -1, b"")
+    refusal = Desk(LookAt=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
+    assert "no control slot is valid" in refused(refusal, errors.BadRequest)
+
+
+def test_only_what_is_below_the_confirmed_mark_is_given_away():
+    desk = Desk(ReadRange=lambda each: range_of(each.first, 11))
+    copy = desk.ask(wire.CopyRequest(1, 2, 30, 1 << 30))
+    assert desk.errands[-1] == ReadRange(2, 30, 40, 8 * 1024 * 1024, whole_batches=True)
+    assert (copy.first, copy.chain_before, copy.lineage[0].last) == (30, b"b" * 16, 40)
+    assert copy.records_crc == zlib.crc32(copy.records)
+    nothing = desk.ask(wire.CopyRequest(1, 2, 41, 1 << 30))
+    assert (nothing.first, nothing.lineage, bytes(nothing.records)) == (41, (), b"")
+    refused(desk.ask(wire.CopyRequest(1, 2, -1, 1)), errors.BadRequest)
+
+
+def test_a_copy_is_taken_only_while_the_partition_is_offline():
+    entry = LineageEntry(53, 53, 6, 5, bytes(16))
+    copy = wire.Copy(1, 2, 53, b"", b"", 0, GENESIS_CHAIN, (entry,))
+    desk = Desk(PutCopy=53)
+    assert "expected it to be offline" in refused(desk.ask(copy), errors.BadRequest)
+    assert desk.changes == []
+    desk = Desk(PutCopy=53, LookAt=OFFLINE)
+    assert desk.ask(copy) == wire.Copied(1, 2, 53)
+    assert desk.changes == [PutCopy(copy)]
+
+
+# ---- turns
+
+
+def test_changes_take_turns_and_questions_do_not_wait_for_them():
+    desk = Desk()
+    desk.post(wire.SetAvailable(1, (0,), False))
+    desk.post(wire.SetAvailable(2, (1,), False), connection=2)
+    desk.post(wire.MarkSuspect(3, 2, True))
+    desk.post(wire.SessionInfoRequest(4, 2))
+    assert [type(run.errand) for run in desk.open] == [Switch, LookAt]
+    desk.open.reverse()
+    desk.carry_out()
+    assert desk.told == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
+    desk.carry_out(DiskFailed("no"))  # whoever waits goes on all the same
+    assert desk.carry_out() == Switch(1, False)
+    assert desk.carry_out() == Doubt(2)
+    assert [(who, answer.sequence) for who, answer in desk.told[1:]] == [(1, 1), (2, 2), (1, 3)]
+    assert desk.open == []
+
+
+def test_what_waits_is_bounded():
+    desk = Desk()
+    for sequence in range(WAITING_MAX + 3):
+        desk.post(wire.MarkSuspect(sequence, 2, True))
+    assert [answer.sequence for _, answer in desk.told] == [WAITING_MAX + each for each in range(3)]
+    refused(desk.told[0][1], errors.Overloaded)
+    for _ in range(WAITING_MAX):
+        desk.carry_out()
+    assert desk.open == []
+    assert len(desk.told) == WAITING_MAX + 3
+
+
+def test_a_message_that_is_no_request_is_refused_and_ends_nothing():
+    desk = Desk()
+    for message in (wire.Done(1), wire.Refused(1, 5, "x"), wire.Copied(1, 2, 3)):
+        assert "takes no" in refused(desk.ask(message), errors.BadRequest)
+    assert desk.machine.step(Wakeup(), 5) == []
+    assert desk.machine.wake_at_ms is None
+    assert desk.ask(wire.MarkSuspect(9, 2, True)) == wire.Done(9)
+
+
+def test_changes_and_refusals_are_reported():
+    desk = Desk()
+    desk.ask(wire.MarkSuspect(1, 2, True))
+    desk.ask(wire.CheckCluster(-1, KEY, 5))
+    assert [report.name for report in desk.reports] == ["administered", "administration_refused"]
+    assert dict(desk.reports[0].fields) == {"request": "MarkSuspect", "partition": 2}

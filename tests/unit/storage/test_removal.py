@@ -1,0 +1,98 @@
+"""What a removal leaves, what it does not touch, and what it refuses to finish."""
+
+from pathlib import Path
+
+import pytest
+
+from waltz_core.errors import BadFormat, ChecksumMismatch, NoSpace
+from waltz_core.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.sim.disk import Fault, SimDisk
+from waltz_core.storage import removal
+from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
+from waltz_core.storage.disk import create_durably
+from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot
+from waltz_core.storage.removal import WIPE_NAME, Wipe
+
+ROOT = Path("/storage")
+HOME = ROOT / "2"
+KEY = bytes(range(16))
+NONCE = b"a nonce of owner"
+KEPT = Wipe(2, is_held=True, promised=9, nonce=NONCE)
+GONE = Wipe(2, is_held=False, promised=NO_SESSION, nonce=bytes(16))
+
+
+@pytest.fixture
+def disk():
+    disk = SimDisk()
+    disk.make_directory(ROOT)
+    return disk
+
+
+@pytest.fixture
+def control(disk):
+    control = ControlFile.open(disk, ROOT, KEY, 4, 5)
+    disk.make_directory(HOME)
+    control.set_flags(2, FLAG_ASSIGNED)
+    control.set_marks(2, 8, 40)
+    SlotFile.create(disk, HOME, Slot(2, promised=9, low_water_mark=40)).close()
+    names = [f"{first:019d}{suffix}" for first in (0, 7) for suffix in (".seg", ".idx", ".chn")]
+    create_durably(disk, HOME, [(name, b"x") for name in (*names, "left.tmp", "notes.txt")])
+    return control
+
+
+def names_in(disk):
+    return disk.list(HOME)
+
+
+def test_a_partition_that_is_not_held_any_more_leaves_nothing_of_its_own(disk, control):
+    removal.wipe(disk, HOME, control, GONE)
+    assert names_in(disk) == ["notes.txt"]
+    info = control.info(2)
+    assert (info.session_id, info.low_water_mark, info.flags) == (-1, -1, FLAG_AVAILABLE)
+    assert control.info(1).flags == FLAG_AVAILABLE
+
+
+def test_one_that_begins_anew_keeps_its_promise_and_whether_it_is_available(disk, control):
+    removal.wipe(disk, HOME, control, KEPT)
+    assert names_in(disk) == ["notes.txt", SLOTS_NAME]
+    info = control.info(2)
+    assert (info.session_id, info.low_water_mark, info.flags) == (-1, -1, FLAG_ASSIGNED)
+    slots = SlotFile.open(disk, HOME, 2)
+    assert not slots.fell_back
+    assert slots.slot == Slot(
+        2, original_sequence=info.sequence, promised=9, nonce=NONCE, suspect=True
+    )
+    assert (slots.slot.last_session, slots.slot.low_water_mark) == (NO_SESSION, BEFORE_FIRST)
+
+
+def test_without_an_intent_nothing_is_finished(disk, control):
+    before = disk.files()
+    removal.finish(disk, HOME, control, 2)
+    removal.finish(disk, ROOT / "3", control, 3)
+    assert disk.files() == before
+
+
+def test_a_full_disk_that_takes_no_intent_changes_nothing(disk, control):
+    before = names_in(disk)
+    disk.plan(disk.step_count + 2, Fault.DISK_FULL)
+    with pytest.raises(NoSpace):
+        removal.wipe(disk, HOME, control, GONE)
+    assert {name for name in names_in(disk) if not name.startswith(WIPE_NAME)} == set(before)
+    assert not disk.exists(HOME / WIPE_NAME)
+    assert control.info(2).low_water_mark == 40
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (KEPT._replace(partition_id=1).encode(), BadFormat),
+        (KEPT.encode()[:-1], BadFormat),
+        (KEPT.encode()[:-1] + b"\0", ChecksumMismatch),
+    ],
+)
+def test_an_intent_that_is_not_this_partitions_removes_nothing(disk, control, content, error):
+    create_durably(disk, HOME, [(WIPE_NAME, content)])
+    before = disk.files()
+    with pytest.raises(error):
+        removal.finish(disk, HOME, control, 2)
+    assert disk.files() == before

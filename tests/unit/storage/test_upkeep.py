@@ -1,0 +1,125 @@
+"""What is told of a directory, and what changes leave, as far as the engine's tests do not say."""
+
+import pytest
+
+from tests.storage_owner import Owner
+from tests.unit.storage.test_engine import open_engine
+from waltz_core import raw_records
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, UnknownPartition
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.storage import errands, upkeep
+from waltz_core.storage.upkeep import carry_out, facts_of, held_by
+from waltz_core.wire.admin_messages import Copy
+
+NONCE = b"a nonce of owner"
+
+
+@pytest.fixture
+def engine(tmp_path):
+    engine = open_engine(tmp_path)
+    yield engine
+    engine.close()
+
+
+def copy_of(owner, count=3, **changed):
+    append = owner.append(count)
+    fields = {
+        "first": append.first,
+        "lengths": append.lengths,
+        "records": append.records,
+        "records_crc": append.records_crc,
+        "chain_before": append.chain_before,
+        "lineage": append.lineage,
+    }
+    return Copy(1, 1, **(fields | changed))
+
+
+def test_what_is_held_and_how_it_stands_is_told(engine):
+    assert held_by(engine) == ()
+    absent = facts_of(engine, 1, is_served=False)
+    assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)
+    assert absent.why_not == "its log is not open"
+    with pytest.raises(UnknownPartition):
+        facts_of(engine, 3, is_served=False)
+    assert carry_out(engine, errands.Hold(1)) is None
+    ((partition, info, synced_max, is_available),) = held_by(engine)
+    assert (partition, info.flags, synced_max, is_available) == (1, 5, BEFORE_FIRST, True)
+    found = facts_of(engine, 1, is_served=True)
+    assert (found.is_held, found.is_served, found.why_not) == (True, True, "")
+    assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
+
+
+@pytest.mark.parametrize(
+    "change", [errands.Switch(1, False), errands.Doubt(1), errands.Empty(1)], ids=str
+)
+def test_the_log_is_open_again_after_a_change(engine, change):
+    carry_out(engine, errands.Hold(1))
+    before = engine.log(1)
+    carry_out(engine, change)
+    assert engine.log(1) is not before
+    found = facts_of(engine, 1, is_served=False)
+    assert found.is_available == (not isinstance(change, errands.Switch))
+    assert found.log.is_suspect == (not isinstance(change, errands.Switch))
+
+
+def test_what_was_given_up_stays_closed(engine):
+    carry_out(engine, errands.Hold(1))
+    carry_out(engine, errands.GiveUp(1, deletes_files=True))
+    assert held_by(engine) == ()
+    with pytest.raises(UnknownPartition):
+        engine.log(1)
+
+
+def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
+    carry_out(engine, errands.Hold(1))
+
+    def broken(*_arguments, **_options):
+        raise BadFormat("rotten")
+
+    monkeypatch.setattr("waltz_core.storage.engine.PartitionLog.open", broken)
+    carry_out(engine, errands.Doubt(1))  # is done all the same
+    assert facts_of(engine, 1, is_served=False).why_not == "rotten"
+
+
+def test_copies_go_behind_the_log_and_set_no_mark(engine):
+    carry_out(engine, errands.Hold(1))
+    owner = Owner(5, 1)
+    assert carry_out(engine, errands.PutCopy(copy_of(owner))) == 2
+    assert carry_out(engine, errands.PutCopy(copy_of(owner))) == 5
+    log = engine.log(1)
+    assert (log.synced_max, log.chain, log.last_session) == (5, owner.chain, NO_SESSION)
+    assert (log.low_water_mark, log.promised) == (BEFORE_FIRST, NO_SESSION)
+    lengths = log.read_range(0, 5, 1 << 20, whole_batches=True).lengths
+    assert raw_records.lengths_to_wire(lengths) == 2 * copy_of(Owner(5, 1)).lengths
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"first": 7}, BadRequest),
+        ({"chain_before": bytes(15) + b"\1"}, BadRequest),
+        ({"records_crc": 1}, ChecksumMismatch),
+        ({"lineage": ()}, BadRequest),
+    ],
+)
+def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
+    carry_out(engine, errands.Hold(1))
+    with pytest.raises(error):
+        carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1), **changed)))
+    assert engine.log(1).max_id == BEFORE_FIRST
+    assert carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1)))) == 2
+
+
+def test_no_copy_confirms_a_mark_that_nobody_has_confirmed(engine):
+    carry_out(engine, errands.Hold(1))
+    log = engine.log(1)
+    log.prepare(4, NONCE)
+    log.set_low_water_mark(4, BEFORE_FIRST, GENESIS_CHAIN)
+    with pytest.raises(BadRequest, match="without a provisional mark"):
+        carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1))))
+    assert log.slot.provisional is not None
+
+
+def test_a_change_knows_its_partition():
+    assert upkeep.partition_of(errands.Hold(2)) == 2
+    assert upkeep.partition_of(errands.PutCopy(copy_of(Owner(5, 1)))) == 1

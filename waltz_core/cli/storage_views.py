@@ -1,0 +1,212 @@
+"""`waltz-core storage list | validate | max-transaction-id`: how storages and replicas stand."""
+
+import argparse
+from typing import NamedTuple
+
+from waltz_core import net
+from waltz_core.cli.output import say, show_json, show_table
+from waltz_core.cli.storage_target import (
+    ClusterFacts,
+    Target,
+    add_partitions,
+    add_target,
+    partitions_of,
+    read_facts,
+    target_of,
+    targets_of,
+)
+from waltz_core.client.storage_admin import StorageAdmin, administered
+from waltz_core.errors import StorageIdMismatch, WaltzError
+from waltz_core.record import ReplicaId
+from waltz_core.wire.admin_messages import (
+    CheckCluster,
+    Done,
+    HeldRequest,
+    HeldResponse,
+    ReplicaRequest,
+    ReplicaResponse,
+    SessionInfoRequest,
+    SessionInfoResponse,
+    StorageRequest,
+    StorageResponse,
+)
+from waltz_core.wire.messages import Surface
+
+
+class Row(NamedTuple):
+    """One partition of one storage; None where a storage of the original does not say."""
+
+    storage: str
+    partition: int
+    state: str
+    session: int
+    low_water_mark: int
+    last: int | None = None
+    promised: int | None = None
+    damaged: int | None = None
+
+
+def add_list(verb: argparse.ArgumentParser) -> None:
+    """Declare `list`."""
+    add_target(verb, _list)
+
+
+def add_validate(verb: argparse.ArgumentParser) -> None:
+    """Declare `validate`."""
+    add_target(verb, _validate, is_cluster=True)
+
+
+def add_max_id(verb: argparse.ArgumentParser) -> None:
+    """Declare `max-transaction-id`."""
+    add_partitions(verb)
+    add_target(verb, _max_id)
+
+
+# ---------------------------------------------------------------------------------------------
+# list
+
+
+async def _list(arguments: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    unreached: dict[str, str] = {}
+    for target in await targets_of(arguments):
+        try:
+            async with administered(target.admin) as admin:
+                rows += await _rows(admin, str(target))
+        except WaltzError as error:
+            if target.name is None:
+                raise
+            unreached[str(target)] = str(error)
+    if arguments.json:
+        show_json({"replicas": [row._asdict() for row in rows], "unreached": unreached})
+    else:
+        titles = [name.replace("_", " ") for name in Row._fields]
+        show_table(titles, [["-" if cell is None else cell for cell in row] for row in rows])
+        for name, why in unreached.items():
+            say(f"{name}: {why}")
+    return 1 if unreached else 0
+
+
+async def _rows(admin: StorageAdmin, name: str) -> list[Row]:
+    rows = []
+    for partition, is_available in (await admin.ask(HeldResponse, HeldRequest)).available:
+        if admin.is_ours:
+            rows.append(_row(name, await admin.ask(ReplicaResponse, ReplicaRequest, partition)))
+        else:
+            marks = await admin.ask(SessionInfoResponse, SessionInfoRequest, partition)
+            state = "online" if is_available else "offline"
+            rows.append(Row(name, partition, state, marks.last_session, marks.low_water_mark))
+    return rows
+
+
+def _row(name: str, replica: ReplicaResponse) -> Row:
+    return Row(
+        name,
+        replica.partition_id,
+        state_of(replica),
+        replica.last_session,
+        replica.low_water_mark,
+        replica.synced_max,
+        replica.promised,
+        damaged_count(replica),
+    )
+
+
+def state_of(replica: ReplicaResponse) -> str:
+    """Return in a word or two how a replica stands."""
+    if not replica.is_held:
+        return "not held"
+    words = ["online" if replica.is_served else "not served"]
+    if not replica.is_available:
+        words = ["offline"]
+    if replica.is_suspect:
+        words.append("suspect")
+    if replica.why_not:
+        words.append(f"unreadable: {replica.why_not}")
+    return ", ".join(words)
+
+
+def damaged_count(replica: ReplicaResponse) -> int:
+    """Return how many records cannot be read."""
+    pairs = memoryview(replica.damaged)
+    ids = [int.from_bytes(pairs[at : at + 8], "big") for at in range(0, len(pairs), 8)]
+    return sum(last - first + 1 for first, last in zip(ids[::2], ids[1::2], strict=True))
+
+
+# ---------------------------------------------------------------------------------------------
+# validate
+
+
+async def _validate(arguments: argparse.Namespace) -> int:
+    facts = await read_facts(arguments)
+    names = facts.admin_ports if arguments.storage is None else (arguments.storage,)
+    results = {}
+    for name in names:
+        target = Target(facts.admin_address(name), str(name))
+        results[str(target)] = {
+            "data_port": await _wrong_with_data_port(str(name)),
+            "admin_port": await _wrong_with_admin_port(facts, target),
+        }
+    is_well = all(wrong is None for ports in results.values() for wrong in ports.values())
+    if arguments.json:
+        show_json({"is_well": is_well, "storages": results})
+    else:
+        rows = [
+            (name, port, wrong or "as it should be")
+            for name, ports in results.items()
+            for port, wrong in ports.items()
+        ]
+        show_table(("storage", "port", "found"), rows)
+    return 0 if is_well else 1
+
+
+async def _wrong_with_data_port(address: str) -> str | None:
+    try:
+        link = await net.dial(Surface.STORAGE, address)
+    except WaltzError as error:
+        return str(error)
+    link.close("done")
+    await link.wait_closed()
+    return None
+
+
+async def _wrong_with_admin_port(facts: ClusterFacts, target: Target) -> str | None:
+    """Reach it, and see that it is of this cluster and the one that is registered."""
+    store = facts.view.store
+    try:
+        async with administered(target.admin) as admin:
+            await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
+            if admin.is_ours:
+                told = await admin.ask(StorageResponse, StorageRequest)
+                registered = facts.storage_ids.get(ReplicaId(str(target)))
+                if registered != bytes(told.storage_id):
+                    known = "none" if registered is None else registered.hex()
+                    raise StorageIdMismatch(
+                        f"expected storage {known}, as ZooKeeper has it registered for "
+                        f"{target}, found {bytes(told.storage_id).hex()}"
+                    )
+    except WaltzError as error:
+        return str(error)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# max-transaction-id
+
+
+async def _max_id(arguments: argparse.Namespace) -> int:
+    partitions = partitions_of(arguments)
+    target = await target_of(arguments)
+    found: dict[int, int] = {}
+    async with administered(target.admin) as admin:
+        for partition in partitions:
+            replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+            if not replica.is_held or replica.why_not:
+                why = replica.why_not if replica.is_held else "it is not held there"
+                raise WaltzError(f"{target}: partition {partition} cannot be asked: {why}")
+            found[partition] = replica.synced_max
+    if arguments.json:
+        show_json(found)
+    else:
+        show_table(("partition", "max transaction id"), list(found.items()))
+    return 0

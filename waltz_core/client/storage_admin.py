@@ -1,0 +1,121 @@
+"""A connection to the administration of one storage: asks, and raises what it is refused with.
+
+Why it stands alone: commands, tests and whoever watches a cluster administer storages in the same
+way, and a storage of the original, which speaks less, has to be told from ours in one place.
+
+Rules:
+    1. One request at a time; an answer that is not of the expected kind is the peer's fault.
+    2. What a storage of version 0 cannot say is refused here, in a sentence.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+
+from waltz_core import net
+from waltz_core.errors import (
+    BadConfig,
+    BadRequest,
+    RemoteProtocolError,
+    Unreachable,
+    WaltzError,
+    from_code,
+)
+from waltz_core.net import Link
+from waltz_core.wire.admin_messages import AdminMessage, Copied, Copy, CopyRequest, Failure, Refused
+from waltz_core.wire.messages import Surface
+
+# A removal unlinks every file of a partition before it is answered.
+ANSWER_S_MAX: Final = 120.0
+DIAL_S_MAX: Final = 5.0
+COPY_BYTES_MAX: Final = 4 * 1024 * 1024
+AnswerT = TypeVar("AnswerT", bound=AdminMessage)
+
+
+class StorageAdmin:
+    """The administration of the storage at `address`, which is its admin port's."""
+
+    def __init__(self, link: Link, address: str) -> None:
+        self.address = address
+        self._link = link
+        self._sequence = -1
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it speaks version 1; else it is an original, or answers like one."""
+        return self._link.version != 0
+
+    async def ask(
+        self, expected: type[AnswerT], kind: Callable[..., AdminMessage], *fields: object
+    ) -> AnswerT:
+        """Send a request made of its kind and the fields after its sequence; return the answer.
+
+        Raises:
+            Unreachable: no answer came.
+            WaltzError: what the storage refused it with.
+        """
+        self._sequence += 1
+        message = kind(self._sequence, *fields)
+        if message.since > 0 and not self.is_ours:
+            raise BadRequest(
+                f"{self.address} is a storage of the original, or answers like one (A 0): expected "
+                f"one that knows {type(message).__name__}"
+            )
+        self._link.send(message)
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                answer, *more = await self._link.receive()
+        except TimeoutError:
+            raise Unreachable(f"{self.address}: no answer within {ANSWER_S_MAX:.0f} s") from None
+        assert isinstance(answer, AdminMessage)
+        if more or answer.sequence != message.sequence:
+            raise RemoteProtocolError(f"{self.address} answers what it was not asked: {answer}")
+        if isinstance(answer, expected):
+            return answer
+        if isinstance(answer, Refused):
+            raise from_code(answer.error_code, answer.text)
+        if isinstance(answer, Failure):
+            raise WaltzError(f"{self.address}: {answer.text or 'failed, and does not say why'}")
+        raise RemoteProtocolError(
+            f"{self.address}: expected {expected.__name__}, found {type(answer).__name__}"
+        )
+
+
+@asynccontextmanager
+async def administered(address: str) -> AsyncIterator[StorageAdmin]:
+    """Give a connection to an admin port; raises Unreachable, or BadConfig for another port."""
+    link = await net.dial(Surface.ADMIN, address, timeout_s=DIAL_S_MAX)
+    try:
+        found = "" if link.peer is None else link.peer.text
+        if found != Surface.ADMIN.listener_text:  # A storage's two ports are easily mixed up.
+            raise BadConfig(f"{address}: expected a storage's admin port, found a {found[:80]!r}")
+        yield StorageAdmin(link, address)
+    finally:
+        link.close("done")
+        await link.wait_closed()
+
+
+async def copy_partition(
+    source: StorageAdmin,
+    target: StorageAdmin,
+    partition_id: int,
+    first: int,
+    *,
+    bytes_max: int = COPY_BYTES_MAX,
+) -> int:
+    """Copy what is settled at a source behind a target's log; return the target's last id.
+
+    `first` is the id after that. The target has to be offline, and its log a beginning of the
+    source's: whatever differs is refused there, and nothing is cut.
+    """
+    last = first - 1
+    while True:
+        copy = await source.ask(Copy, CopyRequest, partition_id, last + 1, bytes_max)
+        if not copy.lineage:
+            return last
+        fields = (copy.first, copy.lengths, copy.records, copy.records_crc)
+        answer = await target.ask(
+            Copied, Copy, partition_id, *fields, copy.chain_before, copy.lineage
+        )
+        last = answer.synced_max

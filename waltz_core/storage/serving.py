@@ -1,0 +1,255 @@
+"""Which partitions a storage serves: it follows ZooKeeper, and stands aside for administration.
+
+Why it stands alone: opening, dropping and administering a partition must never happen at once, and
+here is the one lock that sees to it.
+
+Rules:
+    1. A partition is served while the replica assignment names this storage for it, and afterwards
+       for as long as its metadata does: the session that leaves this storage out has to hear first
+       what it holds (correctness.md 2.1 C and D). While ZooKeeper is away nothing changes. One that
+       cannot be opened (a full disk, a failing one, a file that somebody has to bring back) is
+       tried again, ever more rarely.
+    2. A partition that was taken offline is not served, whoever wants it.
+    3. Whoever changes a partition's files has it alone: it is dropped first, which ends its session
+       here, and opened again afterwards if it is still to be served.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.model import UNRESOLVED, ReplicaAssignments
+from waltz_core.machine import Report
+from waltz_core.record import NO_SESSION, PartitionId, ReplicaId
+from waltz_core.storage import service
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.errands import Standing
+from waltz_core.storage.partition_log import PartitionLog
+
+_log = logging.getLogger(__name__)
+
+OPEN_AGAIN_S_MIN: Final = 1.0
+OPEN_AGAIN_S_MAX: Final = 60.0
+ResultT = TypeVar("ResultT")
+
+
+class InThread(Protocol):
+    """Calls what blocks on a thread of the storage's pool."""
+
+    def __call__(self, call: Callable[[], ResultT]) -> Awaitable[ResultT]:
+        """Return what the call returns."""
+
+
+class Serving:
+    """The partitions of one storage; see the module's rules."""
+
+    def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
+        self,
+        engine: Engine,
+        coordinator: Coordinator | None,
+        *,
+        partitions: tuple[PartitionId, ...],
+        post: Callable[[service.Event], None],
+        report: Callable[[Report], None],
+        in_thread: InThread,
+        on_opened: Callable[[PartitionLog], None],
+        on_dropped: Callable[[PartitionId], None],
+    ) -> None:
+        self.address = ReplicaId("")  # until the daemon knows its port
+        self.logs: dict[PartitionId, PartitionLog] = {}
+        self._engine = engine
+        self._coordinator = coordinator
+        self._assigned = partitions  # what is assigned here, offline or not
+        self._post = post
+        self._report = report
+        self._in_thread = in_thread
+        self._on_opened = on_opened
+        self._on_dropped = on_dropped
+        self._changed = asyncio.Event()
+        self._dropping: dict[PartitionId, asyncio.Event] = {}
+        self._alone = asyncio.Lock()  # rule 3
+
+    @property
+    def offline(self) -> tuple[PartitionId, ...]:
+        """Partitions that are assigned here and were taken offline."""
+        return tuple(one for one in self._assigned if not self._engine.is_available(one))
+
+    @property
+    def not_served(self) -> list[PartitionId]:
+        """Partitions that should be served and are not."""
+        return sorted(set(self._wanted()) - self.logs.keys())
+
+    def _wanted(self) -> tuple[PartitionId, ...]:
+        return tuple(one for one in self._assigned if self._engine.is_available(one))
+
+    # ---- following (rule 1)
+
+    def assigned(self, assignments: ReplicaAssignments) -> None:
+        """Take in what ZooKeeper assigns to whom."""
+        mine = assignments.partitions.get(self.address)
+        if mine is None:
+            _log.warning("storage.not_assigned address=%s", self.address)
+        count_max = self._engine.partition_count
+        self._assigned = tuple(sorted(each for each in mine or () if 0 <= each < count_max))
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Open and drop what has to be, soon."""
+        self._changed.set()
+
+    async def follow(self, on_looked: Callable[[], None]) -> None:
+        """Open and drop partitions until they are the right ones; tell whenever that was done."""
+        again_s = OPEN_AGAIN_S_MIN
+        while True:
+            try:
+                async with asyncio.timeout(self._wait_s(again_s)):
+                    await self._changed.wait()
+                again_s = OPEN_AGAIN_S_MIN
+            except TimeoutError:
+                again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
+            self._changed.clear()
+            leaving = await self._leaving()
+            async with self._alone:
+                held = self._engine.assigned()  # somebody may have given one up meanwhile
+                wanted = (*self._wanted(), *(each for each in leaving if each in held))
+                for partition_id in [each for each in self.logs if each not in wanted]:
+                    await self._drop(partition_id)
+                for partition_id in [each for each in wanted if each not in self.logs]:
+                    await self._open(partition_id)
+            on_looked()
+
+    def _wait_s(self, again_s: float) -> float | None:
+        lying_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
+        return look_again_s(again_s, served=self.logs, wanted=self._wanted(), lying_here=lying_here)
+
+    async def _leaving(self) -> list[PartitionId]:
+        """Return the partitions that were taken away, but not yet by a session of their owner."""
+        leaving: list[PartitionId] = []
+        if self._coordinator is None:
+            return leaving
+        for partition_id in self._engine.assigned():
+            if partition_id in self._assigned or not self._engine.is_available(partition_id):
+                continue
+            try:
+                metadata = (await self._coordinator.read_partition(partition_id)).metadata
+                is_named = metadata is not None and self.address in metadata.states
+            except errors.WaltzError as error:
+                _log.warning("storage.metadata_unread partition=%s error=%s", partition_id, error)
+                is_named = partition_id in self.logs
+            if is_named:
+                leaving.append(partition_id)
+        return leaving
+
+    async def _open(self, partition_id: PartitionId) -> None:
+        try:
+            log = await self._in_thread(
+                partial(self._with_reserve, partial(self._engine.assign, partition_id))
+            )
+        except errors.WaltzError as error:
+            # One partition that cannot be served is no reason not to serve the others.
+            fields = (("partition", partition_id), ("error", error))
+            self._report(Report("partition_refused", fields))
+            return
+        self.logs[partition_id] = log
+        self._on_opened(log)
+        self._post(service.Opened(log))
+        _log.info("storage.partition_opened partition=%s last=%s", partition_id, log.synced_max)
+
+    def _with_reserve(self, call: Callable[[], ResultT]) -> ResultT:
+        """Call, on a thread of the pool; a full disk still has room for that."""
+        try:
+            return call()
+        except errors.NoSpace:
+            self._engine.room.release()
+            return call()
+
+    async def _drop(self, partition_id: PartitionId) -> None:
+        """Serve a partition no longer; its files stay, and stay open until they are changed."""
+        idle = self._dropping[partition_id] = asyncio.Event()
+        self._post(service.Dropped(partition_id))
+        await idle.wait()
+        del self._dropping[partition_id]
+        del self.logs[partition_id]
+        self._on_dropped(partition_id)
+        _log.info("storage.partition_dropped partition=%s", partition_id)
+
+    def idle(self, partition_id: PartitionId) -> None:
+        """A partition that is dropped has no work under way any more."""
+        self._dropping[partition_id].set()
+
+    # ---- administration (rules 2 and 3)
+
+    async def alone(
+        self, partition_id: PartitionId, call: Callable[[], ResultT], *, ends_session: bool = True
+    ) -> ResultT:
+        """Call on a thread while nobody else is at a partition; serve it again afterwards.
+
+        Raises:
+            Unavailable: it is served, and its session must not end for this.
+        """
+        async with self._alone:
+            try:
+                if partition_id in self.logs:
+                    if not ends_session:
+                        raise errors.Unavailable(f"partition {partition_id} came online meanwhile")
+                    await self._drop(partition_id)
+                return await self._in_thread(partial(self._with_reserve, call))
+            finally:
+                if ends_session:
+                    self.look_again()
+
+    async def stand_still(self) -> None:
+        """Open, drop and change nothing any more; waits for what is under way."""
+        await self._alone.acquire()
+
+    async def standing(self, partition_id: PartitionId) -> Standing:
+        """Return what ZooKeeper says of this replica now; without one, what it is told itself.
+
+        Raises:
+            CoordinatorUnavailable: nobody says.
+        """
+        if self._coordinator is None:
+            log = self.logs.get(partition_id)
+            is_engaged = log is not None and log.is_engaged(log.promised)
+            engaged: tuple[str, ...] = (str(self.address),) if is_engaged else ()
+            session_id = NO_SESSION if log is None else log.promised
+            return Standing(partition_id in self._assigned, is_engaged, session_id, engaged, 1)
+        assignments = await self._coordinator.read_replica_assignment()
+        is_assigned = partition_id in assignments.partitions.get(self.address, ())
+        metadata = (await self._coordinator.read_partition(partition_id)).metadata
+        if metadata is None:
+            return Standing(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
+        engaged = tuple(
+            str(replica)
+            for replica, state in metadata.states.items()
+            if state.closing_high_water_mark == UNRESOLVED
+        )
+        return Standing(
+            is_assigned,
+            self.address in engaged,
+            metadata.session_id,
+            engaged,
+            len(metadata.states),
+        )
+
+
+def look_again_s(
+    again_s: float,
+    *,
+    served: Collection[PartitionId],
+    wanted: Collection[PartitionId],
+    lying_here: Collection[PartitionId],
+) -> float | None:
+    """Return after how long to look at the partitions again though nothing has changed.
+
+    None when only a change can give reason to. `again_s` is the pause as it has grown by now, for
+    partitions that could not be opened, or not be dropped yet.
+    """
+    if set(served) != set(wanted):
+        return again_s
+    # Of one that lies here and is not served, a session may still come to want the vote.
+    return None if set(served) >= set(lying_here) else OPEN_AGAIN_S_MAX

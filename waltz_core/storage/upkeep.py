@@ -1,0 +1,93 @@
+"""What administration asks of a storage directory, and does to it: errands as calls of the engine.
+
+Why it stands alone: the daemon carries errands out on threads, the simulator in virtual time, and
+both have to do the same.
+"""
+
+from contextlib import suppress
+from typing import assert_never
+
+from waltz_core.errors import WaltzError
+from waltz_core.record import BEFORE_FIRST, PartitionId
+from waltz_core.storage import errands
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.errands import Change, Held, LogFacts, ReplicaFacts
+from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE
+from waltz_core.storage.partition_log import PartitionLog
+
+
+def partition_of(change: Change) -> PartitionId:
+    """Return the partition that a change is about."""
+    if isinstance(change, errands.PutCopy):
+        return PartitionId(change.batches.partition_id)
+    return change.partition_id
+
+
+def carry_out(engine: Engine, change: Change) -> object:
+    """Change a partition that nobody is at, durably; blocks. Its log is open again afterwards.
+
+    Raises what the engine does, and then the change may have been begun.
+    """
+    found: object = None
+    match change:
+        case errands.Hold():
+            engine.assign(change.partition_id)
+        case errands.GiveUp():
+            engine.unassign(change.partition_id, deletes_files=change.deletes_files)
+        case errands.Switch():
+            engine.set_available(change.partition_id, is_available=change.is_available)
+        case errands.Doubt():
+            engine.mark_suspect(change.partition_id)
+        case errands.Empty():
+            engine.re_seed(change.partition_id)
+        case errands.PutCopy():
+            found = engine.put_copy(change.batches)
+        case _:
+            assert_never(change)
+    partition_id = partition_of(change)
+    if partition_id in engine.assigned():
+        with suppress(
+            WaltzError
+        ):  # What was changed is durable; why it does not open is in `failed`.
+            engine.assign(partition_id)
+    return found
+
+
+def held_by(engine: Engine) -> tuple[Held, ...]:
+    """Return all partitions that are held."""
+    found = []
+    for partition_id in engine.assigned():
+        log = engine.logs.get(partition_id)
+        synced_max = BEFORE_FIRST if log is None else log.synced_max
+        is_available = engine.is_available(partition_id)
+        found.append(Held(partition_id, engine.info(partition_id), synced_max, is_available))
+    return tuple(found)
+
+
+def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> ReplicaFacts:
+    """Return how a partition stands; raises UnknownPartition where the cluster has none such."""
+    info = engine.info(partition_id)
+    log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
+    why_not = "its log is not open" if error is None else str(error)
+    return ReplicaFacts(
+        is_held=bool(info.flags & FLAG_ASSIGNED),
+        is_available=bool(info.flags & FLAG_AVAILABLE),
+        is_served=is_served,
+        info=info,
+        log=None if log is None else _facts_of(log),
+        why_not=why_not if log is None else "",
+    )
+
+
+def _facts_of(log: PartitionLog) -> LogFacts:
+    # NB: another thread may append meanwhile; what is told of a log that is served is a moment's.
+    state = log.state()
+    return LogFacts(
+        is_suspect=log.suspect,
+        promised=log.promised,
+        last_session=log.last_session,
+        low_water_mark=log.confirmed_low_water_mark,
+        synced_max=state.synced_max,
+        chain=state.chain,
+        damaged=log.damaged,
+    )
