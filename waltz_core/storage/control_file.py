@@ -13,6 +13,8 @@ Rules:
        other one belongs, or that is another partition's, is none.
     5. The control file is made anew only where there is no partition: it says of each that it is
        here, and what it has promised.
+    6. What a killed process has written is seen and may not be durable: it is synced, and then
+       believed.
 """
 
 from contextlib import suppress
@@ -81,6 +83,7 @@ class ControlFile:
             file.close()
             file = _open_locked(disk, path)
         try:
+            file.sync()  # rule 6
             header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
             _check_header(header, cluster_key, partition_count, path)
             current = [_newer(file, index, path) for index in range(partition_count)]

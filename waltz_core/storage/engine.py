@@ -9,6 +9,8 @@ Rules:
     3. A partition that cannot be opened does not keep the others from being served; it is in
        `failed` with its error.
     4. The reserve file holds room for truncation, repair and slots when the disk is full.
+    5. Names are durable before anything in the files is believed: who made them may have been
+       killed before they were.
 """
 
 from collections.abc import Sequence
@@ -85,6 +87,7 @@ class Engine:
             control = ControlFile.open(
                 disk, directory, settings.cluster_key, partition_count, settings.now_ms()
             )
+            disk.sync_directory(directory)  # rule 5
             engine = cls(disk, directory, control, settings, id_file)
             engine._fill_reserve(reserve_bytes)
             engine._open_assigned()

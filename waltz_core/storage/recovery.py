@@ -18,6 +18,8 @@ Rules:
        Nor does an older slot know who has written last: what looks like an original's may be ours.
     6. That a replica is suspect is durable before what says so is mended: a crash on the way leaves
        files in which nothing is wrong.
+    7. What is found may not be durable: a process that was killed leaves what it has written, and
+       a loss of power takes it back. So all that is believed is synced first, names included.
 """
 
 from collections.abc import Sequence
@@ -83,6 +85,7 @@ def open_log(
     disk.make_directory(directory)
     remove_temporary(disk, directory)
     firsts = _firsts(disk, directory)
+    disk.sync_directory(directory)  # rule 7
     slots = _open_slots(disk, directory, blank, info, has_segments=bool(firsts))
     opening = _Opening(disk, directory, blank, info, slots)
     try:
@@ -93,6 +96,7 @@ def open_log(
         opening.settle_lineage(segments)
         for segment in segments.all:
             segment.sync()
+        segments.current.lineage.sync()  # rule 7
         segments.sync_index()
         slots.write(opening.settled(segments))
         for segment in segments.all[:-1]:
@@ -293,7 +297,6 @@ class _Opening:
             while len(firsts) > 1 and firsts[-1] > intent.last_to_keep:
                 header = self._blank._replace(first=firsts.pop())
                 Segment(self._disk, self._directory, header).remove()
-                self._disk.sync_directory(self._directory)
         for first in firsts:
             chain = GENESIS_CHAIN
             if opened:

@@ -189,9 +189,11 @@ class Segment:
         self.lineage.rewrite_header(chain_before)
 
     def remove(self) -> None:
-        """Remove the files, `.seg` first (rule 1)."""
+        """Remove the files, `.seg` first and durably (rule 1); an opening removes the others."""
         self.close()
-        for suffix in (".seg", ".chn", ".idx"):
+        self._disk.unlink(self._path(".seg"))
+        self._disk.sync_directory(self._directory)
+        for suffix in (".chn", ".idx"):
             self._disk.unlink(self._path(suffix))
 
     # ---- writing

@@ -150,9 +150,7 @@ class Segments:
         self._remove_unfinished()
         while len(self.all) > 1 and self.current.first > last_to_keep:
             self._firsts.pop()
-            removed = self.all.pop()
-            removed.remove()
-            self._disk.sync_directory(self._directory)
+            self.all.pop().remove()
         self._recent = [segment for segment in self._recent if segment in self.all[:-1]]
         self.current.cut(last_to_keep)
         end = self.lineage_end()
@@ -167,8 +165,6 @@ class Segments:
             assert first is not None
             header = self._blank._replace(first=first)
             Segment(self._disk, self._directory, header).remove()
-        if unknown:
-            self._disk.sync_directory(self._directory)
 
     def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
         """Write records into a hole that begins at `first`, durably.

@@ -1,0 +1,296 @@
+"""Opens what crashes leave, and holds it against what was told."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+from tests.crash.stories import (
+    History,
+    Marks,
+    Promise,
+    Story,
+    Told,
+    marks_of,
+    open_engine,
+    promise_of,
+)
+from waltz_core.errors import ChecksumMismatch, WaltzError
+from waltz_core.sim.crash import (
+    AnyOf,
+    Keep,
+    Platter,
+    RecordingDisk,
+    Remark,
+    survivals,
+)
+from waltz_core.sim.disk import Contents
+
+RANDOM_SURVIVALS = 8
+RANDOM_SECOND = 2
+EVERY_SECOND = 40  # openings, one is cut at every change
+
+
+class Violation(AssertionError):
+    """A crash has left what nobody may find."""
+
+
+@dataclass(frozen=True)
+class FoundLog:
+    """One partition as it is after an opening."""
+
+    records: tuple[bytes, ...]
+    unreadable: tuple[tuple[int, int], ...]
+    entries: tuple
+    promise: Promise
+    marks: Marks
+    suspect: bool
+    damaged: tuple
+
+    @property
+    def last(self):
+        return len(self.records) - 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory as it is after an opening."""
+
+    storage_id: bytes
+    assigned: tuple[int, ...]
+    logs: tuple[tuple[int, FoundLog], ...]
+    failed: tuple[tuple[int, str], ...]
+
+
+def found_log(log):
+    """Read all of a log."""
+    records, unreadable, at = [], [], 0
+    while at <= log.max_id:
+        try:
+            read = log.read_range(at, log.max_id, 1 << 20, whole_batches=False)
+        except ChecksumMismatch:
+            hole = next(one for one in log.damaged if one.first <= at <= one.last)
+            unreadable.append((at, hole.last))
+            records += [b""] * (hole.last + 1 - at)
+            at = hole.last + 1
+            continue
+        offset = 0
+        for length in read.lengths.tolist():
+            records.append(read.records[offset : offset + length])
+            offset += length
+        at += read.lengths.size
+    entries = log.lineage(0, log.max_id)[1] if log.max_id >= 0 else ()
+    return FoundLog(
+        tuple(records),
+        tuple(unreadable),
+        tuple(entries),
+        promise_of(log),
+        marks_of(log),
+        log.suspect,
+        log.damaged,
+    )
+
+
+def opened(disk, new_storage_id=b"T" * 16):
+    """Open a directory as a process does that was started again; return it and the engine."""
+    engine = open_engine(disk, new_storage_id=new_storage_id)
+    logs = tuple((number, found_log(log)) for number, log in sorted(engine.logs.items()))
+    failed = tuple((number, str(error)) for number, error in sorted(engine.failed.items()))
+    return Found(engine.storage_id, tuple(engine.assigned()), logs, failed), engine
+
+
+def check(told: Told, found: Found):
+    """Raise what is wrong with what was found."""
+    if found.failed:
+        raise Violation(f"cannot be opened: {found.failed}")
+    if told.storage_id not in {None, found.storage_id}:
+        raise Violation(f"another storage id: {found.storage_id!r}")
+    logs = dict(found.logs)
+    if not set(told.sure) <= set(found.assigned) <= set(told.assigned):
+        raise Violation(f"partitions {found.assigned}, expected {told.sure} to {told.assigned}")
+    for partition, log in logs.items():
+        check_log(partition, told.logs[partition], log, told.damaged if partition == 0 else ())
+
+
+def check_log(partition, expected, found, damaged):
+    where = f"partition {partition}"
+    if found.suspect:
+        raise Violation(f"{where} is suspect")
+    if any(one not in damaged for one in (*found.damaged, *found.unreadable)):
+        raise Violation(f"{where} has damage {found.damaged}")
+    if found.promise not in expected.promises:
+        raise Violation(f"{where}: {found.promise}, expected one of {expected.promises}")
+    if found.marks not in expected.marks:
+        raise Violation(f"{where}: {found.marks}, expected one of {expected.marks}")
+    wrong = [_wrong(history, found) for history in expected.histories]
+    if all(wrong):
+        raise Violation(f"{where}: {'; or '.join(one for one in wrong if one)}")
+
+
+def _wrong(history, found):
+    """Say why a log is not this history; None if it is."""
+    if not history.acked <= found.last < len(history.records):
+        return f"ends at {found.last}, expected {history.acked}..{len(history.records) - 1}"
+    for place, record in enumerate(found.records):
+        if record and record != history.records[place]:
+            return f"record {place} is another one"
+    if found.entries != tuple(one for one in history.entries if one.last <= found.last):
+        return "other batches"
+    if found.entries and found.entries[-1].last != found.last:
+        return f"ends at {found.last}, where no batch ends"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# every point of a story
+
+
+def digest(contents: Contents):
+    """Return what tells two disks apart."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted(contents.directories):
+        found.update(f"{path}\0".encode())
+    for path, content in sorted(contents.files.items()):
+        found.update(f"{path}\0{len(content)}\0".encode())
+        found.update(content)
+    return found.digest()
+
+
+class Matrix:
+    """The crashes of one story; the same disk is opened once only."""
+
+    def __init__(self, name):
+        self.name = name
+        self.counts = Counter()
+        self._found = {}  # digest -> what the opening finds, or its error
+        self.openings = {}  # digest -> the changes that an opening makes
+
+    def find(self, contents):
+        key = digest(contents)
+        if key not in self._found:
+            disk = RecordingDisk.after_power_loss(contents)
+            begin = len(disk.changes)
+            try:
+                self._found[key], engine = opened(disk)
+                self.openings[key] = (begin, disk.changes)
+                engine.abandon()
+            except (WaltzError, AssertionError) as error:
+                self._found[key] = error
+            self.counts["openings"] += 1
+        return key, self._found[key]
+
+    def judge(self, told, contents, where):
+        """Hold what is left against what was told; return what tells it apart from others."""
+        key, found = self.find(contents)
+        try:
+            if isinstance(found, Exception):
+                raise Violation(f"does not open: {type(found).__name__}: {found}")
+            check(told, found)
+        except Violation as error:
+            raise Violation(f"{self.name}, {where}: {error}") from (
+                found if isinstance(found, Exception) else None
+            )
+        return key, found
+
+
+def points(changes, begin=0):
+    """Each point at which a crash may come, with the platter and what was told until then."""
+    platter, told = Platter(), Told()
+    for place, change in enumerate(changes):
+        platter.add(change)
+        if isinstance(change, Remark):
+            told = change.what
+        if place + 1 >= begin:
+            # A point behind a remark is one of its own: nothing has changed but what is expected.
+            yield place + 1, platter, told
+
+
+def power_losses(matrix, changes, begin, seed=0):
+    """Lose power at each point, in many ways; return each disk that is left, with what was told."""
+    left = {}
+    for place, platter, told in points(changes, begin):
+        matrix.counts["cuts"] += 1
+        rng = Random(f"{seed} {place}")
+        for keep in survivals(platter, rng, random_count=RANDOM_SURVIVALS):
+            matrix.counts["survivals"] += 1
+            contents = platter.image(keep)
+            where = f"power lost after change {place} ({_name(changes, place)}), {_kept(keep)}"
+            key, found = matrix.judge(told, contents, where)
+            left.setdefault(key, (told, contents, found, where))
+    return left
+
+
+def second_losses(matrix, left):
+    """Lose power again while what is left is opened: the next opening comes to the same end.
+
+    At every change of some openings, at one of the others.
+    """
+    for number, (key, (told, _, found, where)) in enumerate(sorted(left.items())):
+        begin, changes = matrix.openings[key]
+        rng = Random(f"{matrix.name} {number}")
+        only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
+        for place, platter, _ in points(changes, begin):
+            if only is None:
+                keeps = survivals(platter, rng, random_count=RANDOM_SECOND)
+            elif place == only:
+                keeps = (Keep(), AnyOf(rng))
+            else:
+                continue
+            _second(matrix, told, found, platter, keeps, f"{where}, and after change {place}")
+
+
+def _second(matrix, told, found, platter, keeps, where):
+    matrix.counts["second cuts"] += 1
+    for keep in keeps:
+        matrix.counts["second survivals"] += 1
+        _, again = matrix.judge(told, platter.image(keep), f"{where} of the opening, {_kept(keep)}")
+        if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
+            raise Violation(f"{matrix.name}, {where}: another end: {again.logs} and {found.logs}")
+
+
+def kills(matrix, changes, begin, *, step=1, seed=0):
+    """Kill the process at points; it is started again, answers, and then power is lost."""
+    for place, _, told in list(points(changes, begin))[::step]:
+        matrix.counts["kills"] += 1
+        rng = Random(f"{seed} {place}")
+        where = f"killed after change {place} ({_name(changes, place)})"
+        story = started_again(matrix, changes[:place], told, where)
+        after = story.disk.changes
+        for at, platter, now_told in points(after, place + 1):
+            keeps = [Keep(), AnyOf(rng)]
+            if at == len(after):
+                keeps = list(survivals(platter, rng, random_count=RANDOM_SECOND))
+            for keep in keeps:
+                matrix.counts["survivals after a kill"] += 1
+                lost = f"{where}, power lost after change {at} ({_name(after, at)}), {_kept(keep)}"
+                matrix.judge(now_told, platter.image(keep), lost)
+
+
+def started_again(matrix, changes, told, where):
+    """Start on what a killed process leaves: all that it has written, and nothing more durable."""
+    story = Story(99, RecordingDisk(changes), told)
+    try:
+        found, story.engine = opened(story.disk)
+        check(told, found)
+    except (WaltzError, Violation) as error:
+        raise Violation(f"{matrix.name}, {where}: {type(error).__name__}: {error}") from error
+    # Whatever an opening has found is durable when it is done.
+    story.histories = {
+        number: History(log.records, log.entries, log.last) for number, log in found.logs
+    }
+    story.tell()
+    for partition in story.engine.logs:
+        story.prepare(partition)
+        story.append([1], partition=partition)
+        story.sync(partition)
+    return story
+
+
+def _name(changes, place):
+    change = changes[place - 1]
+    return "told" if isinstance(change, Remark) else f"{change!r:.90}"
+
+
+def _kept(keep):
+    units = getattr(keep, "units", "")
+    return f"{type(keep).__name__} {sorted(map(str, units)) if units else ''}"
