@@ -2,18 +2,24 @@
 
 import hashlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from random import Random
 
 from tests.crash.stories import (
+    ROOT,
     History,
     Marks,
     Promise,
     Story,
     Told,
+    info_of,
+    loosened,
     marks_of,
     open_engine,
     promise_of,
+    site,
 )
 from waltz_core.errors import ChecksumMismatch, WaltzError
 from waltz_core.sim.crash import (
@@ -25,6 +31,8 @@ from waltz_core.sim.crash import (
     survivals,
 )
 from waltz_core.sim.disk import Contents
+from waltz_core.storage.control_file import SLOTS_NAME
+from waltz_core.storage.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Slot
 
 RANDOM_SURVIVALS = 8
 RANDOM_SECOND = 2
@@ -44,6 +52,7 @@ class FoundLog:
     entries: tuple
     promise: Promise
     marks: Marks
+    info: Marks
     suspect: bool
     damaged: tuple
 
@@ -86,6 +95,7 @@ def found_log(log):
         tuple(entries),
         promise_of(log),
         marks_of(log),
+        info_of(log),
         log.suspect,
         log.damaged,
     )
@@ -122,6 +132,8 @@ def check_log(partition, expected, found, damaged):
         raise Violation(f"{where}: {found.promise}, expected one of {expected.promises}")
     if found.marks not in expected.marks:
         raise Violation(f"{where}: {found.marks}, expected one of {expected.marks}")
+    if found.info not in expected.infos:
+        raise Violation(f"{where}: control file {found.info}, expected one of {expected.infos}")
     wrong = [_wrong(history, found) for history in expected.histories]
     if all(wrong):
         raise Violation(f"{where}: {'; or '.join(one for one in wrong if one)}")
@@ -139,6 +151,46 @@ def _wrong(history, found):
     if found.entries and found.entries[-1].last != found.last:
         return f"ends at {found.last}, where no batch ends"
     return None
+
+
+def check_platter(told, contents):
+    """Check what an opening does not show: marker and dirty bit, and the index up to the marker."""
+    for partition, expected in told.logs.items():
+        if not expected.markers:
+            continue
+        directory = ROOT / str(partition)
+        slot = _newer_slot(contents.files.get(directory / SLOTS_NAME, b""))
+        if slot is None:
+            raise Violation(f"partition {partition} has no slots")
+        marker = slot.acked.transaction_id
+        if slot.dirty not in expected.is_dirty:
+            raise Violation(f"partition {partition}: dirty {slot.dirty}, {expected.is_dirty}")
+        if not slot.suspect and marker < min(expected.markers):
+            raise Violation(f"partition {partition}: marker {marker}, {expected.markers}")
+        if slot.truncate is None:
+            _check_indexes(contents.files, directory, marker)
+
+
+def _newer_slot(content):
+    slots = []
+    for at in (0, SLOT_BLOCK_BYTES):
+        with suppress(WaltzError):
+            slots.append(Slot.decode(content[at : at + SLOT_BYTES]))
+    return max(slots, key=lambda slot: slot.sequence, default=None)
+
+
+def _check_indexes(files, directory, marker):
+    paths = sorted(one for one in files if one.parent == directory and one.suffix == ".seg")
+    for path, after in zip_longest(paths, paths[1:]):
+        content, index = files[path], files.get(path.with_suffix(".idx"), b"")
+        first, at = int(path.stem), 128
+        last = min(marker, int(after.stem) - 1) if after else marker
+        while at + 40 <= len(content) and first <= last:
+            stated = int.from_bytes(index[128 + 8 * (first - int(path.stem)) :][:8], "big")
+            if stated != at:
+                raise Violation(f"{path.name}: the index says {stated} of {first}, not {at}")
+            at += 40 + int.from_bytes(content[at + 28 : at + 32], "big")
+            first += 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -186,6 +238,7 @@ class Matrix:
             if isinstance(found, Exception):
                 raise Violation(f"does not open: {type(found).__name__}: {found}")
             check(told, found)
+            check_platter(told, contents)
         except Violation as error:
             raise Violation(f"{self.name}, {where}: {error}") from (
                 found if isinstance(found, Exception) else None
@@ -205,13 +258,16 @@ def points(changes, begin=0):
             yield place + 1, platter, told
 
 
-def power_losses(matrix, changes, begin, seed=0):
-    """Lose power at each point, in many ways; return each disk that is left, with what was told."""
+def power_losses(matrix, changes, begin, *, keeps=None, seed=0):
+    """Lose power at each point, in many ways; return each disk that is left, with what was told.
+
+    `keeps` is what is kept at each, if not all that is worth a try.
+    """
     left = {}
     for place, platter, told in points(changes, begin):
         matrix.counts["cuts"] += 1
         rng = Random(f"{seed} {place}")
-        for keep in survivals(platter, rng, random_count=RANDOM_SURVIVALS):
+        for keep in keeps or survivals(platter, rng, random_count=RANDOM_SURVIVALS):
             matrix.counts["survivals"] += 1
             contents = platter.image(keep)
             where = f"power lost after change {place} ({_name(changes, place)}), {_kept(keep)}"
@@ -227,7 +283,7 @@ def second_losses(matrix, left):
     """
     for number, (key, (told, _, found, where)) in enumerate(sorted(left.items())):
         begin, changes = matrix.openings[key]
-        rng = Random(f"{matrix.name} {number}")
+        told, rng = loosened(told), Random(f"{matrix.name} {number}")
         only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
         for place, platter, _ in points(changes, begin):
             if only is None:
@@ -268,7 +324,13 @@ def kills(matrix, changes, begin, *, step=1, seed=0):
 
 def started_again(matrix, changes, told, where):
     """Start on what a killed process leaves: all that it has written, and nothing more durable."""
-    story = Story(99, RecordingDisk(changes), told)
+    return used(matrix, RecordingDisk(changes, site), told, where)
+
+
+def used(matrix, disk, told, where):
+    """Open a directory, and take appends."""
+    story = Story(99, disk, told)
+    story.loosen()
     try:
         found, story.engine = opened(story.disk)
         check(told, found)

@@ -5,6 +5,7 @@ model in lists, and for the slots from what the log itself says before and after
 the middle of a call leaves the one or the other.
 """
 
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,18 @@ ROOT = Path("/disk/storage")
 PARTITIONS = 3
 RESERVE_BYTES = 3000
 STARTED_MS = 1_700_000_000_000
+
+
+# Frames that say nothing about why something is synced.
+TRANSPARENT = {
+    "index.sync",
+    "segments.<genexpr>",
+    "segments.sync",
+    "segments.sync_index",
+    "control_file.write",
+    "control_file._write",
+    "partition_log._write_slot",
+}
 
 
 class History(NamedTuple):
@@ -53,6 +66,9 @@ class ToldLog(NamedTuple):
     histories: tuple[History, ...]
     promises: tuple[Promise, ...]
     marks: tuple[Marks, ...]
+    infos: tuple[Marks, ...]  # what the original's control file says of session and marks
+    markers: tuple[int, ...]  # on the disk itself at least one of these is vouched for
+    is_dirty: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,12 @@ class Told:
     sure: tuple[int, ...] = ()  # of those that may be assigned, those that must be
     logs: dict[int, ToldLog] = field(default_factory=dict)
     damaged: tuple[tuple[int, int], ...] = ()  # of partition 0
+
+
+def loosened(told):
+    """What may be left while partitions are opened or closed: dirty or not."""
+    logs = {number: log._replace(is_dirty=(False, True)) for number, log in told.logs.items()}
+    return replace(told, logs=logs)
 
 
 def settings(now_ms=lambda: STARTED_MS, segment_bytes_max=700):
@@ -85,8 +107,30 @@ def marks_of(log):
     return Marks(log.last_session, log.low_water_mark, log.confirmed_low_water_mark)
 
 
+def info_of(log):
+    return Marks(*log._control.info(log.partition_id)[:3])
+
+
 def promise_of(log):
     return Promise(log.slot.promised, log.slot.nonce)
+
+
+def site():
+    """Say who asks for a sync: the calls inside of the storage, innermost last."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name == "storage" and path.parent.parent.name == "waltz_core":
+            line = frame.f_lineno - frame.f_code.co_firstlineno
+            frames.append((f"{path.stem}.{frame.f_code.co_name}", line))
+        frame = frame.f_back
+    # Who opens a partition makes no difference, nor does the line but that of the sync itself.
+    names = [name for name, _ in reversed(frames) if name not in TRANSPARENT]
+    if "partition_log.open" in names:
+        names = names[names.index("partition_log.open") + 1 :]
+    # A file that another one calls through is no place of its own.
+    line = next(line for name, line in frames if name not in TRANSPARENT)
+    return f"{' > '.join(names)}:{line}"
 
 
 class Story:
@@ -94,7 +138,7 @@ class Story:
 
     def __init__(self, seed=1, disk=None, told=None, *, segment_bytes_max=700):
         self.rng = Random(seed)
-        self.disk = disk or RecordingDisk()
+        self.disk = disk or RecordingDisk(site=site)
         self.segment_bytes_max = segment_bytes_max
         self.now_ms = STARTED_MS
         self.engine = None
@@ -111,7 +155,14 @@ class Story:
     def _found(self):
         """What the engine says after a call; the histories are the model's."""
         logs = {
-            partition: ToldLog((self.histories[partition],), (promise_of(log),), (marks_of(log),))
+            partition: ToldLog(
+                (self.histories[partition],),
+                (promise_of(log),),
+                (marks_of(log),),
+                (info_of(log),),
+                (log.slot.acked.transaction_id,),
+                (log.slot.dirty,),
+            )
             for partition, log in self.engine.logs.items()
         }
         assigned = tuple(self.engine.assigned())
@@ -121,7 +172,7 @@ class Story:
         self.told = self._found()
         self.disk.remark(self.told)
 
-    def doing(self, call, *, history=None, partition=0, final=True):
+    def doing(self, call, *, history=None, partition=0, final=True, marker=None):
         """Do something; until it is told what came of it, the state before it may be left too.
 
         With `final` off nothing was made durable: what was before may be left later, too.
@@ -138,6 +189,9 @@ class Story:
             self.histories[partition] = history
         tried = {} if history is None else {partition: history}
         between = self._between(before, self._found(), tried)
+        if marker is not None:
+            log = between.logs[partition]
+            between.logs[partition] = log._replace(markers=(*log.markers, marker))
         self.disk.changes[place] = Remark(between)
         if error is not None or not final:
             self.told = between
@@ -150,15 +204,15 @@ class Story:
     def _between(self, before, after, tried):
         logs = dict(before.logs)
         for partition, log in after.logs.items():
-            old = before.logs.get(partition, ToldLog((), (), ()))
-            histories = (*old.histories, *log.histories)
+            old = before.logs.get(partition)
+            if old is None:
+                # Nothing of it need be there, so that there is no slot to look at.
+                logs[partition] = log._replace(markers=(), is_dirty=())
+                continue
+            both = [(*one, *other) for one, other in zip(old, log, strict=True)]
             if partition in tried:
-                histories += (tried[partition],)
-            logs[partition] = ToldLog(
-                tuple(dict.fromkeys(histories)),
-                tuple(dict.fromkeys((*old.promises, *log.promises))),
-                tuple(dict.fromkeys((*old.marks, *log.marks))),
-            )
+                both[0] += (tried[partition],)
+            logs[partition] = ToldLog(*(tuple(dict.fromkeys(one)) for one in both))
         assigned = tuple(sorted({*before.assigned, *after.assigned}))
         return Told(before.storage_id, assigned, before.sure, logs, before.damaged)
 
@@ -167,9 +221,15 @@ class Story:
     def start(self, *, histories=None):
         """Open the directory; `histories` are what is found in it."""
         self.histories = {} if histories is None else histories
+        self.loosen()
         with_settings = settings(lambda: self.now_ms, self.segment_bytes_max)
         self.engine = open_engine(self.disk, with_settings=with_settings)
         self.tell()
+
+    def loosen(self):
+        """Tell that partitions are being opened, or closed."""
+        self.told = loosened(self.told)
+        self.disk.remark(self.told)
 
     def assign(self, partition):
         self.histories[partition] = History()
@@ -233,17 +293,20 @@ class Story:
             lambda: log.truncate(log.promised, last, base_id, base_chain),
             history=after,
             partition=partition,
+            marker=base_id,
         )
 
     def close(self):
         histories = self.histories
+        self.loosen()
         self.engine.close()
+        logs = {}
         for partition, history in histories.items():
-            histories[partition] = history._replace(acked=len(history.records) - 1)
-        logs = {
-            partition: log._replace(histories=(histories[partition],))
-            for partition, log in self.told.logs.items()
-        }
+            last = len(history.records) - 1
+            histories[partition] = history._replace(acked=last)
+            logs[partition] = self.told.logs[partition]._replace(
+                histories=(histories[partition],), markers=(last,), is_dirty=(False,)
+            )
         self.told = replace(self.told, logs=logs)
         self.disk.remark(self.told)
 
@@ -252,8 +315,12 @@ class Story:
         self.start(histories=self.histories)
 
     def failing(self, kind, call, *, fault=Fault.FAILS):
-        """Do something while the next change of a kind fails."""
-        self.disk.inner.plan_call((kind,), fault)
+        """Do something while the next change of a kind, or of this number, fails."""
+        inner = self.disk.inner
+        if isinstance(kind, int):
+            inner.plan(inner.step_count + kind, fault)
+        else:
+            inner.plan_call((kind,), fault)
         try:
             call()
         except (DiskFailed, NoSpace):
@@ -413,14 +480,10 @@ def restart():
     return story
 
 
-def _fails(kind, *, grown=(), where=None):
+def _fails(what):
     story = _begun(segment_bytes_max=900)
-    for counts in grown:
-        story.append(counts)
-    if grown:
-        story.sync()
     story.append([2])
-    story.failing(kind, where or story.append_and_sync)
+    story.failing(what, story.append_and_sync)
     story.prepare()
     story.append([1, 2])
     story.sync()
@@ -436,6 +499,16 @@ def failed_write():
 def failed_sync():
     """A sync fails; the log goes on in a new segment."""
     return _fails("sync")
+
+
+def failed_sync_of_batches():
+    """The records are synced, and the sync of the batches fails."""
+    return _fails(5)
+
+
+def failed_write_of_batches():
+    """The records are written, and the write of the batches fails."""
+    return _fails(3)
 
 
 def failed_write_of_an_empty_log():
@@ -485,8 +558,8 @@ def repair():
     story.append([1])
     story.sync()
     log, records = story.log(), story.histories[0].records
-    story.rot(0, 2)
     story.tell_damage([(2, 2)])
+    story.rot(0, 2)
     with suppress(ChecksumMismatch):
         log.read_range(2, 2, 10_000, whole_batches=False)
     lengths = np.array([len(records[2])], dtype=np.int64)
@@ -508,6 +581,8 @@ STORIES = (
     restart,
     failed_write,
     failed_sync,
+    failed_sync_of_batches,
+    failed_write_of_batches,
     failed_write_of_an_empty_log,
     failed_roll_over,
     full_disk,

@@ -17,7 +17,7 @@ Rules:
     6. A killed process loses nothing, and makes nothing durable either.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
@@ -77,10 +77,11 @@ class MakeDirectory(NamedTuple):
 
 
 class Sync(NamedTuple):
-    """A file's bytes and size are durable; `path` is what it was opened as."""
+    """A file's bytes and size are durable; `path` is what it was opened as, `site` who asked."""
 
     file: FileId
     path: Path
+    site: str = ""
 
 
 class SyncFailed(NamedTuple):
@@ -93,6 +94,7 @@ class SyncDirectory(NamedTuple):
     """The names in a directory are durable."""
 
     path: Path
+    site: str = ""
 
 
 class Remark(NamedTuple):
@@ -149,7 +151,7 @@ class RecordingFile:
         except DiskFailed:
             self._disk.changes.append(SyncFailed(self._number))
             raise
-        self._disk.changes.append(Sync(self._number, self._path))
+        self._disk.changes.append(Sync(self._number, self._path, self._disk.site()))
 
     def truncate(self, size: int) -> None:
         """Cut the file."""
@@ -165,9 +167,15 @@ class RecordingFile:
 class RecordingDisk:
     """A `Disk` over a `SimDisk` that writes each change down; faults are planned on `inner`."""
 
-    def __init__(self, changes: Iterable[Change] = ()) -> None:
-        """Go on where a process was killed that had made these changes (rule 6)."""
+    def __init__(
+        self, changes: Iterable[Change] = (), site: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Go on where a process was killed that had made these changes (rule 6).
+
+        `site` is asked at each sync who makes it.
+        """
         self.changes = list(changes)
+        self.site = site
         self.inner = SimDisk(is_traced=False)
         platter = Platter()
         for change in self.changes:
@@ -177,9 +185,11 @@ class RecordingDisk:
         self._next = platter.file_count
 
     @classmethod
-    def after_power_loss(cls, contents: Contents) -> "RecordingDisk":
+    def after_power_loss(
+        cls, contents: Contents, site: Callable[[], str] = lambda: ""
+    ) -> "RecordingDisk":
         """Return a disk on which all this is durable."""
-        return cls(changes_of(contents))
+        return cls(changes_of(contents), site)
 
     def open(self, path: Path, *, create: bool = False) -> "File":
         """Open a file for reading and writing."""
@@ -221,7 +231,7 @@ class RecordingDisk:
     def sync_directory(self, directory: Path) -> None:
         """Make the names in a directory durable."""
         self.inner.sync_directory(directory)
-        self.changes.append(SyncDirectory(directory))
+        self.changes.append(SyncDirectory(directory, self.site()))
 
     def number_of(self, path: Path) -> FileId:
         """Return the file that has a name."""
@@ -431,7 +441,7 @@ class Platter:
                 self._remove(path)
             case MakeDirectory(path):
                 self._enter(path, None)
-            case Sync(file, _):
+            case Sync(file):
                 self._files[file].sync()
             case SyncFailed(file):
                 self._files[file].doubtful.update(self._files[file].sectors)

@@ -166,6 +166,12 @@ class LineageFile:
         self._file.pwrite(parts, _entry_place(place))
         self._file.sync()
 
+    def write_again(self, place: int) -> None:
+        """Write the entries from a place on as they are; not durable."""
+        size = LINEAGE_ENTRY_BYTES * (self.count - place)
+        if size:
+            self._file.pwrite([self._file.pread(size, _entry_place(place))], _entry_place(place))
+
     def slice(self, low: int, high: int) -> list[LineageEntry]:
         """Return the entries of places low..high-1."""
         return list(islice(self.entries(low), high - low))

@@ -19,7 +19,9 @@ Rules:
     6. That a replica is suspect is durable before what says so is mended: a crash on the way leaves
        files in which nothing is wrong.
     7. What is found may not be durable: a process that was killed leaves what it has written, and
-       a loss of power takes it back. So all that is believed is synced first, names included.
+       a loss of power takes it back. So all that is believed is synced first, names included. What
+       nothing vouches for is written once more before: when the last thing that a process met was
+       a sync that failed, the cache shows what the disk does not have, and calls it clean.
 """
 
 from collections.abc import Sequence
@@ -96,8 +98,7 @@ def open_log(
         opening.settle_lineage(segments)
         for segment in segments.all:
             segment.sync()
-        segments.current.lineage.sync()  # rule 7
-        segments.sync_index()
+        opening.write_again(segments)
         slots.write(opening.settled(segments))
         for segment in segments.all[:-1]:
             segment.close()
@@ -506,6 +507,11 @@ class _Opening:
                 segment.rewrite_lineage_header(chain)
 
     # ---- the end
+
+    def write_again(self, segments: Segments) -> None:
+        """Make durable what is believed and nothing vouches for (rule 7)."""
+        current = segments.current
+        current.write_again(max(current.first, TransactionId(self._vouched + 1)))
 
     def settled(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""

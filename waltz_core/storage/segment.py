@@ -184,6 +184,14 @@ class Segment:
         """Never sync these files again: a sync has failed, and another would lie."""
         self._records_dirty = self._lineage_dirty = False
 
+    def copy_index(self) -> None:
+        """Put the index into a new file, durably, in place of one that may have failed."""
+        self._opened()
+        offsets = self.index.read(0, self.next_id - self.first)
+        content = self._header.encode() + offsets.astype(">i8").tobytes()
+        self.close()
+        create_durably(self._disk, self._directory, [(segment_name(self.first, ".idx"), content)])
+
     def rewrite_lineage_header(self, chain_before: Chain) -> None:
         """Write another chain before the first batch, durably."""
         self.lineage.rewrite_header(chain_before)
@@ -277,6 +285,20 @@ class Segment:
             index.write(place + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64))
         file.sync()
         index.sync()
+
+    def write_again(self, first: TransactionId) -> None:
+        """Write all from an id on as it is, and make all durable: the cache may call it clean."""
+        file, index, lineage = self._opened()
+        if first < self.next_id:
+            place = first - self.first
+            offsets = self.bounds(first, self.last)
+            for start in range(int(offsets[0]), self.size_bytes, _SCAN_BYTES):
+                file.pwrite([file.pread(min(_SCAN_BYTES, self.size_bytes - start), start)], start)
+            index.write(place, offsets[:-1])
+        lineage.write_again(lineage.place_of(first))
+        file.sync()
+        index.sync()
+        lineage.sync()
 
     # ---- reading
 

@@ -127,6 +127,7 @@ class Segments:
         """Go on in a new file, and leave the current one alone for good."""
         self.current.forget()
         if self.current.next_id > self.current.first:
+            self.current.copy_index()
             self.add(now_ms, chain_before)
             return
         # It holds nothing; the new files take its name.
