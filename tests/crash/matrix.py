@@ -223,7 +223,7 @@ class Matrix:
             disk = RecordingDisk.after_power_loss(contents)
             begin = len(disk.changes)
             try:
-                self._found[key], engine = opened(disk)
+                self._found[key], engine = opened(disk, new_storage_id=b"U" * 16)
                 self.openings[key] = (begin, disk.changes)
                 engine.abandon()
             except (WaltzError, AssertionError) as error:
@@ -258,13 +258,16 @@ def points(changes, begin=0):
             yield place + 1, platter, told
 
 
-def power_losses(matrix, changes, begin, *, keeps=None, seed=0):
+def power_losses(matrix, changes, begin, *, keeps=None, only_told=False, seed=0):
     """Lose power at each point, in many ways; return each disk that is left, with what was told.
 
-    `keeps` is what is kept at each, if not all that is worth a try.
+    `keeps` is what is kept at each, if not all that is worth a try. With `only_told` it is lost
+    only where something was told.
     """
     left = {}
     for place, platter, told in points(changes, begin):
+        if only_told and not isinstance(changes[place - 1], Remark):
+            continue
         matrix.counts["cuts"] += 1
         rng = Random(f"{seed} {place}")
         for keep in keeps or survivals(platter, rng, random_count=RANDOM_SURVIVALS):

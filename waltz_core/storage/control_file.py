@@ -35,6 +35,7 @@ from waltz_core.storage.format import (
     ControlHeader,
     PartitionInfo,
     Slot,
+    of_file,
     partition_entry_offset,
     partition_info_offset,
 )
@@ -84,7 +85,8 @@ class ControlFile:
             file = _open_locked(disk, path)
         try:
             file.sync()  # rule 6
-            header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
+            with of_file(path):
+                header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
             _check_header(header, cluster_key, partition_count, path)
             current = [_newer(file, index, path) for index in range(partition_count)]
             return cls(file, header, current)

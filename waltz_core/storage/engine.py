@@ -28,6 +28,7 @@ from waltz_core.storage.format import (
     STORAGE_ID_BYTES,
     decode_storage_id,
     encode_storage_id,
+    of_file,
 )
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
 
@@ -47,7 +48,8 @@ class Engine:
         id_file: File,
     ) -> None:
         self.directory = directory
-        self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
+        with of_file(directory / STORAGE_ID_NAME):
+            self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
         self.logs: dict[PartitionId, PartitionLog] = {}
         self.failed: dict[PartitionId, WaltzError] = {}

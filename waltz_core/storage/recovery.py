@@ -96,8 +96,6 @@ def open_log(
         segments = opening.open_segments(firsts)
         opening.recover_records(segments)
         opening.settle_lineage(segments)
-        for segment in segments.all:
-            segment.sync()
         opening.write_again(segments)
         slots.write(opening.settled(segments))
         for segment in segments.all[:-1]:
@@ -170,6 +168,8 @@ def check_repaired(segments: Segments, repaired: IdRange, damaged: Sequence[IdRa
     for entry in segments.entries(*repaired, repaired.last - repaired.first + 1)[1]:
         if any(one.first <= entry.last and entry.first <= one.last for one in damaged):
             continue
+        if entry.first > repaired.last:
+            continue  # The batches of what was repaired are gone; this one follows them.
         before = _entry_before(segments, entry.first)
         if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
             continue  # Its chain is not made of these records, nor is that of the next.
@@ -324,6 +324,7 @@ class _Opening:
             create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
         elif found is not None and found.chain_before != chain_before and not self._adopting:
             self._suspect()
+            self._rebuilt.extend(self.opened[-1:])  # It may have lost its last batches.
         segment = Segment.open(
             self._disk,
             self._directory,
@@ -399,7 +400,7 @@ class _Opening:
         anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
         if not self._adopting and not self._marker_holds(segments):
             self._suspect()
-        end = self._valid_end(segments, TransactionId(anchor))
+        end = min(self._valid_end(segments, TransactionId(anchor)), segments.last)
         if not self._adopting and end < self._vouched:
             self._suspect()
         if self._adopting or end < self._vouched:
@@ -449,18 +450,21 @@ class _Opening:
         for segment in segments.all:
             if segment.lineage.count and segment.last > end:
                 segment.lineage.cut(_place_after(segment, end))
+        # Batches of records that are gone stand behind the last record.
+        last = segments.current.lineage
+        last.cut(last.place_of(TransactionId(end + 1)))
 
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
         """Give a segment that lost its batches new ones, up to where the next known ones begin."""
         place = segments.all.index(segment)
-        before = [one for one in segments.all[:place] if one.lineage.count]
-        after = next((one for one in segments.all[place:] if one.lineage.count), None)
+        before = [one for one in segments.all[: place + 1] if one.lineage.count]
+        after = next((one for one in segments.all[place + 1 :] if one.lineage.count), None)
         first = before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else 0
         if after is not None:
             last = min(segment.last, after.lineage.entry(0).first - 1)
-            self._append_batches(
-                segments, TransactionId(first), TransactionId(last), after.lineage.chain_before
-            )
+            chain = after.lineage.chain_before
+            if first <= last:
+                self._append_batches(segments, TransactionId(first), TransactionId(last), chain)
 
     def _append_batches(
         self,

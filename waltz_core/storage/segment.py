@@ -44,6 +44,7 @@ from waltz_core.storage.format import (
     IdRange,
     LineageHeader,
     SegmentHeader,
+    of_file,
     segment_name,
 )
 from waltz_core.storage.index import LineageFile, OffsetIndex
@@ -112,7 +113,8 @@ class Segment:
         file = disk.open(path)
         try:
             size = file.size()
-            header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
+            with of_file(path):
+                header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
         finally:
             file.close()
         if header[1:] != (cluster_key, partition_id, first):
@@ -138,7 +140,8 @@ class Segment:
                 opened.callback(index.close)
                 chain = self._disk.open(self._path(".chn"))
                 opened.callback(chain.close)
-                head = LineageHeader.decode(chain.pread(LINEAGE_HEADER_BYTES, 0))
+                with of_file(self._path(".chn")):
+                    head = LineageHeader.decode(chain.pread(LINEAGE_HEADER_BYTES, 0))
                 if head.segment[1:] != self._header[1:]:
                     raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
                 self._files = (
@@ -299,6 +302,7 @@ class Segment:
         file.sync()
         index.sync()
         lineage.sync()
+        self._records_dirty = self._lineage_dirty = False
 
     # ---- reading
 
@@ -392,8 +396,10 @@ class Segment:
         index.cut(next_id - self.first)
         if offset < file_size:
             file.truncate(offset)
-        file.sync()
-        index.sync()
+        if not is_last:
+            # Of the last one more may be cut; then `write_again` makes it durable.
+            file.sync()
+            index.sync()
         return Recovered(tuple(damaged), lost)
 
     def _mend(self, first: TransactionId, starts: I64) -> None:
