@@ -36,6 +36,9 @@ from waltz_core.storage.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Slot
 
 RANDOM_SURVIVALS = 8
 RANDOM_SECOND = 2
+KILLS_OF_A_STORY = 60
+EVERY_KILL = 10  # one is followed by a loss of power at every change
+SHARE_AFTER_A_KILL = 0.25
 EVERY_SECOND = 40  # openings, one is cut at every change
 
 
@@ -307,18 +310,22 @@ def _second(matrix, told, found, platter, keeps, where):
             raise Violation(f"{matrix.name}, {where}: another end: {again.logs} and {found.logs}")
 
 
-def kills(matrix, changes, begin, *, step=1, seed=0):
+def kills(matrix, changes, begin, seed=0):
     """Kill the process at points; it is started again, answers, and then power is lost."""
-    for place, _, told in list(points(changes, begin))[::step]:
+    every = [(place, told) for place, _, told in points(changes, begin)]
+    for number, (place, told) in enumerate(every[:: 1 + len(every) // KILLS_OF_A_STORY]):
         matrix.counts["kills"] += 1
         rng = Random(f"{seed} {place}")
         where = f"killed after change {place} ({_name(changes, place)})"
         story = started_again(matrix, changes[:place], told, where)
         after = story.disk.changes
+        often = number % EVERY_KILL == 0
         for at, platter, now_told in points(after, place + 1):
+            if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
+                continue
             keeps = [Keep(), AnyOf(rng)]
-            if at == len(after):
-                keeps = list(survivals(platter, rng, random_count=RANDOM_SECOND))
+            if often and at == len(after):
+                keeps += survivals(platter, rng, random_count=RANDOM_SECOND)
             for keep in keeps:
                 matrix.counts["survivals after a kill"] += 1
                 lost = f"{where}, power lost after change {at} ({_name(after, at)}), {_kept(keep)}"

@@ -129,7 +129,9 @@ def site():
     if "partition_log.open" in names:
         names = names[names.index("partition_log.open") + 1 :]
     # A file that another one calls through is no place of its own.
-    line = next(line for name, line in frames if name not in TRANSPARENT)
+    line = next((line for name, line in frames if name not in TRANSPARENT), 0)
+    # Nor does it how deep a directory lies.
+    names = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
     return f"{' > '.join(names)}:{line}"
 
 
@@ -423,6 +425,8 @@ def sessions_and_marks():
     story = _begun()
     story.prepare()
     story.set_mark()
+    story.append([1])
+    story.sync()
     story.prepare()
     story.set_mark(engages=False)
     story.append([1])

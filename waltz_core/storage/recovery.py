@@ -380,7 +380,7 @@ class _Opening:
         if segments.last < self._vouched:
             self._suspect()
         if self.slot.truncate is not None:
-            finish_truncation(segments, self.slot.truncate)
+            segments.cut(*self.slot.truncate)  # Durable before the intent goes: `write_again`.
 
     def _recover(
         self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
