@@ -12,6 +12,7 @@ Rules:
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import ChecksumMismatch
+from waltz_core.errors import ChecksumMismatch, DiskFailed
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -125,6 +126,10 @@ class Segments:
 
     def renew(self, now_ms: int, chain_before: Chain) -> None:
         """Go on in a new file, and leave the current one alone for good."""
+        with suppress(DiskFailed):
+            # Nobody believes it. But it may bring the cut to the disk; an original, which does not
+            # cut where the next segment begins, would stumble over what is behind it.
+            self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:
             self.current.copy_index()
