@@ -1,7 +1,7 @@
 """The original's files, written and read from the description of their layout alone.
 
-Shares no code with what it checks: `struct` and `zlib` only. `read_directory` does what an original does
-at its start: it reads the control file, and of each segment's records as many as are whole.
+Shares no code with what it checks: `struct` and `zlib` only. `read_directory` does what an original
+does at its start: it reads the control file, and of each segment's records as many as are whole.
 
     waltz-storage.ctl     128 bytes of header, 76 for each partition: its number and two structures
     <p>/<19 digits>.seg   128 bytes of header, records back to back
@@ -10,6 +10,7 @@ at its start: it reads the control file, and of each segment's records as many a
 
 import struct
 import zlib
+from itertools import pairwise
 from typing import NamedTuple
 
 HEADER_BYTES = 128
@@ -126,7 +127,7 @@ def read_segment(data, index, *, key, partition, first, local_low_water_mark):
     else:
         # All up to here is trusted, and this one is looked at.
         bounds = starts[: start - first + 1]
-        records = [data[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        records = [data[a:b] for a, b in pairwise(bounds)]
         at = bounds[-1]
         if whole_record(data, at, start) is None:
             raise Wrong(f"segment {first} is corrupted at {start}")

@@ -112,6 +112,11 @@ def opened(disk, new_storage_id=b"T" * 16):
     return Found(engine.storage_id, tuple(engine.assigned()), logs, failed), engine
 
 
+def check_opened(found):
+    if isinstance(found, Exception):
+        raise Violation(f"does not open: {type(found).__name__}: {found}")
+
+
 def check(told: Told, found: Found):
     """Raise what is wrong with what was found."""
     if found.failed:
@@ -238,8 +243,7 @@ class Matrix:
         """Hold what is left against what was told; return what tells it apart from others."""
         key, found = self.find(contents)
         try:
-            if isinstance(found, Exception):
-                raise Violation(f"does not open: {type(found).__name__}: {found}")
+            check_opened(found)
             check(told, found)
             check_platter(told, contents)
         except Violation as error:
@@ -289,7 +293,7 @@ def second_losses(matrix, left):
     """
     for number, (key, (told, _, found, where)) in enumerate(sorted(left.items())):
         begin, changes = matrix.openings[key]
-        told, rng = loosened(told), Random(f"{matrix.name} {number}")
+        expected, rng = loosened(told), Random(f"{matrix.name} {number}")
         only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
         for place, platter, _ in points(changes, begin):
             if only is None:
@@ -298,7 +302,7 @@ def second_losses(matrix, left):
                 keeps = (Keep(), AnyOf(rng))
             else:
                 continue
-            _second(matrix, told, found, platter, keeps, f"{where}, and after change {place}")
+            _second(matrix, expected, found, platter, keeps, f"{where}, and after change {place}")
 
 
 def _second(matrix, told, found, platter, keeps, where):

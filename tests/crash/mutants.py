@@ -111,7 +111,7 @@ ANY_ORDER = {
     "partition_log.sync > segment.sync:5": "records and batches count together only",
     "partition_log.sync > segment.sync:9": "batches and the slot that marks them, at a clean end",
     "partition_log._roll > segment.sync:5": "records and batches count together only",
-    "partition_log._roll > segment.sync:9": "batches, and an index that is mended where it is wrong",
+    "partition_log._roll > segment.sync:9": "batches, and an index that can be mended",
     "partition_log._roll:10": "the marker moves on; names of the new segment",
     "partition_log._confirm:3": "a mark that was told as set, and records that were not told yet",
     "segments.cut > segment.remove:4": "names of one directory, the newest segment first; one sync "

@@ -258,9 +258,7 @@ class Story:
             len(history.records), counts, log.promised, log.chain, self.rng, bytes_max=bytes_max
         )
         lengths = np.array([len(one) for one in records], dtype=np.int64)
-        after = History(
-            (*history.records, *records), (*history.entries, *entries), history.acked
-        )
+        after = History((*history.records, *records), (*history.entries, *entries), history.acked)
         run, first = b"".join(records), len(history.records)
         self.doing(
             lambda: log.append(log.promised, first, lengths, run, log.chain, entries),

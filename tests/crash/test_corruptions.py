@@ -142,10 +142,13 @@ def judge(seed):
     disk = SimDisk(is_traced=False)
     disk.become(contents)
     ended = []
+    refusal, engine = None, None
     try:
         engine = open_engine(disk, with_settings=settings(segment_bytes_max=1500))
     except WaltzError as error:
-        assert told_well(str(error), touched), f"{sorted(touched)}: {error}"
+        refusal = str(error)
+    if engine is None:
+        assert told_well(refusal, touched), f"{sorted(touched)}: {refusal}"
         return ["refused"]
     for error in engine.failed.values():
         assert told_well(str(error), touched), f"{sorted(touched)}: {error}"
@@ -154,9 +157,10 @@ def judge(seed):
         history = HISTORIES[partition]
         unreadable = read_all(log, history)
         was_wrong = bool(unreadable) or log.suspect or log.last_session < 0
-        assert unreadable <= {
-            one for first, last in log.damaged for one in range(first, last + 1)
-        } or log.suspect
+        assert (
+            unreadable <= {one for first, last in log.damaged for one in range(first, last + 1)}
+            or log.suspect
+        )
         if log.max_id < len(history.records) - 1:
             assert log.suspect, f"partition {partition} ends at {log.max_id} and believes it"
         how = heal(log, history)

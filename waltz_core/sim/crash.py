@@ -427,13 +427,24 @@ class Platter:
     def add(self, change: Change) -> None:
         """Make one more change."""
         match change:
-            case Create(path, file):
-                self._files[file] = _File()
-                self._enter(path, file)
             case Write(file, offset, data):
                 self._files[file].write(offset, data)
             case Resize(file, size):
                 self._files[file].resize(size)
+            case Sync(file):
+                self._files[file].sync()
+            case SyncFailed(file):
+                self._files[file].doubtful.update(self._files[file].sectors)
+            case Remark():
+                pass
+            case _:
+                self._rename(change)
+
+    def _rename(self, change: Create | Rename | Unlink | MakeDirectory | SyncDirectory) -> None:
+        match change:
+            case Create(path, file):
+                self._files[file] = _File()
+                self._enter(path, file)
             case Rename(source, target):
                 self._enter(target, self._seen[source])
                 self._remove(source)
@@ -441,14 +452,8 @@ class Platter:
                 self._remove(path)
             case MakeDirectory(path):
                 self._enter(path, None)
-            case Sync(file):
-                self._files[file].sync()
-            case SyncFailed(file):
-                self._files[file].doubtful.update(self._files[file].sectors)
             case SyncDirectory(path):
                 self._sync_entries(path)
-            case Remark():
-                pass
 
     def _enter(self, path: Path, file: FileId | None) -> None:
         self._seen[path] = file
@@ -543,7 +548,12 @@ def delayed(changes: Sequence[Change], place: int) -> list[Change] | None:
     after = next((one for one in sync_places(changes) if one > place), None)
     if after is None:
         return None
-    return [*changes[:place], *changes[place + 1 : after + 1], changes[place], *changes[after + 1 :]]
+    return [
+        *changes[:place],
+        *changes[place + 1 : after + 1],
+        changes[place],
+        *changes[after + 1 :],
+    ]
 
 
 def platters(changes: Sequence[Change]) -> Iterator[tuple[int, Platter]]:
@@ -554,5 +564,3 @@ def platters(changes: Sequence[Change]) -> Iterator[tuple[int, Platter]]:
         platter.add(change)
         if not isinstance(change, Remark):
             yield place + 1, platter
-
-
