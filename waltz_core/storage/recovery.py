@@ -513,9 +513,12 @@ class _Opening:
     # ---- the end
 
     def write_again(self, segments: Segments) -> None:
-        """Make durable what is believed and nothing vouches for (rule 7)."""
-        current = segments.current
-        current.write_again(max(current.first, TransactionId(self._vouched + 1)))
+        """Make durable what is believed and nothing vouches for (rule 7).
+
+        What an original has written is not written again: it may be a whole segment.
+        """
+        current, vouched = segments.current, segments.last if self._adopting else self._vouched
+        current.write_again(max(current.first, TransactionId(vouched + 1)))
 
     def settled(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""
