@@ -43,7 +43,7 @@ class UnsyncedFile(RealFile):
 
 class UnsyncedDisk(RealDisk):
     def open(self, path, *, create=False):
-        return UnsyncedFile(path, create=create)
+        return UnsyncedFile(path, create=create, descriptors=self.descriptors)
 
     def sync_directory(self, directory):
         """Nothing."""

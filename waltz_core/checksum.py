@@ -42,9 +42,9 @@ _BIT_TO_SIGN: Final = np.arange(31, -1, -1, dtype=np.int32)[:, None]
 _TABLE_STARTS: Final = np.arange(33 * 4) << 8
 
 
-def crc32(data: Bytes, value: int = 0) -> int:
-    """Return the CRC-32 of `data`, or of what `value` stands for followed by `data`."""
-    return isal_zlib.crc32(data, value)
+# The CRC-32 of bytes, or of what a second argument stands for followed by them. It is asked for
+# several times for each append, so there is no function of ours around it.
+crc32 = isal_zlib.crc32
 
 
 def crc32_of_each(parts: Sequence[Bytes]) -> U32:

@@ -90,11 +90,13 @@ class StorageConfig(ZooKeeperConfig):
         least=4 * KIB,
         most=2_000_000_000,
     )
-    open_segments_max: int = setting(
+    open_files_max: int = setting(
         64,
-        "Segment files held open over all partitions. Too few: files are opened at each old read. "
-        "Too many: the limit of the process on open files.",
-        least=2,
+        "Files held open over all partitions; a segment has three. Too few: files are opened again "
+        "for appends and reads that go round many partitions. Too many: the limit of the process "
+        "on open files, which connections need too. Those with writes that are not synced stay "
+        "open beyond it, at most three for each partition.",
+        least=8,
         most=65_536,
     )
     reserve_bytes: int = _bytes(
@@ -103,11 +105,6 @@ class StorageConfig(ZooKeeperConfig):
         "Too small: a full disk also stops repair.",
         least=0,
         most=64 * GIB,
-    )
-    marker_interval_ms: int = _ms(
-        1_000,
-        "How often the mark of what was acknowledged is written beside the log. Too long: after a "
-        "disk was rolled back, less can be told about it. Too short: writes for nothing.",
     )
     trust_fsync: bool = setting(
         True,  # noqa: FBT003 - it stands for itself, beside its name

@@ -220,7 +220,7 @@ OPTIONS: tuple[Option, ...] = (
         "all but data",
         "The input columns that the results carry: `id,tail`.",
     ),
-    Option("batchSize", Use.WRITE, "1000", "Rows in one append, 1 to 10,000 (and at most 4 MiB)."),
+    Option("batchSize", Use.WRITE, "4000", "Rows in one append, 1 to 10,000 (and at most 4 MiB)."),
     Option("maxInFlight", Use.WRITE, "8", "Appends that a task keeps in flight, 1 to 64."),
     Option(
         "exactlyOnce",
@@ -300,7 +300,7 @@ class WriteOptions:
     on_lock_failure: OnLockFailure = OnLockFailure.FAIL
     results_path: str | None = None
     result_columns: tuple[str, ...] | None = None
-    batch_rows: int = 1000
+    batch_rows: int = 4000
     in_flight_max: int = 8
     exactly_once: bool = True
     write_name: str | None = None

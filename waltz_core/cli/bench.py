@@ -31,6 +31,7 @@ from waltz_core.local import LocalCluster
 # Packages beside this one add workloads by entry points of this group (Spark's are among them).
 WORKLOAD_GROUP = "waltz.workloads"
 MIB = 1024 * 1024
+BATCH_ROWS = 1000
 
 
 @dataclass
@@ -40,11 +41,19 @@ class Load:
     connect: str
     payload_bytes: int
     lock_count: int
-    batch_rows: int
+    batch: int | None  # rows of a batch; None where nothing was asked
     seconds: float
     in_flight: int
     rows: int
     peer: str | None = None
+    directory: str | None = None
+    mib: int | None = None
+    segments: int = 1
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a batch."""
+        return self.batch or BATCH_ROWS
 
 
 @dataclass
@@ -64,7 +73,7 @@ class Measured:
     doubled: int = 0
     errors: int = 0
     extra: dict[str, object] = field(default_factory=dict)
-    cpu_seconds: dict[str, float] | None = None  # by member, where the workload measured it itself
+    cpu_seconds: dict[str, float] | None = None  # by role, where the workload measured it itself
     of_ceiling: float | None = None  # share of a rate that no log could exceed, from the same run
 
 
@@ -100,19 +109,19 @@ class Meter:
     """Reads the daemons' CPU time; None where they run on other machines."""
 
     def __init__(self, cluster: LocalCluster | None) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._began: dict[str, float] = {}
         self._spent: dict[str, float] | None = None
 
     def start(self) -> None:
         """Begin: what is spent from here on counts."""
-        if self._cluster is not None:
-            self._began = self._cluster.cpu_seconds()
+        if self.cluster is not None:
+            self._began = self.cluster.cpu_seconds()
 
     def stop(self) -> None:
         """End."""
-        if self._cluster is not None:
-            now = self._cluster.cpu_seconds()
+        if self.cluster is not None:
+            now = self.cluster.cpu_seconds()
             self._spent = {name: now[name] - self._began.get(name, 0.0) for name in now}
 
     def spent(self) -> dict[str, float] | None:
@@ -131,17 +140,28 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("workload", help=f"one of {', '.join(sorted(_names()))}")
     command.add_argument("--connect", help="this cluster; else a local one is started and ended")
     command.add_argument(
-        "--directory", type=Path, help="a local cluster's directory: use it, and measure its CPU"
+        "--directory",
+        type=Path,
+        help="a local cluster's directory: use it, and measure its CPU; "
+        "storage-append, storage-open: on which disk",
     )
     command.add_argument("--payload", type=int, default=512, help="bytes of data (512)")
     command.add_argument("--locks", type=int, default=1, help="write locks of a transaction (1)")
-    command.add_argument("--batch", type=int, default=1000, help="rows of a batch (1000)")
+    command.add_argument(
+        "--batch", type=int, help="rows of a batch (1000; Spark writes: option batchSize's own)"
+    )
     command.add_argument("--seconds", type=float, default=10.0, help="length of the load (10)")
     command.add_argument(
         "--in-flight", type=int, default=2, help="batches in flight for each partition (2)"
     )
     command.add_argument(
         "--peer", choices=("nats",), help="append-one: by turns with this one, in the same run"
+    )
+    command.add_argument(
+        "--mib", type=int, help="storage-append, storage-open: MiB of data (1024, 10240)"
+    )
+    command.add_argument(
+        "--segments", type=int, default=1, help="storage-open: at least so many segments (1)"
     )
     command.add_argument("--rows", type=int, default=500_000, help="rows, where a number is asked")
     command.add_argument("--json", action="store_true", help="print nothing but the JSON line")
@@ -164,13 +184,16 @@ def _workload(name: str) -> Workload:
 
 def _bench(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments.workload)
-    for name in ("seconds", "batch", "in_flight", "rows"):
-        if getattr(arguments, name) <= 0:
+    for name in ("seconds", "batch", "in_flight", "rows", "mib", "segments"):
+        given = getattr(arguments, name)
+        if given is not None and given <= 0:
             flag = name.replace("_", "-")
-            raise BadConfig(f"--{flag}: expected more than 0, found {getattr(arguments, name)}")
+            raise BadConfig(f"--{flag}: expected more than 0, found {given}")
     with ExitStack() as stack:
         cluster: LocalCluster | None = None
-        if arguments.directory is not None:
+        if arguments.workload in workloads.WITHOUT_CLUSTER:
+            pass
+        elif arguments.directory is not None:
             cluster = LocalCluster(arguments.directory)
         elif arguments.connect is None:
             say("starting a local cluster")
@@ -185,12 +208,16 @@ def _bench(arguments: argparse.Namespace) -> int:
             arguments.in_flight,
             arguments.rows,
             arguments.peer,
+            None if arguments.directory is None else str(arguments.directory),
+            arguments.mib,
+            arguments.segments,
         )
         meter = Meter(cluster)
         say(f"running {arguments.workload}")
         told = workload(load, meter)
         measured = told if isinstance(told, Measured) else Measured(**told)
-        report = make_report(arguments.workload, load, measured, meter.spent())
+        cpu = measured.cpu_seconds or meter.spent()
+        report = make_report(arguments.workload, load, measured, cpu)
     if not arguments.json:
         for line in _lines(report):
             show(line)

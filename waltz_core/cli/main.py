@@ -25,6 +25,7 @@ NOUNS: dict[str, tuple[str, str]] = {
     "cluster": ("waltz_core.cli.cluster", "create and show what ZooKeeper holds of a cluster"),
     "storage": ("waltz_core.cli.storage", "run a storage daemon"),
     "server": ("waltz_core.cli.server", "run a server daemon"),
+    "disk": ("waltz_core.cli.disk", "look at a storage's files, verify them, mend an index"),
     "zookeeper": ("waltz_core.cli.zookeeper", "run the ZooKeeper that comes with PySpark"),
     "client": ("waltz_core.cli.client", "append, read and watch from the shell"),
     "config": ("waltz_core.cli.config", "show every setting and where it came from"),

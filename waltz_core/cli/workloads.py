@@ -20,8 +20,15 @@ import uvloop
 from waltz_core import raw_records
 from waltz_core.batches import encode_append
 from waltz_core.cli.checkpoint import checkpoint
+from waltz_core.cli.failover import (
+    failover_freeze,
+    failover_kill,
+    failover_term,
+    rolling_restart,
+)
 from waltz_core.cli.flood import flood
 from waltz_core.cli.singles import append_one, append_single, conditional, feed, hot_lock
+from waltz_core.cli.storage_bench import storage_append, storage_open
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.record import BEFORE_FIRST
 
@@ -305,4 +312,11 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "conditional": conditional,
     "hot-lock": hot_lock,
     "feed": feed,
+    "failover-kill": failover_kill,
+    "failover-term": failover_term,
+    "failover-freeze": failover_freeze,
+    "rolling-restart": rolling_restart,
+    "storage-append": storage_append,
+    "storage-open": storage_open,
 }
+WITHOUT_CLUSTER = ("storage-append", "storage-open")

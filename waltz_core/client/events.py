@@ -12,7 +12,6 @@ Rules:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
@@ -20,6 +19,7 @@ from waltz_core.client.monitor import BatchOutcome, Parcel
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import Generation, TransactionId
+from waltz_core.values import value
 from waltz_core.wire.messages import Buffer, ClientMessage
 
 
@@ -35,7 +35,7 @@ class Phase(Enum):
     STOPPED = auto()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StreamSettings:
     """The numbers a stream needs; times in ms."""
 
@@ -53,19 +53,19 @@ class StreamSettings:
 # Events
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class Append:
     """Send a parcel, and tell what became of it."""
 
     parcel: Parcel
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Mount:
     """Mount the partition even if there is nothing to send yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Subscribe:
     """Bring the feed after this mark; None starts at the end of the log.
 
@@ -76,26 +76,26 @@ class Subscribe:
     header_values: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Unsubscribe:
     """Bring no feed any more; a later `Subscribe` begins another one."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Resume:
     """What `FeedLags` has asked for was fetched up to this mark: let the server feed the rest."""
 
     mark: TransactionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Applied:
     """The application has taken the feed up to here; more may come."""
 
     mark: TransactionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Linked:
     """A connection to the partition's owner stands.
 
@@ -108,7 +108,7 @@ class Linked:
     connection_sequence: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LinkFailed:
     """There is no owner, or no connection to it."""
 
@@ -116,7 +116,7 @@ class LinkFailed:
     error: WaltzError
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LinkLost:
     """A connection broke."""
 
@@ -124,14 +124,14 @@ class LinkLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Moved:
     """The assignment has the partition at this generation now."""
 
     generation: Generation
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Received:
     """A message came in."""
 
@@ -139,14 +139,14 @@ class Received:
     message: ClientMessage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Renewed:
     """A client id that nobody had before; it ends the wait of `NeedClientId`."""
 
     client_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Close:
     """Give up everything that is not final."""
 
@@ -172,7 +172,7 @@ Event: TypeAlias = (
 # Effects
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class OpenLink:
     """Find the partition's owner and connect to it, on another link than the `spoiled` ones."""
 
@@ -180,7 +180,7 @@ class OpenLink:
     spoiled: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Send:
     """Send a message on a link; if that is not possible the link is lost."""
 
@@ -188,19 +188,19 @@ class Send:
     message: ClientMessage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class NeedClientId:
     """The sequence numbers of this client id are used up; answer with `Renewed`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Ready:
     """The partition is mounted, nothing older is in doubt, appends flow."""
 
     high_water_mark: TransactionId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class Settled:
     """The outcome of every row of a parcel."""
 
@@ -208,7 +208,7 @@ class Settled:
     outcome: BatchOutcome
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Refused:
     """A parcel without an outcome for its rows (rule 4)."""
 
@@ -216,7 +216,7 @@ class Refused:
     error: WaltzError
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Fed:
     """Committed transactions, dense and in order: 20 bytes each, request id and header.
 
@@ -240,7 +240,7 @@ class Fed:
         return TransactionId(self.first + self.count - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FeedLags:
     """The feed after `fed` is too long to be sent; fetch it in ranges, then `Resume`.
 
@@ -251,14 +251,14 @@ class FeedLags:
     high_water_mark: TransactionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MarkMoved:
     """The log is known to reach further than before."""
 
     high_water_mark: TransactionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Stopped:
     """The stream has ended for good; whatever comes later is refused with this error."""
 

@@ -15,6 +15,8 @@ Rules:
     6. The log is the witness: an answer that contradicts it does not count.
 """
 
+import struct
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,16 +25,20 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors
-from waltz_core.raw_records import FEED_HEADER_DTYPE, HEADER_DTYPE, REQ_ID_DTYPE
+from waltz_core.raw_records import FEED_HEADER_DTYPE, FEW, HEADER_DTYPE, REQ_ID_DTYPE
 from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
+from waltz_core.values import value
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Buffer, Reason
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 Structured = npt.NDArray[np.void]
+# A header of the feed: client id, generation, partition, sequence, and what its application set.
+_FEED = struct.Struct(">5i")
+assert _FEED.size == FEED_HEADER_DTYPE.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class BatchOutcome:
     """What became of each row: one place in each array for it, in the order of the rows.
 
@@ -81,7 +87,7 @@ class Single(NamedTuple):
     append_locks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class Parcel:
     """Rows that travel in one frame: an Arrow payload, or a single row without Arrow."""
 
@@ -201,7 +207,11 @@ class Monitor:
 
     def saw_feed(self, first: TransactionId, headers: Buffer) -> None:
         """Look for own rows in a stretch of the feed (20 bytes each: request id, header)."""
-        if self._pending:
+        if not self._pending:
+            return
+        if len(headers) <= FEW * _FEED.size and not len(headers) % _FEED.size:
+            self._match_few(first, headers)
+        else:
             feed = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
             self._match(np.arange(first, first + feed.size, dtype=np.int64), feed["req_id"])
 
@@ -251,6 +261,32 @@ class Monitor:
             self.remove(pending)
             settled.append((pending, outcome))
         return settled
+
+    def _match_few(self, first: int, headers: Buffer) -> None:
+        """Do as `_match` does, for so few rows that arrays cost more than they save."""
+        ours = (self._client_id, self._partition_id)
+        own = [
+            (transaction_id, generation, sequence)
+            for transaction_id, (client_id, generation, partition_id, sequence, _) in enumerate(
+                _FEED.iter_unpack(headers), first
+            )
+            if (client_id, partition_id) == ours
+        ]
+        if not own:
+            return
+        firsts = list(self._pending)
+        hits: dict[int, list[tuple[int, int]]] = {}
+        for transaction_id, generation, sequence in own:
+            place = bisect_right(firsts, sequence) - 1
+            if place < 0:
+                continue
+            pending = self._pending[firsts[place]]
+            row = sequence - pending.req_id.sequence
+            if row < pending.parcel.row_count and generation == pending.req_id.generation:
+                hits.setdefault(place, []).append((row, transaction_id))
+        for place in sorted(hits):
+            rows, ids = np.array(hits[place], dtype=np.int64).T
+            _note(self._pending[firsts[place]], rows, ids)
 
     def _match(self, ids: I64, req_ids: Structured) -> None:
         assert req_ids.dtype == REQ_ID_DTYPE

@@ -9,15 +9,15 @@ Rules:
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 from waltz_core import errors
 from waltz_core.client.monitor import Parcel
 from waltz_core.record import PartitionId
+from waltz_core.values import value
 from waltz_core.wire.messages import Mounted
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Limits:
     """What a mounted partition takes: rows and bytes of one frame, bytes in flight."""
 
@@ -35,7 +35,7 @@ class Limits:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class Waiting:
     """A parcel and the moment at which it is given up."""
 

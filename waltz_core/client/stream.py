@@ -129,16 +129,11 @@ class PartitionStream:
     @property
     def wake_at_ms(self) -> int | None:
         """When to send the next `Wakeup`."""
-        times = []
-        first = self._outbox.first
-        if first is not None:
-            times.append(first.deadline_ms)
-        oldest = self._monitor.oldest
-        if oldest is not None:
-            times.append(oldest.deadline_ms)
-        if self._phase_deadline_ms is not None:
-            times.append(self._phase_deadline_ms)
-        return min(times, default=None)
+        wanted_ms = self._phase_deadline_ms
+        for oldest in (self._outbox.first, self._monitor.oldest):
+            if oldest is not None and (wanted_ms is None or oldest.deadline_ms < wanted_ms):
+                wanted_ms = oldest.deadline_ms
+        return wanted_ms
 
     # --- what comes in
 
@@ -255,6 +250,7 @@ class PartitionStream:
     def _moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
         if self.phase in (Phase.WAITING, Phase.LINKING):
             # A dial that is under way may be to a machine that is gone; its outcome is dropped.
+            self._backoff.succeeded()  # What has failed was another server.
             self._open_link(out)
         elif self.phase in _LINKED and generation > self._generation:
             self._leave("the partition has moved", now_ms, out)

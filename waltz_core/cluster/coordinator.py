@@ -349,6 +349,10 @@ class Coordinator:
         """Take this process out of the live servers (a clean shutdown)."""
         await self._membership.unregister()
 
+    async def take_out_server(self, dead: model.ServerDescriptor) -> None:
+        """Take another server out whose process is known to be dead, if it is still there."""
+        await self._membership.take_out(dead)
+
     async def read_servers(self) -> ServersView:
         """Read the live servers and what they own, settled or not."""
         return await self._membership.read()

@@ -119,6 +119,24 @@ class Membership:
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
 
+    async def take_out(self, dead: model.ServerDescriptor) -> None:
+        """Delete the node of a server whose process is known to be dead, if it is still there.
+
+        Its session would end some seconds later. Safety does not hang on it: fencing does that.
+        Raises CoordinatorUnavailable when ZooKeeper does not answer.
+        """
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            membership = await self._read_membership()
+            found = [each for each in membership.registered if each.descriptor == dead]
+            if not found:
+                return
+            try:
+                await self._nodes.znodes.write(
+                    [Delete(each.path, each.stat.version) for each in found]
+                )
+            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._nodes.znodes.sync()
+
     async def read(self) -> ServersView:
         """Read the live servers and what they own, settled or not."""
         partition_count = await self._read_partition_count()

@@ -15,12 +15,12 @@ Rules:
        submitted to earlier sessions is then final.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from waltz_core.cluster.model import PartitionMarker, PartitionMetadata
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import Chain, Generation, ReplicaId, SessionId, TransactionId
+from waltz_core.values import value
 from waltz_core.wire.messages import Buffer, StorageMessage
 
 
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 # Events: from the owner (the served partition above)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Own:
     """The assignment gave this server the partition (A); sent again for each new generation."""
 
@@ -52,19 +52,19 @@ class Own:
     replicas: tuple[ReplicaId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Reassign:
     """The replica assignment has changed: a new session with these replicas."""
 
     replicas: tuple[ReplicaId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Disown:
     """The partition is no longer this server's."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Submit:
     """Append a batch to the open session; its first id follows the last one submitted."""
 
@@ -72,14 +72,14 @@ class Submit:
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ProveMark:
     """Prove by a quorum's heartbeat that the session is still the newest."""
 
     token: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Checkpoint:
     """Start a new session now, so that low-water marks move up."""
 
@@ -88,7 +88,7 @@ class Checkpoint:
 # Events: from the coordinator
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MetadataRead:
     """What ZooKeeper holds of the partition; None where the node does not exist.
 
@@ -102,7 +102,7 @@ class MetadataRead:
     marker_version: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MetadataWritten:
     """The compare-and-set succeeded."""
 
@@ -111,14 +111,14 @@ class MetadataWritten:
     marker_version: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MetadataConflict:
     """The compare-and-set failed: somebody else wrote in between."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MetadataUnknown:
     """A read failed, or nobody knows whether a compare-and-set was applied."""
 
@@ -130,7 +130,7 @@ class MetadataUnknown:
 # Events: from the replicas
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplicaOpened:
     """A connection of this session to the storage stands; nothing was said on it yet."""
 
@@ -138,7 +138,7 @@ class ReplicaOpened:
     replica: ReplicaId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplicaLost:
     """There is no connection, or no longer."""
 
@@ -147,7 +147,7 @@ class ReplicaLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplicaAnswered:
     """A storage's answer; its `sequence` is that of the request."""
 
@@ -177,14 +177,14 @@ Event: TypeAlias = (
 # Effects: towards the coordinator
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReadMetadata:
     """Read both nodes of the partition (never from a cache)."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WriteMetadata:
     """Compare-and-set both nodes in one multi, each at its version."""
 
@@ -199,7 +199,7 @@ class WriteMetadata:
 # Effects: towards the replicas
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class OpenReplica:
     """Dial the storage: one connection for each session and replica, never shared."""
 
@@ -207,7 +207,7 @@ class OpenReplica:
     replica: ReplicaId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SendToReplica:
     """Send on the session's connection, in order."""
 
@@ -216,7 +216,7 @@ class SendToReplica:
     message: StorageMessage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CloseReplica:
     """Drop the connection; what was in flight on it may still reach the storage."""
 
@@ -228,7 +228,7 @@ class CloseReplica:
 # Effects: towards the owner
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SessionOpened:
     """The session takes appends from `high_water_mark + 1` on (H).
 
@@ -243,7 +243,7 @@ class SessionOpened:
     unbroken: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Settled:
     """Of everything submitted to earlier sessions, ids up to `committed_last` are in the log.
 
@@ -256,7 +256,7 @@ class Settled:
     stamp_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Committed:
     """The high-water mark is now `last` (J); `chain` is the log's chain there."""
 
@@ -265,7 +265,7 @@ class Committed:
     chain: Chain
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SessionClosed:
     """No more appends in this session; submitted batches wait for the next one's `Settled`.
 
@@ -277,7 +277,7 @@ class SessionClosed:
     error_code: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MarkProved:
     """At the time of the answer no later session existed; the mark is the log's."""
 
@@ -285,14 +285,14 @@ class MarkProved:
     high_water_mark: TransactionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MarkUnproved:
     """The proof failed or the session ended meanwhile."""
 
     token: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Released:
     """The machine gives the partition up; the owner should stop serving it."""
 

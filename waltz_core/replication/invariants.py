@@ -6,11 +6,15 @@ The simulator runs them after every step; production does not.
 Each check is named as in `docs/replication.md`.
 """
 
-from waltz_core.cluster.model import UNRESOLVED, ReplicaState
+from typing import Final
+
+from waltz_core.cluster.model import UNRESOLVED
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.replica_session import MARKED, ReplicaSession, Stage
 from waltz_core.replication.store_session import StoreSession
+
+_READY: Final = Stage.READY  # a member of an enum is slow to look up
 
 
 def check(store: PartitionStore) -> None:
@@ -35,19 +39,20 @@ def _check_touch(session: StoreSession) -> None:
         for each in session.replicas.values():
             assert each.stage not in MARKED
     for each in session.replicas.values():
-        assert not (each.is_tainted and each.is_connected), "a tainted replica is connected"
+        if each.is_tainted:
+            assert not each.is_connected, "a tainted replica is connected"
 
 
 def _check_engaged(session: StoreSession, engaged: list[ReplicaSession]) -> None:
     """EngagedOnly: who counts is engaged in ZooKeeper, and a quorum is, while the session lives."""
-    state = ReplicaState(session.claim.session_id, UNRESOLVED)
+    claim, states = session.claim, session.states
     for each in engaged:
-        assert session.states.get(each.replica) == state
-        assert each.replica in session.claim.assigned
+        assert states.get(each.replica) == (claim.session_id, UNRESOLVED)
+        assert each.replica in claim.assigned
     if session.window is None:
         assert not engaged, "GateCAS2"
     else:
-        assert len(engaged) >= quorum_size(len(session.claim.assigned))
+        assert len(engaged) >= quorum_size(len(claim.assigned))
 
 
 def _check_marks(
@@ -59,15 +64,16 @@ def _check_marks(
         return
     goal = session.repairs.goal
     assert goal is not None
-    assert goal.mark <= window.committed <= window.last
+    committed, last = window.committed, window.last
+    assert goal.mark <= committed <= last
     marks = [each.synced_last for each in engaged]
     reached = quorum_mark(marks, session.quorum)
     assert reached is not None
-    assert window.committed <= max(reached, goal.mark)
+    assert committed <= max(reached, goal.mark)
     for each in engaged:
-        assert each.synced_last < each.next_id <= window.last + 1
+        assert each.synced_last < each.next_id <= last + 1
     for each in session.replicas.values():
-        if each.stage is Stage.READY:
-            assert each.next_id <= window.committed + 1, "a late replica has only what is committed"
-    assert store.high_water_mark == window.committed
-    assert store.next_transaction_id == window.last + 1
+        if each.stage is _READY:
+            assert each.next_id <= committed + 1, "a late replica has only what is committed"
+    assert store.high_water_mark == committed
+    assert store.next_transaction_id == last + 1

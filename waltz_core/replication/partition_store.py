@@ -16,7 +16,7 @@ Rules (correctness.md 2.1 A, B, G, K and the scenario table):
     6. There is a pause between failures, and it grows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, assert_never
 
@@ -188,14 +188,14 @@ class PartitionStore:
         """When to send the next `Wakeup`; None for never."""
         return self._wake_at_ms  # asked more often than it changes
 
-    def _wake_times(self) -> Iterator[int]:
+    def _wake_times(self) -> list[int]:
+        times = [] if self._session is None else self._session.wake_times(self._now_ms)
         if self._retry_at_ms is not None:
-            yield self._retry_at_ms
-        if self._session is not None:
-            yield from self._session.wake_times(self._now_ms)
+            times.append(self._retry_at_ms)
         release_at_ms = self._release_at_ms()
         if release_at_ms is not None:
-            yield release_at_ms
+            times.append(release_at_ms)
+        return times
 
     # -----------------------------------------------------------------------------------------
     # events

@@ -45,7 +45,7 @@ from waltz_core.replication.repair import (
     verify_batches,
     verify_records,
 )
-from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, Stage
+from waltz_core.replication.replica_session import MARKED, NO_TICKET, ReplicaSession, Stage
 from waltz_core.wire import messages
 from waltz_core.wire.messages import RangeForm, StorageMessage
 
@@ -111,10 +111,11 @@ class Repairs:
         goal = self.goal
         if goal.mark == BEFORE_FIRST:
             return
+        for each in self._replicas.values():
+            if each.stage in MARKED:
+                return
         repairing = [each for each in self._replicas.values() if each.repair is not None]
         if any(each.repair is not None and each.repair.reaches(goal) for each in repairing):
-            return
-        if any(each.is_marked for each in self._replicas.values()):
             return
         for each in repairing:
             assert each.repair is not None
@@ -241,6 +242,8 @@ class Repairs:
 
     def wake_times(self, now_ms: int) -> list[int]:
         """Return when a slow source is given up, and when a shunned one may be asked again."""
+        if not self._shunned_until_ms and not self._errands:
+            return []
         times = [at_ms for at_ms in self._shunned_until_ms.values() if at_ms > now_ms]
         for errand in self._errands.values():
             oldest_ms = errand.asked.oldest_ms

@@ -15,9 +15,10 @@ Rules (correctness.md 2.1, letters C to K):
        that the one which is asked to settle the past has to answer in time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.cluster.model import UNRESOLVED, ReplicaState
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 # These are compared with many times in each step, and a member of an enum is slow to look up.
 _ABSENT: Final = Stage.ABSENT
 _ENGAGED: Final = Stage.ENGAGED
+_READY: Final = Stage.READY
+_SYNCED_LAST: Final = attrgetter("synced_last")
 _NEARLY: Final = (Stage.PREPARING, Stage.REPAIRING)
 
 
@@ -166,29 +169,28 @@ class StoreSession:
 
     def readable(self) -> list[ReplicaId]:
         """Return the engaged replicas, those that have synced most first."""
-        engaged = sorted(self.engaged, key=lambda each: -each.synced_last)
+        # Those that are alike stay in the order of the assignment.
+        engaged = sorted(self.engaged, key=_SYNCED_LAST, reverse=True)
         return [each.replica for each in engaged]
 
-    def wake_times(self, now_ms: int) -> Iterator[int]:
-        """Yield the times at which something is due; one that is due already is yielded too."""
+    def wake_times(self, now_ms: int) -> list[int]:
+        """Return the times at which something is due; also those of what is due already."""
+        times = self.repairs.wake_times(now_ms)
         for each in self.replicas.values():
             if each.stage is _ABSENT:
-                yield each.redial_at_ms
-            elif not self._has_time(each):
-                oldest_ms = each.oldest_ms
-                if oldest_ms is not None:
-                    yield oldest_ms + self._limits.answer_ms_max
-        for proof in self._proofs.values():
-            yield proof.deadline_ms
-        yield from self.repairs.wake_times(now_ms)
+                times.append(each.redial_at_ms)
+            elif not self._has_time(each) and (oldest_ms := each.oldest_ms) is not None:
+                times.append(oldest_ms + self._limits.answer_ms_max)
+        times += [proof.deadline_ms for proof in self._proofs.values()]
         # What only changes `wanted_states` is looked at in every step; the past needs no step.
         gates = list(self.claim.held.values())
         if self._enough_since_ms is not None and self.window is None:
             gates.append(self._enough_since_ms + self._limits.grace_ms)
-        yield from (at_ms for at_ms in gates if at_ms > now_ms)
+        times += [at_ms for at_ms in gates if at_ms > now_ms]
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None:
-            yield stalled_at_ms
+            times.append(stalled_at_ms)
+        return times
 
     # -----------------------------------------------------------------------------------------
     # events
@@ -340,13 +342,11 @@ class StoreSession:
 
     def _joined_states(self, window: Window, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
         """Late replicas that have the log, or get the rest of it from memory (I)."""
-        level = min(window.first, window.committed + 1)
-        joining = [
-            replica
-            for replica in self._marked(now_ms)
-            if self.replicas[replica].stage is Stage.READY
-            and self.replicas[replica].next_id >= level
-        ]
+        late = [each for each in self.replicas.values() if each.stage is _READY]
+        if not late:
+            return None
+        level, marked = min(window.first, window.committed + 1), self._marked(now_ms)
+        joining = [e.replica for e in late if e.replica in marked and e.next_id >= level]
         if not joining:
             return None
         return {**self.states, **dict.fromkeys(joining, self._engaged_state)}

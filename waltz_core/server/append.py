@@ -34,6 +34,7 @@ import numpy as np
 
 from waltz_core.batches import EncodedBatch
 from waltz_core.errors import TooLarge, WaltzError
+from waltz_core.machine import earliest
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -55,17 +56,18 @@ from waltz_core.server.mounts import Mounts
 from waltz_core.server.pace import Pace
 from waltz_core.server.singles import joined
 from waltz_core.server.tickets import BatchTicket, Epoch, Figures, SingleTicket, Ticket
+from waltz_core.values import value
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SubmitBatch:
     """Hand these records to the store."""
 
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class BatchCommitted:
     """These records are in the log for ever."""
 
@@ -73,14 +75,14 @@ class BatchCommitted:
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Reached:
     """All that a flush or a mount waited for is final."""
 
     token: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Ahead:
     """Have `tell_ahead` answer this request when the session is proven, or is not (rule 8)."""
 
@@ -158,8 +160,7 @@ class AppendPipeline:
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
-        times = (self._next(now_ms)[1], self._contenders.due_ms)
-        return min((time_ms for time_ms in times if time_ms is not None), default=None)
+        return earliest(self._next(now_ms)[1], self._contenders.due_ms)
 
     def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
@@ -364,7 +365,7 @@ class AppendPipeline:
 
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
         """Return the request whose turn it is now, if any, and when one's turn may be."""
-        if not self._is_open or self._is_held:
+        if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
         head = self._lanes.peek()
         if head is None or len(self._flights) >= self._limits.in_flight_batches_max:
@@ -457,9 +458,8 @@ class AppendPipeline:
         lanes, limit = self._lanes, self._limits.queue_bytes_max
         if lanes.bytes + ticket.cost_bytes <= limit:
             return False
-        return lanes.bytes_of(ticket.connection) + ticket.cost_bytes > limit // (
-            lanes.lane_count + 1
-        )
+        share = limit // (lanes.lane_count + 1)
+        return lanes.bytes_of(ticket.connection) + ticket.cost_bytes > share
 
     def _stale(self, ticket: Ticket) -> Reason | None:
         """Rule 1; a reason, or None for an append that may enter."""

@@ -251,7 +251,8 @@ class FeedCache:
         start = (self._last - kept + 1) % self._capacity
         until_end = min(kept, self._capacity - start)
         self._ring[start * _FEED : (start + until_end) * _FEED] = view[: until_end * _FEED]
-        self._ring[: (kept - until_end) * _FEED] = view[until_end * _FEED :]
+        if until_end < kept:
+            self._ring[: (kept - until_end) * _FEED] = view[until_end * _FEED :]
 
     def read(self, first: TransactionId, last: TransactionId) -> bytes:
         """Return 20 bytes for each transaction from `first` up to `last` or the newest held.
@@ -266,6 +267,8 @@ class FeedCache:
         count = min(last, self._last) - first + 1
         start = first % self._capacity
         until_end = min(count, self._capacity - start)
+        if until_end == count:
+            return bytes(self._ring[start * _FEED : (start + count) * _FEED])
         return b"".join(
             (
                 self._ring[start * _FEED : (start + until_end) * _FEED],

@@ -36,6 +36,7 @@ from waltz_core.server.events import KIB, MIB, Identity, Limits
 from waltz_core.server.flow import FlowLimits
 from waltz_core.server.host import Host, Surroundings
 from waltz_core.server.locks import slot_count_within
+from waltz_core.server.neighbours import Neighbours
 from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Partition
 from waltz_core.server.replicas import ReadLinks, is_reachable
@@ -132,6 +133,7 @@ class Server:
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
+        self._neighbours = Neighbours(server_id, self._tasks, coordinator.take_out_server)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.address = ""
 
@@ -196,6 +198,7 @@ class Server:
 
     async def _end(self) -> None:
         """Rule 3; raises `_End`, which ends all tasks."""
+        self._neighbours.stop()
         self._clients.pause()
         for _ in range(LAST_APPENDS_LOOKS):
             pipelines = [host.partition.pipeline for host in self.hosts.values()]
@@ -226,6 +229,7 @@ class Server:
     def _owned(self, view: ServersView) -> None:
         """The assignment in force has changed."""
         self._view = view
+        self._neighbours.follow(view)
         self._own_what_is_ours()
 
     def _own_what_is_ours(self) -> None:

@@ -12,7 +12,6 @@ Rules:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from waltz_core.errors import WaltzError
@@ -30,6 +29,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.replication import events as replication
+from waltz_core.values import value
 from waltz_core.wire.messages import (
     Buffer,
     ClientMessage,
@@ -45,7 +45,7 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Limits:
     """The numbers a partition keeps to. All must be positive.
 
@@ -98,7 +98,7 @@ class Store(Protocol):
         """Take one event in."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Identity:
     """Which partition of which cluster this is."""
 
@@ -111,7 +111,7 @@ class Identity:
 # Events
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Received:
     """A client's request for this partition came in, `cost_bytes` long.
 
@@ -124,28 +124,28 @@ class Received:
     wall_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Closed:
     """A connection is gone; what it sent and was not submitted yet is dropped."""
 
     connection: ConnectionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Congested:
     """A connection takes no more for now: its client reads too slowly."""
 
     connection: ConnectionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Drained:
     """A congested connection takes more again."""
 
     connection: ConnectionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Fetched:
     """A storage answered a fetch."""
 
@@ -153,7 +153,7 @@ class Fetched:
     message: RangeBytes
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FetchFailed:
     """A fetch failed at this storage; another one may do."""
 
@@ -186,7 +186,7 @@ Event: TypeAlias = (
 # Effects
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Answer:
     """Send a message to a client; see rule 1."""
 
@@ -195,7 +195,7 @@ class Answer:
     cost_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Fetch:
     """Read a range from a storage, on a connection that has nothing to do with the session's."""
 

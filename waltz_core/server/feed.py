@@ -32,6 +32,7 @@ from waltz_core.record import (
 )
 from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
 from waltz_core.server.mounts import Place
+from waltz_core.values import value
 from waltz_core.wire.messages import FeedBatch, FeedSuspended, MountWriter
 
 # Contexts served in one turn: a turn of the loop stays short however many clients there are.
@@ -47,7 +48,7 @@ class Memory(Protocol):
         """Return headers from `first` up to `last` or fewer; None when they must be fetched."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FetchHeaders:
     """Get the feed headers from `first` up to `last` (or fewer) from a storage."""
 
@@ -55,7 +56,7 @@ class FetchHeaders:
     last: TransactionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MountReached:
     """The feed of a mounting client has come to the mark that its mount was promised."""
 

@@ -145,8 +145,8 @@ class Lanes(Generic[WaitingT]):
 
     def _first(self, *, with_large: bool) -> _Entry | None:
         """Return the entry of the lane whose turn it is, after taking out stale ones."""
-        small = self._clean(self._small, is_large=False)
-        large = self._clean(self._large, is_large=True) if with_large else None
+        small = self._clean(self._small, is_large=False) if self._small else None
+        large = self._clean(self._large, is_large=True) if with_large and self._large else None
         if small is None or large is None:
             return small or large
         return min(small, large)

@@ -24,7 +24,7 @@ from itertools import count
 from typing import assert_never
 
 from waltz_core import errors
-from waltz_core.machine import Report, Wakeup
+from waltz_core.machine import Report, Wakeup, earliest
 from waltz_core.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -156,12 +156,9 @@ class Partition:
         """When to send the next `Wakeup`."""
         if self.feed.wants_turn:
             return self._now_ms
-        turn_at_ms = self.pipeline.turn_at_ms(self._now_ms)
-        times = [turn_at_ms, self._store.wake_at_ms, self.reads.wake_at_ms]
-        if self._until_open:
-            times.append(self._until_open[0][0])
-        wanted = [time_ms for time_ms in times if time_ms is not None]
-        return min(wanted) if wanted else None
+        wanted_ms = earliest(self.pipeline.turn_at_ms(self._now_ms), self._store.wake_at_ms)
+        wanted_ms = earliest(wanted_ms, self.reads.wake_at_ms)
+        return earliest(wanted_ms, self._until_open[0][0]) if self._until_open else wanted_ms
 
     # -----------------------------------------------------------------------------------------
     # the only way in

@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaState
 from waltz_core.errors import WaltzError
-from waltz_core.record import MADE_UP, NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.record import (
+    BEFORE_FIRST,
+    MADE_UP,
+    NO_SESSION,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.sim.disk import SimDisk
 from waltz_core.storage.partition_log import PartitionLog
@@ -123,21 +131,17 @@ def is_sound(storage: "SimStorage") -> bool:
         engine = storage.open_engine(copy)
         log = engine.log(PartitionId(0))
         read_whole(log)
-        is_itself = not _has_made_up(log)
+        return not log.suspect and not log.damaged and not _has_made_up(log)
     except WaltzError:
         return False
-    return is_itself and not log.suspect and not log.damaged
 
 
 def _has_made_up(log: PartitionLog) -> bool:
     """Whether a log has lost batches: it serves its records, and nobody can copy it whole."""
-    at = TransactionId(0)
-    while at <= log.synced_max:
-        _, entries = log.lineage(at, at)
-        if not entries or entries[-1].session_id == MADE_UP:
-            return True
-        at = TransactionId(entries[-1].last + 1)
-    return False
+    if log.synced_max == BEFORE_FIRST:
+        return False
+    _, entries = log.lineage(TransactionId(0), log.synced_max)
+    return not entries or any(entry.session_id == MADE_UP for entry in entries)
 
 
 def read_whole(log: PartitionLog) -> None:

@@ -16,7 +16,7 @@ Rules:
     6. A disk that lies says that it has synced what it has not.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -76,8 +76,13 @@ class _Inode:
     locked_by: "SimFile | None" = None
 
     def touch(self, start: int, end: int) -> None:
-        if start < end:
-            self.dirty.update(range(start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES + 1))
+        if start >= end:
+            return
+        first, last = start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES
+        if first == last:
+            self.dirty.add(first)
+        else:
+            self.dirty.update(range(first, last + 1))
 
     def resize(self, size: int) -> None:
         old = len(self.seen)
@@ -89,18 +94,22 @@ class _Inode:
             # What is grown over reads as zeros on the platter too, whatever lay there before.
             self.touch(old, size)
 
-    def carry_over(self, sectors: Sequence[int], size: int) -> None:
-        """Bring sectors and a size to the platter (rule 3)."""
-        kept = self.kept
+    def carry_over(self, sectors: Iterable[int], size: int) -> None:
+        """Bring sectors, in any order, and a size to the platter (rule 3)."""
+        kept, seen = self.kept, self.seen
         if len(kept) < size:
             kept.extend(bytes(size - len(kept)))
-        end_max = min(len(self.seen), size)
+        elif len(kept) > size:
+            del kept[size:]
+        end_max = min(len(seen), size)
         for sector in sectors:
             start = sector * SECTOR_BYTES
-            end = min(start + SECTOR_BYTES, end_max)
-            if start < end:
-                kept[start:end] = self.seen[start:end]
-        del kept[size:]
+            end = start + SECTOR_BYTES
+            if end > end_max:
+                end = end_max
+                if start >= end:
+                    continue
+            kept[start:end] = seen[start:end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +141,10 @@ class SimFile:
         disk.open_count += 1
 
     def _check(self) -> None:
-        self._disk.check_power()
-        assert self._boot == self._disk.boot_count, "a file of before the power loss"
+        disk = self._disk
+        if disk.is_off:
+            raise PowerLoss
+        assert self._boot == disk.boot_count, "a file of before the power loss"
         assert self._is_open, f"{self._path} is closed"
 
     def pread(self, size: int, offset: int) -> bytes:
@@ -141,28 +152,35 @@ class SimFile:
         self._check()
         assert size >= 0
         assert offset >= 0
-        self._disk.reading(self._path)
+        disk = self._disk
+        disk.read_count += 1
+        if disk.read_plans:
+            disk.reading(self._path)
         return bytes(self._inode.seen[offset : offset + size])
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
         """Write the parts one after the other; a fault leaves some of it written."""
         self._check()
+        disk, inode = self._disk, self._inode
         data = b"".join(parts)
-        fault = self._disk.step("write", self._path)
-        room = self._disk.room_for(self._inode, offset + len(data))
-        inode = self._inode
+        size = len(data)
+        fault = disk.step("write", self._path)
         if fault is not None:
-            has_grown = offset + len(data) > len(inode.seen)
-            data = data[: _written_bytes(fault, offset, len(data), has_grown=has_grown)]
-        elif room < 0:
-            data = data[: max(0, len(data) + room)]
-            fault = Fault.DISK_FULL
+            has_grown = offset + size > len(inode.seen)
+            data = data[: _written_bytes(fault, offset, size, has_grown=has_grown)]
+        elif disk.capacity_bytes is not None:
+            room = disk.room_for(inode, offset + size)
+            if room < 0:
+                data = data[: max(0, size + room)]
+                fault = Fault.DISK_FULL
         if data:
             if len(inode.seen) < offset:
                 inode.resize(offset)
-            inode.seen[offset : offset + len(data)] = data
-            inode.touch(offset, offset + len(data))
-        self._disk.strike(fault, "write", self._path)
+            end = offset + len(data)
+            inode.seen[offset:end] = data
+            inode.touch(offset, end)
+        if fault is not None:
+            disk.strike(fault, "write", self._path)
 
     def sync(self) -> None:
         """Make the file's bytes and size durable (rules 1 and 4)."""
@@ -171,7 +189,7 @@ class SimFile:
         fault = self._disk.step("sync", self._path)
         if fault is None:
             if not self._disk.is_lying:
-                inode.carry_over(sorted(inode.dirty), len(inode.seen))
+                inode.carry_over(inode.dirty, len(inode.seen))
                 inode.dirty.clear()
             return
         if fault is not Fault.POWER_LOSS and not self._disk.is_lying:
@@ -242,8 +260,8 @@ class SimDisk:
         self._is_traced = is_traced
         self._plans: dict[int, _Plan] = {}  # by step
         self._call_plans: list[tuple[Collection[str], _Plan]] = []
-        self._read_plans: dict[int, Struck | None] = {}  # by read
-        self._is_off = False
+        self.read_plans: dict[int, Struck | None] = {}  # by read
+        self.is_off = False
         self._names: dict[Path, _Inode] = {}
         self._kept_names: dict[Path, _Inode] = {}
         self._journal: list[_NameChange] = []  # what is not durable yet, oldest first
@@ -254,12 +272,14 @@ class SimDisk:
     def open(self, path: Path, *, create: bool = False) -> "File":
         """Open a file for reading and writing."""
         self.check_power()
-        if path not in self._names:
+        inode = self._names.get(path)
+        if inode is None:
             if not create:
                 raise DiskFailed(f"opening {path}: no such file")
             self.strike(self.step("create", path), "create", path)
-            self._change(_NameChange(path, _Inode()))
-        return SimFile(self, path, self._names[path])
+            inode = _Inode()
+            self._change(_NameChange(path, inode))
+        return SimFile(self, path, inode)
 
     def exists(self, path: Path) -> bool:
         """Tell if there is a file or a directory of this name."""
@@ -304,10 +324,13 @@ class SimDisk:
         self.check_power()
         fault = self.step("syncdir", directory)
         if fault is None:
+            left: list[_NameChange] = []
             for change in self._journal:
                 if change.target.parent == directory:
                     change.apply(self._kept_names)
-            self._journal = [one for one in self._journal if one.target.parent != directory]
+                else:
+                    left.append(change)
+            self._journal = left
         self.strike(fault, "syncdir", directory)
 
     def _change(self, change: _NameChange) -> None:
@@ -328,19 +351,19 @@ class SimDisk:
     def plan_read(self, count: int, struck: Struck | None = None) -> None:
         """Let the `count`th read from now on fail, once."""
         assert count > 0
-        self._read_plans[self.read_count + count] = struck
+        self.read_plans[self.read_count + count] = struck
 
     @property
     def has_trouble(self) -> bool:
         """Whether something is planned, or wrong with it already."""
-        plans = (self._plans, self._call_plans, self._read_plans)
+        plans = (self._plans, self._call_plans, self.read_plans)
         return self.is_lying or self.capacity_bytes is not None or any(plans)
 
     def forget_plans(self) -> None:
         """Let nothing more happen."""
         self._plans.clear()
         self._call_plans.clear()
-        self._read_plans.clear()
+        self.read_plans.clear()
 
     def power_loss(self, survival: Survival, rng: "Random") -> None:
         """Switch the machine off and on again; open files are gone (rule 2)."""
@@ -357,7 +380,7 @@ class SimDisk:
         self._journal.clear()
         self._names = dict(self._kept_names)
         self.forget_plans()
-        self._is_off = False
+        self.is_off = False
         self.boot_count += 1
         self.open_count = 0
 
@@ -372,7 +395,7 @@ class SimDisk:
         """Bring to the platter what was said to be there."""
         self.is_lying = False
         for inode in self._names.values():
-            inode.carry_over(sorted(inode.dirty), len(inode.seen))
+            inode.carry_over(inode.dirty, len(inode.seen))
             inode.dirty.clear()
 
     def overwrite(self, path: Path, offset: int, content: bytes) -> None:
@@ -406,7 +429,7 @@ class SimDisk:
         self._directories = set(contents.directories)
         self._journal.clear()
         self.forget_plans()
-        self._is_off = self.is_lying = False
+        self.is_off = self.is_lying = False
         self.boot_count += 1
         self.open_count = 0
 
@@ -428,7 +451,7 @@ class SimDisk:
 
     def check_power(self) -> None:
         """Raise when the machine is off."""
-        if self._is_off:
+        if self.is_off:
             raise PowerLoss
 
     def step(self, what: str, path: Path) -> Fault | None:
@@ -436,7 +459,9 @@ class SimDisk:
         self.step_count += 1
         if self._is_traced:
             self.trace.append(f"{what} {path.name}")
-        plan = self._plans.pop(self.step_count, None) if self._plans else None
+        if not self._plans and not self._call_plans:
+            return None
+        plan = self._plans.pop(self.step_count, None)
         if plan is None and self._call_plans:
             plan = self._next_call_plan(what)
         if plan is None:
@@ -453,10 +478,9 @@ class SimDisk:
         return None
 
     def reading(self, path: Path) -> None:
-        """Count a read, and raise the error that is planned for it."""
-        self.read_count += 1
-        if self._read_plans and self.read_count in self._read_plans:
-            struck = self._read_plans.pop(self.read_count)
+        """Raise the error that is planned for this read."""
+        if self.read_count in self.read_plans:
+            struck = self.read_plans.pop(self.read_count)
             if struck is not None:
                 struck()
             raise DiskFailed(f"reading {path}: input/output error")
@@ -466,7 +490,7 @@ class SimDisk:
         if fault is None:
             return
         if fault is Fault.POWER_LOSS:
-            self._is_off = True
+            self.is_off = True
             raise PowerLoss
         if fault is Fault.DISK_FULL:
             if self.on_full is not None:

@@ -125,9 +125,12 @@ class Network:
 
     def _in_order(self, link: Link, end: int) -> int:
         """Return after how long something sent now arrives (rule 1)."""
-        at_us = max(self._world.now_us + self._delay_us(), link.at_us[end] + 1)
+        now_us = self._world.now_us
+        at_us = now_us + self._delay_us()
+        if at_us <= link.at_us[end]:
+            at_us = link.at_us[end] + 1
         link.at_us[end] = at_us
-        return at_us - self._world.now_us
+        return at_us - now_us
 
     def _delay_us(self) -> int:
         if self.tail_share and self._chance() < self.tail_share:

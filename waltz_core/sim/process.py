@@ -132,10 +132,10 @@ class Process:
                 return
             timer.cancel()
         self._timer_at_ms = at_ms
-        delay_us = max(1, at_ms * 1000 - self.world.now_us)
+        delay_us = at_ms * 1000 - self.world.now_us
         if self._pace_since_us[0]:
-            delay_us = max(1, int((at_ms * 1000 - self._now_us()) / self.pace) + 1)
-        self._timer = self.after(delay_us, self._ring)
+            delay_us = int((at_ms * 1000 - self._now_us()) / self.pace) + 1
+        self._timer = self.after(delay_us if delay_us > 0 else 1, self._ring)
 
     def _ring(self) -> None:
         self._timer = None

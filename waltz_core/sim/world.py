@@ -55,9 +55,7 @@ class Planned:
     """Something that is going to happen, unless it is cancelled."""
 
     __slots__ = ("action",)
-
-    def __init__(self, action: Action) -> None:
-        self.action: Action | None = action
+    action: Action | None
 
     def cancel(self) -> None:
         """Let it not happen; harmless when it has."""
@@ -119,7 +117,8 @@ class World:
     def after(self, delay_us: int, action: Action) -> Planned:
         """Plan something."""
         assert delay_us >= 0
-        planned = Planned(action)
+        planned = Planned()
+        planned.action = action
         self._planned_count += 1
         heapq.heappush(self._heap, (self.now_us + delay_us, self._planned_count, planned))
         return planned

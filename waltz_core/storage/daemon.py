@@ -191,7 +191,7 @@ class StorageDaemon:
             trust_fsync=config.trust_fsync,
         )
         return Engine.open(
-            RealDisk(),
+            RealDisk(config.open_files_max),
             Path(config.directory),
             settings,
             partition_count=self._cluster.partition_count,

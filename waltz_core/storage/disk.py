@@ -7,16 +7,22 @@ Rules:
     1. An error of the operating system becomes `NoSpace` (the disk is full, what was there stays
        as it is) or `DiskFailed` (anything else, and whatever a sync fails with); no `OSError`
        leaves this file.
-    2. What is durable is said: only `File.sync`, `File.sync_all` and `sync_directory` make it so.
+    2. What is durable is said: only `File.sync` and `sync_directory` make it so.
     3. A write is complete or raises; a short write is carried on.
     4. A file comes into being whole: `create_durably` writes it under another name first.
+    5. A real disk has so many descriptors open as it was told, over all files and threads: the one
+       that was not used for longest is closed, and opened again when its file is used. One whose
+       file is locked stays open, since the lock would go with it; so does one whose file has writes
+       that are not synced, since the error of a failed write-back is told to those only who had the
+       file open. These may be more than it was told.
 """
 
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -25,6 +31,7 @@ from waltz_core.errors import DiskFailed, NoSpace, WaltzError
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
 _VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
+OPEN_FILES_MAX: Final = 64
 
 
 class File(Protocol):
@@ -108,18 +115,19 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
     A crash leaves some of them, and others under a temporary name; the last one is there only when
     all are. No order of renames is kept but by a sync of the directory between them.
     """
-    for name, content in files:
-        file = disk.open(directory / (name + TEMPORARY_SUFFIX), create=True)
+    temporary = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
+    for path, (_, content) in zip(temporary, files, strict=True):
+        file = disk.open(path, create=True)
         try:
             file.truncate(0)
             file.pwrite([content], 0)
             file.sync()
         finally:
             file.close()
-    for place, (name, _) in enumerate(files, 1):
+    for place, (path, (name, _)) in enumerate(zip(temporary, files, strict=True), 1):
         if 1 < place == len(files):
             disk.sync_directory(directory)
-        disk.rename(directory / (name + TEMPORARY_SUFFIX), directory / name)
+        disk.rename(path, directory / name)
     disk.sync_directory(directory)
 
 
@@ -150,88 +158,211 @@ def _typed(error: OSError, what: str, path: Path, *, may_be_full: bool = True) -
     return DiskFailed(message)
 
 
-class RealFile:
-    """A file of the operating system."""
+class _Descriptors:
+    """The open descriptors of one disk, and which of them may be closed (rule 5).
 
-    def __init__(self, path: Path, *, create: bool) -> None:
+    Whoever calls has the lock.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        assert count_max > 0
+        self.lock = threading.Lock()
+        self._count = 0
+        self._count_max = count_max
+        self._idle: dict[RealFile, None] = {}  # those that may be closed, the longest unused first
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open one more, which is in use."""
+        self._make_room(1)
+        fd = os.open(path, flags, 0o644)
+        self._count += 1
+        return fd
+
+    def use(self, file: "RealFile") -> None:
+        """Keep a file open until it is left."""
+        self._idle.pop(file, None)
+
+    def leave(self, file: "RealFile", *, is_kept: bool) -> None:
+        """Let a file be closed when another needs its place, unless it is to be kept open."""
+        if not is_kept:
+            self._idle[file] = None
+        self._make_room(0)
+
+    def close(self, file: "RealFile", fd: int) -> None:
+        """Close a file's descriptor."""
+        self._idle.pop(file, None)
+        self._count -= 1
+        os.close(fd)
+
+    def _make_room(self, wanted: int) -> None:
+        while self._count + wanted > self._count_max and self._idle:
+            with suppress(OSError):  # all that was written is synced, so nothing can be lost
+                next(iter(self._idle)).release()
+
+
+class RealFile:
+    """A file of the operating system. One thread at a time uses it; any may close it meanwhile.
+
+    No context manager turns the errors into ours: some calls run for every append, others for every
+    file when a log is opened.
+    """
+
+    __slots__ = ("_descriptors", "_fd", "_is_closed", "_is_locked", "_is_unsynced", "_path")
+
+    def __init__(self, path: Path, *, create: bool, descriptors: _Descriptors) -> None:
         self._path = path
+        self._descriptors = descriptors
+        self._is_closed = False
+        self._is_locked = False
+        self._is_unsynced = False
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        with _typed_errors("opening", path):
-            self._fd = os.open(path, flags, 0o644)
+        try:
+            with descriptors.lock:
+                self._fd = descriptors.open(path, flags)
+                descriptors.leave(self, is_kept=False)
+        except OSError as error:
+            raise _typed(error, "opening", path) from error
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes."""
-        with _typed_errors("reading", self._path):
-            data = os.pread(self._fd, size, offset)
+        fd = self._use()
+        try:
+            data = os.pread(fd, size, offset)
             if len(data) in {size, 0}:
                 return data
             parts = [data]
             got = len(data)
-            while got < size and (data := os.pread(self._fd, size - got, offset + got)):
+            while got < size and (data := os.pread(fd, size - got, offset + got)):
                 parts.append(data)
                 got += len(data)
             return b"".join(parts)
+        except OSError as error:
+            raise _typed(error, "reading", self._path) from error
+        finally:
+            self._leave()
 
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
         """Write all of it (rule 3)."""
-        left = [memoryview(part).cast("B") for part in parts if len(part)]
-        # Here and in `sync` no context manager: they run for every append.
+        fd = self._use()
+        self._is_unsynced = True
         try:
+            if len(parts) == 1:
+                size = memoryview(parts[0]).nbytes
+                if os.pwritev(fd, parts, offset) == size:
+                    return  # it nearly always is so; what was written of more is written again
+            left = [memoryview(part).cast("B") for part in parts if len(part)]
             while left:
-                written = os.pwritev(self._fd, left[:_VECTOR_MAX], offset)
+                written = os.pwritev(fd, left[:_VECTOR_MAX], offset)
                 offset += written
                 left = _after(left, written)
         except OSError as error:
             raise _typed(error, "writing", self._path) from error
+        finally:
+            self._leave()
 
     def sync(self) -> None:
         """Wait for fdatasync. One that finds no room has lost what it was to write (rule 1)."""
+        fd = self._use()
         try:
-            os.fdatasync(self._fd)
+            os.fdatasync(fd)
+            self._is_unsynced = False
         except OSError as error:
             raise _typed(error, "syncing", self._path, may_be_full=False) from error
+        finally:
+            self._leave()
 
     def truncate(self, size: int) -> None:
         """Cut the file."""
-        with _typed_errors("truncating", self._path):
-            os.ftruncate(self._fd, size)
+        fd = self._use()
+        self._is_unsynced = True
+        try:
+            os.ftruncate(fd, size)
+        except OSError as error:
+            raise _typed(error, "truncating", self._path) from error
+        finally:
+            self._leave()
 
     def size(self) -> int:
         """Return the size in bytes."""
-        with _typed_errors("looking at", self._path):
-            return os.fstat(self._fd).st_size
+        fd = self._use()
+        try:
+            return os.fstat(fd).st_size
+        except OSError as error:
+            raise _typed(error, "looking at", self._path) from error
+        finally:
+            self._leave()
 
     def lock_range(self, first: int, count: int) -> bool:
         """Take a POSIX record lock; it is lost when this process closes the file anywhere."""
+        fd = self._use()
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first, os.SEEK_SET)
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first, os.SEEK_SET)
+            self._is_locked = True
         except OSError as error:
             if error.errno in {errno.EACCES, errno.EAGAIN}:
                 return False
             raise DiskFailed(f"locking {self._path}: {error.strerror}") from error
+        finally:
+            self._leave()
         return True
 
     def lock_whole(self) -> bool:
         """Take a BSD lock, which belongs to the open file and not to the process."""
+        fd = self._use()
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._is_locked = True
         except BlockingIOError:
             return False
         except OSError as error:
             raise DiskFailed(f"locking {self._path}: {error.strerror}") from error
+        finally:
+            self._leave()
         return True
 
     def allocate(self, size: int) -> None:
         """Reserve room on the disk."""
-        with _typed_errors("allocating", self._path):
-            os.posix_fallocate(self._fd, 0, size)
+        fd = self._use()
+        self._is_unsynced = True
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            raise _typed(error, "allocating", self._path) from error
+        finally:
+            self._leave()
 
     def close(self) -> None:
         """Close it, once."""
+        try:
+            with self._descriptors.lock:
+                self._is_closed = True
+                self.release()
+        except OSError as error:
+            raise _typed(error, "closing", self._path) from error
+
+    # ---- its descriptor (rule 5)
+
+    def _use(self) -> int:
+        with self._descriptors.lock:
+            if self._fd >= 0:
+                self._descriptors.use(self)
+            elif self._is_closed:
+                raise DiskFailed(f"{self._path}: is closed")
+            else:
+                with _typed_errors("opening", self._path):
+                    self._fd = self._descriptors.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            return self._fd
+
+    def _leave(self) -> None:
+        with self._descriptors.lock:
+            if self._fd >= 0:
+                self._descriptors.leave(self, is_kept=self._is_locked or self._is_unsynced)
+
+    def release(self) -> None:
+        """Give up the descriptor until the file is used again; whoever calls has the lock."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            with _typed_errors("closing", self._path):
-                os.close(fd)
+            self._descriptors.close(self, fd)
 
 
 def _after(parts: list[memoryview], written: int) -> list[memoryview]:
@@ -244,16 +375,24 @@ def _after(parts: list[memoryview], written: int) -> list[memoryview]:
 
 
 class RealDisk:
-    """The file system of this machine."""
+    """The file system of this machine, with so many of its files open at one time (rule 5)."""
+
+    def __init__(self, open_files_max: int = OPEN_FILES_MAX) -> None:
+        self.descriptors = _Descriptors(open_files_max)
 
     def open(self, path: Path, *, create: bool = False) -> File:
         """Open a file for reading and writing."""
-        return RealFile(path, create=create)
+        return RealFile(path, create=create, descriptors=self.descriptors)
 
     def exists(self, path: Path) -> bool:
         """Tell if there is something of this name."""
-        with _typed_errors("looking for", path):
-            return path.exists()
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _typed(error, "looking for", path) from error
+        return True
 
     def list(self, directory: Path) -> list[str]:
         """Return the names, sorted."""

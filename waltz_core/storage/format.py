@@ -21,7 +21,6 @@ Rules:
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -38,6 +37,7 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.values import value
 
 VERSION: Final = 0
 Bytes = bytes | memoryview
@@ -164,9 +164,9 @@ class PartitionInfo(NamedTuple):
         """Read 36 bytes (rule 2)."""
         body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
         session, mark, local, flags, sequence = _PARTITION_INFO.unpack(body)
-        for name, value in (("session", session), ("mark", mark), ("local mark", local)):
-            if value < BEFORE_FIRST:
-                raise BadFormat(f"partition info: expected a {name} of at least -1, found {value}")
+        for name, found in (("session", session), ("mark", mark), ("local mark", local)):
+            if found < BEFORE_FIRST:
+                raise BadFormat(f"partition info: expected a {name} of at least -1, found {found}")
         return PartitionInfo(
             SessionId(session), TransactionId(mark), TransactionId(local), flags, sequence
         )
@@ -261,11 +261,14 @@ def first_of_name(name: str) -> TransactionId | None:
 
 _LINEAGE_HEADER = struct.Struct(">iq16siq16s4x")
 _LINEAGE_ENTRY = struct.Struct(">qqqq16sq4x")
+_LINEAGE_ENTRY_AND_CRC = struct.Struct(">qqqq16sq4sI")
 _PLACE = struct.Struct(">q")
 LINEAGE_HEADER_BYTES: Final = 64
 LINEAGE_ENTRY_BYTES: Final = 64
 assert _LINEAGE_HEADER.size + _CRC.size == LINEAGE_HEADER_BYTES
 assert _LINEAGE_ENTRY.size + _CRC.size == LINEAGE_ENTRY_BYTES
+assert _LINEAGE_ENTRY_AND_CRC.size == LINEAGE_ENTRY_BYTES
+_NOTHING_RESERVED: Final = bytes(4)
 
 
 class LineageHeader(NamedTuple):
@@ -309,6 +312,13 @@ def decode_entry(
 ) -> tuple[LineageEntry, TransactionId]:
     """Read 64 bytes (rule 2): the entry, and what was durable before it."""
     bound = _bound(segment_crc, place)
+    if len(data) == LINEAGE_ENTRY_BYTES:
+        found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
+        first, last, session, stamp_ms, chain, synced, reserved, stated = found
+        is_right = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
+        if is_right and BEFORE_FIRST <= synced < first <= last and first >= 0:
+            return LineageEntry(first, last, session, stamp_ms, chain), synced
+    # Something is wrong: say what.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
     _zero(body[-4:], "lineage entry")
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
@@ -420,7 +430,7 @@ class IdRange(NamedTuple):
     last: TransactionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Slot:
     """What a replica remembers of a partition beside its log.
 

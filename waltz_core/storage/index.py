@@ -10,8 +10,11 @@ Rules:
     3. Entries of one file follow one another without gaps.
 """
 
+import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -19,7 +22,7 @@ import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, TransactionId
-from waltz_core.storage.disk import File
+from waltz_core.storage.disk import Disk, File
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
@@ -27,12 +30,16 @@ from waltz_core.storage.format import (
     SEGMENT_HEADER_BYTES,
     Bytes,
     LineageHeader,
+    SegmentHeader,
     decode_entry,
     encode_entry,
+    of_file,
 )
 
 I64 = npt.NDArray[np.int64]
 _BLOCK_ENTRIES: Final = 4096
+_OFFSET: Final = struct.Struct(">q")
+assert _OFFSET.size == OFFSET_BYTES
 
 
 class OffsetIndex:
@@ -55,6 +62,11 @@ class OffsetIndex:
         if offsets.size:
             self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_place(place))
             self.count = max(self.count, place + int(offsets.size))
+
+    def add(self, offset: int) -> None:
+        """Write the offset of one more record: for so few, arrays cost more than they save."""
+        self._file.pwrite([_OFFSET.pack(offset)], _offset_place(self.count))
+        self.count += 1
 
     def cut(self, count: int) -> None:
         """Keep the first `count` offsets."""
@@ -82,7 +94,30 @@ class LineageFile:
         self._header = header
         self._segment_crc = header.segment_crc
         self.chain_before = header.chain_before
-        self.count = max(0, (file.size() - LINEAGE_HEADER_BYTES) // LINEAGE_ENTRY_BYTES)
+        entries_bytes = file.size() - LINEAGE_HEADER_BYTES
+        self.count = max(0, entries_bytes // LINEAGE_ENTRY_BYTES)
+        self._is_ragged = entries_bytes != LINEAGE_ENTRY_BYTES * self.count
+
+    @classmethod
+    def open(cls, disk: Disk, path: Path) -> "LineageFile":
+        """Open a file.
+
+        Raises:
+            BadFormat, ChecksumMismatch: its header is wrong.
+        """
+        file = disk.open(path)
+        try:
+            with of_file(path):
+                header = LineageHeader.decode(file.pread(LINEAGE_HEADER_BYTES, 0))
+            return cls(file, header)
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def segment(self) -> SegmentHeader:
+        """The header of the segment that it belongs to."""
+        return self._header.segment
 
     def entry(self, place: int) -> LineageEntry:
         """Return one entry.
@@ -140,12 +175,17 @@ class LineageFile:
             for number, one in enumerate(entries, place)
         ]
 
-    def trim(self) -> None:
-        """Drop what is wrong at the end: a write was torn there, or never was."""
-        count = self.count
-        while count and self._readable(count - 1, count) == count:
-            count -= 1
-        self.cut(count)
+    def trim(self) -> LineageEntry | None:
+        """Drop what is wrong at the end: a write was torn there, or never was; return the end."""
+        for place in range(self.count - 1, -1, -1):
+            with suppress(BadFormat, ChecksumMismatch):
+                end = self.entry(place)
+                break
+        else:
+            place, end = -1, None
+        if place + 1 < self.count or self._is_ragged:
+            self.cut(place + 1)
+        return end
 
     def unreadable(self) -> list[tuple[int, int]]:
         """Return the runs of places low..high-1 whose entries cannot be read; reads all of them."""
@@ -212,6 +252,7 @@ class LineageFile:
         """Keep the first `count` entries."""
         self._file.truncate(_entry_place(count))
         self.count = count
+        self._is_ragged = False
 
     def sync(self) -> None:
         """Make it durable."""

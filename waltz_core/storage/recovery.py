@@ -18,10 +18,9 @@ Rules:
        Nor does an older slot know who has written last: what looks like an original's may be ours.
     6. That a replica is suspect is durable before what says so is mended: a crash on the way leaves
        files in which nothing is wrong.
-    7. What is found may not be durable: a process that was killed leaves what it has written, and
-       a loss of power takes it back. So all that is believed is synced first, names included. What
-       nothing vouches for is written once more before: when the last thing that a process met was
-       a sync that failed, the cache shows what the disk does not have, and calls it clean.
+    7. What a killed process has written is found, and may not be durable: it is synced before it is
+       believed, names included. What nothing vouches for is written once more before that: after a
+       sync that failed the cache shows what the disk does not have, and calls it clean.
 """
 
 from collections.abc import Sequence
@@ -55,7 +54,6 @@ from waltz_core.record import (
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.disk import Disk, create_durably, remove_temporary
 from waltz_core.storage.format import (
-    LINEAGE_HEADER_BYTES,
     NO_NONCE,
     NOBODYS_NONCE,
     IdRange,
@@ -70,6 +68,7 @@ from waltz_core.storage.format import (
     segment_name,
     with_damage,
 )
+from waltz_core.storage.index import LineageFile
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
 
@@ -144,7 +143,7 @@ def check_batches(
         ChecksumMismatch: a record's CRC does not fit.
     """
     where = f"append at {first}"
-    if not entries or not lengths.size or int(lengths.sum()) != len(records):
+    if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
         raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
     crcs = raw_records.proven_crcs(records, lengths, first, records_crc=records_crc)
     if crcs is None:
@@ -166,10 +165,9 @@ def check_repaired(segments: Segments, repaired: IdRange, damaged: Sequence[IdRa
         ChecksumMismatch: the records are not those that a batch was made of.
     """
     for entry in segments.entries(*repaired, repaired.last - repaired.first + 1)[1]:
-        if any(one.first <= entry.last and entry.first <= one.last for one in damaged):
+        is_damaged = any(one.first <= entry.last and entry.first <= one.last for one in damaged)
+        if is_damaged or entry.first > repaired.last:  # then those of what was repaired are gone
             continue
-        if entry.first > repaired.last:
-            continue  # The batches of what was repaired are gone; this one follows them.
         before = _entry_before(segments, entry.first)
         if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
             continue  # Its chain is not made of these records, nor is that of the next.
@@ -252,8 +250,9 @@ def _promised_to_nobody(slot: Slot, seen: SessionId) -> Slot:
 def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
     names = disk.list(directory)
     firsts = sorted(first for name in names if (first := first_of_name(name)) is not None)
+    known = frozenset(names)
     for name in names:
-        if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in names:
+        if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known:
             disk.unlink(directory / name)  # a crash came before the segment had its name
     if firsts and firsts[0] != 0:
         raise MissingSegment(f"{directory}: expected a segment from id 0, found {firsts[0]} first")
@@ -285,6 +284,7 @@ class _Opening:
         self._adopting = info.sequence > slot.original_sequence
         self.opened: list[Segment] = []  # everything that is to be closed when it fails
         self._rebuilt: list[Segment] = []
+        self._implausible: set[TransactionId] = set()  # older ones, by their first id
         # Up to the marker the records were vouched for by a slot, ours or the original's. What a
         # batch's entry vouches for is known when the segments are open.
         self._marker = info.local_low_water_mark if self._adopting else slot.acked.transaction_id
@@ -298,57 +298,75 @@ class _Opening:
             while len(firsts) > 1 and firsts[-1] > intent.last_to_keep:
                 header = self._blank._replace(first=firsts.pop())
                 Segment(self._disk, self._directory, header).remove()
-        for first in firsts:
-            chain = GENESIS_CHAIN
-            if opened:
-                # What a file was given up with may be back: its cut was never synced.
-                before = opened[-1].lineage
-                before.cut(before.place_of(first))
-                chain = before.chain_at(before.count)
-                opened[-1].close()
-            self._open_segment(first, chain)
+        chain = GENESIS_CHAIN
+        for place, first in enumerate(firsts):
+            segment, end = self._open_segment(first, chain)
+            if place + 1 < len(firsts):
+                chain = self._pass_by(segment, end, firsts[place + 1])
         if not opened:
             first_segment = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
             opened.append(first_segment)
         return Segments(self._disk, self._directory, self._blank, opened)
 
-    def _open_segment(self, first: TransactionId, chain_before: Chain) -> None:
-        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches."""
+    def _open_segment(
+        self, first: TransactionId, chain_before: Chain
+    ) -> tuple[Segment, LineageEntry | None]:
+        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches.
+
+        Return its last batch, too.
+        """
         header = self._blank._replace(first=first)
-        found = self._lineage_header(header)
-        rebuilt = found is None
-        if rebuilt:
+        lineage = self._open_lineage(header)
+        rebuilt = lineage is None
+        if lineage is None:
             if not self._adopting:
                 self._suspect()
             content = LineageHeader(header, chain_before).encode()
             create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
-        elif found is not None and found.chain_before != chain_before and not self._adopting:
-            self._suspect()
-            self._rebuilt.extend(self.opened[-1:])  # It may have lost its last batches.
         segment = Segment.open(
             self._disk,
             self._directory,
             first,
             partition_id=self._blank.partition_id,
             cluster_key=self._blank.cluster_key,
+            lineage=lineage,
         )
         self.opened.append(segment)
-        segment.lineage.trim()
+        if segment.lineage.chain_before != chain_before and not self._adopting:
+            self._suspect()
+            self._rebuilt.extend(self.opened[-2:-1])  # It may have lost its last batches.
+        end = segment.lineage.trim()
         if rebuilt:
             self._rebuilt.append(segment)
+        return segment, end
 
-    def _lineage_header(self, header: SegmentHeader) -> LineageHeader | None:
+    def _open_lineage(self, header: SegmentHeader) -> LineageFile | None:
         path = self._directory / segment_name(header.first, ".chn")
         if not self._disk.exists(path):
             return None
-        file = self._disk.open(path)
         try:
-            found = LineageHeader.decode(file.pread(LINEAGE_HEADER_BYTES, 0))
+            lineage = LineageFile.open(self._disk, path)
         except (BadFormat, ChecksumMismatch):
             return None
-        finally:
-            file.close()
-        return found if found.segment[1:] == header[1:] else None
+        if lineage.segment[1:] == header[1:]:
+            return lineage
+        lineage.close()
+        return None
+
+    def _pass_by(
+        self, segment: Segment, end: LineageEntry | None, next_first: TransactionId
+    ) -> Chain:
+        """Look at all that is wanted of an older segment, and close it; return the chain there."""
+        lineage = segment.lineage
+        chain = lineage.chain_before if end is None else end.chain
+        if end is not None and end.last >= next_first:
+            # What a file was given up with may be back: its cut was never synced.
+            lineage.cut(lineage.place_of(next_first))
+            chain = lineage.chain_at(lineage.count)
+        if segment.next_id != next_first or not segment.is_plausible():
+            self._implausible.add(segment.first)
+        segment.close()
+        return chain
 
     def _suspect(self) -> None:
         """Note it, durably (rule 6)."""
@@ -373,7 +391,7 @@ class _Opening:
                 self._recover(segment, start, self._vouched, is_last=True)
                 continue
             reach = TransactionId(next_first - 1)
-            plausible = segment.last == reach and segment.is_plausible()
+            plausible = segment.first not in self._implausible
             if not plausible or reach > self._marker:
                 start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
                 self._recover(segment, start, reach, is_last=False)
@@ -450,8 +468,7 @@ class _Opening:
         for segment in segments.all:
             if segment.lineage.count and segment.last > end:
                 segment.lineage.cut(_place_after(segment, end))
-        # Batches of records that are gone stand behind the last record.
-        last = segments.current.lineage
+        last = segments.current.lineage  # where those of records that are gone may stand
         last.cut(last.place_of(TransactionId(end + 1)))
 
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
@@ -462,8 +479,8 @@ class _Opening:
         first = before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else 0
         if after is not None:
             last = min(segment.last, after.lineage.entry(0).first - 1)
-            chain = after.lineage.chain_before
             if first <= last:
+                chain = after.lineage.chain_before
                 self._append_batches(segments, TransactionId(first), TransactionId(last), chain)
 
     def _append_batches(
@@ -513,10 +530,7 @@ class _Opening:
     # ---- the end
 
     def write_again(self, segments: Segments) -> None:
-        """Make durable what is believed and nothing vouches for (rule 7).
-
-        What an original has written is not written again: it may be a whole segment.
-        """
+        """Make durable what is believed (rule 7); an original's may be long and is only synced."""
         current, vouched = segments.current, segments.last if self._adopting else self._vouched
         current.write_again(max(current.first, TransactionId(vouched + 1)))
 

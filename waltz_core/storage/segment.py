@@ -13,7 +13,7 @@ Rules:
     4. Damaged ids keep their place in the index, so that the bytes can be filled in again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.raw_records import (
+    FEW,
     RECORD_BYTES_MAX,
     first_bad_record,
     lengths_between,
@@ -39,7 +40,6 @@ from waltz_core.record import (
 )
 from waltz_core.storage.disk import Disk, File, create_durably
 from waltz_core.storage.format import (
-    LINEAGE_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     IdRange,
     LineageHeader,
@@ -52,6 +52,8 @@ from waltz_core.storage.index import LineageFile, OffsetIndex
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
 _SCAN_BYTES: Final = 8 * 1024 * 1024
+_STEP_BYTES: Final = 64 * 1024
+_STATED_PLACE: Final = 28  # where a record states the length of its data
 assert _SCAN_BYTES > RECORD_BYTES_MAX
 
 
@@ -72,6 +74,7 @@ class Segment:
         self._header = header
         self._disk = disk
         self._directory = directory
+        self._paths: dict[str, Path] = {}  # by suffix
         self._files: tuple[File, OffsetIndex, LineageFile] | None = None
         self._records_dirty = False
         self._lineage_dirty = False
@@ -103,32 +106,34 @@ class Segment:
         *,
         partition_id: PartitionId,
         cluster_key: bytes,
+        lineage: LineageFile | None = None,
     ) -> "Segment":
-        """Open a segment whose `.chn` is there; a missing `.idx` is made, empty.
+        """Open a segment; a missing `.idx` is made, empty. `lineage`, if given, is its `.chn`.
 
         Raises:
             BadFormat, ChecksumMismatch: a header is wrong, or of another partition or cluster.
         """
         path = directory / segment_name(first, ".seg")
-        file = disk.open(path)
-        try:
-            size = file.size()
+        with ExitStack() as opened:
+            if lineage is not None:
+                opened.callback(lineage.close)
+            file = disk.open(path)
+            opened.callback(file.close)
             with of_file(path):
                 header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
-        finally:
-            file.close()
-        if header[1:] != (cluster_key, partition_id, first):
-            raise BadFormat(
-                f"{path}: expected partition {partition_id} from id {first} of cluster "
-                f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
-                f"{header.cluster_key.hex()}"
-            )
-        segment = cls(disk, directory, header)
-        segment.size_bytes = size
-        index_name = segment_name(first, ".idx")
-        if not _has_header(disk, directory / index_name, header):
-            create_durably(disk, directory, [(index_name, header.encode())])
-        segment.next_id = TransactionId(first + segment.index.count)
+            if header[1:] != (cluster_key, partition_id, first):
+                raise BadFormat(
+                    f"{path}: expected partition {partition_id} from id {first} of cluster "
+                    f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
+                    f"{header.cluster_key.hex()}"
+                )
+            segment = cls(disk, directory, header)
+            segment.size_bytes = file.size()
+            index = OffsetIndex(segment._open_index())
+            opened.callback(index.close)
+            segment.next_id = TransactionId(first + index.count)
+            segment._files = (file, index, lineage or segment._open_lineage())
+            opened.pop_all()
         return segment
 
     # ---- files
@@ -136,24 +141,46 @@ class Segment:
     def _opened(self) -> tuple[File, OffsetIndex, LineageFile]:
         if self._files is None:
             with ExitStack() as opened:
-                index = self._disk.open(self._path(".idx"))
+                index = OffsetIndex(self._disk.open(self._path(".idx")))
                 opened.callback(index.close)
-                chain = self._disk.open(self._path(".chn"))
-                opened.callback(chain.close)
-                with of_file(self._path(".chn")):
-                    head = LineageHeader.decode(chain.pread(LINEAGE_HEADER_BYTES, 0))
-                if head.segment[1:] != self._header[1:]:
-                    raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
-                self._files = (
-                    self._disk.open(self._path(".seg")),
-                    OffsetIndex(index),
-                    LineageFile(chain, head),
-                )
+                lineage = self._open_lineage()
+                opened.callback(lineage.close)
+                self._files = (self._disk.open(self._path(".seg")), index, lineage)
                 opened.pop_all()
         return self._files
 
+    def _open_lineage(self) -> LineageFile:
+        lineage = LineageFile.open(self._disk, self._path(".chn"))
+        if lineage.segment[1:] != self._header[1:]:
+            lineage.close()
+            raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
+        return lineage
+
+    def _open_index(self) -> File:
+        """Open the `.idx`; one that is missing, or not this segment's, is made anew, empty."""
+        path = self._path(".idx")
+        if self._disk.exists(path):
+            file = self._disk.open(path)
+            try:
+                if (
+                    SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))[1:]
+                    == self._header[1:]
+                ):
+                    return file
+            except BadFormat:
+                pass
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+        create_durably(self._disk, self._directory, [(path.name, self._header.encode())])
+        return self._disk.open(path)
+
     def _path(self, suffix: str) -> Path:
-        return self._directory / segment_name(self.first, suffix)
+        path = self._paths.get(suffix)
+        if path is None:
+            path = self._paths[suffix] = self._directory / segment_name(self.first, suffix)
+        return path
 
     @property
     def index(self) -> OffsetIndex:
@@ -178,18 +205,22 @@ class Segment:
     def close(self) -> None:
         """Close the files; they are opened again when needed."""
         if self._files is not None:
-            files, self._files = self._files, None
-            with ExitStack() as closing:
-                for file in files:
-                    closing.callback(file.close)
+            (file, index, lineage), self._files = self._files, None
+            try:
+                file.close()
+            finally:
+                try:
+                    index.close()
+                finally:
+                    lineage.close()
 
     def forget(self) -> None:
         """Never sync these files again: a sync has failed, and another would lie."""
         self._records_dirty = self._lineage_dirty = False
+        self.close()
 
     def copy_index(self) -> None:
         """Put the index into a new file, durably, in place of one that may have failed."""
-        self._opened()
         offsets = self.index.read(0, self.next_id - self.first)
         content = self._header.encode() + offsets.astype(">i8").tobytes()
         self.close()
@@ -214,9 +245,13 @@ class Segment:
         file, index, _ = self._opened()
         self._records_dirty = True
         file.pwrite([records], self.size_bytes)
-        index.write(self.next_id - self.first, lengths.cumsum() - lengths + self.size_bytes)
+        count = int(lengths.size)
+        if count == 1 and index.count == self.next_id - self.first:
+            index.add(self.size_bytes)
+        else:
+            index.write(self.next_id - self.first, lengths.cumsum() - lengths + self.size_bytes)
         self.size_bytes += len(records)
-        self.next_id = TransactionId(self.next_id + int(lengths.size))
+        self.next_id = TransactionId(self.next_id + count)
 
     def append_entries(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
         """Write batches that end here; `synced` is what is durable already. Not durable."""
@@ -318,7 +353,7 @@ class Segment:
             offsets.size != count + 1
             or offsets[0] < SEGMENT_HEADER_BYTES
             or offsets[-1] > self.size_bytes
-            or (offsets[1:] < offsets[:-1]).any()
+            or not _is_rising(offsets)
         ):
             raise ChecksumMismatch(f"{self._path('.idx')}: wrong from record {first} on")
         return offsets
@@ -369,7 +404,6 @@ class Segment:
             start_id, offset = self.first, SEGMENT_HEADER_BYTES
         else:
             offset = int(index.read(start_id - self.first, 1)[0])
-        known = index.read(0, index.count)  # what the index said before it is mended
         stop_id = None if is_last else TransactionId(must_reach + 1)
         damaged: list[IdRange] = []
         lost = False
@@ -383,13 +417,13 @@ class Segment:
             found = find_record(file, offset + 1, next_id, size=file_size)
             if found is not None and found[0] <= must_reach + 1:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
-                damaged.append(self._hole(known, hole, offset, found[1]))
+                damaged.append(self._hole(hole, offset, found[1]))
                 next_id, offset = found
                 continue
-            if is_last and (offset == file_size or not self._knows(known, must_reach, file_size)):
+            if is_last and (offset == file_size or not self._knows(must_reach, file_size)):
                 lost = True
                 break
-            damaged.append(self._hole(known, IdRange(next_id, must_reach), offset, file_size))
+            damaged.append(self._hole(IdRange(next_id, must_reach), offset, file_size))
             next_id, offset = TransactionId(must_reach + 1), file_size
             break
         self.next_id, self.size_bytes = next_id, offset
@@ -407,11 +441,11 @@ class Segment:
         if not np.array_equal(self.index.read(place, int(starts.size)), starts):
             self.index.write(place, starts)
 
-    def _hole(self, known: I64, hole: IdRange, offset: int, end: int) -> IdRange:
+    def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
         """Index the ids of a hole: where the old index had them, else all at its beginning."""
         place = hole.first - self.first
         count = hole.last - hole.first + 1
-        starts = known[place : place + count]
+        starts = self.index.read(place, count)
         good = (
             starts.size == count
             and starts[0] == offset
@@ -421,22 +455,9 @@ class Segment:
         self.index.write(place, starts if good else np.full(count, offset, dtype=np.int64))
         return hole
 
-    def _knows(self, known: I64, transaction_id: TransactionId, file_size: int) -> bool:
-        place = transaction_id - self.first
-        return place < known.size and int(known[place]) < file_size
-
-
-def _has_header(disk: Disk, path: Path, header: SegmentHeader) -> bool:
-    if not disk.exists(path):
-        return False
-    file = disk.open(path)
-    try:
-        found = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
-    except BadFormat:
-        return False
-    finally:
-        file.close()
-    return found[1:] == header[1:]
+    def _knows(self, transaction_id: TransactionId, file_size: int) -> bool:
+        start = self.index.read(transaction_id - self.first, 1)
+        return bool(start.size and start[0] < file_size)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -492,6 +513,13 @@ def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
     return np.array(lengths, dtype=np.int64)
 
 
+def _is_rising(offsets: I64) -> bool:
+    if offsets.size <= FEW:
+        plain = offsets.tolist()
+        return bool(plain == sorted(plain))  # a third of what arrays take for so few
+    return not bool((offsets[1:] < offsets[:-1]).any())
+
+
 def find_record(
     file: File, offset: int, after: TransactionId, *, size: int
 ) -> tuple[TransactionId, int] | None:
@@ -508,17 +536,22 @@ def find_record(
     return None
 
 
-def _candidates(data: bytes, after: int, room: int) -> list[int]:
-    """Return where in the bytes a record's id and length look possible."""
-    count = len(data) - RECORD_PREFIX.size + 1
-    if count <= 0:
-        return []
+def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:
+    """Return where in the bytes a record's id and length look possible, in order.
+
+    The arrays for this are many times as large as the bytes, so it goes step by step.
+    """
     # Each id takes at least 40 bytes, so that none can be far above the one that is due.
     id_max = after + room // RECORD_OVERHEAD_BYTES + 1_000_000
-    ids: I64 = np.ndarray((count,), dtype=">i8", buffer=data, strides=(1,))
-    stated: I64 = np.ndarray((count,), dtype=">i4", buffer=data, offset=28, strides=(1,))
-    places = np.arange(count, dtype=np.int64)
-    fits = (ids > after) & (ids <= id_max) & (stated >= 0)
-    return np.flatnonzero(
-        fits & (stated.astype(np.int64) + RECORD_OVERHEAD_BYTES + places <= room)
-    ).tolist()
+    count = len(data) - RECORD_PREFIX.size + 1
+    for start in range(0, count, _STEP_BYTES):
+        size = min(_STEP_BYTES, count - start)
+        ids: I64 = np.ndarray((size,), dtype=">i8", buffer=data, offset=start, strides=(1,))
+        stated: I64 = np.ndarray(
+            (size,), dtype=">i4", buffer=data, offset=start + _STATED_PLACE, strides=(1,)
+        )
+        (places,) = ((ids > after) & (ids <= id_max)).nonzero()
+        lengths = stated[places].astype(np.int64)
+        places += start
+        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + places <= room)
+        yield from places[fits].tolist()

@@ -7,7 +7,6 @@ Rules:
     1. Segment i ends where segment i+1 begins; the first begins at 0; there is always one.
     2. A batch's entry is in the segment of its last record.
     3. Segments are made at the end and removed from the end, newest first.
-    4. Besides the last segment at most `_OPEN_MAX` have open files.
 """
 
 from bisect import bisect_right
@@ -38,7 +37,6 @@ from waltz_core.storage.format import IdRange, SegmentHeader, first_of_name
 from waltz_core.storage.segment import Segment
 
 I64 = npt.NDArray[np.int64]
-_OPEN_MAX: Final = 8
 _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
 
 
@@ -55,7 +53,6 @@ class Segments:
         self._directory = directory
         self._blank = blank
         self._firsts = [segment.first for segment in segments]
-        self._recent: list[Segment] = []
 
     # ---- what is there
 
@@ -96,23 +93,10 @@ class Segments:
         return entry.chain if entry.last == transaction_id else None
 
     def _holding(self, transaction_id: int) -> Segment:
-        return self._touched(self._index_of(transaction_id))
+        return self.all[self._index_of(transaction_id)]
 
     def _index_of(self, transaction_id: int) -> int:
         return bisect_right(self._firsts, transaction_id) - 1
-
-    def _touched(self, index: int) -> Segment:
-        """Return a segment that is about to be read, and close the one that was not for longest."""
-        segment = self.all[index]
-        if segment is not self.current:
-            if segment in self._recent:
-                self._recent.remove(segment)
-            self._recent.append(segment)
-            if len(self._recent) > _OPEN_MAX:
-                oldest = self._recent.pop(0)
-                if oldest is not self.current and not oldest.is_dirty:
-                    oldest.close()
-        return segment
 
     # ---- changing
 
@@ -120,7 +104,6 @@ class Segments:
         """Begin a new segment behind the last record, durably."""
         first = TransactionId(self.last + 1)
         header = self._blank._replace(created_ms=now_ms, first=first)
-        self._recent.append(self.current)
         self.all.append(Segment.create(self._disk, self._directory, header, chain_before))
         self._firsts.append(first)
 
@@ -157,7 +140,6 @@ class Segments:
         while len(self.all) > 1 and self.current.first > last_to_keep:
             self._firsts.pop()
             self.all.pop().remove()
-        self._recent = [segment for segment in self._recent if segment in self.all[:-1]]
         self.current.cut(last_to_keep)
         end = self.lineage_end()
         if cut is not None and (end is None or end.last < cut.first):
@@ -204,7 +186,7 @@ class Segments:
         """
         damaged: list[IdRange] = []
         for index in range(max(0, self._index_of(first)), self._last_index_of(last) + 1):
-            segment = self._touched(index)
+            segment = self.all[index]
             low, high = max(first, segment.first), min(last, segment.last)
             try:
                 if low <= high:
@@ -250,7 +232,7 @@ class Segments:
             if place:
                 return self.all[index].lineage.entry(place - 1)
             index -= 1
-            place = self._touched(index).lineage.count if index >= 0 else 0
+            place = self.all[index].lineage.count if index >= 0 else 0
         return LineageEntry(BEFORE_FIRST, BEFORE_FIRST, SessionId(0), 0, GENESIS_CHAIN)
 
     def _made_up(self, before: LineageEntry, last: int, session: SessionId) -> LineageEntry:
@@ -318,7 +300,7 @@ class Segments:
     def entries_from(self, first: TransactionId) -> Iterator[LineageEntry]:
         """Return the batches that end at or after an id, oldest first."""
         for index in range(max(0, self._index_of(first)), len(self.all)):
-            lineage = self._touched(index).lineage
+            lineage = self.all[index].lineage
             yield from lineage.entries(lineage.place_of(first))
 
     def entry_of(self, transaction_id: TransactionId) -> LineageEntry | None:
@@ -339,7 +321,7 @@ class Segments:
         chain_before = self.chain
         left = entries_max
         for index in range(self._last_index_of(last), -1, -1):
-            lineage = self._touched(index).lineage
+            lineage = self.all[index].lineage
             low = lineage.place_of(first)
             high = min(lineage.place_of(last) + 1, lineage.count)
             low = max(low, high - left)
@@ -355,7 +337,7 @@ class Segments:
         """Return the segment whose lineage has the batch that holds an id."""
         index = max(0, self._index_of(last))
         while index + 1 < len(self.all):
-            lineage = self._touched(index).lineage
+            lineage = self.all[index].lineage
             if lineage.place_of(last) < lineage.count:
                 break
             index += 1
@@ -375,9 +357,8 @@ def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
 
 def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId) -> int | None:
     """Return the index of the first record that is not whole, not right or not in its place."""
-    short = np.flatnonzero(lengths < RECORD_OVERHEAD_BYTES)
-    count = int(short[0]) if short.size else int(lengths.size)
-    run = memoryview(records)[: int(lengths[:count].sum())]
+    count, size = _before_short(lengths)
+    run = memoryview(records)[:size]
     found = [
         place
         for place in (
@@ -388,4 +369,18 @@ def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId)
     ]
     if found:
         return min(found)
-    return count if short.size else None
+    return count if count < lengths.size else None
+
+
+def _before_short(lengths: I64) -> tuple[int, int]:
+    """Return how many records come before the first that is too short, and their bytes."""
+    if lengths.size <= raw_records.FEW:
+        size = 0
+        for count, length in enumerate(lengths.tolist()):
+            if length < RECORD_OVERHEAD_BYTES:
+                return count, size
+            size += length
+        return int(lengths.size), size
+    short = np.flatnonzero(lengths < RECORD_OVERHEAD_BYTES)
+    count = int(short[0]) if short.size else int(lengths.size)
+    return count, int(lengths[:count].sum())

@@ -43,6 +43,7 @@ from waltz_core.record import NO_SESSION, PartitionId, SessionId
 from waltz_core.storage.format import NOBODYS_NONCE
 from waltz_core.storage.partition_log import MARKER_INTERVAL_MS, PartitionLog
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
+from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendRaw,
     Engage,
@@ -73,28 +74,28 @@ _REQUEST_BYTES: Final = 512
 # Events (a `Request` is one, too)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Disconnected:
     """A connection is gone, whoever closed it."""
 
     connection: ConnectionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Opened:
     """A partition is assigned to this storage and its log is open."""
 
     log: PartitionLog
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Dropped:
     """A partition is no longer assigned; `Idle` follows when its log may be closed."""
 
     partition_id: PartitionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WorkDone:
     """A piece of work has come to its end; `result` is what its `run` returned."""
 
@@ -108,7 +109,7 @@ Event: TypeAlias = Request | Disconnected | Opened | Dropped | WorkDone | Wakeup
 # Effects
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Answer:
     """Send a message on a connection; nothing happens when the connection is gone."""
 
@@ -116,7 +117,7 @@ class Answer:
     message: StorageMessage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CloseConnection:
     """Send what was answered so far, then close."""
 
@@ -124,35 +125,35 @@ class CloseConnection:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PauseReading:
     """Take nothing more from a connection (rule 7)."""
 
     connection: ConnectionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ResumeReading:
     """Read a connection again."""
 
     connection: ConnectionId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RunWork:
     """Call `work.run()` and bring the result back; there is one at a time for a partition."""
 
     work: Work
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Idle:
     """A dropped partition has no work under way any more: its log may be closed."""
 
     log: PartitionLog
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class EndProcess:
     """The disk cannot be trusted any more (rule 6)."""
 
@@ -164,7 +165,7 @@ Effect: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Identity:
     """Whose storage this is."""
 
@@ -256,6 +257,11 @@ class StorageService:
         """Answer a request, queue it, or raise why not."""
         message = request.message
         match message:
+            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair():
+                lane = self._lane(message)
+                self._check_session(lane, message)
+                _check_owner(lane, request)
+                self._queue(lane, lane.writes, request)
             case OpenRequest():
                 self._check_cluster(message.cluster_key, message.partition_count)
                 self._readers[request.connection] = None
@@ -277,11 +283,6 @@ class StorageService:
                 self._check_session(lane, message)
                 _check_owner(lane, request)
                 self._queue(lane, lane.reads, request)
-            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair():
-                lane = self._lane(message)
-                self._check_session(lane, message)
-                _check_owner(lane, request)
-                self._queue(lane, lane.writes, request)
             case _:
                 raise BadRequest(f"a storage takes no {type(message).__name__}")
 

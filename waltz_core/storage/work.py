@@ -31,6 +31,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.values import value
 from waltz_core.wire.messages import (
     ENTRIES_MAX,
     Appended,
@@ -57,7 +58,7 @@ RANGE_BYTES_MAX: Final = 8 * 1024 * 1024
 BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Request:
     """A message that has come on a connection."""
 

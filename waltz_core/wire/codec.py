@@ -90,6 +90,9 @@ def encode(message: Message, version: int) -> list[Buffer]:
             write(message, out)
     except (struct.error, UnicodeEncodeError) as error:
         raise LocalProtocolError(f"{plan.name} {version} cannot carry this: {error}") from error
+    if not out.done:
+        header = FRAME_HEADER.pack(plan.magic, version, len(out.small) + 1)
+        return [header + plan.code_byte + out.small]
     buffers = out.finish()
     payload_bytes = sum(map(len, buffers)) + 1
     header = FRAME_HEADER.pack(plan.magic, version, payload_bytes) + plan.code_byte
@@ -244,6 +247,9 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, Reader]
     ]
 
     def write(message: Message, out: Out) -> None:
+        if not packed and not alone:
+            out.small += pack(*get(message))
+            return
         values = [get(message)] if alone else list(get(message))
         for index, convert in packed:
             assert convert is not None

@@ -11,11 +11,12 @@ Rules:
     5. A payload that is shorter or longer than its message is an error of the peer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
 from waltz_core.record import LineageEntry, Record, RecordHeader, ReqId
+from waltz_core.values import value
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -117,7 +118,7 @@ TEXT_BYTES_MAX = 64 * 1024
 ENTRIES_MAX = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Message:
     """The base of all messages; the class variables are the table's columns."""
 
@@ -131,7 +132,7 @@ class Message:
 # H: the first frame of either side
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Hello:
     """Which versions a side can speak. Not typed by a code: it is the only message of its magic."""
 
@@ -143,7 +144,7 @@ class Hello:
 # L: client and server. Prefix: type (1 byte), request id (16)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ClientMessage(Message):
     """A message between a client and a server."""
 
@@ -151,7 +152,7 @@ class ClientMessage(Message):
     req_id: Req
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MountRequest(ClientMessage):
     """Start the feed of a partition after the client's mark, on this connection."""
 
@@ -160,7 +161,7 @@ class MountRequest(ClientMessage):
     connection_sequence: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MountResponse(ClientMessage):
     """The feed has reached the log's mark and nothing older of this client is in flight."""
 
@@ -169,7 +170,7 @@ class MountResponse(ClientMessage):
     state: Int32  # 0 ready, 1 not ready (not owned), 2 the client is ahead of the log
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AppendRequest(ClientMessage):
     """Append one transaction."""
 
@@ -183,7 +184,7 @@ class AppendRequest(ClientMessage):
     data_crc: Crc32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FeedRequest(ClientMessage):
     """Grant the server another stretch of the feed; the request id is the mount's."""
 
@@ -191,7 +192,7 @@ class FeedRequest(ClientMessage):
     client_high_water_mark: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FeedData(ClientMessage):
     """One committed transaction; the request id is that of the append which wrote it."""
 
@@ -200,14 +201,14 @@ class FeedData(ClientMessage):
     header: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FeedSuspended(ClientMessage):
     """The granted stretch is used up; send the next feed request."""
 
     code = 5
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TransactionDataRequest(ClientMessage):
     """Fetch one transaction's data."""
 
@@ -215,7 +216,7 @@ class TransactionDataRequest(ClientMessage):
     transaction_id: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TransactionDataResponse(ClientMessage):
     """One transaction's data, or why there is none."""
 
@@ -224,14 +225,14 @@ class TransactionDataResponse(ClientMessage):
     result: DataOrError
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FlushRequest(ClientMessage):
     """Answer when every append received before this request is final."""
 
     code = 8
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FlushResponse(ClientMessage):
     """The high-water mark after the flush."""
 
@@ -239,7 +240,7 @@ class FlushResponse(ClientMessage):
     high_water_mark: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LockFailure(ClientMessage):
     """An append was refused; the id is the estimate that exceeded the client's mark."""
 
@@ -247,14 +248,14 @@ class LockFailure(ClientMessage):
     transaction_id: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class HighWaterMarkRequest(ClientMessage):
     """Ask for the partition's high-water mark."""
 
     code = 11
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class HighWaterMarkResponse(ClientMessage):
     """The last committed transaction that the server knows of."""
 
@@ -262,7 +263,7 @@ class HighWaterMarkResponse(ClientMessage):
     high_water_mark: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CheckConnectivityRequest(ClientMessage):
     """Ask the server to try every storage of the assignment."""
 
@@ -270,7 +271,7 @@ class CheckConnectivityRequest(ClientMessage):
     since = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CheckConnectivityResponse(ClientMessage):
     """Which storages ("host:port") answered the server."""
 
@@ -279,7 +280,7 @@ class CheckConnectivityResponse(ClientMessage):
     reachable: TextBoolMap
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ServerPartitionsRequest(ClientMessage):
     """Ask which partitions the server owns."""
 
@@ -287,7 +288,7 @@ class ServerPartitionsRequest(ClientMessage):
     since = 2
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ServerPartitionsResponse(ClientMessage):
     """The partitions the server owns."""
 
@@ -296,7 +297,7 @@ class ServerPartitionsResponse(ClientMessage):
     partitions: Int32s
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PartitionsHealthRequest(ClientMessage):
     """Ask which partitions have a usable store session."""
 
@@ -304,7 +305,7 @@ class PartitionsHealthRequest(ClientMessage):
     since = 4
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PartitionsHealthResponse(ClientMessage):
     """Partition id to whether its store session is open."""
 
@@ -313,7 +314,7 @@ class PartitionsHealthResponse(ClientMessage):
     healthy: Int32BoolMap
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AppendBatch(ClientMessage):
     """Append many transactions: one Arrow IPC record batch (`batches.APPEND_SCHEMA`).
 
@@ -328,7 +329,7 @@ class AppendBatch(ClientMessage):
     payload_crc: Crc32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AppendResult(ClientMessage):
     """The outcome of every row of an append, sent when all of them are final.
 
@@ -344,7 +345,7 @@ class AppendResult(ClientMessage):
     conflicting: PackedInt64s
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MountWriter(ClientMessage):
     """Mount a partition for writing (and, if wanted, its feed from the mark on).
 
@@ -362,7 +363,7 @@ class MountWriter(ClientMessage):
     header_values: Int32s = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Mounted(ClientMessage):
     """The partition takes this connection's appends; everything older of the client is final."""
 
@@ -375,7 +376,7 @@ class Mounted(ClientMessage):
     in_flight_bytes_max: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RangeRequest(ClientMessage):
     """Read committed transactions first..last, at most about `bytes_max` of them.
 
@@ -391,7 +392,7 @@ class RangeRequest(ClientMessage):
     header_values: Int32s
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RangeData(ClientMessage):
     """A stretch of a range. `next` is where to go on: past the asked last id when it is done.
 
@@ -413,7 +414,7 @@ class RangeData(ClientMessage):
     lineage: Lineage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FeedBatch(ClientMessage):
     """Committed transactions first..first+count-1 as 20 bytes each: request id, header.
 
@@ -436,7 +437,7 @@ class FeedBatch(ClientMessage):
     picked: PackedInt32s = b""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplicasRequest(ClientMessage):
     """Ask for the session, the mark and the replicas that readers may use.
 
@@ -448,7 +449,7 @@ class ReplicasRequest(ClientMessage):
     linearizable: Bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplicasResponse(ClientMessage):
     """The open session, its mark, and the addresses of the engaged replicas."""
 
@@ -461,7 +462,7 @@ class ReplicasResponse(ClientMessage):
     partition_count: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ErrorResponse(ClientMessage):
     """Why a request got no other answer; the code is that of `errors.py`."""
 
@@ -477,7 +478,7 @@ class ErrorResponse(ClientMessage):
 # Answers echo session, sequence and partition of their request.
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StorageMessage(Message):
     """A message between a server (or a reader) and a storage."""
 
@@ -487,7 +488,7 @@ class StorageMessage(Message):
     partition_id: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class OpenRequest(StorageMessage):
     """Check that the storage is of this cluster. Session, sequence and partition are -1."""
 
@@ -496,14 +497,14 @@ class OpenRequest(StorageMessage):
     partition_count: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SuccessResponse(StorageMessage):
     """Done, with nothing to tell."""
 
     code = 7
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Prepare(StorageMessage):
     """Fence: promise the session, end older ones, sync the log, then answer with its state.
 
@@ -518,7 +519,7 @@ class Prepare(StorageMessage):
     partition_count: Int32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Prepared(StorageMessage):
     """What the replica has on disk, read after the fence and a sync.
 
@@ -537,7 +538,7 @@ class Prepared(StorageMessage):
     damaged: PackedInt64s
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReplicaState(StorageMessage):
     """Done; the last id on disk and the chain there. Answers 67, 68, 69 and 75."""
 
@@ -547,7 +548,7 @@ class ReplicaState(StorageMessage):
     chain: Raw16
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SetLowWaterMark(StorageMessage):
     """Make the session and the mark durable; refused unless the log ends exactly at the mark."""
 
@@ -557,7 +558,7 @@ class SetLowWaterMark(StorageMessage):
     chain: Raw16
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Truncate(StorageMessage):
     """Cut everything after `last_to_keep`.
 
@@ -572,7 +573,7 @@ class Truncate(StorageMessage):
     base_chain: Raw16
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Engage(StorageMessage):
     """ZooKeeper has the replica as engaged in this session: the mark is confirmed."""
 
@@ -581,7 +582,7 @@ class Engage(StorageMessage):
     mark: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AppendRaw(StorageMessage):
     """Append records as they will lie on disk, one or more whole batches (`lineage`)."""
 
@@ -595,7 +596,7 @@ class AppendRaw(StorageMessage):
     lineage: Lineage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Appended(StorageMessage):
     """Everything up to this id is on disk, synced."""
 
@@ -604,7 +605,7 @@ class Appended(StorageMessage):
     synced_max: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RangeRaw(StorageMessage):
     """Read records first..last, at most about `bytes_max` (one batch or record at least).
 
@@ -623,7 +624,7 @@ class RangeRaw(StorageMessage):
     reader: Bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RangeBytes(StorageMessage):
     """Records first..first+count-1; `chain_before` is meaningful for whole batches only."""
 
@@ -639,7 +640,7 @@ class RangeBytes(StorageMessage):
     lineage: Lineage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LineageRequest(StorageMessage):
     """Ask for the batches that cover first..last."""
 
@@ -649,7 +650,7 @@ class LineageRequest(StorageMessage):
     last: Int64
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Repair(StorageMessage):
     """Fill a damaged range below the mark with the usher's records."""
 
@@ -661,7 +662,7 @@ class Repair(StorageMessage):
     records_crc: Crc32
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LineageResponse(StorageMessage):
     """Batches in order, and the chain before the first of them (newest ones when cut short)."""
 
@@ -671,7 +672,7 @@ class LineageResponse(StorageMessage):
     lineage: Lineage
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Heartbeat(StorageMessage):
     """Ask whether the storage still knows no later session."""
 
@@ -679,7 +680,7 @@ class Heartbeat(StorageMessage):
     since = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class HeartbeatAnswer(StorageMessage):
     """No later session was promised here."""
 
@@ -687,7 +688,7 @@ class HeartbeatAnswer(StorageMessage):
     since = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Nack(StorageMessage):
     """Refused: the code is that of `errors.py`, `promised` the session the storage is bound to."""
 

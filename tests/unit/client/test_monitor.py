@@ -1,5 +1,7 @@
 """What the transaction monitor makes of each piece of evidence."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +18,9 @@ from tests.unit.client.stories import (
     result,
 )
 from waltz_core import errors
+from waltz_core.client import monitor as client_monitor
 from waltz_core.client.monitor import BatchOutcome, Monitor, Pending
+from waltz_core.raw_records import FEW
 from waltz_core.record import BEFORE_FIRST, TransactionId
 from waltz_core.wire.messages import Reason
 
@@ -164,3 +168,27 @@ def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
     assert [pending.parcel.token for pending, _ in told] == list(range(len(sizes)))
     ids = np.concatenate([outcome.transaction_ids for _, outcome in told]).tolist()
     assert ids == [log.index(row) if row in log else -1 for row in rows]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    rows=st.lists(
+        st.builds(req, st.integers(0, 14), st.integers(0, 1), st.sampled_from((CLIENT, 99))),
+        max_size=12,
+    ),
+)
+def test_a_short_stretch_of_the_feed_says_what_a_long_one_says(sizes, rows):
+    found = []
+    for few in (FEW, -1):
+        monitor, sequence = a_monitor(), 1
+        for token, size in enumerate(sizes):
+            sent(monitor, token, sequence, rows=size)
+            sequence += size
+        with mock.patch.object(client_monitor, "FEW", few):
+            try:
+                monitor.saw_feed(TransactionId(20), feed_headers(*rows))
+            except errors.DataLoss as error:
+                found.append(str(error))
+            else:
+                found.append([None if e.found is None else e.found.tolist() for e in monitor])
+    assert found[0] == found[1]

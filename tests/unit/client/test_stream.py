@@ -347,6 +347,9 @@ def test_news_of_the_assignment_end_a_pause():
         story.tell(events.LinkFailed(story.done[-1].attempt, errors.NotOwned("nobody")))
     assert story.done == []
     assert story.tell(events.Moved(1)) == [events.OpenLink(3, ())]
+    # What has failed was another server: this one is tried again as if it were the first time.
+    story.tell(events.LinkFailed(3, errors.NotOwned("not yet")))
+    assert story.done == [events.OpenLink(4, ())]
 
 
 def test_a_newer_generation_is_followed_and_an_old_one_ignored():

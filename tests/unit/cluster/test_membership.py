@@ -86,6 +86,25 @@ async def test_unregistering_takes_away_only_ones_own_node(cluster):
     assert cluster.registered() == [2]
 
 
+@in_cluster
+async def test_a_server_that_is_known_to_be_dead_is_taken_out_by_another(cluster):
+    (dead, _), (other, session) = cluster.member(), cluster.member()
+    await dead.register(descriptor(1))
+    await other.register(descriptor(2))
+    # What is registered now is another process, or has changed: nobody has seen that one dead.
+    await other.take_out(descriptor(1, preferred=[1]))
+    assert cluster.registered() == [1, 2]
+    session.faults = [WriteFault.REPLY_LOST]
+    await other.take_out(descriptor(1))
+    assert cluster.registered() == [2]
+    await other.take_out(descriptor(1))
+    assert cluster.registered() == [2]
+    # It was alive after all: it comes back by itself.
+    seen = Inbox()
+    async with running(dead.follow(seen)):
+        await seen.until(lambda view: sorted(view.servers) == [1, 2])
+
+
 @pytest.mark.parametrize("fault", WriteFault)
 def test_a_write_of_unknown_outcome_registers_once(fault):
     @in_cluster

@@ -88,6 +88,31 @@ def test_when_nobody_comes_the_next_one_is_told_after_a_while() -> None:
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
+def test_when_commits_become_slower_everybody_gets_more_time() -> None:
+    world, refused, _ = contended(took_ms=1)
+    world.single(mark=0, write=[HOT])
+    world.turn()
+    world.now_ms += 8
+    assert refused[1] in results(world.commit())
+    before_ms = world.now_ms
+    told: dict = {}
+    while not told:  # The first look comes at what was due before.
+        told = results(world.turn_when_paced())
+    assert list(told) == [refused[2]]
+    assert world.now_ms - before_ms == PATIENCE * 8
+
+
+def test_who_waits_is_told_of_the_newest_conflict_whoever_has_met_it() -> None:
+    world, refused, _ = contended(losers=2)
+    world.batch([b"data"], mark=0, write=[[HOT]])
+    world.turn()
+    late = world.single(mark=0, write=[HOT])
+    world.turn()
+    told = results(world.commit())
+    assert told[refused[1]] == [(-1, LOCK, 1)]
+    assert late not in told
+
+
 def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
     world, refused, _ = contended(took_ms=0)
     assert refused[1] in results(world.turn_when_paced())

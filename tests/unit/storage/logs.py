@@ -1,5 +1,9 @@
 """Records, batches and segments for the tests of the storage's parts."""
 
+import os
+import resource
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,7 +13,21 @@ from waltz_core.checksum import crc32
 from waltz_core.raw_records import record_crcs
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, LineageEntry, next_chain
 from waltz_core.sim.disk import SimDisk
-from waltz_core.storage.format import SegmentHeader
+from waltz_core.storage.control_file import SLOTS_NAME
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.format import (
+    NEW_PARTITION_INFOS,
+    OFFSET_BYTES,
+    SEGMENT_HEADER_BYTES,
+    SLOT_BLOCK_BYTES,
+    LineageHeader,
+    Marker,
+    SegmentHeader,
+    Slot,
+    encode_entry,
+    segment_name,
+)
+from waltz_core.storage.recovery import open_log
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
 
@@ -78,3 +96,63 @@ def make_segments(disk, *counts_of_each):
         records += more
         entries += made
     return segments, records, entries
+
+
+def open_names(directory):
+    """Return the files under a directory that this process has open, by their names."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            path = Path(os.readlink(f"/proc/self/fd/{number}"))
+            if path.is_relative_to(directory):
+                found.add(str(path.relative_to(directory)))
+    return found
+
+
+def forge_log(directory, segment_count, *, dirty):
+    """Write the files of a log with so many segments of two records; no calls of the engine."""
+    chain = GENESIS_CHAIN
+    for first in range(0, 2 * segment_count, 2):
+        records, _, entries = make_batches(first, [2], chain)
+        header = BLANK._replace(first=first)
+        lineage = LineageHeader(header, chain)
+        entry = encode_entry(entries[0], first - 1, segment_crc=lineage.segment_crc, place=0)
+        offsets = [SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES + len(records) // 2]
+        index = b"".join(one.to_bytes(OFFSET_BYTES, "big") for one in offsets)
+        for suffix, content in (
+            (".seg", header.encode() + records),
+            (".idx", header.encode() + index),
+            (".chn", lineage.encode() + entry),
+        ):
+            with open(directory / segment_name(first, suffix), "wb") as file:
+                file.write(content)
+        chain = entries[0].chain
+    marker = Marker(2 * segment_count - 1, chain)
+    sequence = NEW_PARTITION_INFOS[1].sequence
+    slot = Slot(
+        2, original_sequence=sequence, promised=1, last_session=1, acked=marker, dirty=dirty
+    )
+    older = replace(slot, sequence=-1)
+    blocks = [one.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for one in (older, slot)]
+    (directory / SLOTS_NAME).write_bytes(b"".join(blocks))
+
+
+def open_and_read_all(directory, descriptors_max, open_files_max):
+    """Open a log and read each segment, with so many descriptors; return ids and peak MiB."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors_max, descriptors_max))
+    disk = RealDisk(open_files_max)
+    segments, slots = open_log(disk, directory, BLANK, NEW_PARTITION_INFOS[1], trust_fsync=True)
+    assert not slots.slot.suspect
+    assert slots.slot.damaged == ()
+    assert {one.first + 1 for one in segments.all} == {one.last for one in segments.all}
+    opened_mib = peak_mib()
+    for segment in segments.all:
+        assert segments.record_crcs(segment.first, segment.last) is not None
+        assert segments.entry_of(segment.first).last == segment.last
+    return segments.last, opened_mib, peak_mib()
+
+
+def peak_mib():
+    """Return the most memory that this process has had; `getrusage` counts its parent's too."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) // 1024

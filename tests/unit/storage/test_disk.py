@@ -4,12 +4,13 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.unit.storage.logs import ROOT, new_disk
+from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.sim.crash import Platter, RecordingDisk, survivals
 from waltz_core.sim.disk import Fault, SimDisk
@@ -164,6 +165,113 @@ def test_an_error_of_the_system_says_what_failed_and_where(tmp_path, monkeypatch
             CALLS[call](file)
     file.close()
     file.close()
+
+
+# ---- descriptors of the real one
+
+
+@pytest.fixture
+def no_syncs(monkeypatch):
+    """Syncs say at once that they are done: these tests look at who has what open."""
+    monkeypatch.setattr(os, "fdatasync", lambda _: None)
+
+
+@pytest.mark.usefixtures("no_syncs")
+def test_as_many_files_are_open_as_the_disk_was_told_and_all_can_be_used(tmp_path):
+    disk = RealDisk(8)
+    files = [disk.open(tmp_path / str(place), create=True) for place in range(40)]
+    rng = Random(1)
+    contents = [b""] * len(files)
+    for _ in range(200):
+        place = rng.randrange(len(files))
+        more = rng.randbytes(3)
+        files[place].pwrite([more], len(contents[place]))
+        files[place].sync()
+        contents[place] += more
+        other = rng.randrange(len(files))
+        assert files[other].pread(100, 0) == contents[other][:100]
+        assert files[other].size() == len(contents[other])
+        assert len(open_names(tmp_path)) == 8
+    for file in files:
+        file.close()
+    assert open_names(tmp_path) == set()
+    with pytest.raises(DiskFailed, match=f"{tmp_path}/0: is closed"):
+        files[0].size()
+
+
+def test_the_file_that_was_not_used_for_longest_is_closed_first(tmp_path):
+    disk = RealDisk(3)
+    one, two, _ = (disk.open(tmp_path / name, create=True) for name in "123")
+    one.size()
+    disk.open(tmp_path / "4", create=True)
+    assert open_names(tmp_path) == {"1", "3", "4"}
+    two.size()
+    assert open_names(tmp_path) == {"1", "2", "4"}
+
+
+def test_a_file_with_writes_that_are_not_synced_stays_open(tmp_path):
+    disk = RealDisk(2)
+    files = [disk.open(tmp_path / str(place), create=True) for place in range(6)]
+    changes = (
+        lambda file: file.pwrite([b"x"], 0),
+        lambda file: file.truncate(3),
+        lambda file: file.allocate(4),
+    )
+    for change, file in zip(changes, files, strict=False):
+        change(file)
+    for file in files:
+        file.size()
+    assert open_names(tmp_path) == {"0", "1", "2"}
+    for file in files[:3]:
+        file.sync()
+    assert open_names(tmp_path) == {"1", "2"}
+
+
+def test_an_error_of_a_close_that_makes_room_is_nobodys(tmp_path, monkeypatch):
+    disk = RealDisk(1)
+    one = disk.open(tmp_path / "1", create=True)
+    close = os.close
+
+    def close_and_fail(fd):
+        close(fd)
+        raise OSError(errno.EIO, "no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", close_and_fail)
+        two = disk.open(tmp_path / "2", create=True)
+        two.pwrite([b"x"], 0)
+        assert one.size() == 0
+        two.sync()
+    assert open_names(tmp_path) == {"2"}
+
+
+def test_a_file_that_is_locked_stays_open(tmp_path):
+    disk = RealDisk(2)
+    assert disk.open(tmp_path / "whole", create=True).lock_whole()
+    assert disk.open(tmp_path / "range", create=True).lock_range(0, 9)
+    for place in range(6):
+        disk.open(tmp_path / str(place), create=True).size()
+    assert open_names(tmp_path) == {"whole", "range"}
+    assert not RealDisk().open(tmp_path / "whole").lock_whole()
+
+
+@pytest.mark.usefixtures("no_syncs")
+def test_threads_share_the_descriptors(tmp_path):
+    disk = RealDisk(3)
+
+    def write(thread):
+        files = [disk.open(tmp_path / f"{thread} {place}", create=True) for place in range(5)]
+        for turn in range(100):
+            file = files[turn % 5]
+            file.pwrite([bytes([thread])], turn // 5)
+            file.sync()
+            assert file.pread(1, turn // 5) == bytes([thread])
+        return [file.pread(100, 0) for file in files]
+
+    with ThreadPoolExecutor(4) as pool:
+        for thread, contents in enumerate(pool.map(write, range(4))):
+            assert contents == [bytes([thread]) * 20] * 5
+    assert len(open_names(tmp_path)) == 3
 
 
 def test_errors_of_names_are_typed(tmp_path):

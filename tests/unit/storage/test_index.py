@@ -69,6 +69,8 @@ def test_offsets_are_read_back_as_far_as_there_are_any():
     assert (index.count, index.read(0, 4).tolist()) == (4, [128, 171, 260, 300])
     index.write(4, np.array([], dtype=np.int64))
     assert index.count == 4
+    index.add(350)
+    assert (index.count, index.read(3, 9).tolist()) == (5, [300, 350])
 
 
 def test_an_index_has_no_gaps():

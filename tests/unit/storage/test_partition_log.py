@@ -42,6 +42,7 @@ class CrashDisk(RealDisk):
     """A real disk that knows what is synced, can lose the rest, and fails on demand."""
 
     def __init__(self):
+        super().__init__()
         self.synced = {}
         self.fail = {}
         self.left = None  # changes that are still made before the power goes
@@ -58,7 +59,7 @@ class CrashDisk(RealDisk):
 
     def open(self, path, *, create=False):
         new = not path.exists()
-        file = CrashFile(path, create=create)
+        file = CrashFile(path, create=create, descriptors=self.descriptors)
         file.disk = self
         if new:
             self.synced[path] = 0

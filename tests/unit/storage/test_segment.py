@@ -1,5 +1,6 @@
 """One segment: what is appended is read back, a torn tail goes, and damage stays where it is."""
 
+import tracemalloc
 from random import Random
 
 import numpy as np
@@ -16,13 +17,15 @@ from tests.unit.storage.logs import (
     open_segment,
 )
 from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.storage import segment as segment_module
 from waltz_core.storage.disk import remove_temporary
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, segment_name
-from waltz_core.storage.segment import Segment, find_record, scan
+from waltz_core.storage.segment import Segment, _candidates, find_record, scan
 
 SEG, IDX, CHN = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))
+MIB = 1 << 20
 RECORD_BYTES = 60  # of a record as `fill_segment` makes them
 
 
@@ -345,3 +348,46 @@ def test_a_header_that_is_wrong_is_told_with_its_file():
     disk.flip(SEG, 60)
     with pytest.raises(BadFormat, match=rf"{SEG.name}: segment header: expected zero"):
         open_segment(disk)
+
+
+def possible_places(data, after, room):
+    """Say where a record may begin, byte by byte."""
+    id_max = after + room // 40 + 1_000_000
+    for place in range(len(data) - 36 + 1):
+        found, _, _, stated, _ = RECORD_PREFIX.unpack_from(data, place)
+        if after < found <= id_max and 0 <= stated <= room - place - 40:
+            yield place
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 1 << 16])
+def test_the_places_of_records_are_found_whatever_the_steps(monkeypatch, step):
+    monkeypatch.setattr(segment_module, "_STEP_BYTES", step)
+    rng = Random(step)
+    found = 0
+    for size in (0, 35, 36, 37, 200, 1000):
+        for fill in (0, 1, 255):
+            # Small numbers in all places, so that many of them look like ids and lengths.
+            data = bytes(rng.choice((0, 0, 0, fill, rng.randrange(40))) for _ in range(size))
+            for after in (0, 5, 1 << 40):
+                for room in (size, 40, 3000):
+                    expected = list(possible_places(data, after, room))
+                    assert list(_candidates(data, after, room)) == expected
+                    found += len(expected)
+    assert found > 50
+
+
+def test_a_search_after_damage_takes_little_more_memory_than_it_reads_at_once():
+    disk = new_disk()
+    records, lengths = make_run(9, [500_000])
+    path = ROOT / "rotten"
+    file = disk.open(path, create=True)
+    file.pwrite([Random(1).randbytes(9 * MIB), records], 0)
+    tracemalloc.start()
+    try:
+        found = find_record(file, 0, 3, size=file.size())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == (9, 9 * MIB)
+    assert int(lengths[0]) == len(records)
+    assert peak < 24 * MIB

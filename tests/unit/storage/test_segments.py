@@ -161,17 +161,6 @@ def test_a_new_file_is_gone_on_in_and_the_old_one_left_alone():
     assert segments.lineage_end() == entries[-1]
 
 
-def test_few_of_many_files_are_open():
-    segments, records, _ = make_segments(new_disk(), *[[2]] * 30)
-    for first in range(60):
-        assert segments.read(first, first)[0] == bytes_of(records, first, first)
-    is_open = [segment for segment in segments.all if segment._files is not None]
-    assert len(is_open) <= 9
-    assert segments.current in is_open
-    segments.close()
-    assert all(segment._files is None for segment in segments.all)
-
-
 def test_the_first_wrong_record_is_found_whatever_is_wrong_with_it():
     run, lengths = make_run(4, [0, 10, 20, 5])
     assert first_wrong(run, lengths, 4) is None

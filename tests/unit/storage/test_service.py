@@ -69,6 +69,7 @@ class MoodyDisk(RealDisk):
     """A real disk that raises an error at the next call of a name."""
 
     def __init__(self):
+        super().__init__()
         self.next_errors = {}
 
     def meet(self, call):

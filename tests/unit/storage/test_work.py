@@ -1,22 +1,25 @@
 """One outcome for each request, whatever the log says."""
 
 import dataclasses
+import sys
 import zlib
-from types import SimpleNamespace
+from contextlib import contextmanager
 
 import pytest
 
 from tests.storage_owner import Owner, records_of
-from waltz_core import checksum
+from waltz_core import raw_records
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.record import BEFORE_FIRST
-from waltz_core.storage.disk import RealDisk
+from waltz_core.storage import work
+from waltz_core.storage.disk import RealDisk, RealFile
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, Request, Work
 from waltz_core.wire.messages import (
     ENTRIES_MAX,
     Appended,
+    RangeBytes,
     RangeForm,
     RangeRaw,
     Repair,
@@ -71,7 +74,8 @@ def test_an_append_is_read_through_once(log, monkeypatch):
         return zlib.crc32(data, value)
 
     append = Owner(5).append(50, b"d" * 500)
-    monkeypatch.setattr(checksum, "isal_zlib", SimpleNamespace(crc32=counted))
+    for module in (work, raw_records):
+        monkeypatch.setattr(module, "crc32", counted)
     (outcome,) = run(log, append).outcomes
     assert isinstance(outcome, Appended)
     assert [size for size in sizes if size > 100] == [len(append.records)]
@@ -151,3 +155,60 @@ def test_reads_are_bounded_whatever_is_asked_for(log, monkeypatch):
     assert asked == [RANGE_BYTES_MAX, BATCHES_BYTES_MAX, 1]
     # However small its records are, the lineage of an answer fits into a message.
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
+
+
+@contextmanager
+def counted_calls():
+    """Count the calls of functions, those in C too, and the reads of `.seg` files."""
+    calls = []
+
+    def note(frame, event, _):
+        if event in {"call", "c_call"}:
+            calls.append(frame.f_code.co_name)
+
+    previous = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(previous)
+
+
+@pytest.mark.parametrize(
+    "form", [None, RangeForm.WHOLE, RangeForm.HEADERS], ids=["append", "whole", "headers"]
+)
+def test_no_request_takes_more_calls_for_more_records(log, form):
+    owner = Owner(5)
+    append = owner.append
+    run(log, append(10_000), append(100))  # what is made once is made
+    counts = []
+    for first, count in ((10_100, 5_000), (15_100, 100)):
+        message = append(count)
+        if form is not None:
+            run(log, message)
+            last = first + count - 1
+            message = owner.make(RangeRaw, first, last, RANGE_BYTES_MAX, form, False, False)
+        with counted_calls() as calls:
+            (outcome,) = run(log, message).outcomes
+        assert getattr(outcome, "count", count) == count
+        assert isinstance(outcome, Appended if form is None else RangeBytes)
+        counts.append(len(calls))
+    assert abs(counts[0] - counts[1]) < 60, counts
+
+
+@pytest.mark.parametrize("form", [RangeForm.WHOLE, RangeForm.HEADERS], ids=["whole", "headers"])
+def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
+    owner = Owner(5)
+    run(log, owner.append(500), owner.append(500))
+    preads = []
+    pread = RealFile.pread
+
+    def noted(file, size, offset):
+        preads.append((file._path.suffix, size))
+        return pread(file, size, offset)
+
+    monkeypatch.setattr(RealFile, "pread", noted)
+    message = owner.make(RangeRaw, 3, 997, RANGE_BYTES_MAX, form, False, False)
+    (outcome,) = run(log, message).outcomes
+    assert outcome.count == 995
+    assert [size for suffix, size in preads if suffix == ".seg"] == [995 * 44]

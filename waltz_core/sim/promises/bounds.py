@@ -97,10 +97,15 @@ class Bounds:
         if partition is None:
             return
         pipeline = partition.pipeline
-        for what, found, limit in (
-            ("bytes queued", pipeline.queued_bytes, 2 * limits.queue_bytes_max),
-            ("bytes in flight", pipeline.in_flight_bytes, 2 * limits.in_flight_bytes_max),
-            ("fetches", server.fetch_count, limits.fetches_max),
-        ):
-            if found > limit:
-                self._witness.fail("Bounded", f"{server.name}: {found} {what}, {limit} allowed")
+        queued, queued_max = pipeline.queued_bytes, 2 * limits.queue_bytes_max
+        flying, flying_max = pipeline.in_flight_bytes, 2 * limits.in_flight_bytes_max
+        fetches, fetches_max = server.fetch_count, limits.fetches_max
+        if queued > queued_max:
+            self._too_much(server, f"{queued} bytes queued, {queued_max} allowed")
+        if flying > flying_max:
+            self._too_much(server, f"{flying} bytes in flight, {flying_max} allowed")
+        if fetches > fetches_max:
+            self._too_much(server, f"{fetches} fetches, {fetches_max} allowed")
+
+    def _too_much(self, server: "SimServer", what: str) -> None:
+        self._witness.fail("Bounded", f"{server.name}: {what}")

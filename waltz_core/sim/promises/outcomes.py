@@ -9,7 +9,8 @@ Rules:
     3. Nobody is told that he is ahead of a log that had reached his mark before he asked.
 """
 
-from typing import TYPE_CHECKING
+import struct
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from waltz_core.sim.promises.answers import Answers
     from waltz_core.sim.promises.locking import Locking
     from waltz_core.sim.promises.witness import Witness
+
+_TOLD: Final = {int(reason): f"told {reason.name}" for reason in Reason}
+_HEAD: Final = struct.Struct(">5i")  # client id, generation, partition, sequence, header
 
 
 class Outcomes:
@@ -123,7 +127,7 @@ class Outcomes:
             outcome.conflicting.tolist(),
             strict=True,
         ):
-            witness.counts[f"told {Reason(reason).name}"] += 1
+            witness.counts[_TOLD[reason]] += 1
             if transaction_id >= 0:
                 self._told_yes(operation, transaction_id)
             else:
@@ -169,10 +173,10 @@ class Outcomes:
         witness, log = self._witness, self._witness.history.log
         if effect.first != client.fed + 1:
             witness.fail("Dense", f"{client.name} was fed {effect.first} after {client.fed}")
-        heads = np.frombuffer(effect.headers, dtype=">i4").reshape(-1, 5)
+        heads = list(_HEAD.iter_unpack(effect.headers))
         if len(heads) != effect.count:
             witness.fail("Dense", f"{client.name} was fed {len(heads)} headers as {effect.count}")
-        for place, (client_id, _, _, sequence, _) in enumerate(heads.tolist(), effect.first):
+        for place, (client_id, _, _, sequence, _) in enumerate(heads, effect.first):
             if place >= len(log) or log[place].key != (client_id, sequence):
                 witness.fail("ClientPrefix", f"{client.name} was fed another one at {place}")
         witness.counts["fed"] += effect.count

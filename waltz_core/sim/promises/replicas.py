@@ -11,6 +11,7 @@ Rules:
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -353,4 +354,9 @@ def _is_catch_up(message: AppendRaw) -> bool:
 
 def segments_of(storage: "SimStorage") -> list[Path]:
     """Return the segment files of a storage, in their order."""
-    return [HOME / name for name in storage.disk.list(HOME) if name.endswith(".seg")]
+    return [_path_of(name) for name in storage.disk.list(HOME) if name.endswith(".seg")]
+
+
+@lru_cache(maxsize=4_096)
+def _path_of(name: str) -> Path:
+    return HOME / name  # made anew each time, it would also be hashed anew

@@ -1,0 +1,53 @@
+"""A server dies, and nobody waits for its ZooKeeper session."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.load import Story, shown, wait_until
+from waltz_core.local import running
+
+# Nothing in this file may take so long.
+SESSION_MS = 60_000
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Iterator[Story]:
+    """Give a cluster whose sessions outlive every test."""
+    settings: dict[str, dict[str, object]] = {
+        "server": {"zookeeper_session_timeout_ms": SESSION_MS}
+    }
+    with running(tmp_path, settings=settings, server_count=3) as cluster:
+        yield Story(cluster)
+
+
+def owners(story: Story) -> set[object]:
+    """Return the addresses that own partitions."""
+    partitions = shown(story.cluster)["partitions"]
+    assert isinstance(partitions, dict)
+    return {each["server"] for each in partitions.values()}
+
+
+def test_what_a_killed_server_owned_goes_on_elsewhere_at_once(story: Story):
+    killed = story.cluster.member("server-1")
+    others = {
+        f"127.0.0.1:{each.port}"
+        for each in story.cluster.members
+        if each.kind == "server" and each is not killed
+    }
+    wait_until("all three own some", lambda: len(owners(story)) == 3)
+    with story.load() as load:
+        load.goes_on(1_000)
+        story.cluster.kill("server-1")
+        wait_until("the others own all", lambda: owners(story) == others, seconds=20)
+        load.goes_on(1_000)
+        # The last one has nobody who could tell: but it is there, and who is killed beside it
+        # leaves everything to it.
+        story.cluster.kill("server-2")
+        wait_until("one owns all", lambda: len(owners(story)) == 1, seconds=20)
+        load.goes_on(1_000)
+    log = story.cluster.log_path("server-3").read_text(encoding="utf-8")
+    assert re.search(r"neighbours\.taken_out server=\d+ address=127\.0\.0\.1:\d+", log)
+    story.check_agrees()

@@ -1,0 +1,129 @@
+"""The disk tool on a directory that an original storage wrote, and after ours has taken it over."""
+
+import json
+
+import pytest
+
+from tests.golden.test_disk_golden import KEY, load, original_directory
+from tests.offline_storage import flip, found, patch, verified
+from waltz_core.cli.main import main
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
+
+NAME = "0" * 19
+ONLY_THE_ORIGINAL = "0/waltz-x.ctl: is missing: only an original has written here"
+
+
+@pytest.fixture
+def storage(tmp_path):
+    original_directory(tmp_path)
+    return tmp_path
+
+
+def said(capsys, *words):
+    """What a command prints as JSON, one value for each line."""
+    code = main(["disk", *map(str, words), "--json"])
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_an_original_directory_verifies(storage, capsys):
+    # All four partitions were assigned by the original; the golden files are those of one.
+    missing = [
+        f"{one}: is missing: partition {one} is assigned, its last session is 0"
+        for one in (1, 2, 3)
+    ]
+    assert found(storage) == (missing, [ONLY_THE_ORIGINAL])
+    log = verified(storage, partitions=[0]).logs[0]
+    assert (log.records, log.checksums, log.last) == (9, 18, 8)
+    code, (value,) = said(capsys, "verify", storage, "--partition", 0)
+    assert code == 0
+    assert (value["wrong"], value["notes"]) == (0, 1)
+    assert value["partitions"][0]["bytes"] == 551
+
+
+def test_its_records_are_dumped_as_they_were_captured(storage, capsys):
+    code, lines = said(capsys, "dump-segment", storage, "--data")
+    assert code == 0
+    case = load("segment_file.json")[0]
+    header = case["header"]
+    assert lines[0]["cluster_key"] == header["key"]
+    assert lines[0]["created_ms"] == header["creationTimeMs"]
+    assert len(lines) == 1 + len(case["records"])
+    for line, record in zip(lines[1:], case["records"], strict=True):
+        assert line["transaction_id"] == record["transactionId"]
+        assert line["offset"] == record["offset"]
+        assert (
+            line["client_id"],
+            line["generation"],
+            line["partition"],
+            line["sequence"],
+        ) == tuple(record["reqId"].values())
+        assert line["header"] == record["header"]
+        assert line["data_bytes"] == record["dataLength"]
+        assert (line["crc"], line["data_crc"]) == (record["recordCrc32"], record["dataCrc32"])
+        assert bytes.fromhex(line["data_hex"]).decode() == record["data"]
+        assert line["is_right"]
+
+
+@pytest.mark.parametrize("case", load("control_file.json"), ids=lambda one: one["name"])
+def test_its_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case):
+    path = tmp_path / "waltz-storage.ctl"
+    path.write_bytes(bytes.fromhex(case["hex"]))
+    code, (value,) = said(capsys, "dump-control-file", path)
+    assert code == 0
+    decoded = case["decoded"]
+    assert value["control_file"]["cluster_key"] == decoded["key"]
+    assert value["control_file"]["partition_count"] == decoded["numPartitions"]
+    assert value["control_file"]["wrong"] == []
+    for partition, stated in zip(value["partitions"], decoded["partitions"], strict=True):
+        for place, one in enumerate(partition["structures"]):
+            expected = stated[f"struct{place + 1}"]
+            assert one["session"] == expected["sessionId"]
+            assert one["low_water_mark"] == expected["lowWaterMark"]
+            assert one["local_low_water_mark"] == expected["localLowWaterMark"]
+            assert one["sequence"] == expected["sequenceNumber"]
+            assert one["counts"] == (stated["current"] == place + 1)
+            assert one["wrong"] == []
+
+
+def test_its_index_is_made_anew_as_it_was(storage, capsys):
+    index = storage / "0" / f"{NAME}.idx"
+    good = index.read_bytes()
+    code, (value,) = said(capsys, "repair-index", storage)
+    assert (code, value[0]["is_right"]) == (0, True)
+    patch(index, 150, b"\xff")
+    code, (value,) = said(capsys, "repair-index", storage)
+    assert (code, value[0]["is_made_anew"], value[0]["wrong"]) == (0, True, 1)
+    assert index.read_bytes()[128:] == good[128:]
+
+
+def test_rot_in_it_is_found_wherever_it_is(storage):
+    path = storage / "0" / f"{NAME}.seg"
+    size = path.stat().st_size
+    for at in [*range(4), *range(12, size)]:
+        flip(path, at)
+        findings = verified(storage, partitions=[0]).findings
+        assert findings.wrong, at
+        assert any(one.path == f"0/{NAME}.seg" for one in findings.kept if one.is_wrong), at
+        flip(path, at)
+
+
+def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
+    engine = Engine.open(
+        RealDisk(),
+        storage,
+        LogSettings(KEY, 1_000_000_000, lambda: 1795300000000),
+        partition_count=4,
+        new_storage_id=bytes(range(16)),
+    )
+    assert sorted(engine.logs) == [0, 1, 2, 3]
+    engine.close()
+    # The three whose directories were not there are begun anew, without the session of the old.
+    notes = [
+        f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"
+        for one in (1, 2, 3)
+    ]
+    assert found(storage) == ([], notes)
+    log = verified(storage).logs[0]
+    assert (log.last, log.chains, log.unchecked_chains) == (8, 1, 0)

@@ -1,0 +1,77 @@
+"""Storage directories for the tests of `waltz_core.offline`: written by the product, then hurt."""
+
+from pathlib import Path
+from random import Random
+
+from tests.property.storage_model import ROOT, World
+from waltz_core.offline.verify import Verified, verify
+from waltz_core.sim.disk import SimDisk
+from waltz_core.storage.format import encode_storage_id
+
+PARTITION = 2
+LIMIT = 1000
+
+
+def spill(disk: SimDisk, target: Path) -> Path:
+    """Write all that is on a disk in memory into a directory; return it."""
+    for path, content in disk.files().items():
+        copy = target / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+    (target / "waltz-x.id").write_bytes(encode_storage_id(bytes(range(16))))
+    return target
+
+
+def some_world(segment_bytes_max=900) -> World:
+    """A log of four segments and seven batches, not closed; the marker is at its end."""
+    world = World(Random(4), segment_bytes_max=segment_bytes_max, bytes_max=60)
+    world.control.set_flags(PARTITION, 5)
+    world.prepare()
+    world.set_mark()
+    for counts in ([3, 5], [1], [12, 2], [9, 4]):
+        world.append(counts)
+        world.sync()
+        world.now_ms += 1500
+    return world
+
+
+def some_storage(target: Path, segment_bytes_max=900) -> tuple[Path, World]:
+    """The same, closed, in a directory."""
+    world = some_world(segment_bytes_max)
+    world.close()
+    return spill(world.disk, target), world
+
+
+def verified(path: Path, **options) -> Verified:
+    """Verify a directory."""
+    return verify(path, options.get("partitions"), options.get("limit", LIMIT))
+
+
+def found(path: Path) -> tuple[list[str], list[str]]:
+    """Return what is wrong and what is to be noted in a directory, each with its place."""
+    findings = verified(path).findings
+    texts = {True: [], False: []}
+    for one in findings.kept:
+        where = one.path if one.offset is None else f"{one.path} at {one.offset}"
+        texts[one.is_wrong].append(f"{where}: {one.what}")
+    assert not findings.unkept
+    return texts[True], texts[False]
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    """Change one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
+    path.write_bytes(data)
+
+
+def patch(path: Path, offset: int, content: bytes) -> None:
+    """Write other bytes into a file."""
+    data = bytearray(path.read_bytes())
+    data[offset : offset + len(content)] = content
+    path.write_bytes(data)
+
+
+def segments(directory: Path, suffix: str = ".seg") -> list[Path]:
+    """The files of the partition, in order."""
+    return sorted((directory / str(PARTITION)).glob(f"*{suffix}"))

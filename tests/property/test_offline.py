@@ -1,0 +1,173 @@
+"""Whatever the storage writes verifies clean, crash or not, and whatever is changed is found."""
+
+import struct
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.offline_storage import PARTITION, flip, found, segments, spill
+from tests.property.storage_model import SURVIVALS, random_world, run_until_power_loss
+from tests.property.test_storage_crash import check_after_error, first_error
+from tests.property.test_storage_format import B16, INT64, SLOTS, entries
+from waltz_core.errors import DiskFailed
+from waltz_core.offline import layout
+from waltz_core.offline.layout import GENESIS, Batch
+from waltz_core.record import PartitionId
+from waltz_core.sim.disk import Fault
+from waltz_core.storage import format as disk_format
+
+NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here and not assigned"
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_log_that_was_closed_has_nothing_to_say(tmp_path, seed):
+    world = random_world(seed)
+    run_until_power_loss(world, 30, None)
+    world.close()
+    assert found(spill(world.disk, tmp_path)) == ([], [NOT_ASSIGNED])
+
+
+@pytest.mark.parametrize("survival", SURVIVALS)
+@pytest.mark.parametrize("seed", range(25))
+def test_what_a_crash_leaves_is_never_called_wrong(tmp_path, seed, survival):
+    world = random_world(seed)
+    for number in range(3):
+        run_until_power_loss(world, 25, world.rng.randint(1, 120))
+        world.disk.power_loss(survival, world.rng)
+        wrong, notes = found(spill(world.disk, tmp_path / str(number)))
+        assert wrong == []
+        assert notes
+        world.open()
+        world.check_after_crash()
+    world.close()
+    wrong, notes = found(spill(world.disk, tmp_path / "closed"))
+    assert wrong == []
+    # The original's structure is written behind our slot, so that a crash may leave it behind.
+    assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
+
+
+@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+@pytest.mark.parametrize("seed", range(25))
+def test_what_an_error_and_a_crash_leave_is_wrong_in_an_index_at_most(tmp_path, seed, fault):
+    """The index of a file that was given up has never been synced."""
+    world = random_world(seed)
+    world.prepare()
+    world.set_mark()
+    for number in range(3):
+        error, at_the_edge = first_error(world, fault)
+        if error is None or at_the_edge:
+            return
+        try:
+            world.prepare_after_error()
+        except DiskFailed:
+            return
+        check_after_error(world)
+        world.go_on()
+        assert found(spill(world.disk, tmp_path / f"{number} running"))[0] == []
+        world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
+        wrong, _ = found(spill(world.disk, tmp_path / str(number)))
+        world.open()
+        if world.log.suspect:
+            return
+        assert [one for one in wrong if ".idx at " not in one] == []
+        world.check_after_crash()
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_any_changed_byte_of_a_closed_log_is_found(tmp_path, seed):
+    world = random_world(seed)
+    run_until_power_loss(world, 20, None)
+    world.close()
+    directory = spill(world.disk, tmp_path)
+    rng = Random(seed)
+    suffix = rng.choice((".seg", ".seg", ".seg", ".chn", ".idx"))
+    path = rng.choice(segments(directory, suffix))
+    at = rng.randrange(path.stat().st_size)
+    flip(path, at, rng.randint(1, 255))
+    wrong, notes = found(directory)
+    if suffix != ".chn" and 4 <= at < 12:
+        assert any(f"{path.name} at 4: header: created at" in one for one in notes)
+        return
+    assert any(path.name in one for one in wrong), (path.name, at)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 9), st.data())
+def test_any_changed_byte_beside_the_logs_is_found(tmp_path_factory, seed, data):
+    world = random_world(seed)
+    run_until_power_loss(world, 10, None)
+    world.close()
+    directory = spill(world.disk, tmp_path_factory.mktemp("storage"))
+    name = data.draw(
+        st.sampled_from(("waltz-x.id", "waltz-storage.ctl", f"{PARTITION}/waltz-x.ctl"))
+    )
+    size = (directory / name).stat().st_size
+    at = data.draw(st.integers(0, size - 1))
+    flip(directory / name, at, data.draw(st.integers(1, 255)))
+    wrong, _ = found(directory)
+    is_created = name == "waltz-storage.ctl" and 4 <= at < 12  # a time, which nothing is bound to
+    assert is_created or wrong, (name, at)
+
+
+@given(SLOTS)
+def test_slots_are_read_as_they_are_written(slot):
+    read = layout.slot(slot.encode(), (slot.sequence + 1) % 2)
+    assert read.wrong == ()
+    assert (read.partition, read.sequence, read.original_sequence) == (
+        slot.partition_id,
+        slot.sequence,
+        slot.original_sequence,
+    )
+    assert (read.promised, read.nonce, read.last_session) == (
+        slot.promised,
+        slot.nonce,
+        slot.last_session,
+    )
+    assert read.low_water_mark == slot.low_water_mark
+    assert (read.acked, read.acked_chain) == slot.acked
+    assert read.damaged == slot.damaged
+    assert (read.is_dirty, read.is_suspect) == (slot.dirty, slot.suspect)
+    provisional = (read.provisional_session, read.provisional_mark)
+    assert (provisional if read.flags & layout.PROVISIONAL else None) == slot.provisional
+    assert (read.truncate_to if read.flags & layout.TRUNCATE else None) == (
+        slot.truncate.last_to_keep if slot.truncate else None
+    )
+    assert (read.cut if read.flags & layout.CUT else None) == (
+        slot.truncate.cut if slot.truncate else None
+    )
+
+
+@given(entries(), st.integers(0, 1 << 40), B16, INT64)
+def test_batches_are_read_as_they_are_written(entry, place, key, created_ms):
+    segment = disk_format.SegmentHeader(created_ms, key, PartitionId(3), entry.first)
+    head = disk_format.LineageHeader(segment, GENESIS)
+    read_head = layout.chain_header(head.encode())
+    assert (read_head.wrong, read_head.chain_before) == ((), GENESIS)
+    assert read_head.header[1:5] == (created_ms, key, 3, entry.first)
+    assert layout.file_header(segment.encode()) == read_head.header
+    written = disk_format.encode_entry(
+        entry, entry.first - 1, segment_crc=head.segment_crc, place=place
+    )
+    read = layout.batch(written, place, read_head.segment_crc)
+    expected = ()
+    if entry.session_id < layout.MADE_UP:
+        expected = (f"expected a session of at least -2, found {entry.session_id}",)
+    assert read == Batch(*entry, entry.first - 1, expected)
+    elsewhere = layout.batch(written, place + 1, read_head.segment_crc)
+    assert elsewhere.wrong[0].startswith("expected CRC")
+
+
+@given(st.binary(max_size=600), st.integers(0, 1))
+def test_any_bytes_decode_to_something(data, place):
+    assert layout.slot(data, place).wrong
+    assert layout.control_entry(data, place).wrong
+    assert layout.file_header(data[:100]).wrong
+    assert layout.chain_header(data[:60]).wrong
+    assert layout.batch(data[:60], place, 0).wrong
+    assert layout.storage_id(data[:20])[1]
+
+
+def test_the_second_crc_is_crc_32():
+    assert struct.pack(">I", layout.crc32(b"hello-0")).hex() == "154677bc"  # the original's

@@ -1,0 +1,313 @@
+"""`waltz-core disk`: what its verbs print, and how they end."""
+
+import json
+import subprocess
+import sys
+from random import Random
+
+import msgpack
+import numpy as np
+import pytest
+
+from tests.offline_storage import flip, segments, some_storage, spill
+from tests.property.storage_model import World, record
+from waltz_core.cli.main import main
+from waltz_core.record import GENESIS_CHAIN, LineageEntry, next_chain
+
+VALUES = [{"id": 0, "name": "Ada"}, {"id": 1, "tags": [1, 2]}, "three", None]
+
+
+@pytest.fixture
+def storage(tmp_path):
+    """Segments 0..10, 11..23 and 24..35."""
+    return some_storage(tmp_path / "storage")[0]
+
+
+def log_of(target, payloads):
+    """A storage with these payloads in one batch."""
+    world = World(Random(1))
+    world.prepare()
+    made = [record(place, one) for place, one in enumerate(payloads)]
+    last = len(made) - 1
+    chain = next_chain(GENESIS_CHAIN, 0, last, world.session, b"".join(one[-4:] for one in made))
+    entry = LineageEntry(0, last, world.session, 1_700_000_000_000, chain)
+    lengths = np.array([len(one) for one in made])
+    world.log.append(world.session, 0, lengths, b"".join(made), GENESIS_CHAIN, [entry])
+    world.close()
+    return spill(world.disk, target)
+
+
+def printed(capsys, *words):
+    code = main(["disk", *map(str, words)])
+    assert code == 0
+    return capsys.readouterr().out
+
+
+def lines(capsys, *words):
+    return [json.loads(line) for line in printed(capsys, *words, "--json").splitlines()]
+
+
+def test_verify_says_what_is_wrong_and_ends_with_1(storage, capsys):
+    assert main(["disk", "verify", str(storage)]) == 0
+    assert "0 wrong, 0 to note" in capsys.readouterr().out
+    flip(segments(storage)[1], 200)
+    assert main(["disk", "verify", str(storage)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("wrong: 2/0000000000000000011.seg at 189: record 12: expected CRC ")
+    assert "72 checksums of 36 records" in out
+    assert "1 wrong, 0 to note" in out
+    assert main(["disk", "verify", str(storage), "--json"]) == 1
+    value = json.loads(capsys.readouterr().out)
+    assert value["wrong"] == 1
+    (finding,) = value["findings"]
+    assert (finding["kind"], finding["file"], finding["offset"]) == (
+        "wrong",
+        "2/0000000000000000011.seg",
+        189,
+    )
+    assert value["partitions"][0]["unreadable"] == [[12, 12]]
+    assert value["partitions"][0]["unchecked_batches"] == 1
+
+
+def test_a_limit_bounds_what_is_shown(storage, capsys):
+    for path in segments(storage):
+        flip(path, 200)
+    assert main(["disk", "verify", str(storage), "--limit", "1"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("wrong: ") == 1
+    assert "and 2 more, see --limit" in out
+
+
+def test_ids_choose_records_and_segments(storage, capsys):
+    found = lines(capsys, "dump-segment", storage, "--first", 9, "--last", 12)
+    kinds = [one["kind"] for one in found]
+    assert kinds == ["segment", "record", "record", "segment", "record", "record"]
+    assert [one["transaction_id"] for one in found if one["kind"] == "record"] == [9, 10, 11, 12]
+    (only,) = lines(capsys, "dump-segment", storage, "-r", "-t", 30)
+    assert only["transaction_id"] == 30
+    assert [one["first"] for one in lines(capsys, "dump-segment", storage, "-m")] == [0, 11, 24]
+
+
+def test_a_wrong_index_does_not_lead_a_dump_astray(storage, capsys):
+    for path in segments(storage, ".idx"):
+        flip(path, 128 + 8 * 5 + 7, 255)
+    (only,) = lines(capsys, "dump-segment", storage, "-r", "-t", 5)
+    assert (only["transaction_id"], only["is_right"]) == (5, True)
+
+
+def test_batches_stand_behind_their_last_record(storage, capsys):
+    found = lines(capsys, "dump-segment", segments(storage)[0], "-r", "--batches")
+    order = [one.get("transaction_id", one.get("last")) for one in found]
+    assert order == [0, 1, 2, 2, 3, 4, 5, 6, 7, 7, 8, 8, 9, 10]
+    batches = lines(capsys, "dump-segment", storage, "--batches")
+    assert [(one["first"], one["last"]) for one in batches][:3] == [(0, 2), (3, 7), (8, 8)]
+    assert all(one["wrong"] == [] for one in batches)
+
+
+def test_damage_is_shown_and_the_dump_goes_on(storage, capsys):
+    path = segments(storage)[0]
+    flip(path, 500)
+    flip(path, 128 + 7)
+    found = lines(capsys, "dump-segment", path, "-r")
+    assert found[0]["kind"] == "gap"
+    assert (found[0]["first"], found[0]["next_id"]) == (0, 1)
+    assert [one["is_right"] for one in found[1:]].count(False) == 1
+    assert [one["transaction_id"] for one in found[1:]] == list(range(1, 11))
+    out = printed(capsys, "dump-segment", path, "-r")
+    assert "record 0: cannot be read, bytes 128..172: expected id 0, found 1" in out
+    assert " NO" in out
+
+
+@pytest.mark.parametrize("name", ["msgpack", "json", "payloads:read", "payloads:Reader"])
+def test_a_deserializer_reads_payloads(tmp_path, monkeypatch, capsys, name):
+    (tmp_path / "payloads.py").write_text(
+        "import json\n"
+        "def read(data): return json.loads(data)\n"
+        "class Reader:\n"
+        "    def deserialize(self, data): return json.loads(data)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "payloads", raising=False)
+    pack = msgpack.packb if name == "msgpack" else lambda value: json.dumps(value).encode()
+    directory = log_of(tmp_path / "storage", [pack(one) for one in VALUES])
+    found = lines(capsys, "dump-segment", directory, "-r", "-d", name)
+    assert [one["data"] for one in found] == VALUES
+    assert '{"id": 0, "name": "Ada"}' in printed(capsys, "dump-segment", directory, "-d", name)
+
+
+def test_bytes_are_shown_whatever_they_are(tmp_path, capsys):
+    directory = log_of(tmp_path, [b"plain", b"\xff\x00", "Zo\u00eb".encode()])
+    found = lines(capsys, "dump-segment", directory, "-r", "--data")
+    assert [one["data_hex"] for one in found] == ["706c61696e", "ff00", "5a6fc3ab"]
+    out = printed(capsys, "dump-segment", directory, "--data")
+    assert "  plain\n" in out
+    assert "\\xff" in out
+    assert "Zo\u00eb" in out
+
+
+def test_a_payload_that_a_deserializer_cannot_read_is_told_and_the_dump_goes_on(tmp_path, capsys):
+    directory = log_of(tmp_path, [b"{}", b"no json", b"[1]"])
+    found = lines(capsys, "dump-segment", directory, "-r", "-d", "json")
+    assert (found[0]["data"], found[2]["data"]) == ({}, [1])
+    assert found[1]["data_error"].startswith("BadFormat: transaction data: not JSON")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("yaml", "--deserializer: expected bytes, msgpack, json or module:name, found 'yaml'"),
+        ("nowhere:read", "--deserializer nowhere:read: No module named 'nowhere'"),
+        ("json:nothing", "--deserializer json:nothing: module 'json' has no attribute 'nothing'"),
+        (
+            "json:__name__",
+            "--deserializer json:__name__: expected a function of bytes or",
+        ),
+    ],
+)
+def test_a_deserializer_that_is_none_is_refused(storage, capsys, name, sentence):
+    assert main(["disk", "dump-segment", str(storage), "-d", name]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"waltz-core: {sentence}")
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["dump-segment", "nowhere"], "nowhere: expected a segment or a directory, found nothing"),
+        (["segment-statistic", "."], ".: expected segments, found none"),
+        (["dump-control-file", "."], ".: expected a directory with waltz-storage.ctl or"),
+        (["verify", "."], ".: expected a storage directory with waltz-storage.ctl"),
+        (["repair-index", "x.seg"], "x.seg: expected a segment, named by 19 digits and .seg"),
+        (["dump-segment", ".", "--first", "-1"], "--first: expected an id from 0, found -1"),
+        (["dump-segment", ".", "-t", "1", "--last", "2"], "--transaction: expected without"),
+        (["verify", ".", "--limit", "-1"], "--limit: expected a number from 0, found -1"),
+    ],
+)
+def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.seg").write_bytes(b"")
+    assert main(["disk", *words]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"waltz-core: {sentence}")
+    assert said.count("\n") == 1
+
+
+def test_the_statistic_of_all_segments(storage, capsys):
+    (value,) = lines(capsys, "segment-statistic", storage)
+    assert [one["records"] for one in value] == [11, 13, 12]
+    assert value[0]["data_size"]["max"] == 55
+    assert value[1]["sessions"][0]["session"] == 1
+    assert value[2]["batches"] == {
+        "count": 2,
+        "wrong": 0,
+        "records_min": 4,
+        "records_mean": 6.5,
+        "records_max": 9,
+    }
+    out = printed(capsys, "segment-statistic", storage)
+    assert out.count("  records   ") == 3
+    assert "  index     13 entries, 1.00 a record" in out
+
+
+def test_control_files_are_shown_with_what_counts(storage, capsys):
+    (value,) = lines(capsys, "dump-control-file", storage, "--assigned")
+    (partition,) = value["partitions"]
+    assert partition["partition"] == 2
+    assert [one["counts"] for one in partition["structures"]].count(True) == 1
+    current = next(one for one in partition["slots"] if one["counts"])
+    assert (current["acked"], current["low_water_mark"], current["flags"]) == (35, -1, [])
+    assert value["storage_id"] == {"id": "00010203-0405-0607-0809-0a0b0c0d0e0f", "wrong": []}
+    flip(storage / "2" / "waltz-x.ctl", 20)
+    flip(storage / "2" / "waltz-x.ctl", 4096 + 20)
+    out = printed(capsys, "dump-control-file", storage / "2")
+    assert "expected CRC ebb4c5b9, found ffe1b06c" in out
+    assert out.splitlines()[2].split() == ["counts", "no", "no"]
+
+
+def test_an_index_is_made_anew_unless_it_is_a_dry_run(storage, capsys):
+    path = segments(storage, ".idx")[1]
+    good = path.read_bytes()
+    flip(path, 140)
+    bad = path.read_bytes()
+    out = printed(capsys, "repair-index", storage, "--dry-run")
+    assert "0000000000000000011.idx: wrong in 1 place; would be made anew, 13 entries" in out
+    assert out.count("left as it is") == 2
+    assert path.read_bytes() == bad
+    out = printed(capsys, "repair-index", storage)
+    assert "0000000000000000011.idx: wrong in 1 place; made anew, 13 entries" in out
+    assert path.read_bytes() == good
+
+
+def test_one_segment_that_is_refused_does_not_keep_the_others_from_being_mended(storage, capsys):
+    flip(segments(storage)[0], 39)
+    flip(segments(storage, ".idx")[1], 140)
+    assert main(["disk", "repair-index", str(storage)]) == 1
+    said = capsys.readouterr()
+    assert "0000000000000000011.idx: wrong in 1 place; made anew" in said.out
+    assert "0000000000000000000.seg: header: expected first id 0, found 1; no index" in said.err
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
+engine = Engine.open(
+    RealDisk(), Path(sys.argv[1]), LogSettings(bytes(range(16)), 900, lambda: 1),
+    partition_count=4, new_storage_id=bytes(16),
+)
+print("open", flush=True)
+sys.stdin.read()
+engine.close()
+"""
+
+
+def test_a_directory_of_a_running_storage_is_refused_and_can_be_looked_at(storage, capsys):
+    command = [sys.executable, "-c", HOLDER, str(storage)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdout.readline() == b"open\n"
+        for verb in ("verify", "repair-index"):
+            assert main(["disk", verb, str(storage)]) == 1
+            said = capsys.readouterr()
+            assert said.out == ""
+            assert f"{storage}: " in said.err
+        assert main(["disk", "repair-index", "--dry-run", str(storage)]) == 1
+        assert "a storage runs on this directory" in capsys.readouterr().err
+        assert len(lines(capsys, "dump-segment", storage, "-r")) == 36
+        running.communicate()
+    assert running.returncode == 0
+    assert main(["disk", "verify", str(storage)]) == 0
+
+
+ORIGINAL = """
+import fcntl, sys
+file = open(sys.argv[1] + "/waltz-storage.ctl", "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 128)
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_of_a_running_original_is_refused(storage, capsys):
+    (storage / "waltz-x.id").unlink()
+    command = [sys.executable, "-c", ORIGINAL, str(storage)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdout.readline() == b"open\n"
+        assert main(["disk", "verify", str(storage)]) == 1
+        assert "a storage runs on this directory" in capsys.readouterr().err
+        assert main(["disk", "repair-index", str(storage)]) == 1
+        assert "found waltz-storage.ctl locked" in capsys.readouterr().err
+        running.communicate()
+
+
+def test_a_pipe_that_is_closed_ends_a_dump_quietly(tmp_path):
+    directory = log_of(tmp_path, [b"x" * 100] * 3000)
+    script = "import sys; from waltz_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "disk", "dump-segment", str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert b"cluster key" in running.stdout.readline()
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait() == 0

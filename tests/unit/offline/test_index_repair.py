@@ -1,0 +1,149 @@
+"""Making an index anew: what it says, and that a crash leaves the old one or the new one."""
+
+from random import Random
+
+import pytest
+
+from tests.offline_storage import PARTITION, some_world
+from tests.property.storage_model import ROOT
+from waltz_core.errors import BadFormat, DiskFailed
+from waltz_core.offline.index_repair import held_alone, repair_index
+from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.storage.disk import RealDisk
+
+SEGMENT = ROOT / str(PARTITION) / "0000000000000000011.seg"
+INDEX = SEGMENT.with_suffix(".idx")
+
+
+@pytest.fixture
+def disk():
+    """The disk of a log that was closed; segments 0..10, 11..23 and 24..35."""
+    world = some_world()
+    world.close()
+    world.disk.power_loss(Survival.EVERYTHING, Random(1))
+    return world.disk
+
+
+HURT = {
+    "an entry": lambda disk: disk.flip(INDEX, 128 + 8 * 4 + 7),
+    "the first entry": lambda disk: disk.flip(INDEX, 128),
+    "entries missing": lambda disk: disk.cut(INDEX, 150),
+    "an entry too many": lambda disk: disk.put(INDEX, disk.content(INDEX) + bytes(8)),
+    "half an entry too many": lambda disk: disk.put(INDEX, disk.content(INDEX) + bytes(4)),
+    "nothing but a name": lambda disk: disk.cut(INDEX, 0),
+    "another partition's header": lambda disk: disk.flip(INDEX, 31),
+    "no index": lambda disk: disk.remove(INDEX),
+}
+
+
+@pytest.mark.parametrize("hurt", HURT.values(), ids=HURT)
+def test_a_wrong_index_becomes_the_one_that_the_storage_wrote(disk, hurt):
+    good = disk.content(INDEX)
+    hurt(disk)
+    before = disk.files()
+    dry = repair_index(disk, SEGMENT, dry_run=True)
+    assert not dry.is_right
+    assert disk.files() == before
+    assert repair_index(disk, SEGMENT, dry_run=False) == dry
+    assert disk.content(INDEX) == good
+    assert disk.open_count == 0
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert disk.content(INDEX) == good, "it was durable"
+    assert repair_index(disk, SEGMENT, dry_run=False).is_right
+
+
+def test_an_index_that_is_right_is_left_alone(disk):
+    before = disk.step_count
+    found = repair_index(disk, SEGMENT, dry_run=False)
+    assert (found.is_right, found.entries, found.old_entries) == (True, 13, 13)
+    assert disk.step_count == before
+
+
+@pytest.mark.parametrize("survival", list(Survival))
+def test_a_crash_at_any_step_leaves_the_old_index_or_the_new_one(disk, survival):
+    good = disk.content(INDEX)
+    contents = disk.contents()
+    seen = set()
+    step = 0
+    lost = True
+    while lost:
+        step += 1
+        disk.become(contents)
+        disk.flip(INDEX, 140)
+        bad = disk.content(INDEX)
+        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        lost = False
+        try:
+            repair_index(disk, SEGMENT, dry_run=False)
+        except PowerLoss:
+            lost = True
+        disk.power_loss(survival, Random(step))
+        assert disk.content(INDEX) in (good, bad)
+        seen.add(disk.content(INDEX))
+    assert step > 6
+    assert seen == {good, bad}
+
+
+@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+def test_an_error_leaves_the_old_index(disk, fault):
+    disk.flip(INDEX, 140)
+    bad = disk.content(INDEX)
+    for step in range(1, 6):
+        disk.plan(disk.step_count + step, fault)
+        with pytest.raises(Exception, match="idx"):
+            repair_index(disk, SEGMENT, dry_run=False)
+        assert disk.content(INDEX) == bad
+        assert disk.open_count == 0
+
+
+def test_entries_of_records_that_cannot_be_read_are_kept(disk):
+    good = disk.content(INDEX)
+    disk.overwrite(SEGMENT, 200, bytes(150))
+    disk.flip(INDEX, 128 + 8 * 12 + 7)
+    found = repair_index(disk, SEGMENT, dry_run=False)
+    assert found.kept > 1
+    assert found.wrong == 1
+    assert disk.content(INDEX) == good
+
+
+def test_entries_of_a_tail_that_cannot_be_read_are_kept(disk):
+    good = disk.content(INDEX)
+    disk.overwrite(SEGMENT, 700, bytes(1000))
+    disk.flip(INDEX, 135)
+    found = repair_index(disk, SEGMENT, dry_run=False)
+    assert (found.entries, found.wrong) == (13, 1)
+    assert found.kept > 1
+    assert disk.content(INDEX) == good
+
+
+def test_entries_that_cannot_be_true_become_the_beginning_of_the_damage(disk):
+    good = disk.content(INDEX)
+    disk.overwrite(SEGMENT, 200, bytes(150))
+    kept = repair_index(disk, SEGMENT, dry_run=True).kept
+    disk.remove(INDEX)
+    assert repair_index(disk, SEGMENT, dry_run=False).kept == kept
+    made = [int.from_bytes(disk.content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)]
+    old = [int.from_bytes(good[at : at + 8], "big") for at in range(128, 232, 8)]
+    differ = [place for place in range(13) if made[place] != old[place]]
+    assert len(differ) == kept - 1
+    assert {made[place] for place in differ} == {old[differ[0] - 1]}
+
+
+def test_a_segment_with_a_wrong_header_gets_no_index(disk):
+    disk.flip(SEGMENT, 39)
+    with pytest.raises(BadFormat, match="expected first id 11, found 10; no index is made"):
+        repair_index(disk, SEGMENT, dry_run=False)
+
+
+def test_a_directory_is_held_alone(tmp_path):
+    disk = RealDisk()
+    for name in ("waltz-x.id", "waltz-storage.ctl"):
+        (tmp_path / name).write_bytes(bytes(200))
+    (tmp_path / "2").mkdir()
+    with held_alone(disk, tmp_path / "2"):
+        file = disk.open(tmp_path / "waltz-x.id")
+        assert not file.lock_whole()
+    assert file.lock_whole()
+    with pytest.raises(DiskFailed, match=r"found waltz-x.id locked"), held_alone(disk, tmp_path):
+        pass
+    file.close()

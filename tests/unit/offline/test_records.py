@@ -1,0 +1,114 @@
+"""The walk through a segment's records, over damage too."""
+
+from random import Random
+
+import pytest
+
+from tests.property.storage_model import record
+from waltz_core.offline import records
+from waltz_core.offline.records import Gap, Run, fields, is_right, walk
+
+
+class Bytes:
+    """A file in memory that counts how much is read at a time."""
+
+    def __init__(self, content):
+        self.content = bytes(128) + content
+        self.most = 0
+
+    def pread(self, size, offset):
+        data = self.content[offset : offset + size]
+        self.most = max(self.most, len(data))
+        return data
+
+    def size(self):
+        return len(self.content)
+
+
+def some(count, first=0, seed=1):
+    rng = Random(seed)
+    return [record(first + one, rng.randbytes(rng.randint(0, 90))) for one in range(count)]
+
+
+def ids(parts):
+    """Ids of readable records, in order, and the gaps."""
+    parts = list(parts)
+    runs = [one for one in parts if isinstance(one, Run)]
+    found = [one.first + place for one in runs for place in range(one.length)]
+    return found, [one for one in parts if isinstance(one, Gap)]
+
+
+def test_all_records_come_in_order_with_their_bytes():
+    made = some(50, first=7)
+    (run,) = walk(Bytes(b"".join(made)), 7)
+    assert (run.first, run.offset, run.length) == (7, 128, 50)
+    taken = [run.data[a:b] for a, b in zip(run.bounds, run.bounds[1:], strict=False)]
+    assert taken == made
+    assert all(is_right(one) for one in taken)
+    assert [fields(one).transaction_id for one in taken] == list(range(7, 57))
+
+
+def test_a_part_of_a_run_is_a_run():
+    (run,) = walk(Bytes(b"".join(some(10))), 0)
+    part = run.starting_at(3).up_to(5)
+    assert (part.first, part.length) == (3, 3)
+    assert fields(part.data[part.bounds[0] :]).transaction_id == 3
+    assert run.starting_at(12).length == 0
+    assert run.up_to(-1).length == 0
+
+
+def test_blocks_bound_what_is_in_memory(monkeypatch):
+    monkeypatch.setattr(records, "BLOCK_BYTES", 300)
+    file = Bytes(b"".join(some(40)))
+    parts = list(walk(file, 0))
+    assert ids(parts) == (list(range(40)), [])
+    assert len(parts) > 5
+    assert file.most == 300
+
+
+def test_a_record_larger_than_a_block_is_read_whole(monkeypatch):
+    monkeypatch.setattr(records, "BLOCK_BYTES", 300)
+    made = [record(0, b"a" * 10), record(1, b"b" * 5000), record(2, b"c")]
+    assert ids(walk(Bytes(b"".join(made)), 0)) == ([0, 1, 2], [])
+
+
+@pytest.mark.parametrize("block", [200, 1 << 20])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_gap_ends_at_the_next_right_record(monkeypatch, seed, block):
+    monkeypatch.setattr(records, "BLOCK_BYTES", block)
+    rng = Random(seed)
+    made = some(30, seed=seed)
+    low = rng.randrange(29)
+    high = rng.randrange(low, 29)
+    hurt = [*made[:low], *(bytes(len(one)) for one in made[low : high + 1]), *made[high + 1 :]]
+    found, gaps = ids(walk(Bytes(b"".join(hurt)), 0))
+    assert found == [*range(low), *range(high + 1, 30)]
+    start = 128 + len(b"".join(made[:low]))
+    end = start + len(b"".join(made[low : high + 1]))
+    assert [one[:4] for one in gaps] == [(low, high + 1, start, end)]
+
+
+def test_a_torn_end_is_a_gap_without_a_next():
+    made = some(5)
+    whole = b"".join(made)
+    found, gaps = ids(walk(Bytes(whole[:-1]), 0))
+    assert found == [0, 1, 2, 3]
+    assert gaps[0][:2] == (4, None)
+    assert gaps[0].end == 128 + len(whole) - 1
+
+
+def test_a_wrong_crc_alone_is_left_to_the_caller():
+    made = some(5)
+    hurt = bytearray(b"".join(made))
+    hurt[len(made[0]) + 36] ^= 1
+    (run,) = walk(Bytes(bytes(hurt)), 0)
+    assert run.length == 5
+    assert not is_right(run.data[run.bounds[1] : run.bounds[2]])
+
+
+def test_a_record_inside_of_a_records_data_is_no_record():
+    """Its id and its CRC are right; but what leads to it is whole, so that nobody looks there."""
+    made = [record(0, record(1, b"bait")), record(1, b"true")]
+    (run,) = walk(Bytes(b"".join(made)), 0)
+    assert run.length == 2
+    assert run.data[run.bounds[1] + 36 : -4] == b"true"

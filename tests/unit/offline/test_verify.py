@@ -1,0 +1,462 @@
+"""`verify`: each kind of damage is told exactly, in which file and where."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from tests.offline_storage import (
+    PARTITION,
+    flip,
+    found,
+    patch,
+    segments,
+    some_storage,
+    some_world,
+    spill,
+    verified,
+)
+from tests.property.storage_model import ROOT
+from tests.property.storage_model import record as make_record
+from waltz_core.errors import BadRequest, DiskFailed
+from waltz_core.offline.files import OpenFile, kept_still
+from waltz_core.offline.layout import crc32
+from waltz_core.offline.lineage import batches_of, header_of
+from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.format import IdRange, Mark, Marker, Slot
+
+ONE, TWO, THREE = "2/0000000000000000000", "2/0000000000000000011", "2/0000000000000000024"
+SLOTS = "2/waltz-x.ctl"
+
+
+@pytest.fixture
+def storage(tmp_path):
+    """Segments 0..10, 11..23 and 24..35; batches ..2, ..7, ..8, ..20, ..22, ..31 and ..35."""
+    directory, _ = some_storage(tmp_path / "storage")
+    assert found(directory) == ([], [])
+    return directory
+
+
+def seg(storage, place, suffix=".seg"):
+    return segments(storage, suffix)[place]
+
+
+def cut(path, count):
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def swap(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def test_what_was_looked_at_is_counted(storage):
+    log = verified(storage).logs[PARTITION]
+    assert (log.segments, log.records, log.last) == (3, 36, 35)
+    assert (log.checksums, log.chains, log.unchecked_chains) == (72, 7, 0)
+    assert log.bytes_read == sum(one.stat().st_size for one in segments(storage))
+
+
+RECORDS = {
+    "a byte of the data": (
+        lambda s: flip(seg(s, 0), 128 + 36),
+        [f"{ONE}.seg at 128: record 0: expected CRC 840d656b, found b96d4cdb; expected CRC"],
+    ),
+    "the id": (
+        lambda s: flip(seg(s, 0), 128 + 7, 4),
+        [f"{ONE}.seg at 128: record 0: expected id 0, found 4; not listed as damaged"],
+    ),
+    "a length that leads elsewhere": (
+        lambda s: flip(seg(s, 0), 128 + 31, 4),
+        [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105, and no record behin"],
+    ),
+    "a length that leads nowhere": (
+        lambda s: flip(seg(s, 0), 128 + 28, 64),
+        [f"{ONE}.seg at 128: record 0: expected at most 733 bytes of data, found a length of 1073"],
+    ),
+    "the last record's CRC": (
+        lambda s: flip(seg(s, 0), -1),
+        [f"{ONE}.seg at 809: record 10: expected CRC 8092cf68, found 8092cf69; not listed as"],
+    ),
+    "zeros over several": (
+        lambda s: patch(seg(s, 0), 256, bytes(400)),
+        [f"{ONE}.seg at 238: records 2..8: expected CRC acb9009d, found 00000000, and no record"],
+    ),
+    "a segment that is cut": (
+        lambda s: cut(seg(s, 1), 30),
+        [f"{TWO}.seg at 858: record 23: expected at most 8 bytes of data, found a length of 38"],
+    ),
+    "the last segment cut": (
+        lambda s: cut(seg(s, 2), 30),
+        [
+            f"{THREE}.seg at 806: bytes 806..872 hold no record from 35 on: expected at most 27",
+            f"{THREE}.idx at 216: expected 216 bytes, for 11 records, found 224",
+            f"{THREE}.chn at 128: batch 32..35: the log ends at 34, without record 35",
+            f"{SLOTS}: expected a log up to the acked id 35, found it to end at 34",
+        ],
+    ),
+    "bytes behind the last record": (
+        lambda s: seg(s, 2).write_bytes(seg(s, 2).read_bytes() + b"x" * 50),
+        [f"{THREE}.seg at 903: bytes 903..952 hold no record from 36 on: expected id 36, found 8"],
+    ),
+    "a segment that is gone": (
+        lambda s: [seg(s, 1, suffix).unlink() for suffix in (".seg", ".idx", ".chn")],
+        [
+            f"{THREE}.chn at 40: header: expected chain 2851e2a1c2b64d2cd46733f6a3d31852 before",
+            f"{THREE}.chn at 64: batch 23..31: expected it to begin at 9",
+            f"{ONE}.seg at 901: ends with record 10, the next segment begins with 24",
+        ],
+    ),
+    "two segments in each other's place": (
+        lambda s: swap(seg(s, 0), seg(s, 1)),
+        [
+            f"{ONE}.seg at 32: header: expected first id 0, found 11",
+            f"{ONE}.seg at 128: records 0..10: expected id 0, found 11",
+            f"{ONE}.seg at 189: goes on with record 11, which the next segment begins with",
+            f"{TWO}.seg at 32: header: expected first id 11, found 0",
+            f"{TWO}.seg at 128: records 11..23: expected id 11, found 0",
+        ],
+    ),
+    "the partition in a header": (
+        lambda s: flip(seg(s, 0), 31, 1),
+        [f"{ONE}.seg at 28: header: expected partition 2, found 3"],
+    ),
+    "a reserved byte of a header": (
+        lambda s: flip(seg(s, 0), 100),
+        [f"{ONE}.seg at 0: header: expected zero in reserved byte 100, found 0x01"],
+    ),
+}
+BESIDE = {
+    "an index entry": (
+        lambda s: flip(seg(s, 2, ".idx"), 128 + 8 * 3 + 7, 2),
+        [f"{THREE}.idx at 152: record 27: expected offset 304, found 306"],
+    ),
+    "a missing index entry": (
+        lambda s: cut(seg(s, 2, ".idx"), 8),
+        [f"{THREE}.idx at 216: expected 224 bytes, for 12 records, found 216"],
+    ),
+    "no index": (
+        lambda s: seg(s, 1, ".idx").unlink(),
+        [f"{TWO}.idx: is missing; waltz-core disk repair-index makes it anew"],
+    ),
+    "a batch": (
+        lambda s: flip(seg(s, 2, ".chn"), 64 + 8),
+        [f"{THREE}.chn at 64: entry 0, behind batch 22: expected CRC"],
+    ),
+    "no batches": (
+        lambda s: seg(s, 1, ".chn").unlink(),
+        [f"{TWO}.chn: is missing: its batches are lost"],
+    ),
+    "two batches in each other's place": (
+        lambda s: patch(
+            seg(s, 1, ".chn"),
+            64,
+            seg(s, 1, ".chn").read_bytes()[128:] + seg(s, 1, ".chn").read_bytes()[64:128],
+        ),
+        [
+            f"{TWO}.chn at 64: entry 0, behind batch 8: expected CRC",
+            f"{TWO}.chn at 128: entry 1, behind batch 8: expected CRC",
+        ],
+    ),
+    "one slot": (
+        lambda s: flip(s / SLOTS, 20),
+        [
+            f"{SLOTS} at 0: slot 0: expected CRC ebb4c5b9, found ffe1b06c",
+            f"{SLOTS}: one slot counts only; a promise may be lost with the other",
+        ],
+    ),
+    "both slots": (
+        lambda s: [flip(s / SLOTS, at) for at in (20, 4116)],
+        [
+            f"{SLOTS} at 0: slot 0: expected CRC ebb4c5b9, found ffe1b06c",
+            f"{SLOTS} at 4096: slot 1: expected CRC eee83821, found fabd4df4",
+            f"{SLOTS}: no slot counts; the partition will not open",
+        ],
+    ),
+    "no slots": (
+        lambda s: (s / SLOTS).unlink(),
+        [f"{SLOTS}: is missing, and there are batches: what was promised is lost"],
+    ),
+    "the storage's id": (
+        lambda s: flip(s / "waltz-x.id", 6),
+        ["waltz-x.id at 0: expected CRC b0afd326, found 2da03250; the storage will not start"],
+    ),
+    "a structure of the control file": (
+        lambda s: flip(s / "waltz-storage.ctl", 128 + 76 * 2 + 4 + 7),
+        ["waltz-storage.ctl at 284: partition 2, structure 1: expected CRC"],
+    ),
+    "a cut control file": (
+        lambda s: cut(s / "waltz-storage.ctl", 200),
+        ["waltz-storage.ctl at 232: expected 432 bytes, for 4 partitions, found 232"],
+    ),
+    "no control file": (
+        lambda s: (s / "waltz-storage.ctl").unlink(),
+        ["waltz-storage.ctl: is missing; the storage will not start without it"],
+    ),
+    "a partition that is gone": (
+        lambda s: shutil.rmtree(s / "2"),
+        ["2: is missing: partition 2 is assigned, its last session is 1"],
+    ),
+}
+
+
+KINDS = RECORDS | BESIDE
+
+
+@pytest.mark.parametrize(("hurt", "sentences"), KINDS.values(), ids=KINDS)
+def test_each_kind_of_damage_is_told_where_it_is_and_nothing_else(storage, hurt, sentences):
+    hurt(storage)
+    wrong, _ = found(storage)
+    for said, sentence in zip(wrong, sentences, strict=False):
+        assert said.startswith(sentence)
+    assert len(wrong) == len(sentences), wrong
+
+
+def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
+    other, _ = some_storage(tmp_path / "other")
+    path = seg(other, 0)
+    world = some_world()
+    record = world.records[4]
+    assert record in path.read_bytes()
+    assert verified(other).findings.wrong == 0
+    # A record that is right by itself, of the right id and size, that was never in this log.
+    made = make_record(4, bytes(len(record) - 40))
+    patch(path, path.read_bytes().index(record), made)
+    wrong, _ = found(other)
+    assert len(wrong) == 1
+    assert wrong[0].startswith(f"{ONE}.chn at 128: batch 3..7: expected chain ")
+    assert " for these records, found " in wrong[0]
+
+
+def write_slot(storage, **changes):
+    """Let the slot that counts say something else; return what it said."""
+    data = (storage / SLOTS).read_bytes()
+    both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
+    current = max(both, key=lambda one: one.sequence)
+    place = 4096 * ((current.sequence + 1) % 2)
+    patch(storage / SLOTS, place, replace(current, **changes).encode())
+    return current
+
+
+def test_a_slot_that_does_not_fit_the_log_is_told(storage):
+    acked = write_slot(storage, acked=Marker(35, bytes(16))).acked
+    chain = acked.chain.hex()
+    assert found(storage)[0] == [f"{SLOTS}: acked id 35: expected chain {'00' * 16}, found {chain}"]
+    write_slot(storage, acked=Marker(30, acked.chain))
+    assert found(storage)[0] == [
+        f"{SLOTS}: acked id 30: expected chain {chain}, found no batch that ends there",
+        f"{SLOTS}: closed with the acked id 30, and the log goes on to 35",
+    ]
+    write_slot(storage, acked=acked, low_water_mark=36, provisional=Mark(1, 40))
+    assert found(storage)[0] == [
+        f"{SLOTS}: expected a log up to the low-water mark 36, found it to end at 35",
+        f"{SLOTS}: expected a log up to the provisional low-water mark 40, found it to end at 35",
+    ]
+    write_slot(storage, low_water_mark=35, provisional=None, damaged=(IdRange(40, 41),))
+    assert found(storage)[0] == [f"{SLOTS}: damaged 40..41: the log ends at 35"]
+    write_slot(storage, damaged=(), suspect=True)
+    notes = [f"{SLOTS}: suspect: this replica does not vouch for its log until it was repaired"]
+    assert found(storage) == ([], notes)
+
+
+def test_sessions_of_the_two_control_files_are_compared(storage):
+    write_slot(storage, last_session=0)
+    assert found(storage)[0] == [
+        "waltz-storage.ctl: partition 2: expected session 0, as in the slot, found 1"
+    ]
+    write_slot(storage, last_session=5, promised=5)
+    wrong, notes = found(storage)
+    assert wrong == []
+    assert notes == ["waltz-storage.ctl: partition 2: expected session 5, as in the slot, found 1"]
+
+
+def test_slots_in_each_others_place_are_none(storage):
+    data = (storage / SLOTS).read_bytes()
+    (storage / SLOTS).write_bytes(data[4096:] + data[:4096])
+    wrong, _ = found(storage)
+    assert wrong[0].startswith(f"{SLOTS} at 0: slot 0: expected an odd sequence, found ")
+    assert wrong[1].startswith(f"{SLOTS} at 4096: slot 1: expected an even sequence, found ")
+    assert wrong[2] == f"{SLOTS}: no slot counts; the partition will not open"
+
+
+def test_bytes_that_nobody_writes_are_told(storage):
+    flip(storage / SLOTS, 5000, 7)
+    assert found(storage)[0] == [f"{SLOTS} at 5000: expected zero behind the slot, found 0x07"]
+    flip(storage / SLOTS, 5000, 7)
+    (storage / SLOTS).write_bytes((storage / SLOTS).read_bytes() + b"x")
+    assert found(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
+
+
+def test_damage_that_the_slot_lists_is_told_as_listed(tmp_path):
+    world = some_world()
+    world.close()
+    directory = spill(world.disk, tmp_path)
+    flip(seg(directory, 0), 200)
+    write_slot(directory, damaged=(IdRange(1, 1), IdRange(30, 31)))
+    wrong, notes = found(directory)
+    assert [one.rpartition("; ")[2] for one in wrong] == ["listed as damaged"]
+    assert notes == [f"{SLOTS}: damaged 30..31: all of it can be read, and has right CRCs"]
+
+
+def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path):
+    world = some_world()
+    world.append([3])
+    directory = spill(world.disk, tmp_path)
+    cut(seg(directory, -1), 10)
+    wrong, notes = found(directory)
+    assert wrong == []
+    assert any("never acknowledged, the next start cuts it" in one for one in notes)
+    assert f"{SLOTS}: was not closed; known to be synced up to 35" in notes
+    flip(seg(directory, 0), 200)
+    assert len(found(directory)[0]) == 1, "what was known to be synced is no torn tail"
+
+
+def test_what_an_opened_and_closed_log_has_lost_in_a_crash_is_gone(tmp_path):
+    world = some_world()
+    world.append([3])
+    world.disk.power_loss(Survival.ANY_SECTORS, world.rng)
+    world.open()
+    world.close()
+    assert found(spill(world.disk, tmp_path)) == ([], [])
+
+
+def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
+    copy = tmp_path / "2"
+    shutil.copytree(storage / "2", copy)
+    assert verified(copy).logs[PARTITION].chains == 7
+    assert found(copy) == ([], [])
+    flip(seg(storage, 1), 200)
+    alone = verified(seg(storage, 1))
+    assert [(one.path, one.offset) for one in alone.findings.kept] == [(f"{TWO}.seg", 189)]
+    assert found(copy) == ([], [])
+
+
+def test_only_the_chosen_partitions_are_verified(storage):
+    flip(seg(storage, 1), 200)
+    with pytest.raises(BadRequest, match="expected partition 3, found 2"):
+        verified(storage, partitions=[3])
+    assert verified(storage, partitions=[2]).findings.wrong == 1
+
+
+def test_findings_above_the_limit_are_counted(storage):
+    for path in segments(storage):
+        flip(path, 200)
+    findings = verified(storage, limit=1).findings
+    assert (len(findings.kept), findings.wrong, findings.unkept) == (1, 3, 2)
+
+
+@pytest.mark.parametrize("name", ["nothing", "2/waltz-x.ctl", "empty"])
+def test_what_is_no_storage_is_refused(storage, name):
+    (storage / "empty").mkdir()
+    with pytest.raises(BadRequest, match="expected a storage directory"):
+        verified(storage / name)
+
+
+def test_a_directory_that_is_looked_at_cannot_be_opened_and_the_other_way_round(storage):
+    file = RealDisk().open(storage / "waltz-x.id")
+    with kept_still(storage), kept_still(storage / "2"):
+        assert not file.lock_whole()
+    assert file.lock_whole()
+    with pytest.raises(DiskFailed, match="a storage runs on this directory"):
+        verified(storage)
+    file.close()
+    assert verified(storage).findings.wrong == 0
+
+
+def test_a_crc_of_the_data_that_is_wrong_in_a_record_that_is_right_is_found(storage):
+    path = seg(storage, 0)
+    record = bytearray(some_world().records[0])
+    record[33] ^= 1
+    record[-4:] = crc32(bytes(record[:-4])).to_bytes(4, "big")
+    patch(path, 128, bytes(record))
+    wrong, _ = found(storage)
+    assert len(wrong) == 1
+    assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of its data")
+
+
+def test_what_is_vouched_for_in_the_last_segment_is_no_torn_tail(tmp_path):
+    world = some_world(segment_bytes_max=100_000)
+    world.append([3])
+    directory = spill(world.disk, tmp_path)
+    flip(seg(directory, 0), 200)
+    wrong, _ = found(directory)
+    assert len(wrong) == 1
+    assert wrong[0].startswith(f"{ONE}.seg at 173: record 1: ")
+    assert wrong[0].endswith("; not listed as damaged")
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_is_behind_the_end_of_a_file_is_a_fault_in_a_closed_log_only(tmp_path, is_closed):
+    """A file that a failed write has ended may have its tail back: that cut was never synced."""
+    world = some_world()
+    world.append([3])
+    if is_closed:
+        world.close()
+    directory = spill(world.disk, tmp_path)
+    for path, spare in (
+        (seg(directory, 0), world.records[11]),
+        (seg(directory, 0, ".idx"), (901).to_bytes(8, "big")),
+        (seg(directory, 0, ".chn"), bytes(24)),
+    ):
+        path.write_bytes(path.read_bytes() + spare)
+    wrong, notes = found(directory)
+    said = [one for one in (wrong if is_closed else notes) if one.startswith(ONE)]
+    assert [one.partition(": ")[0] for one in said] == [
+        f"{ONE}.seg at 901",
+        f"{ONE}.chn at 256",
+        f"{ONE}.idx at 216",
+    ]
+    assert len(wrong) == 3 * is_closed
+
+
+def cut_in_a_batch(world):
+    """Cut the last but one batch in its middle, both of which are vouched for."""
+    for counts in ([9], [2], [1]):
+        world.append(counts)
+        world.sync()
+    base = world.entries[-4].last
+    world.log.truncate(world.session, base + 4, base, world.chain_at(base))
+
+
+@pytest.mark.parametrize("survival", list(Survival))
+def test_a_cut_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
+    step = cuts = 0
+    lost = True
+    while lost:
+        step += 1
+        world = some_world()
+        world.disk.plan(world.disk.step_count + step, Fault.POWER_LOSS)
+        lost = False
+        try:
+            cut_in_a_batch(world)
+        except PowerLoss:
+            lost = True
+        world.disk.power_loss(survival, world.rng)
+        wrong, notes = found(spill(world.disk, tmp_path / str(step)))
+        assert wrong == [], step
+        cuts += f"{SLOTS}: a cut after 39 was begun; the next start ends it" in notes
+    assert step > 15
+    assert cuts > 2
+
+
+def test_batches_that_the_storage_has_made_up_are_not_held_against_the_records(tmp_path):
+    """It makes them of entries that it cannot read any more; their chains are of nothing."""
+    world = some_world(segment_bytes_max=100_000)
+    for place in (1, 2):
+        world.disk.flip(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * place + 8)
+    world.log.lineage(0, world.max_id)
+    world.close()
+    directory = spill(world.disk, tmp_path)
+    log = verified(directory).logs[PARTITION]
+    assert [one.session for one in batches(seg(directory, 0, ".chn"))][:4] == [1, -2, -2, 1]
+    assert found(directory) == ([], [])
+    assert (log.chains, log.unchecked_chains) == (7, 3)
+    flip(seg(directory, 0, ".chn"), 64 + 64 * 5 + 40)
+    assert found(directory)[0] != []
+
+
+def batches(path):
+    with OpenFile(path) as file:
+        return [one.batch for one in batches_of(file, header_of(file).segment_crc)]

@@ -1,0 +1,185 @@
+"""Servers that look after each other, with real sockets."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from waltz_core import net
+from waltz_core.cluster.membership import ServersView
+from waltz_core.cluster.model import ServerDescriptor
+from waltz_core.errors import CoordinatorUnavailable
+from waltz_core.record import ServerId
+from waltz_core.server import neighbours
+from waltz_core.server.neighbours import Neighbours
+from waltz_core.wire.messages import Surface
+
+HOST = "127.0.0.1"
+ME, OTHER = ServerId(1), ServerId(2)
+
+
+# Dials since the test's beginning: what is not to happen has had its time after some more of them.
+DIALS = [0]
+SOME_DIALS = 8
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody wait for a second; count the dials."""
+    monkeypatch.setattr(neighbours, "OTHER_PAUSE_S", 0.02)
+    monkeypatch.setattr(neighbours, "REFUSED_PAUSE_S", 0.001)
+    monkeypatch.setattr(neighbours, "DIAL_TIMEOUT_S", 0.05)
+    dial = net.dial
+
+    async def counted(*args, **options):
+        DIALS[0] += 1
+        return await dial(*args, **options)
+
+    monkeypatch.setattr(net, "dial", counted)
+    DIALS[0] = 0
+
+
+def on_loop(story):
+    """Run a coroutine function as a test, within 20 s."""
+
+    def run():
+        async def bounded():
+            async with asyncio.timeout(20):
+                await story()
+
+        net.run(bounded())
+
+    return run
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def view_of(*servers: ServerDescriptor) -> ServersView:
+    me = ServerDescriptor(ME, HOST, 1)
+    return ServersView({each.server_id: each for each in (me, *servers)}, {}, is_settled=True)
+
+
+async def until(condition) -> None:
+    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
+        await asyncio.sleep(0.002)
+
+
+async def some_dials() -> None:
+    wanted = DIALS[0] + SOME_DIALS
+    await until(lambda: DIALS[0] >= wanted)
+
+
+class World:
+    """One server's neighbours, and whom it has taken out."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.taken_out: list[ServerDescriptor] = []
+        self.failures = 0
+        self.links: list[net.Link] = []
+        self.neighbours = Neighbours(ME, tasks, self.take_out)
+
+    async def take_out(self, dead: ServerDescriptor) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise CoordinatorUnavailable("not now")
+        self.taken_out.append(dead)
+
+    async def listen(self, port: int) -> net.Listener:
+        return await net.listen(Surface.CLIENT, HOST, port, self.links.append)
+
+
+@contextlib.asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    async with asyncio.TaskGroup() as tasks:
+        made = World(tasks)
+        yield made
+        made.neighbours.stop()
+
+
+@on_loop
+async def test_whoever_listens_no_more_is_taken_out_once():
+    async with world() as here:
+        listener = await here.listen(0)
+        other = ServerDescriptor(OTHER, HOST, listener.port)
+        here.neighbours.follow(view_of(other))
+        await until(lambda: here.links)
+        await listener.close()
+        await until(lambda: here.taken_out)
+        # It may be alive in spite of that: only a server that was reached again is judged again.
+        await some_dials()
+        assert here.taken_out == [other]
+        listener = await here.listen(listener.port)
+        await until(lambda: len(here.links) == 2)
+        await listener.close()
+        await until(lambda: len(here.taken_out) == 2)
+
+
+@on_loop
+async def test_a_refusal_that_zookeeper_could_not_be_told_is_told_again():
+    async with world() as here:
+        here.failures = 2
+        listener = await here.listen(0)
+        other = ServerDescriptor(OTHER, HOST, listener.port)
+        here.neighbours.follow(view_of(other))
+        await until(lambda: here.links)
+        await listener.close()
+        await until(lambda: here.taken_out)
+        assert here.failures == 0
+
+
+@on_loop
+async def test_a_lost_connection_alone_says_nothing():
+    async with world() as here:
+        listener = await here.listen(0)
+        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        for count in range(1, 4):
+            await until(lambda count=count: len(here.links) == count)
+            here.links[-1].abort("for the test")
+        await until(lambda: len(here.links) == 4)
+        assert here.taken_out == []
+        await listener.close()
+
+
+@on_loop
+async def test_an_address_that_was_never_reached_is_not_judged():
+    async with world() as here:
+        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
+        await some_dials()
+        assert here.taken_out == []
+
+
+@on_loop
+async def test_who_answers_no_more_but_is_not_refused_is_not_judged():
+    async with world() as here:
+        listener = await here.listen(0)
+        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        await until(lambda: here.links)
+        await listener.close()
+        with socket.socket() as silent:  # takes connections, and says nothing
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            silent.bind((HOST, listener.port))
+            silent.listen()
+            await some_dials()
+            assert here.taken_out == []
+            here.neighbours.stop()
+
+
+@on_loop
+async def test_who_has_left_is_looked_after_no_more():
+    async with world() as here:
+        listener = await here.listen(0)
+        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        await until(lambda: here.links)
+        here.neighbours.follow(view_of())
+        await until(lambda: here.links[0].is_closed)
+        await listener.close()
+    # Its watch has ended with the others, or this would still wait.
+    assert here.taken_out == []
+    assert DIALS[0] == 1

@@ -1,0 +1,243 @@
+"""`waltz-core disk dump-control-file`: both structures and both slots, whichever of them counts."""
+
+import argparse
+from pathlib import Path
+
+from waltz_core.cli.disk_text import uuid, when
+from waltz_core.cli.output import show, show_json, show_table
+from waltz_core.errors import BadRequest
+from waltz_core.offline.files import is_storage, partitions_in, read_all
+from waltz_core.offline.layout import (
+    ASSIGNED,
+    AVAILABLE,
+    CONTROL_NAME,
+    CUT,
+    DIRTY,
+    ID_NAME,
+    PROVISIONAL,
+    SLOTS_NAME,
+    SUSPECT,
+    TRUNCATE,
+    Entry,
+    Slot,
+    current_slot,
+    storage_id,
+)
+from waltz_core.offline.verify_control import Control, is_assigned, read_control, read_slots
+
+_INFO_FLAGS = {AVAILABLE: "available", ASSIGNED: "assigned"}
+_SLOT_FLAGS = {
+    DIRTY: "dirty",
+    SUSPECT: "suspect",
+    PROVISIONAL: "provisional",
+    TRUNCATE: "truncating",
+    CUT: "cuts a batch",
+}
+
+
+def dump(arguments: argparse.Namespace) -> int:
+    """Run the verb."""
+    path: Path = arguments.path
+    if path.is_file() and path.name == SLOTS_NAME:
+        _show(None, None, {_number(path.absolute().parent): path}, arguments)
+    elif path.is_file() and path.name == CONTROL_NAME:
+        _show(read_control(path), None, {}, arguments)
+    elif path.is_dir() and is_storage(path):
+        held = {one: path / str(one) / SLOTS_NAME for one in partitions_in(path)}
+        _show(read_control(path / CONTROL_NAME), path / ID_NAME, held, arguments)
+    elif path.is_dir() and (path / SLOTS_NAME).exists():
+        _show(None, None, {_number(path.absolute()): path / SLOTS_NAME}, arguments)
+    else:
+        raise BadRequest(f"{path}: expected a directory with {CONTROL_NAME} or {SLOTS_NAME}")
+    return 0
+
+
+def _number(directory: Path) -> int:
+    if not directory.name.isdecimal():
+        raise BadRequest(f"{directory}: expected a directory that is named by its partition")
+    return int(directory.name)
+
+
+def _show(
+    control: Control | None,
+    id_path: Path | None,
+    slot_paths: dict[int, Path],
+    arguments: argparse.Namespace,
+) -> None:
+    wanted = set(arguments.partition or []) or None
+    entries = dict(enumerate(control.entries)) if control is not None else {}
+    numbers = sorted({*entries, *slot_paths})
+    shown = [one for one in numbers if wanted is None or one in wanted]
+    missing = (wanted or set()) - set(numbers)
+    if missing:
+        found = f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
+        raise BadRequest(f"{arguments.path}: expected partition {min(missing)}, found {found}")
+    if arguments.assigned:
+        shown = [one for one in shown if is_assigned(entries.get(one))]
+    slots = {one: read_slots(path) for one, path in slot_paths.items() if one in shown}
+    identity = read_all(id_path) if id_path is not None else None
+    if arguments.json:
+        value = {
+            "control_file": None if control is None else _header_json(control),
+            "storage_id": None if identity is None else _id_json(identity),
+            "partitions": [_partition_json(one, entries.get(one), slots.get(one)) for one in shown],
+        }
+        show_json(value)
+        return
+    if control is not None:
+        _print_control(control, {one: entries[one] for one in shown if one in entries})
+        show("")
+    if identity is not None:
+        storage, wrong = storage_id(identity)
+        show(f"{ID_NAME}: storage {uuid(storage)}{_wrong_text(wrong)}")
+        show("")
+    for number, pair in slots.items():
+        if pair is not None:
+            _print_slots(number, pair)
+
+
+def _wrong_text(wrong: tuple[str, ...]) -> str:
+    return f"; wrong: {'; '.join(wrong)}" if wrong else ""
+
+
+def _names(flags: int, known: dict[int, str]) -> list[str]:
+    names = [name for bit, name in known.items() if flags & bit]
+    rest = flags & ~sum(known)
+    return [*names, f"{rest:#x}"] if rest else names
+
+
+# ---------------------------------------------------------------------------------------------
+# for programs
+
+
+def _header_json(control: Control) -> dict[str, object]:
+    header = control.header
+    return {
+        "version": header.version,
+        "created": when(header.created_ms),
+        "created_ms": header.created_ms,
+        "cluster_key": uuid(header.cluster_key),
+        "partition_count": header.partition_count,
+        "bytes": control.size,
+        "wrong": header.wrong,
+    }
+
+
+def _id_json(data: bytes) -> dict[str, object]:
+    number, wrong = storage_id(data)
+    return {"id": uuid(number), "wrong": wrong}
+
+
+def _partition_json(
+    number: int, entry: Entry | None, slots: tuple[Slot, Slot] | None
+) -> dict[str, object]:
+    value: dict[str, object] = {"partition": number}
+    if entry is not None:
+        value["wrong"] = entry.wrong
+        value["structures"] = [
+            {
+                **one._asdict(),
+                "flags": _names(one.flags, _INFO_FLAGS),
+                "counts": place == entry.current,
+            }
+            for place, one in enumerate(entry.infos)
+        ]
+    if slots is not None:
+        counts = current_slot(slots, number)
+        value["slots"] = [_slot_json(one, is_current=one is counts) for one in slots]
+    return value
+
+
+def _slot_json(one: Slot, *, is_current: bool) -> dict[str, object]:
+    value: dict[str, object] = dict(one._asdict())
+    first, last, session, stamp_ms, chain = one.cut
+    value |= {
+        "flags": _names(one.flags, _SLOT_FLAGS),
+        "nonce": one.nonce.hex(),
+        "acked_chain": one.acked_chain.hex(),
+        "cut": None
+        if not one.flags & CUT
+        else {
+            "first": first,
+            "last": last,
+            "session": session,
+            "stamp_ms": stamp_ms,
+            "chain": chain.hex(),
+        },
+        "counts": is_current,
+    }
+    if not one.flags & PROVISIONAL:
+        value["provisional_session"] = value["provisional_mark"] = None
+    if not one.flags & TRUNCATE:
+        value["truncate_to"] = None
+    return value
+
+
+# ---------------------------------------------------------------------------------------------
+# for people
+
+
+def _print_control(control: Control, entries: dict[int, Entry]) -> None:
+    header = control.header
+    show(
+        f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "
+        f"{header.partition_count} partitions, created {when(header.created_ms)}, cluster key "
+        f"{uuid(header.cluster_key)}{_wrong_text(header.wrong)}"
+    )
+    rows = []
+    for number, entry in entries.items():
+        for place, one in enumerate(entry.infos):
+            rows.append(
+                (
+                    number,
+                    place + 1,
+                    "counts" if place == entry.current else "-",
+                    one.session,
+                    one.low_water_mark,
+                    one.local_low_water_mark,
+                    " ".join(_names(one.flags, _INFO_FLAGS)) or "-",
+                    one.sequence,
+                    "; ".join(one.wrong) or "right",
+                )
+            )
+    titles = ("partition", "structure", "", "session", "low-water mark", "local mark", "flags")
+    show_table((*titles, "sequence", "CRC and values"), rows)
+    for entry in entries.values():
+        for what in entry.wrong:
+            show(f"partition {entry.number}: {what}")
+
+
+def _print_slots(number: int, slots: tuple[Slot, Slot]) -> None:
+    counts = current_slot(slots, number)
+    show(f"{number}/{SLOTS_NAME}")
+    columns = [_slot_texts(one, is_current=one is counts) for one in slots]
+    show_table(
+        ("", "slot 0", "slot 1"),
+        [(title, columns[0][title], columns[1][title]) for title in columns[0]],
+    )
+    show("")
+
+
+def _slot_texts(one: Slot, *, is_current: bool) -> dict[str, str]:
+    provisional = "-"
+    if one.flags & PROVISIONAL:
+        provisional = f"{one.provisional_mark} of session {one.provisional_session}"
+    cut = f", cuts batch {one.cut[0]}..{one.cut[1]}" if one.flags & CUT else ""
+    return {
+        "counts": "yes" if is_current else "no",
+        "CRC and values": "; ".join(one.wrong) or "right",
+        "version": str(one.version),
+        "partition": str(one.partition),
+        "sequence": str(one.sequence),
+        "the original's sequence": str(one.original_sequence),
+        "flags": " ".join(_names(one.flags, _SLOT_FLAGS)) or "-",
+        "promised session": str(one.promised),
+        "nonce": one.nonce.hex(),
+        "last session": str(one.last_session),
+        "low-water mark": str(one.low_water_mark),
+        "provisional mark": provisional,
+        "acked id": str(one.acked),
+        "chain there": one.acked_chain.hex(),
+        "truncate to": f"{one.truncate_to}{cut}" if one.flags & TRUNCATE else "-",
+        "damaged": " ".join(f"{first}..{last}" for first, last in one.damaged) or "-",
+    }

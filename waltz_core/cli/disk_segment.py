@@ -1,0 +1,350 @@
+"""`waltz-core disk dump-segment | segment-statistic`: what stands in segments.
+
+Rules:
+    1. A dump is written as it is read: a segment of any size takes a few blocks of memory.
+    2. With `--json` a dump is one value a line, each with its `kind`; a statistic is one list.
+    3. What is broken is shown as it stands there, and the dump goes on behind it.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from waltz_core.cli.disk_text import (
+    Deserializer,
+    named_deserializer,
+    payload,
+    payload_text,
+    uuid,
+    when,
+)
+from waltz_core.cli.output import show, show_json
+from waltz_core.errors import BadConfig
+from waltz_core.offline.files import OpenFile, segment_path, segments_at
+from waltz_core.offline.findings import records_text
+from waltz_core.offline.layout import (
+    FILE_HEADER_BYTES,
+    OFFSET_BYTES,
+    Batch,
+    FileHeader,
+    crc32,
+    file_header,
+)
+from waltz_core.offline.lineage import batches_of, header_of
+from waltz_core.offline.records import Fields, Gap, begins_at, fields, walk
+from waltz_core.offline.statistic import PERCENTILES, Statistic, percentile, statistic_of
+
+
+class _Wanted(NamedTuple):
+    """What of a segment is printed."""
+
+    header: bool
+    records: bool
+    batches: bool
+    first: int
+    last: int | None
+    read: Deserializer | None
+    json: bool
+
+
+def dump(arguments: argparse.Namespace) -> int:
+    """Run the verb."""
+    wanted = _wanted(arguments)
+    paths = segments_at(arguments.path, arguments.partition)
+    for path, behind in zip(paths, [*paths[1:], None], strict=True):
+        is_next = behind is not None and behind.parent == path.parent
+        ends_before = is_next and behind is not None and int(behind.stem) <= wanted.first
+        begins_after = wanted.last is not None and int(path.stem) > wanted.last
+        if not ends_before and not begins_after:
+            _dump_segment(path, wanted)
+    return 0
+
+
+def _wanted(arguments: argparse.Namespace) -> _Wanted:
+    first, last = arguments.first, arguments.last
+    if arguments.transaction is not None:
+        if first is not None or last is not None:
+            raise BadConfig("--transaction: expected without --first and --last")
+        first = last = arguments.transaction
+    for option, value in (("--first", first), ("--last", last)):
+        if value is not None and value < 0:
+            raise BadConfig(f"{option}: expected an id from 0, found {value}")
+    chosen = arguments.metadata or arguments.record or arguments.batches
+    name: str | None = arguments.deserializer
+    if name is None and arguments.data:
+        name = "bytes"
+    return _Wanted(
+        header=arguments.metadata or not chosen,
+        records=arguments.record or not chosen,
+        batches=arguments.batches,
+        first=first or 0,
+        last=last,
+        read=None if name is None else named_deserializer(name),
+        json=arguments.json,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# one segment
+
+
+def _dump_segment(path: Path, wanted: _Wanted) -> None:
+    first = int(path.stem)
+    batches = _batches(path, wanted) if wanted.batches else iter(())
+    with OpenFile(path) as file:
+        header = file_header(file.pread(FILE_HEADER_BYTES, 0))
+        if wanted.header:
+            _show_header(path, header, file.size(), wanted)
+        if wanted.records:
+            batches = _dump_records(file, path, first, wanted, batches)
+    for batch in batches:
+        _show_batch(batch, wanted)
+
+
+def _dump_records(
+    file: OpenFile, path: Path, first: int, wanted: _Wanted, batches: Iterator[Batch]
+) -> Iterator[Batch]:
+    """Print records, each batch behind its last one; return the batches that are left."""
+    if not wanted.json:
+        _show_record_titles(wanted)
+    batch = next(batches, None)
+    for part in walk(file, *_start(file, path, first, wanted.first)):
+        if wanted.last is not None and part.first > wanted.last:
+            break
+        if isinstance(part, Gap):
+            _show_gap(part, wanted)
+            continue
+        run = part.starting_at(wanted.first)
+        if wanted.last is not None:
+            run = run.up_to(wanted.last)
+        for place in range(run.length):
+            start, end = run.bounds[place], run.bounds[place + 1]
+            _show_record(run.offset + start, run.data[start:end], wanted)
+            while batch is not None and batch.last <= run.first + place:
+                _show_batch(batch, wanted)
+                batch = next(batches, None)
+    return iter(()) if batch is None else _with(batch, batches)
+
+
+def _with(batch: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
+    yield batch
+    yield from rest
+
+
+def _start(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
+    """Return an id and the offset of its record from which to walk: the index may know it."""
+    index = segment_path(path.parent, first, ".idx")
+    if wanted > first and index.exists():
+        with OpenFile(index) as entries:
+            at = FILE_HEADER_BYTES + OFFSET_BYTES * (wanted - first)
+            offset = int.from_bytes(entries.pread(OFFSET_BYTES, at), "big", signed=True)
+        if begins_at(file, wanted, offset):
+            return wanted, offset
+    return first, FILE_HEADER_BYTES
+
+
+def _batches(path: Path, wanted: _Wanted) -> Iterator[Batch]:
+    chain_path = segment_path(path.parent, int(path.stem), ".chn")
+    if not chain_path.exists():
+        return
+    with OpenFile(chain_path) as file:
+        for placed in batches_of(file, header_of(file).segment_crc):
+            batch = placed.batch
+            if batch.last < wanted.first:
+                continue
+            if wanted.last is not None and batch.first > wanted.last and not batch.wrong:
+                return
+            yield batch
+
+
+def _show_header(path: Path, header: FileHeader, size: int, wanted: _Wanted) -> None:
+    if wanted.json:
+        show_json({"kind": "segment", "file": str(path), **_header_json(header), "bytes": size})
+        return
+    show(
+        f"{path}: version {header.version}, partition {header.partition}, from id {header.first}, "
+        f"{size} bytes, created {when(header.created_ms)}, cluster key {uuid(header.cluster_key)}"
+    )
+    for one in header.wrong:
+        show(f"  wrong: {one}")
+
+
+def _header_json(header: FileHeader) -> dict[str, object]:
+    return {
+        "version": header.version,
+        "created": when(header.created_ms),
+        "created_ms": header.created_ms,
+        "cluster_key": uuid(header.cluster_key),
+        "partition": header.partition,
+        "first": header.first,
+        "wrong": header.wrong,
+    }
+
+
+_TITLES = ("id", "offset", "client/gen/part/seq", "header", "bytes", "CRC", "of data", "right")
+_ROW = "{:>10}  {:>11}  {:>20}  {:>11}  {:>8}  {:8}  {:8}  {:5}"
+
+
+def _show_record_titles(wanted: _Wanted) -> None:
+    show((_ROW.format(*_TITLES) + ("  data" if wanted.read is not None else "")).rstrip())
+
+
+def _show_record(offset: int, record: bytes, wanted: _Wanted) -> None:
+    found = fields(record)
+    data = record[36:-4]
+    stated = int.from_bytes(record[-4:], "big")
+    is_right = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
+    if wanted.json:
+        show_json(_record_json(found, offset, stated, is_right=is_right) | _data(wanted, data))
+        return
+    identity = f"{found.client}/{found.generation}/{found.partition}/{found.sequence}"
+    row = _ROW.format(
+        found.transaction_id,
+        offset,
+        identity,
+        found.header,
+        found.data_bytes,
+        f"{stated:08x}",
+        f"{found.data_crc:08x}",
+        "yes" if is_right else "NO",
+    )
+    show(row.rstrip() if wanted.read is None else f"{row}  {payload_text(wanted.read, data)}")
+
+
+def _record_json(found: Fields, offset: int, crc: int, *, is_right: bool) -> dict[str, object]:
+    return {
+        "kind": "record",
+        "transaction_id": found.transaction_id,
+        "offset": offset,
+        "client_id": found.client,
+        "generation": found.generation,
+        "partition": found.partition,
+        "sequence": found.sequence,
+        "header": found.header,
+        "data_bytes": found.data_bytes,
+        "crc": f"{crc:08x}",
+        "data_crc": f"{found.data_crc:08x}",
+        "is_right": is_right,
+    }
+
+
+def _data(wanted: _Wanted, data: bytes) -> dict[str, object]:
+    return {} if wanted.read is None else payload(wanted.read, data)
+
+
+def _show_gap(gap: Gap, wanted: _Wanted) -> None:
+    if wanted.json:
+        show_json({"kind": "gap", **gap._asdict()})
+        return
+    what = f"records from {gap.first} on"
+    if gap.next_id is not None:
+        what = records_text(gap.first, gap.next_id - 1)
+    show(f"  {what}: cannot be read, bytes {gap.offset}..{gap.end - 1}: {gap.why}")
+
+
+def _show_batch(batch: Batch, wanted: _Wanted) -> None:
+    if wanted.json:
+        value = {"kind": "batch", **batch._asdict(), "chain": batch.chain.hex()}
+        show_json({**value, "stamp": when(batch.stamp_ms)})
+        return
+    wrong = f"  wrong: {'; '.join(batch.wrong)}" if batch.wrong else ""
+    show(
+        f"  batch {batch.first}..{batch.last}, session {batch.session}, {when(batch.stamp_ms)}, "
+        f"chain {batch.chain.hex()}, synced before {batch.synced}{wrong}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# statistics
+
+
+def statistic(arguments: argparse.Namespace) -> int:
+    """Run the verb."""
+    found = (statistic_of(path) for path in segments_at(arguments.path, arguments.partition))
+    if arguments.json:
+        show_json([_statistic_json(one) for one in found])
+        return 0
+    for one in found:
+        _print_statistic(one)
+    return 0
+
+
+def _sizes_json(found: Statistic) -> dict[str, object] | None:
+    if not found.records:
+        return None
+    return {
+        "min": min(found.sizes),
+        "mean": round(found.data_bytes / found.records, 1),
+        "max": max(found.sizes),
+        **{f"p{percent}": percentile(found.sizes, percent) for percent in PERCENTILES},
+    }
+
+
+def _statistic_json(found: Statistic) -> dict[str, object]:
+    batches: dict[str, object] = {"count": found.batches, "wrong": found.wrong_batches}
+    if found.batches:
+        batches["records_min"] = min(found.batch_records)
+        records = sum(size * count for size, count in found.batch_records.items())
+        batches["records_mean"] = round(records / found.batches, 1)
+        batches["records_max"] = max(found.batch_records)
+    return {
+        "file": str(found.path),
+        **_header_json(found.header),
+        "bytes": found.file_bytes,
+        "records": found.records,
+        "last": found.last,
+        "unreadable_bytes": found.unreadable_bytes,
+        "data_bytes": found.data_bytes,
+        "data_size": _sizes_json(found),
+        "clients": len(found.clients),
+        "batches": batches,
+        "sessions": [
+            {
+                "session": session,
+                "batches": one.batches,
+                "first": one.first,
+                "last": one.last,
+                "first_stamp_ms": one.first_stamp_ms,
+                "last_stamp_ms": one.last_stamp_ms,
+            }
+            for session, one in found.sessions.items()
+        ],
+        "first_stamp_ms": found.first_stamp_ms,
+        "last_stamp_ms": found.last_stamp_ms,
+        "index_entries": found.index_entries,
+        "index_density": found.index_density,
+    }
+
+
+def _print_statistic(found: Statistic) -> None:
+    value = _statistic_json(found)
+    show(f"{found.path}: {found.file_bytes} bytes, created {when(found.header.created_ms)}")
+    ids = "none" if found.last is None else f"{found.last - found.records + 1}..{found.last}"
+    if found.unreadable_bytes:
+        ids = f"{found.header.first}..{found.last}, {found.unreadable_bytes} bytes are unreadable"
+    show(f"  records   {found.records}, ids {ids}, of {len(found.clients)} clients")
+    sizes = _sizes_json(found)
+    if sizes is not None:
+        shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        show(f"  data      {found.data_bytes} bytes: {shown}")
+    batches = value["batches"]
+    assert isinstance(batches, dict)
+    if found.batches:
+        show(
+            f"  batches   {found.batches}, of {batches['records_min']} to "
+            f"{batches['records_max']} records, mean {batches['records_mean']}"
+        )
+    if found.wrong_batches:
+        show(f"  batches   {found.wrong_batches} entries are wrong")
+    for session, one in found.sessions.items():
+        show(f"  session   {session}: {one.batches} batches, {one.first}..{one.last}")
+    if found.first_stamp_ms is not None and found.last_stamp_ms is not None:
+        seconds = (found.last_stamp_ms - found.first_stamp_ms) / 1000
+        span = f"{when(found.first_stamp_ms)} to {when(found.last_stamp_ms)}"
+        show(f"  committed {span}, {seconds:.1f} s")
+    density = found.index_density
+    shown = (
+        "missing" if density is None else f"{found.index_entries} entries, {density:.2f} a record"
+    )
+    show(f"  index     {shown}")

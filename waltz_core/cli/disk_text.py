@@ -1,0 +1,88 @@
+"""How `waltz-core disk` writes times, keys and payloads.
+
+Why it stands alone: all its verbs print the same kinds of values.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from uuid import UUID
+
+from waltz_core.errors import BadConfig
+
+Deserializer = Callable[[bytes], object]
+
+
+def when(milliseconds: int) -> str:
+    """Return a time in UTC; a broken header may hold one that no calendar has."""
+    try:
+        time = datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{milliseconds} ms"
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def uuid(key: bytes) -> str:
+    """Return 16 bytes as they are written elsewhere."""
+    return str(UUID(bytes=key))
+
+
+def named_deserializer(name: str) -> Deserializer:
+    """Return what reads payloads, by its name.
+
+    Raises:
+        BadConfig: there is no such thing, or it cannot be called.
+    """
+    if name == "bytes":
+        return bytes
+    if name in {"msgpack", "json"}:
+        from waltz_core.client.transaction import JSON, MSGPACK  # noqa: PLC0415 - only then needed
+
+        return (MSGPACK if name == "msgpack" else JSON).deserialize
+    module, colon, path = name.partition(":")
+    if not colon or not module or not path:
+        raise BadConfig(
+            f"--deserializer: expected bytes, msgpack, json or module:name, found {name!r}"
+        )
+    # As for `python -m`: a file of one's own is found where one stands.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = attrgetter(path)(import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise BadConfig(f"--deserializer {name}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if isinstance(found, type) and hasattr(found, "deserialize"):
+        found = found()
+    read = getattr(found, "deserialize", found)
+    if not callable(read):
+        raise BadConfig(
+            f"--deserializer {name}: expected a function of bytes or something with a "
+            f"`deserialize`, found {type(found).__name__}"
+        )
+    return read  # type: ignore[no-any-return]  # the person says that it takes bytes
+
+
+def payload(read: Deserializer, data: bytes) -> dict[str, object]:
+    """Return what a payload is, for JSON; bytes as hexadecimal digits, a failure by its reason."""
+    try:
+        value = read(data)
+    except Exception as error:  # noqa: BLE001 - code of the person who asks; the dump goes on
+        return {"data_error": f"{type(error).__name__}: {error}"}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"data_hex": bytes(value).hex()}
+    return {"data": value}
+
+
+def payload_text(read: Deserializer, data: bytes) -> str:
+    """Return what a payload is, on one line."""
+    shown = payload(read, data)
+    if "data_error" in shown:
+        return f"({shown['data_error']})"
+    if "data_hex" in shown:
+        return bytes.fromhex(str(shown["data_hex"])).decode("utf-8", "backslashreplace")
+    return json.dumps(shown["data"], default=str, ensure_ascii=False)

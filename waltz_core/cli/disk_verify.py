@@ -1,0 +1,158 @@
+"""`waltz-core disk verify | repair-index`: judge a directory, and mend what is only a cache."""
+
+import argparse
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.errors import BadConfig, BadFormat
+from waltz_core.offline.files import kept_still, segments_at
+from waltz_core.offline.findings import Finding
+from waltz_core.offline.index_repair import Repaired, held_alone
+from waltz_core.offline.index_repair import repair_index as make_anew
+from waltz_core.offline.verify import Verified
+from waltz_core.offline.verify import verify as verify_at
+from waltz_core.offline.verify_segment import LogSeen
+from waltz_core.storage.disk import RealDisk
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Run the verb; 1 when anything is wrong."""
+    if arguments.limit < 0:
+        raise BadConfig(f"--limit: expected a number from 0, found {arguments.limit}")
+    found = verify_at(arguments.path, arguments.partition, arguments.limit)
+    if arguments.json:
+        show_json(_verified_json(found))
+    else:
+        _print_verified(found)
+    return 1 if found.findings.wrong else 0
+
+
+def _verified_json(found: Verified) -> dict[str, object]:
+    findings = found.findings
+    return {
+        "path": str(found.path),
+        "wrong": findings.wrong,
+        "notes": findings.notes,
+        "findings": [
+            {"kind": _kind(one), "file": one.path, "offset": one.offset, "what": one.what}
+            for one in findings.kept
+        ],
+        "partitions": [
+            {
+                "partition": None if number < 0 else number,
+                "segments": seen.segments,
+                "records": seen.records,
+                "last": seen.last,
+                "bytes": seen.bytes_read,
+                "checksums": seen.checksums,
+                "batches": seen.chains,
+                "unchecked_batches": seen.unchecked_chains,
+                "chain": None if seen.end is None else seen.end.chain.hex(),
+                "unreadable": seen.bad,
+            }
+            for number, seen in found.logs.items()
+        ],
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def _kind(finding: Finding) -> str:
+    return "wrong" if finding.is_wrong else "note"
+
+
+def _print_verified(found: Verified) -> None:
+    findings = found.findings
+    for one in findings.kept:
+        where = one.path if one.offset is None else f"{one.path} at {one.offset}"
+        show(f"{_kind(one)}: {where}: {one.what}")
+    if findings.unkept:
+        show(f"and {findings.unkept} more, see --limit")
+    if found.logs and next(iter(found.logs)) >= 0:
+        show_table(
+            (
+                "partition",
+                "segments",
+                "records",
+                "bytes",
+                "batches",
+                "unchecked",
+                "last id",
+                "chain",
+            ),
+            [_row(number, seen) for number, seen in found.logs.items()],
+        )
+    logs = found.logs.values()
+    show(
+        f"{sum(one.checksums for one in logs)} checksums of {sum(one.records for one in logs)} "
+        f"records, {sum(one.bytes_read for one in logs)} bytes, in {found.seconds:.1f} s: "
+        f"{findings.wrong} wrong, {findings.notes} to note"
+    )
+
+
+def _row(number: int, seen: LogSeen) -> tuple[object, ...]:
+    chain = "-" if seen.end is None else seen.end.chain.hex()
+    unchecked = seen.unchecked_chains
+    return (
+        number,
+        seen.segments,
+        seen.records,
+        seen.bytes_read,
+        seen.chains,
+        unchecked,
+        seen.last,
+        chain,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# the index
+
+
+def repair_index(arguments: argparse.Namespace) -> int:
+    """Run the verb; 1 when a segment's header keeps its index from being made."""
+    disk = RealDisk()
+    segments = segments_at(arguments.path, arguments.partition)
+    repaired: list[Repaired] = []
+    refused: list[str] = []
+    with _held(disk, arguments.path, dry_run=arguments.dry_run):
+        for segment in segments:
+            try:
+                repaired.append(make_anew(disk, segment, dry_run=arguments.dry_run))
+            except BadFormat as error:  # The others can be mended all the same.
+                refused.append(str(error))
+    if arguments.json:
+        show_json([_repaired_json(one, dry_run=arguments.dry_run) for one in repaired])
+    else:
+        for one in repaired:
+            show(_repaired_text(one, dry_run=arguments.dry_run))
+    for message in refused:
+        say(f"waltz-core: {message}")
+    return 1 if refused else 0
+
+
+def _held(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextManager[None]:
+    return kept_still(path) if dry_run else held_alone(disk, path)
+
+
+def _repaired_json(one: Repaired, *, dry_run: bool) -> dict[str, object]:
+    return {
+        "file": str(one.path),
+        "is_right": one.is_right,
+        "is_made_anew": not one.is_right and not dry_run,
+        "entries": one.entries,
+        "old_entries": one.old_entries,
+        "wrong": one.wrong,
+        "kept_of_unreadable_records": one.kept,
+    }
+
+
+def _repaired_text(one: Repaired, *, dry_run: bool) -> str:
+    if one.is_right:
+        return f"{one.path}: right, {one.entries} entries; left as it is"
+    done = "would be made anew" if dry_run else "made anew"
+    was = "missing" if one.old_entries is None else f"wrong in {one.wrong} places"
+    if one.wrong == 1 and one.old_entries is not None:
+        was = "wrong in 1 place"
+    kept = f"; {one.kept} of them are of records that cannot be read" if one.kept else ""
+    return f"{one.path}: {was}; {done}, {one.entries} entries{kept}"

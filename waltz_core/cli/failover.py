@@ -1,0 +1,300 @@
+"""The workloads `failover-*` and `rolling-restart`: how long nobody is answered when somebody goes.
+
+Why it stands alone: it starts and ends the daemons of a local cluster while it measures, and what
+counts is not speed but the longest silence, and that nothing is lost or doubled over it.
+
+Rules:
+    1. Every partition has a writer of its own, a few rows at a time and always the next ones as
+       soon as the pause is over. The gap of a step is the longest time between two acknowledgements
+       in any one partition, from the step's beginning until all partitions have gone on.
+    2. A row that is told "not in the log" is sent again, as a user would do it; so a row that is in
+       the log in spite of that is found as doubled. Rows are known by what they say, not by ids.
+    3. Each step begins with a cluster that is whole: all servers registered and, where storages
+       are restarted, all replicas engaged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from waltz_core import batches
+from waltz_core.batches import encode_append
+from waltz_core.client import AsyncWaltzClient, Reason
+from waltz_core.cluster.model import UNRESOLVED
+from waltz_core.cluster.zookeeper import connected
+from waltz_core.errors import BadConfig, Unavailable, WaltzError
+from waltz_core.record import PartitionId
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_core.client import BatchOutcome
+    from waltz_core.cluster.coordinator import Coordinator
+    from waltz_core.local import LocalCluster
+
+STEPS = 5
+ROWS = 10
+PAUSE_S = 0.002
+CALM_S = 1.0
+WAIT_S_MAX = 60.0
+LOOK_S = 0.02
+
+
+@dataclass
+class _Lane:
+    """What the writer of one partition was told."""
+
+    partition: int
+    answered_s: list[float] = field(default_factory=list)
+    acknowledged: Counter[bytes] = field(default_factory=Counter)
+    unknown: set[bytes] = field(default_factory=set)
+    again: int = 0
+
+    def gap_s(self, began: float, ended: float) -> float:
+        """Return the longest time between two answers that reaches into a stretch of time."""
+        around = [each for each in pairwise(self.answered_s) if each[1] >= began]
+        return max((b - a for a, b in around if a <= ended), default=ended - began)
+
+
+class _Run:
+    """A cluster under load; see the module's rules."""
+
+    def __init__(
+        self, cluster: LocalCluster, client: AsyncWaltzClient, coordinator: Coordinator
+    ) -> None:
+        self.cluster = cluster
+        self.client = client
+        self.lanes = [_Lane(partition) for partition in range(client.partition_count)]
+        self.gaps_s: dict[str, list[float]] = {}
+        self._coordinator = coordinator
+        self._is_over = False
+
+    async def write(self, lane: _Lane) -> None:
+        """Append until the run is over (rules 1 and 2)."""
+        count = 0
+        while not self._is_over:
+            rows = [b"%d:%d" % (lane.partition, count + number) for number in range(ROWS)]
+            count += ROWS
+            while rows:
+                rows = await self._append(lane, rows)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _append(self, lane: _Lane, rows: list[bytes]) -> list[bytes]:
+        """Send rows once; return those that are to be sent again."""
+        none: list[list[int]] = [[] for _ in rows]
+        payload = encode_append(
+            [0] * len(rows), rows, write_locks=none, read_locks=none, append_locks=none
+        )
+        try:
+            outcome: BatchOutcome = await (
+                await self.client.append_batch(
+                    lane.partition, payload, len(rows), client_high_water_mark=-1
+                )
+            )
+        except WaltzError:
+            lane.unknown.update(rows)
+            return []
+        is_in = outcome.reasons == Reason.COMMITTED
+        if is_in.any():
+            lane.answered_s.append(time.perf_counter())
+        lane.acknowledged.update(row for row, told in zip(rows, is_in, strict=True) if told)
+        left = [row for row, told in zip(rows, is_in, strict=True) if not told]
+        if left:
+            lane.again += 1
+            await asyncio.sleep(PAUSE_S)
+        return left
+
+    def stop(self) -> None:
+        """End the writers."""
+        self._is_over = True
+
+    async def step(self, kind: str, act: Callable[[], Awaitable[None]]) -> None:
+        """Do something to the cluster; note the longest gap until all partitions have gone on."""
+        await asyncio.sleep(CALM_S)
+        began = time.perf_counter()
+        await act()
+        acted = time.perf_counter()
+        await self._await(
+            "acknowledgements in each partition",
+            lambda: all(lane.answered_s and lane.answered_s[-1] > acted for lane in self.lanes),
+        )
+        await asyncio.sleep(CALM_S)
+        now = time.perf_counter()
+        found = max(lane.gap_s(began, now) for lane in self.lanes)
+        self.gaps_s.setdefault(kind, []).append(found)
+
+    async def _await(self, what: str, condition: Callable[[], bool]) -> None:
+        until = time.perf_counter() + WAIT_S_MAX
+        while not condition():
+            if time.perf_counter() > until:
+                raise Unavailable(f"{what}: not within {WAIT_S_MAX:.0f} s")
+            await asyncio.sleep(LOOK_S)
+
+    # ------------------------------------------------------------------------- the cluster
+
+    async def owner_of(self, partition: int) -> str:
+        """Return the name of the member that owns a partition."""
+        view = await self._coordinator.read_servers()
+        port = view.servers[view.owners[PartitionId(partition)].server_id].port
+        return next(each.name for each in self.cluster.members if each.port == port)
+
+    async def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a member; a killing one is awaited."""
+        await asyncio.to_thread(self.cluster.kill, name, number)
+
+    async def start(self, name: str) -> None:
+        """Start a member and wait until the cluster is whole again (rule 3)."""
+        await asyncio.to_thread(self.cluster.start, name)
+        await self.await_whole()
+
+    async def await_whole(self) -> None:
+        """Wait until all servers are registered and own something, and all replicas are engaged."""
+        until = time.perf_counter() + WAIT_S_MAX
+        while not await self._is_whole():
+            if time.perf_counter() > until:
+                raise Unavailable(f"the cluster was not whole within {WAIT_S_MAX:.0f} s")
+            await asyncio.sleep(LOOK_S)
+
+    async def _is_whole(self) -> bool:
+        ports = {each.port for each in self.cluster.members if each.kind == "server"}
+        view = await self._coordinator.read_servers()
+        owners = {owner.server_id for owner in view.owners.values()}
+        wanted = min(len(ports), len(self.lanes))
+        if {each.port for each in view.servers.values()} != ports or len(owners) < wanted:
+            return False
+        storages = sum(each.kind == "storage" for each in self.cluster.members)
+        for lane in self.lanes:
+            metadata = (
+                await self._coordinator.read_partition(PartitionId(lane.partition))
+            ).metadata
+            states = metadata.states.values() if metadata else ()
+            if sum(each.closing_high_water_mark == UNRESOLVED for each in states) < storages:
+                return False
+        return view.is_settled
+
+    # ------------------------------------------------------------------------- the end
+
+    async def check(self) -> tuple[int, int]:
+        """Read the log; return how many acknowledged rows are not there, and how many twice."""
+        lost = doubled = 0
+        for lane in self.lanes:
+            found: Counter[bytes] = Counter()
+            partition_id = PartitionId(lane.partition)
+            last = await self.client.high_water_mark(lane.partition, linearizable=True)
+            async for chunk in self.client.read_range(lane.partition, 0, last):
+                for batch in batches.range_to_arrow(
+                    chunk.records, chunk.lengths, (), ("data",), partition_id=partition_id
+                ):
+                    found.update(batch.column("data").to_pylist())
+            lost += (lane.acknowledged - found).total()
+            doubled += sum(count - 1 for row, count in found.items() if row)
+        return lost, doubled
+
+
+async def _kill(run: _Run) -> None:
+    """Kill a server; it is started again after that."""
+    for _ in range(STEPS):
+        name = await run.owner_of(0)
+        await run.step("kill", lambda name=name: run.signal(name, signal.SIGKILL))  # type: ignore[misc]
+        await run.step("start", lambda name=name: run.start(name))  # type: ignore[misc]
+
+
+async def _term(run: _Run) -> None:
+    """Ask a server to end; it is started again after that."""
+    for _ in range(STEPS):
+        name = await run.owner_of(0)
+        await run.step("term", lambda name=name: run.signal(name, signal.SIGTERM))  # type: ignore[misc]
+        await run.step("start", lambda name=name: run.start(name))  # type: ignore[misc]
+
+
+async def _freeze(run: _Run) -> None:
+    """Stop a server as a debugger would; it wakes up when others do its work."""
+    for _ in range(STEPS):
+        name = await run.owner_of(0)
+        await run.step("freeze", lambda name=name: run.signal(name, signal.SIGSTOP))  # type: ignore[misc]
+        await run.step("wake", lambda name=name: _wake(run, name))  # type: ignore[misc]
+
+
+async def _wake(run: _Run, name: str) -> None:
+    await run.signal(name, signal.SIGCONT)
+    await run.await_whole()
+
+
+async def _rolling(run: _Run) -> None:
+    """Restart all servers and all storages, one after the other."""
+    names = [each.name for each in run.cluster.members if each.kind in ("server", "storage")]
+    for name in sorted(names):
+        kind = name.split("-")[0]
+        await run.step(f"{kind}-term", lambda name=name: run.signal(name, signal.SIGTERM))  # type: ignore[misc]
+        await run.step(f"{kind}-start", lambda name=name: run.start(name))  # type: ignore[misc]
+
+
+def failover_kill(load: Load, meter: Meter) -> Measured:
+    """Kill a server with SIGKILL, five times."""
+    return uvloop.run(_measured(load, meter, _kill, "kill"))
+
+
+def failover_term(load: Load, meter: Meter) -> Measured:
+    """End a server with SIGTERM, five times."""
+    return uvloop.run(_measured(load, meter, _term, "term"))
+
+
+def failover_freeze(load: Load, meter: Meter) -> Measured:
+    """Freeze a server with SIGSTOP until others own its partitions, five times."""
+    return uvloop.run(_measured(load, meter, _freeze, "freeze"))
+
+
+def rolling_restart(load: Load, meter: Meter) -> Measured:
+    """Restart every server and every storage in turn with SIGTERM."""
+    return uvloop.run(_measured(load, meter, _rolling, None))
+
+
+async def _measured(
+    load: Load, meter: Meter, story: Callable[[_Run], Awaitable[None]], told: str | None
+) -> Measured:
+    """Run a story; `told` is the kind of step whose gaps are the figure, None for all kinds."""
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports us
+
+    if meter.cluster is None:
+        raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")
+    async with (
+        AsyncWaltzClient.connect(load.connect) as client,
+        connected(load.connect) as coordinator,
+    ):
+        run = _Run(meter.cluster, client, coordinator)
+        await run.await_whole()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for lane in run.lanes:
+                group.create_task(run.write(lane))
+            await story(run)
+            run.stop()
+        took = time.perf_counter() - began
+        lost, doubled = await run.check()
+    gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if told in (kind, None)]
+    count = sum(lane.acknowledged.total() for lane in run.lanes)
+    return Measured(
+        rows=count,
+        seconds=took,
+        bytes=0,
+        gap_s_max=max(gaps_s),
+        acknowledged=count,
+        lost=lost,
+        doubled=doubled,
+        extra={
+            "median_gap_s": round(statistics.median(gaps_s), 3),
+            "gaps_s": {kind: [round(gap, 3) for gap in each] for kind, each in run.gaps_s.items()},
+            "unknown": sum(len(lane.unknown) for lane in run.lanes),
+            "sent_again": sum(lane.again for lane in run.lanes),
+        },
+    )

@@ -1,0 +1,236 @@
+"""The workloads of `waltz-core bench` that need no cluster: the storage engine on this disk.
+
+Why it stands alone: what a storage costs shows best without server, client and network; the engine
+is called as the storage daemon calls it, by one thread.
+
+Rules:
+    1. The records are made outside of what is measured; CPU is that of this whole process.
+    2. Everything is read back from the disk, with all checks, before a figure is told.
+    3. The directory is made anew below `--directory` (else here), and removed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core import raw_records
+from waltz_core.checksum import combine_many, crc32_of_each
+from waltz_core.cli.output import say
+from waltz_core.record import (
+    RECORD_OVERHEAD_BYTES,
+    Chain,
+    ClientId,
+    Generation,
+    LineageEntry,
+    PartitionId,
+    ReqId,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings, PartitionLog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from waltz_core.cli.bench import Load, Measured, Meter
+
+MIB: Final = 1024 * 1024
+APPEND_MIB: Final = 1024
+OPEN_MIB: Final = 10 * 1024
+SEGMENT_BYTES_MAX: Final = 1_000_000_000
+SESSION: Final = SessionId(1)
+PARTITION: Final = PartitionId(0)
+READ_BYTES: Final = 8 * MIB
+KEY: Final = bytes(16)
+
+
+class _Batch(NamedTuple):
+    """What an append is given."""
+
+    first: TransactionId
+    lengths: npt.NDArray[np.int64]
+    records: bytes
+    chain_before: Chain
+    entry: LineageEntry
+
+
+class _Spent(NamedTuple):
+    """Seconds of CPU and of the clock."""
+
+    append_cpu_s: float
+    sync_cpu_s: float
+    wall_s: list[float]
+
+
+def storage_append(load: Load, meter: Meter) -> Measured:
+    """Append batches to one log, each synced before the next; read all back."""
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+
+    rows = _rows(load, APPEND_MIB)
+    with _directory(load) as directory:
+        engine, log = _opened(directory, SEGMENT_BYTES_MAX)
+        meter.start()
+        spent = _append(log, load, rows)
+        meter.stop()
+        engine.close()
+        engine, log = _opened(directory, SEGMENT_BYTES_MAX)
+        lost, read_cpu_s = _read_back(log, rows)
+        engine.close()
+    return Measured(
+        rows=rows,
+        seconds=sum(spent.wall_s),
+        bytes=rows * load.payload_bytes,
+        latencies_s=spent.wall_s,
+        acknowledged=rows,
+        lost=lost,
+        cpu_seconds={"storage": spent.append_cpu_s + spent.sync_cpu_s},
+        extra={
+            "append_us": round(spent.append_cpu_s * 1e6 / rows, 3),
+            "sync_us": round(spent.sync_cpu_s * 1e6 / rows, 3),
+            "read_us": round(read_cpu_s * 1e6 / rows, 3),
+        },
+    )
+
+
+def storage_open(load: Load, meter: Meter) -> Measured:
+    """Open a directory of many segments three times, and read all back.
+
+    First as after a crash, then as after a clean stop, both without what the system has in memory
+    of the files, then once more with it.
+    """
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+
+    rows = _rows(load, OPEN_MIB)
+    record_bytes = load.payload_bytes + RECORD_OVERHEAD_BYTES
+    segment_bytes_max = min(SEGMENT_BYTES_MAX, max(4096, rows * record_bytes // load.segments))
+    with _directory(load) as directory:
+        engine, log = _opened(directory, segment_bytes_max)
+        say(f"writing {rows * record_bytes // MIB:,} MiB")
+        _append(log, load, rows)
+        engine.abandon()
+        meter.start()
+        took: dict[str, object] = {}
+        slowest = 0.0
+        for name, in_memory in (("after_crash", False), ("after_stop", False), ("again", True)):
+            if not in_memory:
+                _drop_from_memory(directory)
+            files_before = len(os.listdir("/proc/self/fd"))
+            began = time.perf_counter()
+            engine, log = _opened(directory, segment_bytes_max)
+            took_s = time.perf_counter() - began
+            slowest = max(slowest, took_s)
+            took[f"{name}_s"] = round(took_s, 3)
+            took["open_files"] = len(os.listdir("/proc/self/fd")) - files_before
+            engine.close()
+        meter.stop()
+        engine, log = _opened(directory, segment_bytes_max)
+        lost, _ = _read_back(log, rows)
+        engine.close()
+        took["segments"] = len(list((directory / str(PARTITION)).glob("*.seg")))
+    return Measured(
+        rows=rows,
+        seconds=slowest,
+        bytes=rows * load.payload_bytes,
+        acknowledged=rows,
+        lost=lost,
+        extra=took,
+    )
+
+
+def _rows(load: Load, mib: int) -> int:
+    """Return how many rows make so many MiB of data, in whole batches."""
+    wanted = (load.mib or mib) * MIB // max(1, load.payload_bytes)
+    return max(1, wanted // load.batch_rows) * load.batch_rows
+
+
+@contextmanager
+def _directory(load: Load) -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="waltz-bench-", dir=load.directory or "."))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
+
+
+def _opened(directory: Path, segment_bytes_max: int) -> tuple[Engine, PartitionLog]:
+    settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
+    engine = Engine.open(
+        RealDisk(), directory, settings, partition_count=1, new_storage_id=bytes(16)
+    )
+    return engine, engine.assign(PARTITION)
+
+
+def _append(log: PartitionLog, load: Load, rows: int) -> _Spent:
+    log.prepare(SESSION, KEY)
+    append_s = sync_s = 0.0
+    wall_s = []
+    for batch in _batches(log.chain, load, rows):
+        began, cpu = time.perf_counter(), time.process_time()
+        log.append(SESSION, *batch[:4], [batch.entry])
+        appended = time.process_time()
+        log.sync()
+        sync_s += time.process_time() - appended
+        append_s += appended - cpu
+        wall_s.append(time.perf_counter() - began)
+    return _Spent(append_s, sync_s, wall_s)
+
+
+def _batches(chain: Chain, load: Load, rows: int) -> Iterator[_Batch]:
+    """Make the batches one by one; they have the same data but other ids."""
+    count, size = load.batch_rows, load.payload_bytes
+    chance = Random(3)  # noqa: S311 - test data
+    data = [chance.randbytes(size) for _ in range(count)]
+    data_crcs = crc32_of_each(data)
+    made = np.empty((count, size + RECORD_OVERHEAD_BYTES), dtype=np.uint8)
+    made[:, 36:-4] = np.frombuffer(b"".join(data), dtype=np.uint8).reshape(count, size)
+    lengths = np.full(count, size + RECORD_OVERHEAD_BYTES, dtype=np.int64)
+    places = np.arange(count, dtype=np.int64)
+    headers = np.zeros(count, dtype=np.int32)
+    for first in map(TransactionId, range(0, rows, count)):
+        prefixes = raw_records.prefixes(
+            places + first,
+            ReqId(ClientId(1), Generation(1), PARTITION, first),
+            places,
+            headers,
+            lengths=lengths - RECORD_OVERHEAD_BYTES,
+            data_crcs=data_crcs,
+        )
+        crcs = combine_many(raw_records.prefix_crcs(prefixes), data_crcs, size).astype(">u4")
+        made[:, :36] = prefixes
+        made[:, -4:] = crcs.view(np.uint8).reshape(count, 4)
+        last = TransactionId(first + count - 1)
+        end = next_chain(chain, first, last, SESSION, crcs.tobytes())
+        entry = LineageEntry(first, last, SESSION, 0, end)
+        yield _Batch(first, lengths, made.tobytes(), chain, entry)
+        chain = end
+
+
+def _read_back(log: PartitionLog, rows: int) -> tuple[int, float]:
+    """Read the whole log with all checks; return how many rows are missing, and the CPU spent."""
+    first = TransactionId(0)
+    began = time.process_time()
+    while first <= log.max_id:
+        read = log.read_range(first, log.max_id, READ_BYTES, whole_batches=False)
+        first = TransactionId(first + int(read.lengths.size))
+    return rows - first, time.process_time() - began
+
+
+def _drop_from_memory(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)

@@ -1,0 +1,210 @@
+"""The door to files that are only read: opening, listing, and keeping a storage from starting.
+
+Why it stands alone: the storage's own door opens every file for writing, which a look at a backup
+on a read-only disk must not need. Nothing here can change a byte.
+
+Rules:
+    1. Files are opened read-only; an error of the operating system becomes one sentence.
+    2. While a directory is verified, no storage may run on it: what is read in one moment would
+       not fit what is read in the next. The locks taken here are shared ones. So several may
+       look at once, none may while a storage runs, and no storage starts while one looks.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from waltz_core.errors import BadRequest, DiskFailed
+from waltz_core.offline.layout import CONTROL_HEADER_BYTES, CONTROL_NAME, ID_NAME
+
+SEGMENT_SUFFIX: Final = ".seg"
+_NAME_DIGITS: Final = 19
+
+
+class Readable(Protocol):
+    """What the walks through files need of one."""
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+
+
+class OpenFile:
+    """A file that is open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DiskFailed(f"opening {path}: {error.strerror}") from error
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes."""
+        parts = []
+        try:
+            while size and (data := os.pread(self.fd, size, offset)):
+                parts.append(data)
+                size -= len(data)
+                offset += len(data)
+        except OSError as error:
+            raise DiskFailed(f"reading {self.path} at {offset}: {error.strerror}") from error
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+        return os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_all(path: Path) -> bytes | None:
+    """Return a small file's content, or None where there is no file."""
+    if not path.exists():
+        return None
+    with OpenFile(path) as file:
+        return file.pread(file.size(), 0)
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names in a directory, sorted."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise DiskFailed(f"listing {directory}: {error.strerror}") from error
+
+
+# ---------------------------------------------------------------------------------------------
+# which files
+
+
+def first_of(name: str) -> int | None:
+    """Return the first id that a `.seg` file is named for, or None for any other name."""
+    stem, suffix = os.path.splitext(name)
+    is_number = len(stem) == _NAME_DIGITS and stem.isascii() and stem.isdigit()
+    return int(stem) if suffix == SEGMENT_SUFFIX and is_number else None
+
+
+def segment_path(directory: Path, first: int, suffix: str) -> Path:
+    """Return the path of a segment's `.seg`, `.idx` or `.chn`."""
+    return directory / f"{first:0{_NAME_DIGITS}d}{suffix}"
+
+
+def firsts_in(directory: Path) -> list[int]:
+    """Return the first ids of a partition's segments, in order."""
+    return [first for name in names_in(directory) if (first := first_of(name)) is not None]
+
+
+def partitions_in(directory: Path) -> list[int]:
+    """Return the partitions that a storage directory has directories of."""
+    names = [name for name in names_in(directory) if name.isascii() and name.isdecimal()]
+    return sorted(int(name) for name in names if (directory / name).is_dir())
+
+
+def is_storage(directory: Path) -> bool:
+    """Tell if a directory is a storage's, and not a partition's."""
+    return (directory / CONTROL_NAME).exists() or (directory / ID_NAME).exists()
+
+
+def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
+    """Return the `.seg` files that a person means by a file or a directory.
+
+    A storage directory stands for all its partitions, or for the chosen ones.
+
+    Raises:
+        BadRequest: there is nothing of that name, or no segment in it.
+    """
+    if path.is_file():
+        if first_of(path.name) is None:
+            raise BadRequest(
+                f"{path}: expected a segment, named by {_NAME_DIGITS} digits and {SEGMENT_SUFFIX}"
+            )
+        return [path]
+    if not path.is_dir():
+        raise BadRequest(f"{path}: expected a segment or a directory, found nothing of that name")
+    directories = [path]
+    if is_storage(path) or not firsts_in(path):
+        directories = [path / str(one) for one in chosen(path, partitions)]
+    found = [
+        segment_path(one, first, SEGMENT_SUFFIX) for one in directories for first in firsts_in(one)
+    ]
+    if not found:
+        raise BadRequest(f"{path}: expected segments, found none")
+    return found
+
+
+def chosen(directory: Path, partitions: list[int] | None) -> list[int]:
+    """Return the partitions of a storage directory, or the chosen ones, which must be there."""
+    here = partitions_in(directory)
+    missing = [one for one in partitions or [] if one not in here]
+    if missing:
+        raise BadRequest(
+            f"{directory}: expected partition {missing[0]}, found "
+            f"{', '.join(map(str, here)) or 'none'}"
+        )
+    return here if partitions is None else sorted(set(partitions))
+
+
+def storage_of(path: Path) -> Path | None:
+    """Return the storage directory that a file or a directory is part of, if it is of one."""
+    path = path.absolute()
+    return next((one for one in (path, *path.parents[:2]) if is_storage(one)), None)
+
+
+# ---------------------------------------------------------------------------------------------
+# the locks (rule 2)
+
+
+@contextmanager
+def kept_still(path: Path) -> Iterator[None]:
+    """Hold shared locks on the storage directory of a path, so that no storage runs on it.
+
+    A file without a storage directory around it, as in a copy, is nobody's and needs none.
+
+    Raises:
+        DiskFailed: a storage runs on it.
+    """
+    directory = storage_of(path)
+    with ExitStack() as held:
+        if directory is not None:
+            for name in (ID_NAME, CONTROL_NAME):
+                if (directory / name).exists():
+                    file = held.enter_context(OpenFile(directory / name))
+                    _lock_shared(file, directory, is_original=name == CONTROL_NAME)
+        yield
+
+
+def _lock_shared(file: OpenFile, directory: Path, *, is_original: bool) -> None:
+    # NB: a POSIX lock goes as soon as this process closes any descriptor of the file, so that
+    # whoever reads the control file under it does not hold it any more. The other one stays.
+    try:
+        if is_original:
+            fcntl.lockf(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB, CONTROL_HEADER_BYTES)
+        else:
+            fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise DiskFailed(
+            f"{directory}: a storage runs on this directory, and its files change under whoever "
+            "looks; stop it first, or look at a copy"
+        ) from error
+    except OSError as error:
+        raise DiskFailed(f"locking {file.path}: {error.strerror}") from error

@@ -1,0 +1,207 @@
+"""Making the index of a segment anew from its records.
+
+Why it stands alone: it is the only thing here that writes, so that what is written, and when it
+counts, can be seen in one place. It goes through the storage's door to the disk, whose test twin
+loses power at every step.
+
+Rules:
+    1. The new index is written whole under another name, synced, and renamed over the old one; the
+       directory is synced last. A crash leaves the old index or the new one.
+    2. Nothing is written where the index is right already, nor where the segment's header is not
+       what its name says: somebody has to look first.
+    3. An entry of a record that cannot be read is kept as it was, if it can be true: it may be all
+       that is known of where the record was. Without one, it says where the damage begins.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadFormat, DiskFailed
+from waltz_core.offline.files import segment_path, storage_of
+from waltz_core.offline.layout import (
+    CONTROL_HEADER_BYTES,
+    CONTROL_NAME,
+    FILE_HEADER_BYTES,
+    ID_NAME,
+    OFFSET_BYTES,
+    file_header,
+)
+from waltz_core.offline.records import Gap, walk
+from waltz_core.storage.disk import TEMPORARY_SUFFIX, Disk, File
+
+I64 = npt.NDArray[np.int64]
+
+
+class Repaired(NamedTuple):
+    """What was found, and done if something had to be.
+
+    `entries` are those of the new index, `wrong` the places at which the old one differs, its
+    header and its size among them, `kept`
+    the entries of records that cannot be read.
+    """
+
+    path: Path
+    entries: int
+    old_entries: int | None
+    wrong: int
+    kept: int
+
+    @property
+    def is_right(self) -> bool:
+        """Was there nothing to do?"""
+        return self.wrong == 0
+
+
+def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> Repaired:
+    """Make the index of a `.seg` file anew, durably; with `dry_run` only say what would be done.
+
+    Raises:
+        BadFormat: the segment's header is wrong (rule 2).
+        DiskFailed, NoSpace: it could not be read, or written; the old index stays.
+    """
+    first = int(segment.stem)
+    path = segment_path(segment.parent, first, ".idx")
+    with ExitStack() as opened:
+        file = disk.open(segment)
+        opened.callback(file.close)
+        header = _good_header(file, segment, first)
+        old = _OldIndex()
+        if disk.exists(path):
+            old_file = disk.open(path)
+            opened.callback(old_file.close)
+            old = _OldIndex(old_file)
+        # The records are walked through twice, so that no index has to fit into memory.
+        found = _compare(path, header, _entries(file, first, old), old)
+        if not found.is_right and not dry_run:
+            _write(disk, path, header, _entries(file, first, old))
+        return found
+
+
+@contextmanager
+def held_alone(disk: Disk, path: Path) -> Iterator[None]:
+    """Hold the locks of a storage on the directory around a path, as a running storage does.
+
+    A file without a storage directory around it, as in a copy, is nobody's and needs none.
+
+    Raises:
+        DiskFailed: a storage runs on it, or somebody looks at it.
+    """
+    directory = storage_of(path)
+    with ExitStack() as held:
+        for name in (ID_NAME, CONTROL_NAME):
+            if directory is None or not disk.exists(directory / name):
+                continue
+            file = disk.open(directory / name)
+            held.callback(file.close)
+            is_original = name == CONTROL_NAME
+            if not (file.lock_range(0, CONTROL_HEADER_BYTES) if is_original else file.lock_whole()):
+                raise DiskFailed(
+                    f"{directory}: expected a storage that is stopped, found {name} locked; "
+                    "another process has the directory"
+                )
+        yield
+
+
+class _OldIndex:
+    """The index that is there, if one is; offsets are read as they are asked for."""
+
+    def __init__(self, file: File | None = None) -> None:
+        self._file = file
+        size = 0 if file is None else file.size()
+        self.is_there = file is not None
+        self.header = b"" if file is None else file.pread(FILE_HEADER_BYTES, 0)
+        self.count, self.spare_bytes = divmod(max(0, size - FILE_HEADER_BYTES), OFFSET_BYTES)
+
+    def read(self, place: int, count: int) -> I64:
+        """Return up to `count` offsets from a place on."""
+        count = max(0, min(count, self.count - place))
+        if self._file is None or not count:
+            return np.zeros(0, dtype=np.int64)
+        data = self._file.pread(OFFSET_BYTES * count, FILE_HEADER_BYTES + OFFSET_BYTES * place)
+        return np.frombuffer(data, dtype=">i8").astype(np.int64)
+
+
+def _good_header(file: File, path: Path, first: int) -> bytes:
+    data = file.pread(FILE_HEADER_BYTES, 0)
+    header = file_header(data)
+    wrong = list(header.wrong)
+    if header.first != first:
+        wrong.append(f"expected first id {first}, found {header.first}")
+    if wrong:
+        raise BadFormat(f"{path}: header: {wrong[0]}; no index is made of such a segment")
+    return data
+
+
+class _Part(NamedTuple):
+    """Entries of the new index from a place on; kept ones are of records that cannot be read."""
+
+    place: int
+    offsets: I64
+    is_kept: bool
+
+
+def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_Part]:
+    """Return the entries of the new index, part by part."""
+    for part in walk(file, first):
+        place = part.first - first
+        if not isinstance(part, Gap):
+            yield _Part(
+                place, np.array(part.bounds[:-1], dtype=np.int64) + part.offset, is_kept=False
+            )
+            continue
+        if part.next_id is not None:
+            count = part.next_id - part.first
+            kept = old.read(place, count)
+            if kept.size != count or not _can_be_true(kept, part):
+                kept = np.full(count, part.offset, dtype=np.int64)
+            yield _Part(place, kept, is_kept=True)
+            continue
+        kept = old.read(place, old.count)
+        if kept.size and _can_be_true(kept, part):
+            yield _Part(place, kept, is_kept=True)
+
+
+def _can_be_true(entries: I64, gap: Gap) -> bool:
+    """Tell if entries may be those of the records in a gap."""
+    return bool(
+        entries[0] == gap.offset and (np.diff(entries) >= 0).all() and entries[-1] < gap.end
+    )
+
+
+def _compare(path: Path, header: bytes, parts: Iterator[_Part], old: _OldIndex) -> Repaired:
+    count = wrong = kept = 0
+    for part in parts:
+        size = int(part.offsets.size)
+        count = part.place + size
+        kept += size if part.is_kept else 0
+        there = old.read(part.place, size)
+        wrong += int((there != part.offsets[: there.size]).sum()) + size - int(there.size)
+    if not old.is_there:
+        return Repaired(path, count, None, max(1, wrong), kept)
+    wrong += max(0, old.count - count) + (1 if old.spare_bytes else 0)
+    # But for the creation time, which differs in the original's two files.
+    if old.header[:4] + old.header[12:] != header[:4] + header[12:]:
+        wrong += 1
+    return Repaired(path, count, old.count, wrong, kept)
+
+
+def _write(disk: Disk, path: Path, header: bytes, parts: Iterator[_Part]) -> None:
+    """Write an index in place of the old one, durably (rule 1)."""
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    file = disk.open(temporary, create=True)
+    try:
+        file.truncate(0)
+        file.pwrite([header], 0)
+        for part in parts:
+            at = FILE_HEADER_BYTES + OFFSET_BYTES * part.place
+            file.pwrite([part.offsets.astype(">i8").tobytes()], at)
+        file.sync()
+    finally:
+        file.close()
+    disk.rename(temporary, path)
+    disk.sync_directory(path.parent)

@@ -1,0 +1,341 @@
+"""The bytes of a storage's files, read a second time: by other code, and with another CRC-32.
+
+Why it stands alone: `storage/format.py` reads what it has written itself, so that a mistake in it
+agrees with itself. This file was written from the description of the bytes, imports none of the
+storage's code, and has crcmod for its checksums. A property test holds the two against each other.
+
+Rules:
+    1. Any bytes decode: a value says in `wrong` what is wrong with it, and keeps its fields, which
+       may be nonsense then. Whoever looks at a broken file wants to see what stands in it.
+    2. Bytes that are missing are decoded as zeros, and `wrong` says how many there are.
+    3. A CRC is over all that is before it in its structure, and none is taken on trust.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import crcmod.predefined
+
+Bytes = bytes | memoryview
+crc32: Final[Callable[..., int]] = crcmod.predefined.mkCrcFun("crc-32")
+assert crc32(b"123456789") == 0xCBF43926
+
+CONTROL_NAME: Final = "waltz-storage.ctl"
+ID_NAME: Final = "waltz-x.id"
+SLOTS_NAME: Final = "waltz-x.ctl"
+RESERVE_NAME: Final = "waltz-x.reserve"
+
+CONTROL_HEADER_BYTES: Final = 128
+CONTROL_ENTRY_BYTES: Final = 76
+INFO_BYTES: Final = 36
+ID_BYTES: Final = 24
+SLOT_BYTES: Final = 512
+SLOT_BLOCK_BYTES: Final = 4096
+FILE_HEADER_BYTES: Final = 128
+OFFSET_BYTES: Final = 8
+CHAIN_HEADER_BYTES: Final = 64
+BATCH_BYTES: Final = 64
+RECORD: Final = struct.Struct(">qiiiiiiI")
+RECORD_FRAME_BYTES: Final = 40  # a record without its data
+GENESIS: Final = bytes(16)
+
+AVAILABLE, ASSIGNED = 1, 4
+DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT = 1, 2, 4, 8, 16
+MADE_UP: Final = -2  # the session of a batch that stands for others which could not be read
+_DAMAGED_MAX: Final = 21
+
+
+def _filled(data: Bytes, size: int) -> tuple[bytes, list[str]]:
+    """Return exactly `size` bytes, and what is wrong about how many there were (rule 2)."""
+    wrong = [] if len(data) == size else [f"expected {size} bytes, found {len(data)}"]
+    return bytes(data[:size]).ljust(size, b"\0"), wrong
+
+
+def _expect(wrong: list[str], what: str, expected: object, found: object) -> None:
+    if expected != found:
+        wrong.append(f"expected {what} {expected}, found {found}")
+
+
+def _expect_crc(wrong: list[str], body: bytes, stated: int, before: int = 0) -> None:
+    _expect(wrong, "CRC", f"{crc32(body, before):08x}", f"{stated:08x}")
+
+
+def _expect_zero(wrong: list[str], reserved: bytes, offset: int) -> None:
+    """Note bytes that are reserved and not zero; `offset` is theirs in the structure."""
+    for place, value in enumerate(reserved):
+        if value:
+            wrong.append(f"expected zero in reserved byte {offset + place}, found {value:#04x}")
+            return
+
+
+# ---------------------------------------------------------------------------------------------
+# waltz-storage.ctl
+
+
+class ControlHeader(NamedTuple):
+    """The first 128 bytes: of which cluster, and with how many partitions."""
+
+    version: int
+    created_ms: int
+    cluster_key: bytes
+    partition_count: int
+    wrong: tuple[str, ...]
+
+
+class Info(NamedTuple):
+    """One of the two structures that the original keeps of each partition."""
+
+    session: int
+    low_water_mark: int
+    local_low_water_mark: int
+    flags: int
+    sequence: int
+    wrong: tuple[str, ...]
+
+
+class Entry(NamedTuple):
+    """What the control file has of one partition; `current` is 0, 1, or None when none counts."""
+
+    number: int
+    infos: tuple[Info, Info]
+    current: int | None
+    wrong: tuple[str, ...]
+
+    @property
+    def info(self) -> Info | None:
+        """The structure that counts."""
+        return None if self.current is None else self.infos[self.current]
+
+
+def control_header(data: Bytes) -> ControlHeader:
+    """Decode 128 bytes."""
+    body, wrong = _filled(data, CONTROL_HEADER_BYTES)
+    version, created_ms, key, count, reserved = struct.unpack(">iq16si96s", body)
+    _expect(wrong, "version", 0, version)
+    _expect_zero(wrong, reserved, 32)
+    if count < 0:
+        wrong.append(f"expected a partition count of at least 0, found {count}")
+    return ControlHeader(version, created_ms, key, count, tuple(wrong))
+
+
+def control_entry(data: Bytes, place: int) -> Entry:
+    """Decode the 76 bytes that belong to the partition of this place."""
+    body, wrong = _filled(data, CONTROL_ENTRY_BYTES)
+    number = int.from_bytes(body[:4], "big", signed=True)
+    _expect(wrong, "partition", place, number)
+    infos = _info(body[4:40]), _info(body[40:76])
+    good = [one for one in (0, 1) if not infos[one].wrong]
+    if not good:
+        wrong.append("both structures are wrong, so that none counts")
+    elif len(good) == 2 and infos[0].sequence == infos[1].sequence:
+        wrong.append(f"both structures have sequence {infos[0].sequence}, so that none counts")
+        good = []
+    current = max(good, key=lambda one: infos[one].sequence, default=None)
+    return Entry(number, infos, current, tuple(wrong))
+
+
+def _info(data: bytes) -> Info:
+    session, mark, local, flags, sequence, stated = struct.unpack(">qqqiiI", data)
+    wrong: list[str] = []
+    _expect_crc(wrong, data[:-4], stated)
+    for what, value in (("session", session), ("mark", mark), ("local mark", local)):
+        if value < -1:
+            wrong.append(f"expected a {what} of at least -1, found {value}")
+    if flags & ~(AVAILABLE | ASSIGNED):
+        wrong.append(f"expected flags of {AVAILABLE} and {ASSIGNED}, found {flags:#x}")
+    return Info(session, mark, local, flags, sequence, tuple(wrong))
+
+
+def storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
+    """Decode `waltz-x.id`: the id, and what is wrong."""
+    body, wrong = _filled(data, ID_BYTES)
+    version, uuid, stated = struct.unpack(">i16sI", body)
+    _expect_crc(wrong, body[:-4], stated)
+    _expect(wrong, "version", 0, version)
+    return uuid, tuple(wrong)
+
+
+# ---------------------------------------------------------------------------------------------
+# waltz-x.ctl
+
+
+class Slot(NamedTuple):
+    """One of the two control slots of a partition."""
+
+    version: int
+    flags: int
+    partition: int
+    sequence: int
+    original_sequence: int
+    promised: int
+    nonce: bytes
+    last_session: int
+    low_water_mark: int
+    provisional_session: int
+    provisional_mark: int
+    acked: int
+    acked_chain: bytes
+    truncate_to: int
+    cut: tuple[int, int, int, int, bytes]
+    damaged: tuple[tuple[int, int], ...]
+    wrong: tuple[str, ...]
+
+    @property
+    def is_dirty(self) -> bool:
+        """Has the storage not been stopped cleanly since?"""
+        return bool(self.flags & DIRTY)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Can the replica not vouch for its log?"""
+        return bool(self.flags & SUSPECT)
+
+    def lists(self, first: int, last: int) -> bool:
+        """Tell if all of these ids are listed as damaged."""
+        return any(low <= first and last <= high for low, high in self.damaged)
+
+
+def slot(data: Bytes, place: int) -> Slot:
+    """Decode a slot from the beginning of block 0 or 1."""
+    body, wrong = _filled(data, SLOT_BYTES)
+    _expect_crc(wrong, body[:-4], int.from_bytes(body[-4:], "big"))
+    version, flags, partition, count = struct.unpack_from(">iiii", body, 0)
+    sequence, original = struct.unpack_from(">qq", body, 16)
+    promised, nonce, last_session, mark = struct.unpack_from(">q16sqq", body, 32)
+    provisional_session, provisional_mark = struct.unpack_from(">qq", body, 72)
+    acked, acked_chain, truncate_to = struct.unpack_from(">q16sq", body, 88)
+    cut = struct.unpack_from(">qqqq16s", body, 120)
+    _expect(wrong, "version", 0, version)
+    if flags & ~(DIRTY | SUSPECT | PROVISIONAL | TRUNCATE | CUT):
+        wrong.append(f"expected flags below {2 * CUT:#x}, found {flags:#x}")
+    if sequence % 2 == place:
+        wrong.append(f"expected {'an odd' if place == 0 else 'an even'} sequence, found {sequence}")
+    if not 0 <= count <= _DAMAGED_MAX:
+        wrong.append(f"expected 0 to {_DAMAGED_MAX} damaged ranges, found {count}")
+        count = 0
+    end = 168 + 16 * count
+    damaged = tuple(struct.iter_unpack(">qq", body[168:end]))
+    _expect_zero(wrong, body[end:-4], end)
+    wrong += _wrong_slot_values(promised, last_session, mark, acked, damaged)
+    return Slot(
+        version,
+        flags,
+        partition,
+        sequence,
+        original,
+        promised,
+        nonce,
+        last_session,
+        mark,
+        provisional_session,
+        provisional_mark,
+        acked,
+        acked_chain,
+        truncate_to,
+        cut,
+        damaged,
+        tuple(wrong),
+    )
+
+
+def _wrong_slot_values(
+    promised: int, last_session: int, mark: int, acked: int, damaged: tuple[tuple[int, int], ...]
+) -> list[str]:
+    wrong = []
+    named = (("promise", promised), ("session", last_session), ("mark", mark), ("acked id", acked))
+    for what, value in named:
+        if value < -1:
+            wrong.append(f"expected a {what} of at least -1, found {value}")
+    previous = -1
+    for first, last in damaged:
+        if not previous < first <= last:
+            wrong.append(f"expected damaged ranges in order, found {first}..{last}")
+        previous = last
+    return wrong
+
+
+def current_slot(slots: tuple[Slot, Slot], partition: int) -> Slot | None:
+    """Return the slot that counts for a partition, if one does."""
+    good = [one for one in slots if not one.wrong and one.partition == partition]
+    return max(good, key=lambda one: one.sequence, default=None)
+
+
+# ---------------------------------------------------------------------------------------------
+# .seg, .idx, .chn
+
+
+class FileHeader(NamedTuple):
+    """The 128 bytes at the beginning of `.seg` and `.idx`, also told of in that of `.chn`."""
+
+    version: int
+    created_ms: int
+    cluster_key: bytes
+    partition: int
+    first: int
+    wrong: tuple[str, ...]
+
+
+class ChainHeader(NamedTuple):
+    """The 64 bytes at the beginning of `.chn`; each entry's CRC begins with `segment_crc`."""
+
+    header: FileHeader
+    chain_before: bytes
+    segment_crc: int
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """What is wrong with it."""
+        return self.header.wrong
+
+
+class Batch(NamedTuple):
+    """One entry of `.chn`: a batch whose last record is in this segment."""
+
+    first: int
+    last: int
+    session: int
+    stamp_ms: int
+    chain: bytes
+    synced: int
+    wrong: tuple[str, ...]
+
+
+def file_header(data: Bytes) -> FileHeader:
+    """Decode 128 bytes."""
+    body, wrong = _filled(data, FILE_HEADER_BYTES)
+    version, created_ms, key, partition, first, reserved = struct.unpack(">iq16siq88s", body)
+    _expect(wrong, "version", 0, version)
+    _expect_zero(wrong, reserved, 40)
+    return FileHeader(version, created_ms, key, partition, first, tuple(wrong))
+
+
+def chain_header(data: Bytes) -> ChainHeader:
+    """Decode 64 bytes."""
+    body, wrong = _filled(data, CHAIN_HEADER_BYTES)
+    version, created_ms, key, partition, first, chain, reserved, stated = struct.unpack(
+        ">iq16siq16s4sI", body
+    )
+    _expect_crc(wrong, body[:-4], stated)
+    _expect(wrong, "version", 0, version)
+    _expect_zero(wrong, reserved, 56)
+    header = FileHeader(version, created_ms, key, partition, first, tuple(wrong))
+    # The entries are bound to the segment's header as `.seg` has it, with its 88 zero bytes.
+    return ChainHeader(header, chain, crc32(body[:40] + bytes(88)))
+
+
+def batch(data: Bytes, place: int, segment_crc: int) -> Batch:
+    """Decode the 64 bytes of the entry at a place in its file."""
+    body, wrong = _filled(data, BATCH_BYTES)
+    first, last, session, stamp_ms, chain, synced, reserved, stated = struct.unpack(
+        ">qqqq16sq4sI", body
+    )
+    _expect_crc(wrong, body[:-4], stated, crc32(struct.pack(">q", place), segment_crc))
+    _expect_zero(wrong, reserved, 56)
+    if not 0 <= first <= last:
+        wrong.append(f"expected 0 <= first <= last, found {first}..{last}")
+    elif not -1 <= synced < first:
+        wrong.append(f"expected a synced id of -1 to {first - 1}, found {synced}")
+    if session < MADE_UP:
+        wrong.append(f"expected a session of at least {MADE_UP}, found {session}")
+    return Batch(first, last, session, stamp_ms, chain, synced, tuple(wrong))

@@ -1,0 +1,201 @@
+"""A walk through the records of a `.seg` file, over damage too.
+
+Why it stands alone: dumping, counting, verifying and mending all need to know where the records
+are, and a walk that stops at the first wrong byte would tell of one fault only.
+
+Rules:
+    1. A `Run` holds records that have the ids that are due and follow one another. Whether their
+       checksums fit is for the caller to see, as not every caller wants to pay for it.
+    2. Between two runs there may be a `Gap`: bytes that are no record, or one whose CRC is wrong
+       and which does not lead to the next. It ends at the next record that has a right CRC.
+    3. At most a few blocks of a file are in memory at any time.
+"""
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from waltz_core.offline.files import Readable
+from waltz_core.offline.layout import FILE_HEADER_BYTES, RECORD, RECORD_FRAME_BYTES, crc32
+
+BLOCK_BYTES: Final = 8 * 1024 * 1024
+# No storage takes a record of this size; a length above it is wrong, whatever it leads to.
+RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
+
+
+class Run(NamedTuple):
+    """Records back to back; record i is `data[bounds[i] : bounds[i + 1]]`, with the id first + i.
+
+    `offset` is that of the data in the file.
+    """
+
+    first: int
+    offset: int
+    data: bytes
+    bounds: list[int]
+
+    @property
+    def length(self) -> int:
+        """How many records there are."""
+        return len(self.bounds) - 1
+
+    def starting_at(self, transaction_id: int) -> "Run":
+        """Return the records from an id on."""
+        skip = min(max(0, transaction_id - self.first), self.length)
+        return self._replace(first=self.first + skip, bounds=self.bounds[skip:])
+
+    def up_to(self, transaction_id: int) -> "Run":
+        """Return the records up to an id."""
+        return self._replace(bounds=self.bounds[: max(0, transaction_id - self.first + 1) + 1])
+
+
+class Gap(NamedTuple):
+    """Bytes offset..end-1, in which no records first..next_id-1 are found; None: nor any other."""
+
+    first: int
+    next_id: int | None
+    offset: int
+    end: int
+    why: str
+
+
+class Fields(NamedTuple):
+    """What stands in a record, but for its data."""
+
+    transaction_id: int
+    client: int
+    generation: int
+    partition: int
+    sequence: int
+    header: int
+    data_bytes: int
+    data_crc: int
+
+
+def fields(record: bytes | memoryview) -> Fields:
+    """Return what stands in a record."""
+    return Fields._make(RECORD.unpack_from(record))
+
+
+def is_right(record: bytes | memoryview) -> bool:
+    """Tell if the CRC behind a record fits it."""
+    return crc32(record[:-4]) == int.from_bytes(record[-4:], "big")
+
+
+def begins_at(file: Readable, transaction_id: int, offset: int) -> bool:
+    """Tell if the record of an id may begin at an offset."""
+    return offset >= FILE_HEADER_BYTES and not _why_not(file, transaction_id, offset, file.size())
+
+
+def walk(file: Readable, first: int, offset: int = FILE_HEADER_BYTES) -> Iterator[Run | Gap]:
+    """Return all records from the one with id `first` at `offset` on, and what is between them."""
+    size = file.size()
+    due = first
+    while offset < size:
+        run = _run(file, due, offset, size)
+        if run.length:
+            yield run
+            due, offset = due + run.length, run.offset + run.bounds[-1]
+            continue
+        gap = _gap(file, due, offset, size)
+        yield gap
+        if gap.next_id is None:
+            return
+        due, offset = gap.next_id, gap.end
+
+
+def _run(file: Readable, due: int, offset: int, size: int) -> Run:
+    """Return the records of one block that lead on to the next, or to the end of the file."""
+    end = _end_of(file, due, offset, size)
+    data = file.pread(max(BLOCK_BYTES, end - offset) if end else 0, offset)
+    bounds = _bounds(data, due)
+    if len(bounds) > 1:
+        end = offset + bounds[-1]
+        leads_on = end == size or _end_of(file, due + len(bounds) - 1, end, size)
+        # Where it does not, the next record is broken, or the last one here has a wrong length and
+        # leads to the wrong place; then its CRC is wrong too.
+        if not leads_on and not is_right(memoryview(data)[bounds[-2] : bounds[-1]]):
+            bounds.pop()
+    return Run(due, offset, data, bounds)
+
+
+def _bounds(data: bytes, due: int) -> list[int]:
+    """Return where the records begin that are whole in these bytes, and where the last ends."""
+    unpack = RECORD.unpack_from
+    bounds = [0]
+    at, last_start = 0, len(data) - RECORD_FRAME_BYTES
+    while at <= last_start:
+        prefix = unpack(data, at)
+        length = prefix[6]
+        if prefix[0] != due or not 0 <= length <= last_start - at:
+            break
+        at += length + RECORD_FRAME_BYTES
+        due += 1
+        bounds.append(at)
+    return bounds
+
+
+def _end_of(file: Readable, due: int, offset: int, size: int) -> int:
+    """Return where the record at an offset ends, or 0 when it cannot be the one that is due."""
+    return 0 if _why_not(file, due, offset, size) else offset + _length(file, offset)
+
+
+def _length(file: Readable, offset: int) -> int:
+    return RECORD_FRAME_BYTES + fields(file.pread(RECORD.size, offset)).data_bytes
+
+
+def _why_not(file: Readable, due: int, offset: int, size: int) -> str:
+    """Return why the bytes at an offset cannot be the record that is due; empty if they can."""
+    room = size - offset - RECORD_FRAME_BYTES
+    if room < 0:
+        return f"expected at least {RECORD_FRAME_BYTES} bytes, found {size - offset}"
+    found = fields(file.pread(RECORD.size, offset))
+    if found.transaction_id != due:
+        return f"expected id {due}, found {found.transaction_id}"
+    room = min(room, RECORD_BYTES_MAX)
+    if not 0 <= found.data_bytes <= room:
+        return f"expected at most {room} bytes of data, found a length of {found.data_bytes}"
+    return ""
+
+
+def _gap(file: Readable, due: int, offset: int, size: int) -> Gap:
+    why = _why_not(file, due, offset, size)
+    if not why:
+        record = file.pread(_length(file, offset), offset)
+        found = int.from_bytes(record[-4:], "big")
+        why = f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}, and no record behind it"
+    behind = _find(file, offset + 1, due, size)
+    next_id, end = behind if behind is not None else (None, size)
+    return Gap(due, next_id, offset, end, why)
+
+
+def _find(file: Readable, offset: int, after: int, size: int) -> tuple[int, int] | None:
+    """Return the first record with a right CRC and an id above `after`: its id and its offset."""
+    # Each id takes 40 bytes at least, so that none can be far above the one that is due.
+    id_max = after + (size - offset) // RECORD_FRAME_BYTES + 1
+    while offset + RECORD_FRAME_BYTES <= size:
+        data = file.pread(BLOCK_BYTES, offset)
+        for at in _candidates(data, after, id_max, size - offset):
+            found = fields(memoryview(data)[at:])
+            length = RECORD_FRAME_BYTES + found.data_bytes
+            whole = len(data) - at >= length
+            record = data[at : at + length] if whole else file.pread(length, offset + at)
+            if is_right(record):
+                return found.transaction_id, offset + at
+        offset += max(1, len(data) - RECORD.size + 1)
+    return None
+
+
+def _candidates(data: bytes, after: int, id_max: int, room: int) -> list[int]:
+    """Return the places at which id and length look possible; `room` is from the first on."""
+    count = len(data) - RECORD.size + 1
+    if count <= 0:
+        return []
+    ids = np.ndarray((count,), dtype=">i8", buffer=data, strides=(1,))
+    places = np.flatnonzero((ids > after) & (ids <= id_max))
+    lengths = np.ndarray((count,), dtype=">i4", buffer=data, offset=28, strides=(1,))
+    stated = lengths[places].astype(np.int64)
+    fits = (stated >= 0) & (places + stated + RECORD_FRAME_BYTES <= room)
+    found: list[int] = places[fits & (stated <= RECORD_BYTES_MAX)].tolist()
+    return found

@@ -1,0 +1,131 @@
+"""Counting one segment: sizes, ids, batches, sessions, times, and how much of it is indexed.
+
+Why it stands alone: it looks at the shape of records and not at their bytes, so that it is as fast
+as the disk; whether they are right is for `verify` to say.
+
+Rules:
+    1. What is held in memory grows with the number of different sizes, clients and sessions, and
+       not with that of the records.
+    2. Percentiles are of the data of records, by nearest rank: a size that some record has.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from waltz_core.offline.files import OpenFile, segment_path
+from waltz_core.offline.layout import (
+    FILE_HEADER_BYTES,
+    OFFSET_BYTES,
+    RECORD,
+    RECORD_FRAME_BYTES,
+    FileHeader,
+    file_header,
+)
+from waltz_core.offline.lineage import batches_of, header_of
+from waltz_core.offline.records import Gap, walk
+
+PERCENTILES: Final = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class SessionSeen:
+    """The batches of one store session in a segment."""
+
+    first: int
+    last: int
+    batches: int = 0
+    first_stamp_ms: int = 0
+    last_stamp_ms: int = 0
+
+
+@dataclass(slots=True)
+class Statistic:
+    """What was counted in a segment."""
+
+    path: Path
+    header: FileHeader
+    file_bytes: int = 0
+    records: int = 0
+    last: int | None = None
+    unreadable_bytes: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)  # of the data
+    clients: Counter[int] = field(default_factory=Counter)
+    index_entries: int | None = None
+    batches: int = 0
+    batch_records: Counter[int] = field(default_factory=Counter)
+    wrong_batches: int = 0
+    sessions: dict[int, SessionSeen] = field(default_factory=dict)
+    first_stamp_ms: int | None = None
+    last_stamp_ms: int | None = None
+
+    @property
+    def data_bytes(self) -> int:
+        """The bytes of all records' data."""
+        return sum(size * count for size, count in self.sizes.items())
+
+    @property
+    def index_density(self) -> float | None:
+        """Index entries for each record; 1 where the index is whole."""
+        if self.index_entries is None:
+            return None
+        return self.index_entries / self.records if self.records else 1.0
+
+
+def percentile(counts: Counter[int], percent: int) -> int:
+    """Return the smallest value that is not below `percent` of all (rule 2)."""
+    rank = -(-sum(counts.values()) * percent // 100)
+    for value in sorted(counts):
+        rank -= counts[value]
+        if rank <= 0:
+            return value
+    return 0
+
+
+def statistic_of(path: Path) -> Statistic:
+    """Count a segment, by its `.seg` file."""
+    with OpenFile(path) as file:
+        found = Statistic(path, file_header(file.pread(FILE_HEADER_BYTES, 0)), file.size())
+        unpack = RECORD.unpack_from
+        for part in walk(file, int(path.stem)):
+            if isinstance(part, Gap):
+                found.unreadable_bytes += part.end - part.offset
+                continue
+            starts = part.bounds[:-1]
+            found.records += part.length
+            found.last = part.first + part.length - 1
+            found.clients.update([unpack(part.data, at)[1] for at in starts])
+            found.sizes.update(
+                end - start - RECORD_FRAME_BYTES
+                for start, end in zip(starts, part.bounds[1:], strict=True)
+            )
+    index = segment_path(path.parent, int(path.stem), ".idx")
+    if index.exists():
+        with OpenFile(index) as file:
+            found.index_entries = max(0, file.size() - FILE_HEADER_BYTES) // OFFSET_BYTES
+    _count_batches(found, segment_path(path.parent, int(path.stem), ".chn"))
+    return found
+
+
+def _count_batches(found: Statistic, path: Path) -> None:
+    if not path.exists():
+        return
+    with OpenFile(path) as file:
+        for placed in batches_of(file, header_of(file).segment_crc):
+            entry = placed.batch
+            if entry.wrong:
+                found.wrong_batches += 1
+                continue
+            found.batches += 1
+            found.batch_records[entry.last - entry.first + 1] += 1
+            stamp = entry.stamp_ms
+            first, last = found.first_stamp_ms, found.last_stamp_ms
+            found.first_stamp_ms = stamp if first is None else min(first, stamp)
+            found.last_stamp_ms = stamp if last is None else max(last, stamp)
+            seen = found.sessions.setdefault(
+                entry.session,
+                SessionSeen(entry.first, entry.last, 0, first_stamp_ms=stamp, last_stamp_ms=stamp),
+            )
+            seen.last, seen.last_stamp_ms = entry.last, stamp
+            seen.batches += 1

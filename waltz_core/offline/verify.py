@@ -1,0 +1,120 @@
+"""Verifying a storage directory, or one partition or segment that somebody has copied.
+
+Why it stands alone: it is the list of what is looked at, in which order, and what comes out.
+"""
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from waltz_core.errors import BadRequest
+from waltz_core.offline.files import (
+    chosen,
+    first_of,
+    firsts_in,
+    is_storage,
+    kept_still,
+    partitions_in,
+)
+from waltz_core.offline.findings import Findings
+from waltz_core.offline.layout import CONTROL_NAME, SLOTS_NAME
+from waltz_core.offline.verify_control import (
+    Control,
+    belief_of,
+    check_control,
+    check_id,
+    compare,
+    is_assigned,
+    read_control,
+)
+from waltz_core.offline.verify_log import verify_log, verify_segment
+from waltz_core.offline.verify_segment import LogSeen
+
+
+class Verified(NamedTuple):
+    """What was looked at, by partition, and what was found."""
+
+    path: Path
+    logs: dict[int, LogSeen]
+    findings: Findings
+    seconds: float
+
+
+def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
+    """Verify a storage directory, a partition's directory, or a `.seg` file.
+
+    Raises:
+        BadRequest: there is no such thing.
+        DiskFailed: a storage runs on it, or a file cannot be read.
+    """
+    began = time.perf_counter()
+    findings = Findings(limit)
+    with kept_still(path):
+        if path.is_file() and first_of(path.name) is not None:
+            logs = {-1: verify_segment(path, findings)}
+        elif path.is_dir() and is_storage(path):
+            logs = _verify_storage(path, partitions, findings)
+        elif path.is_dir() and (firsts_in(path) or (path / SLOTS_NAME).exists()):
+            logs = _verify_partition(path, findings)
+        else:
+            raise BadRequest(
+                f"{path}: expected a storage directory with {CONTROL_NAME}, a partition's "
+                "directory, or a .seg file"
+            )
+    return Verified(path, logs, findings, time.perf_counter() - began)
+
+
+def _verify_storage(
+    directory: Path, partitions: list[int] | None, findings: Findings
+) -> dict[int, LogSeen]:
+    control = read_control(directory / CONTROL_NAME)
+    check_control(control, findings)
+    here = partitions_in(directory)
+    is_ours = any((directory / str(one) / SLOTS_NAME).exists() for one in here)
+    check_id(directory, findings, is_ours=is_ours)
+    if control is not None and partitions is None:
+        _check_assignment(control, here, findings)
+    logs = {}
+    for number in chosen(directory, partitions):
+        logs[number] = _verify_one(directory, number, control, findings)
+    return logs
+
+
+def _check_assignment(control: Control, here: list[int], findings: Findings) -> None:
+    for number, entry in enumerate(control.entries):
+        if is_assigned(entry) and number not in here:
+            session = -1 if entry.info is None else entry.info.session
+            findings.in_file(str(number)).found(
+                None,
+                f"is missing: partition {number} is assigned, its last session is {session}",
+                is_wrong=session >= 0,  # before the first session there may be nothing yet
+            )
+    for number in here:
+        said = findings.in_file(str(number))
+        count = control.header.partition_count
+        if number >= count:
+            said.wrong(None, f"expected a partition below {count}, as the control file has it")
+        elif number < len(control.entries) and not is_assigned(control.entries[number]):
+            said.note(None, f"partition {number} is here and not assigned")
+
+
+def _verify_partition(directory: Path, findings: Findings) -> dict[int, LogSeen]:
+    """Verify a partition's directory with what is known of its storage, if that is around it."""
+    parent = directory.absolute().parent
+    if not directory.absolute().name.isdecimal():
+        raise BadRequest(f"{directory}: expected a directory that is named by its partition")
+    number = int(directory.absolute().name)
+    control = read_control(parent / CONTROL_NAME)
+    return {number: _verify_one(parent, number, control, findings)}
+
+
+def _verify_one(
+    directory: Path, number: int, control: Control | None, findings: Findings
+) -> LogSeen:
+    belief = belief_of(directory, number, control, findings)
+    seen = verify_log(directory / str(number), belief, findings)
+    entry = None
+    if control is not None and number < len(control.entries):
+        entry = control.entries[number]
+    compare(belief, entry, seen, findings)
+    return seen

@@ -1,0 +1,266 @@
+"""Verifying what stands beside the logs: the control file, a partition's slots, the storage's id.
+
+Why it stands alone: these files say what the logs must hold, so they are read before them, and
+compared with them after.
+
+Rules:
+    1. A structure that is wrong is told, and the other of its pair is what counts, as at a start.
+    2. Where our slot counts, the original's structure may be behind it, as it is written last, and
+       its marks above it, as a truncation does not lower them. Only a later session is wrong, but
+       where the slot has had none: that log was begun anew after the control file was written.
+    3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from waltz_core.offline.files import read_all
+from waltz_core.offline.findings import Findings, InFile
+from waltz_core.offline.layout import (
+    ASSIGNED,
+    CONTROL_ENTRY_BYTES,
+    CONTROL_HEADER_BYTES,
+    CONTROL_NAME,
+    ID_NAME,
+    INFO_BYTES,
+    PROVISIONAL,
+    SLOT_BLOCK_BYTES,
+    SLOT_BYTES,
+    SLOTS_NAME,
+    TRUNCATE,
+    ControlHeader,
+    Entry,
+    Info,
+    Slot,
+    control_entry,
+    control_header,
+    current_slot,
+    slot,
+    storage_id,
+)
+from waltz_core.offline.verify_log import has_batches
+from waltz_core.offline.verify_segment import Belief, LogSeen
+
+
+class Control(NamedTuple):
+    """The control file."""
+
+    header: ControlHeader
+    entries: tuple[Entry, ...]
+    size: int
+
+
+def read_control(path: Path) -> Control | None:
+    """Return a control file's content, or None where there is none."""
+    data = read_all(path)
+    if data is None:
+        return None
+    header = control_header(data[:CONTROL_HEADER_BYTES])
+    whole = (len(data) - CONTROL_HEADER_BYTES) // CONTROL_ENTRY_BYTES
+    entries = []
+    for place in range(max(0, min(header.partition_count, whole))):
+        at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * place
+        entries.append(control_entry(data[at : at + CONTROL_ENTRY_BYTES], place))
+    return Control(header, tuple(entries), len(data))
+
+
+def read_slots(path: Path) -> tuple[Slot, Slot] | None:
+    """Return the two slots of a partition, or None where there is no such file."""
+    data = read_all(path)
+    if data is None:
+        return None
+    return slot(data[:SLOT_BYTES], 0), slot(data[SLOT_BLOCK_BYTES:][:SLOT_BYTES], 1)
+
+
+# ---------------------------------------------------------------------------------------------
+# the storage
+
+
+def check_control(control: Control | None, findings: Findings) -> None:
+    """Say what is wrong with the control file."""
+    said = findings.in_file(CONTROL_NAME)
+    if control is None:
+        said.wrong(None, "is missing; the storage will not start without it")
+        return
+    header = control.header
+    if header.wrong:
+        said.wrong(0, f"header: {'; '.join(header.wrong)}; the storage will not start")
+    expected = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * header.partition_count
+    if header.partition_count >= 0 and control.size != expected:
+        said.wrong(
+            min(control.size, expected),
+            f"expected {expected} bytes, for {header.partition_count} partitions, found "
+            f"{control.size}",
+        )
+    for place, entry in enumerate(control.entries):
+        at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * place
+        for one in entry.wrong:
+            said.wrong(at, f"partition {place}: {one}")
+        for number, info in enumerate(entry.infos):
+            if info.wrong:
+                offset = at + 4 + INFO_BYTES * number
+                what = "; ".join(info.wrong)
+                said.wrong(offset, f"partition {place}, structure {number + 1}: {what}")
+
+
+def check_id(directory: Path, findings: Findings, *, is_ours: bool) -> None:
+    """Say what is wrong with `waltz-x.id`; an original has none."""
+    said = findings.in_file(ID_NAME)
+    data = read_all(directory / ID_NAME)
+    if data is None:
+        if is_ours:
+            said.wrong(None, "is missing: this storage does not know which one it is")
+        return
+    wrong = storage_id(data)[1]
+    if wrong:
+        said.wrong(0, f"{'; '.join(wrong)}; the storage will not start")
+
+
+# ---------------------------------------------------------------------------------------------
+# a partition, before its log is read
+
+
+def belief_of(directory: Path, number: int, control: Control | None, findings: Findings) -> Belief:
+    """Return what the control files say of a partition; say what is wrong about them."""
+    said = findings.in_file(f"{number}/{SLOTS_NAME}")
+    slots = read_slots(directory / str(number) / SLOTS_NAME)
+    _check_blocks(directory / str(number) / SLOTS_NAME, said)
+    if slots is None and has_batches(directory / str(number)):
+        said.wrong(None, "is missing, and there are batches: what was promised is lost")
+    elif slots is None:
+        said.note(None, "is missing: only an original has written here")
+    current = None if slots is None else _check_slots(slots, number, said)
+    key = None
+    info: Info | None = None
+    if control is not None and not control.header.wrong:
+        key = control.header.cluster_key
+        info = control.entries[number].info if number < len(control.entries) else None
+    if current is None:
+        vouched = -1 if info is None else info.local_low_water_mark
+        return Belief(number, key, None, is_adopted=False, vouched=vouched)
+    is_adopted = info is not None and info.sequence > current.original_sequence
+    vouched = current.acked
+    if is_adopted:
+        assert info is not None
+        vouched = info.local_low_water_mark
+    if current.flags & TRUNCATE:
+        vouched = min(vouched, current.truncate_to)
+    ends = frozenset({current.acked, current.low_water_mark, current.provisional_mark})
+    return Belief(number, key, current, is_adopted=is_adopted, vouched=vouched, ends=ends)
+
+
+def _check_blocks(path: Path, said: InFile) -> None:
+    """Say where bytes are that nobody writes: the rest of each slot's block, and behind them."""
+    data = read_all(path)
+    if data is None:
+        return
+    expected = 2 * SLOT_BLOCK_BYTES
+    if len(data) != expected:
+        said.wrong(min(len(data), expected), f"expected {expected} bytes, found {len(data)}")
+    for block in (0, SLOT_BLOCK_BYTES):
+        rest = data[block + SLOT_BYTES : block + SLOT_BLOCK_BYTES]
+        if any(rest):
+            place = len(rest) - len(rest.lstrip(b"\0"))
+            at = block + SLOT_BYTES + place
+            said.wrong(at, f"expected zero behind the slot, found {rest[place]:#04x}")
+
+
+def _check_slots(slots: tuple[Slot, Slot], number: int, said: InFile) -> Slot | None:
+    for place, one in enumerate(slots):
+        offset = SLOT_BLOCK_BYTES * place
+        if one.wrong:
+            said.wrong(offset, f"slot {place}: {'; '.join(one.wrong)}")
+        elif one.partition != number:
+            said.wrong(offset, f"slot {place}: expected partition {number}, found {one.partition}")
+    current = current_slot(slots, number)
+    good = [one for one in slots if not one.wrong and one.partition == number]
+    if current is None:
+        said.wrong(None, "no slot counts; the partition will not open")
+    elif len(good) == 1:
+        said.wrong(None, "one slot counts only; a promise may be lost with the other")
+    elif abs(slots[0].sequence - slots[1].sequence) != 1:
+        said.wrong(
+            None,
+            f"expected two sequences in a row, found {slots[0].sequence} and {slots[1].sequence}",
+        )
+    return current
+
+
+# ---------------------------------------------------------------------------------------------
+# a partition, when its log was read
+
+
+def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findings) -> None:
+    """Say where the log and what the control files say of it do not fit."""
+    info = entry.info if entry is not None else None
+    of_original = findings.in_file(CONTROL_NAME)
+    is_the_originals = belief.slot is None or belief.is_adopted
+    if is_the_originals and info is not None and info.local_low_water_mark > seen.last:
+        of_original.wrong(
+            None,
+            f"partition {belief.partition}: expected a log up to the low-water mark "
+            f"{info.local_low_water_mark}, found it to end at {seen.last}",
+        )
+    if belief.slot is None:
+        return
+    said = findings.in_file(f"{belief.partition}/{SLOTS_NAME}")
+    if belief.is_adopted:
+        said.note(None, "an original has written here since; the next start adopts its records")
+    elif info is not None and info.session != belief.slot.last_session:
+        of_original.found(
+            None,
+            f"partition {belief.partition}: expected session {belief.slot.last_session}, as in "
+            f"the slot, found {info.session}",
+            is_wrong=info.session > belief.slot.last_session >= 0,  # rule 2
+        )
+    _compare_marks(belief, belief.slot, seen, said)
+    _compare_damage(belief.slot, seen, said)
+    _note_state(belief.slot, said)
+
+
+def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> None:
+    marks = [("low-water mark", one.low_water_mark)]
+    if one.flags & PROVISIONAL:
+        marks.append(("provisional low-water mark", one.provisional_mark))
+    if not belief.is_adopted:
+        marks.append(("acked id", one.acked))
+    for what, mark in marks:
+        if mark > seen.last:
+            said.wrong(
+                None, f"expected a log up to the {what} {mark}, found it to end at {seen.last}"
+            )
+    if belief.is_adopted or one.flags & TRUNCATE or one.acked > seen.last:
+        return
+    found = seen.chains_at.get(one.acked)
+    if found != one.acked_chain:
+        shown = found.hex() if found is not None else "no batch that ends there"
+        said.wrong(
+            None, f"acked id {one.acked}: expected chain {one.acked_chain.hex()}, found {shown}"
+        )
+    if not one.is_dirty and one.acked < seen.last:
+        said.wrong(
+            None, f"closed with the acked id {one.acked}, and the log goes on to {seen.last}"
+        )
+
+
+def _compare_damage(one: Slot, seen: LogSeen, said: InFile) -> None:
+    for first, last in one.damaged:
+        if last > seen.last:
+            said.wrong(None, f"damaged {first}..{last}: the log ends at {seen.last}")
+        elif not any(low <= last and first <= high for low, high in seen.bad):
+            said.note(None, f"damaged {first}..{last}: all of it can be read, and has right CRCs")
+
+
+def _note_state(one: Slot, said: InFile) -> None:
+    if one.is_dirty:
+        said.note(None, f"was not closed; known to be synced up to {one.acked}")
+    if one.is_suspect:
+        said.note(None, "suspect: this replica does not vouch for its log until it was repaired")
+    if one.flags & TRUNCATE:
+        said.note(None, f"a cut after {one.truncate_to} was begun; the next start ends it")
+
+
+def is_assigned(entry: Entry | None) -> bool:
+    """Tell if the control file says that the storage holds a partition."""
+    info = entry.info if entry is not None else None
+    return info is not None and bool(info.flags & ASSIGNED)

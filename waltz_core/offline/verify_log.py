@@ -1,0 +1,167 @@
+"""Verifying one partition: its segments in order, and its batches across them.
+
+Why it stands alone: it judges a log by its files and by what the control slot says of it, and
+knows nothing of the other partitions or of how control files are read.
+
+Rules:
+    1. Known to be synced is what the acked marker says, what a later batch's entry says, and all
+       segments but the last. Of the rest, a storage that was not closed may have left any part;
+       where no slot of ours is, nothing tells that from rot, and all of it is wrong.
+    2. Where an original has written since we did, our batches may be of a history that it has cut:
+       what is wrong about them is a note. The next start makes new ones.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from waltz_core.offline.files import OpenFile, firsts_in, names_in, segment_path
+from waltz_core.offline.findings import Findings, records_text
+from waltz_core.offline.layout import SLOTS_NAME, TRUNCATE
+from waltz_core.offline.lineage import ChainCheck, batches_of, header_of
+from waltz_core.offline.verify_segment import Belief, LogSeen, SegmentCheck
+
+_SUFFIXES: Final = (".seg", ".idx", ".chn")
+
+
+def verify_log(directory: Path, belief: Belief, findings: Findings) -> LogSeen:
+    """Verify the log in a partition's directory."""
+    return _LogCheck(directory, belief, findings).run()
+
+
+def verify_segment(path: Path, findings: Findings) -> LogSeen:
+    """Verify one segment, without its batches: their chain begins in the one before."""
+    seen = LogSeen()
+    SegmentCheck(
+        path.parent,
+        int(path.stem),
+        next_first=None,
+        belief=Belief(partition=None, key=None),
+        findings=findings,
+        seen=seen,
+        chain=None,
+        is_wrong=lambda _: True,
+        is_index_wrong=lambda _: True,
+    ).run()
+    return seen
+
+
+def has_batches(directory: Path) -> bool:
+    """Tell if there are batches of ours in a partition's directory."""
+    return any(name.endswith(".chn") for name in names_in(directory))
+
+
+class _LogCheck:
+    def __init__(self, directory: Path, belief: Belief, findings: Findings) -> None:
+        self._directory = directory
+        self._belief = belief
+        self._findings = findings
+        self._seen = LogSeen()
+        self._firsts = firsts_in(directory)
+        self._vouched = belief.vouched
+        self._chain: ChainCheck | None = None
+
+    def run(self) -> LogSeen:
+        """Verify all of it."""
+        self._check_names()
+        if not self._firsts:
+            return self._seen
+        if self._belief.slot is not None or has_batches(self._directory):
+            self._vouched = max(self._vouched, self._vouched_by_entries(self._firsts[-1]))
+            slot = self._belief.slot
+            if slot is not None and slot.flags & TRUNCATE:
+                # What an entry above the cut says is true, and does not count any more.
+                self._vouched = min(self._vouched, slot.truncate_to)
+            self._chain = ChainCheck(
+                self._directory,
+                self._firsts,
+                self._findings,
+                self._is_wrong_batch,
+                self._belief.ends,
+            )
+        due = 0
+        for first, next_first in zip(self._firsts, [*self._firsts[1:], None], strict=True):
+            if first > due:
+                self._say_missing(due, first)
+            due = SegmentCheck(
+                self._directory,
+                first,
+                next_first=next_first,
+                belief=self._belief,
+                findings=self._findings,
+                seen=self._seen,
+                chain=self._chain,
+                is_wrong=partial(self._is_wrong, segment=first),
+                is_index_wrong=partial(self._is_index_wrong, segment=first),
+            ).run()
+        self._seen.last = due - 1
+        if self._chain is not None:
+            self._chain.finish(due - 1)
+            self._seen.end = self._chain.end
+            self._seen.chains_at = self._chain.chains
+            self._seen.chains = self._chain.count
+            self._seen.unchecked_chains = self._chain.unchecked
+        return self._seen
+
+    # ---- what may be torn (rule 1)
+
+    def _is_wrong(self, transaction_id: int, segment: int) -> bool:
+        return self._is_synced(transaction_id, segment, self._vouched)
+
+    def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
+        # The index is synced when the marker moves; what an entry vouches for is of the records.
+        return self._is_synced(transaction_id, segment, self._belief.vouched)
+
+    def _is_synced(self, transaction_id: int, segment: int, vouched: int) -> bool:
+        """Tell if what a segment has of an id must have been synced."""
+        behind = self._firsts[self._firsts.index(segment) + 1 :]
+        if behind:
+            # A file that a failed write has ended may have its tail back: that cut is not synced.
+            return not self._is_dirty or transaction_id < behind[0]
+        return not self._is_dirty or transaction_id <= vouched
+
+    def _is_wrong_batch(self, transaction_id: int) -> bool:
+        # An entry is judged by its ids alone: at a roll the last one may not have been written.
+        is_torn = self._is_dirty and transaction_id > self._vouched
+        return not (self._belief.is_adopted or is_torn)
+
+    @property
+    def _is_dirty(self) -> bool:
+        return self._belief.slot is not None and self._belief.slot.is_dirty
+
+    def _vouched_by_entries(self, first: int) -> int:
+        """Return the last id that an entry of the last segment says was synced before it."""
+        path = segment_path(self._directory, first, ".chn")
+        if not path.exists():
+            return -1
+        with OpenFile(path) as file:
+            header = header_of(file)
+            entries = (one.batch for one in batches_of(file, header.segment_crc))
+            return max((one.synced for one in entries if not one.wrong), default=-1)
+
+    # ---- names
+
+    def _say_missing(self, due: int, first: int) -> None:
+        path = segment_path(Path(self._directory.name), first, ".seg")
+        what = f"{records_text(due, first - 1)}: in no segment before this one"
+        self._findings.in_file(str(path)).wrong(None, what)
+        self._seen.lose(due, first - 1)
+        if self._chain is not None:
+            self._chain.take(due, None, first - due)
+
+    def _check_names(self) -> None:
+        expected = {SLOTS_NAME} | {
+            segment_path(self._directory, first, suffix).name
+            for first in self._firsts
+            for suffix in _SUFFIXES
+        }
+        for name in names_in(self._directory):
+            if name in expected:
+                continue
+            file = self._findings.in_file(f"{self._directory.name}/{name}")
+            if name.endswith(".tmp"):
+                file.note(None, "was never finished; the next start removes it")
+            elif name.endswith((".idx", ".chn")):
+                file.note(None, "has no .seg beside it; the next start removes it")
+            else:
+                file.note(None, "is no file of a storage")

@@ -1,0 +1,320 @@
+"""Verifying one segment: its headers, every record of `.seg`, every entry of `.idx`.
+
+Why it stands alone: one file after the other is judged here, with what is believed of the log
+handed in; the batches, which cross from file to file, are in `lineage`.
+
+Rules:
+    1. Both CRCs of every record are computed: that of its data, and that of all of it.
+    2. Every entry of the index is compared with where the record was found. Those of records
+       that cannot be read are not: nobody knows where they begin.
+    3. What was not known to be synced when a storage stopped without a close may be torn: it was
+       never acknowledged, and the next start cuts it. That is a note. All else is wrong.
+    4. The creation times have no checksum and no meaning. Where two files of a segment agree and
+       a third does not, that is a note: a crash can leave it, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from waltz_core.offline.files import OpenFile, segment_path
+from waltz_core.offline.findings import Findings, InFile, records_text
+from waltz_core.offline.layout import (
+    CHAIN_HEADER_BYTES,
+    FILE_HEADER_BYTES,
+    OFFSET_BYTES,
+    FileHeader,
+    Slot,
+    chain_header,
+    crc32,
+    file_header,
+)
+from waltz_core.offline.lineage import ChainCheck, End
+from waltz_core.offline.records import Gap, Run, fields, walk
+
+_CREATED_AT = 4  # where the creation time stands in a header
+
+
+class Belief(NamedTuple):
+    """What is known of a log before it is read; `key` is None where nothing tells the cluster's.
+
+    `vouched` is the last id that a slot says was synced. `ends` are ids at which the log should
+    have a batch's end.
+    """
+
+    partition: int | None
+    key: bytes | None
+    slot: Slot | None = None
+    is_adopted: bool = False
+    vouched: int = -1
+    ends: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class LogSeen:
+    """What was found in one partition's files."""
+
+    segments: int = 0
+    records: int = 0
+    bytes_read: int = 0
+    checksums: int = 0
+    chains: int = 0
+    unchecked_chains: int = 0
+    last: int = -1
+    end: End | None = None
+    chains_at: dict[int, bytes] = field(default_factory=dict)
+    bad: list[tuple[int, int]] = field(default_factory=list)  # ids that cannot be read
+
+    def lose(self, first: int, last: int) -> None:
+        """Note ids that cannot be read."""
+        if self.bad and self.bad[-1][1] == first - 1:
+            self.bad[-1] = (self.bad[-1][0], last)
+        else:
+            self.bad.append((first, last))
+
+
+class SegmentCheck:
+    """One segment; `is_wrong` tells of an id if a fault there is wrong (rule 3).
+
+    `is_index_wrong` tells it of the index, which is synced more rarely.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it looks at, what it knows, and whom it tells
+        self,
+        directory: Path,
+        first: int,
+        *,
+        next_first: int | None,
+        belief: Belief,
+        findings: Findings,
+        seen: LogSeen,
+        chain: ChainCheck | None,
+        is_wrong: Callable[[int], bool],
+        is_index_wrong: Callable[[int], bool],
+    ) -> None:
+        self._first = first
+        self._next_first = next_first
+        self._belief = belief
+        self._seen = seen
+        self._chain = chain
+        self._is_wrong = is_wrong
+        self._is_index_wrong = is_index_wrong
+        self._paths = {
+            suffix: segment_path(directory, first, suffix) for suffix in (".seg", ".idx", ".chn")
+        }
+        self._said = {
+            suffix: findings.in_file(f"{directory.name}/{path.name}")
+            for suffix, path in self._paths.items()
+        }
+
+    def run(self) -> int:
+        """Verify it; return the id that the next record has."""
+        self._seen.segments += 1
+        self._check_headers()
+        said = self._said[".seg"]
+        index = _IndexCheck(
+            self._paths[".idx"], self._first, self._said[".idx"], self._is_index_wrong
+        )
+        due = self._first
+        with OpenFile(self._paths[".seg"]) as file:
+            size = file.size()
+            for part in walk(file, self._first):
+                if self._next_first is not None and part.first >= self._next_first:
+                    self._say_spare(part.offset)
+                    break
+                due = self._gap(part) if isinstance(part, Gap) else self._run(part, index)
+        if self._next_first is not None and due < self._next_first:
+            what = f"ends with record {due - 1}, the next segment begins with {self._next_first}"
+            said.wrong(size, what)
+            self._lose(due, self._next_first - 1)
+        self._seen.bytes_read += size
+        index.finish(due, self._next_first)
+        return due if self._next_first is None else self._next_first
+
+    # ---- headers
+
+    def _check_headers(self) -> None:
+        headers: dict[str, FileHeader] = {}
+        for suffix, path in self._paths.items():
+            if not path.exists():
+                continue
+            with OpenFile(path) as file:
+                if suffix == ".chn":
+                    found = chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
+                    if found.wrong:
+                        continue  # said where its entries are read
+                else:
+                    found = file_header(file.pread(FILE_HEADER_BYTES, 0))
+            headers[suffix] = found
+        for suffix, found in headers.items():
+            self._check_header(suffix, found, headers[".seg"])
+        self._check_created({suffix: found.created_ms for suffix, found in headers.items()})
+
+    def _check_header(self, suffix: str, found: FileHeader, of_records: FileHeader) -> None:
+        said = self._said[suffix]
+        for one in found.wrong:
+            said.wrong(0, f"header: {one}")
+        key = of_records.cluster_key if self._belief.key is None else self._belief.key
+        partition = self._belief.partition
+        partition = of_records.partition if partition is None else partition
+        for offset, what, expected, value in (
+            (12, "cluster key", key.hex(), found.cluster_key.hex()),
+            (28, "partition", partition, found.partition),
+            (32, "first id", self._first, found.first),
+        ):
+            if value != expected:
+                said.wrong(offset, f"header: expected {what} {expected}, found {value}")
+
+    def _check_created(self, times: dict[str, int]) -> None:
+        if len(times) < 3 or times[".seg"] == times[".idx"]:
+            return
+        for odd, one, other in ((".seg", ".idx", ".chn"), (".idx", ".seg", ".chn")):
+            if times[one] == times[other]:
+                self._said[odd].note(
+                    _CREATED_AT,
+                    f"header: created at {times[odd]} ms, {one} and {other} at {times[one]}; "
+                    "nothing depends on it",
+                )
+
+    # ---- records
+
+    def _run(self, run: Run, index: "_IndexCheck") -> int:
+        next_first = self._next_first
+        if next_first is not None and run.first + run.length > next_first:
+            self._say_spare(run.offset + run.bounds[next_first - run.first])
+            run = run.up_to(next_first - 1)
+        crcs = bytearray()
+        bad: list[int] = []
+        view = memoryview(run.data)
+        start = run.bounds[0]
+        for place, end in enumerate(run.bounds[1:]):
+            crc = crc32(view[start : end - 4]).to_bytes(4, "big")
+            data_crc = crc32(view[start + 36 : end - 4]).to_bytes(4, "big")
+            if crc != view[end - 4 : end] or data_crc != view[start + 32 : start + 36]:
+                bad.append(place)
+            crcs += crc
+            start = end
+        self._seen.checksums += 2 * run.length
+        self._seen.records += run.length
+        index.compare(run)
+        self._pass_on(run, bytes(crcs), bad)
+        return run.first + run.length
+
+    def _pass_on(self, run: Run, crcs: bytes, bad: list[int]) -> None:
+        """Give the records to the chain; those that are bad are lost to it."""
+        at = 0
+        for place in [*bad, run.length]:
+            if self._chain is not None and place > at:
+                self._chain.take(run.first + at, crcs[4 * at : 4 * place], place - at)
+            if place < run.length:
+                self._say_bad(run, place)
+                self._lose(run.first + place, run.first + place)
+            at = place + 1
+
+    def _say_bad(self, run: Run, place: int) -> None:
+        start, end = run.bounds[place], run.bounds[place + 1]
+        record = run.data[start:end]
+        number = run.first + place
+        parts = []
+        found, expected = int.from_bytes(record[-4:], "big"), crc32(record[:-4])
+        if found != expected:
+            parts.append(f"expected CRC {expected:08x}, found {found:08x}")
+        found, expected = fields(record).data_crc, crc32(record[36:-4])
+        if found != expected:
+            parts.append(f"expected CRC {expected:08x} of its data, found {found:08x}")
+        self._say_lost(run.offset + start, number, number, "; ".join(parts))
+
+    def _gap(self, gap: Gap) -> int:
+        reach, next_first = gap.next_id, self._next_first
+        if reach is None or (next_first is not None and reach > next_first):
+            reach = next_first
+        if reach is not None:
+            self._say_lost(gap.offset, gap.first, reach - 1, gap.why)
+            self._lose(gap.first, reach - 1)
+            return reach
+        is_wrong = self._is_wrong(gap.first)
+        tail = "" if is_wrong else "; never acknowledged, the next start cuts it"
+        what = f"bytes {gap.offset}..{gap.end - 1} hold no record from {gap.first} on: {gap.why}"
+        self._said[".seg"].found(gap.offset, what + tail, is_wrong=is_wrong)
+        return gap.first
+
+    def _lose(self, first: int, last: int) -> None:
+        self._seen.lose(first, last)
+        if self._chain is not None:
+            self._chain.take(first, None, last - first + 1)
+
+    def _say_lost(self, offset: int, first: int, last: int, why: str) -> None:
+        is_wrong = self._is_wrong(first)
+        slot = self._belief.slot
+        tail = ""
+        if not is_wrong:
+            tail = "; never acknowledged, the next start cuts from here on"
+        elif slot is not None:
+            tail = f"; {'' if slot.lists(first, last) else 'not '}listed as damaged"
+        what = f"{records_text(first, last)}: {why}{tail}"
+        self._said[".seg"].found(offset, what, is_wrong=is_wrong)
+
+    def _say_spare(self, offset: int) -> None:
+        assert self._next_first is not None
+        slot = self._belief.slot
+        # A file that a failed write has ended may have its tail back: that cut is not synced.
+        is_wrong = slot is None or not slot.is_dirty
+        what = f"goes on with record {self._next_first}, which the next segment begins with"
+        self._said[".seg"].found(offset, what, is_wrong=is_wrong)
+
+
+class _IndexCheck:
+    """Compares the offsets in `.idx` with those of the records that come along (rule 2)."""
+
+    def __init__(
+        self, path: Path, first: int, said: InFile, is_wrong: Callable[[int], bool]
+    ) -> None:
+        self._path = path
+        self._first = first
+        self._said = said
+        self._is_wrong = is_wrong
+        self._is_there = path.exists()
+        if not self._is_there:
+            said.wrong(None, "is missing; waltz-core disk repair-index makes it anew")
+
+    def compare(self, run: Run) -> None:
+        """Compare the entries of a run."""
+        if not self._is_there or not run.length:
+            return
+        place = run.first - self._first
+        with OpenFile(self._path) as file:
+            data = file.pread(OFFSET_BYTES * run.length, FILE_HEADER_BYTES + OFFSET_BYTES * place)
+        found = np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8")
+        expected = np.array(run.bounds[:-1], dtype=np.int64)[: found.size] + run.offset
+        differ = np.flatnonzero(found != expected)
+        if differ.size:
+            one = int(differ[0])
+            more = f", and {differ.size - 1} more behind it" if differ.size > 1 else ""
+            self._said.found(
+                FILE_HEADER_BYTES + OFFSET_BYTES * (place + one),
+                f"record {run.first + one}: expected offset {expected[one]}, found "
+                f"{found[one]}{more}",
+                is_wrong=self._is_wrong(run.first + one),
+            )
+
+    def finish(self, due: int, next_first: int | None) -> None:
+        """Compare how many entries there are with how many records are there, or should be."""
+        if not self._is_there:
+            return
+        with OpenFile(self._path) as file:
+            size = file.size()
+        expected = FILE_HEADER_BYTES + OFFSET_BYTES * (due - self._first)
+        whole = None
+        if next_first is not None:
+            whole = FILE_HEADER_BYTES + OFFSET_BYTES * (next_first - self._first)
+        if size not in {expected, whole}:
+            where = max(FILE_HEADER_BYTES, min(size, expected))
+            odd = self._first + (where - FILE_HEADER_BYTES) // OFFSET_BYTES
+            self._said.found(
+                where,
+                f"expected {expected} bytes, for {due - self._first} records, found {size}",
+                is_wrong=self._is_wrong(odd),
+            )

@@ -1,0 +1,135 @@
+"""The other servers, looked after by connection: one whose process has died is taken out at once.
+
+Why it stands alone: ZooKeeper notices a dead process only when its session times out, but the
+operating system tells everybody who holds a connection within a moment, and refuses the next dial.
+
+Rules:
+    1. Only a server that this one was connected to is judged: where its address cannot be reached
+       from here at all, a refusal says nothing.
+    2. It is dead when its connection was lost and dials are refused `REFUSALS` times in a row: then
+       nobody listens at its address any more. No answer at all, as from a host that is gone or cut
+       off, says nothing: for that there is the session's time-out. Nor does a refusal at a name
+       with several addresses.
+    3. Being wrong costs a move of partitions and no more: a server that lives registers again, and
+       the storages fence whoever was replaced. Nothing else may rely on this judgement.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from waltz_core import net
+from waltz_core.cluster.membership import ServersView
+from waltz_core.cluster.model import ServerDescriptor
+from waltz_core.errors import WaltzError
+from waltz_core.record import ServerId
+from waltz_core.server.replicas import Tasks
+from waltz_core.wire.messages import Surface
+
+_log = logging.getLogger(__name__)
+
+REFUSALS: Final = 3
+REFUSED_PAUSE_S: Final = 0.02
+OTHER_PAUSE_S: Final = 1.0
+DIAL_TIMEOUT_S: Final = 3.0
+
+
+class Neighbours:
+    """See the module's rules.
+
+    Args:
+        server_id: this server.
+        tasks: where the watches run.
+        take_out: takes a dead server out of the cluster; raises when it could not.
+    """
+
+    def __init__(
+        self,
+        server_id: ServerId,
+        tasks: Tasks,
+        take_out: Callable[[ServerDescriptor], Awaitable[None]],
+    ) -> None:
+        self._server_id = server_id
+        self._tasks = tasks
+        self._take_out = take_out
+        self._watches: dict[ServerDescriptor, _Watch] = {}
+
+    def follow(self, view: ServersView) -> None:
+        """Look after exactly the other servers of this view."""
+        others = {each for each in view.servers.values() if each.server_id != self._server_id}
+        for descriptor in self._watches.keys() - others:
+            self._watches.pop(descriptor).stop()
+        for descriptor in others - self._watches.keys():
+            watch = self._watches[descriptor] = _Watch(descriptor, self._take_out)
+            self._tasks.create_task(watch.run())
+
+    def stop(self) -> None:
+        """Look after nobody any more."""
+        for watch in self._watches.values():
+            watch.stop()
+        self._watches.clear()
+
+
+class _Watch:
+    """A connection to one server, made again whenever it is lost."""
+
+    def __init__(
+        self,
+        descriptor: ServerDescriptor,
+        take_out: Callable[[ServerDescriptor], Awaitable[None]],
+    ) -> None:
+        self._descriptor = descriptor
+        self._take_out = take_out
+        self._stopped = asyncio.Event()
+        self._link: net.Link | None = None
+
+    def stop(self) -> None:
+        """End soon."""
+        self._stopped.set()
+        if self._link is not None:
+            self._link.abort("looked after no more")
+
+    async def run(self) -> None:
+        """Keep a connection until `stop`; rules 1 and 2."""
+        was_connected, refusals = False, 0
+        while not self._stopped.is_set():
+            try:
+                self._link = await net.dial(
+                    Surface.CLIENT, self._descriptor.address, timeout_s=DIAL_TIMEOUT_S
+                )
+            except WaltzError as error:
+                is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+                refusals = refusals + 1 if is_refused and was_connected else 0
+                if refusals < REFUSALS:
+                    await self._pause(REFUSED_PAUSE_S if was_connected else OTHER_PAUSE_S)
+                    continue
+                # Should it live in spite of that, it has to be reached once more to be judged.
+                refusals, was_connected = 0, not await self._is_taken_out()
+                await self._pause(OTHER_PAUSE_S)
+            else:
+                was_connected, refusals = True, 0
+                if self._stopped.is_set():
+                    self._link.abort("looked after no more")
+                await self._link.wait_closed()
+
+    async def _is_taken_out(self) -> bool:
+        dead = self._descriptor
+        try:
+            await self._take_out(dead)
+        except WaltzError as error:
+            _log.warning("neighbours.not_taken_out server=%s error=%s", dead.server_id, error)
+            return False
+        _log.warning(
+            "neighbours.taken_out server=%s address=%s: nobody listens there any more",
+            dead.server_id,
+            dead.address,
+        )
+        return True
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
+        except TimeoutError:
+            return
