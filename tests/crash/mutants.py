@@ -69,59 +69,59 @@ def shown(matrix, mutation, places, *, is_thorough=True):
 
 
 # ---------------------------------------------------------------------------------------------
-# What no crash shows, and why that is right. A site ends with the key; the number is the line of
-# the sync in its function.
+# What no crash shows, and why that is right. A site ends with the key; the number says which of the
+# syncs and writes of its function it is.
 
 # It may be left out.
 NOT_NEEDED = {
-    "engine.open > disk.create_durably:18": "the control file is made next, in the same directory",
-    "control_file._create > disk.create_durably:18": "`Engine.open` syncs the same directory next",
-    "engine.open:31": "only after two kills in a row are both names not durable yet",
-    "recovery.open_log > disk.make_with_parents:12": "`Engine.open` has synced that directory",
-    "control_file.create > disk.create_durably:18": "the first segment's names are synced next",
-    "segment.copy_index > disk.create_durably:18": "the new segment's names are synced next",
-    "segments.renew > segment.create > disk.create_durably:16": "the old files of an empty segment "
+    "engine.open > disk.create_durably#4": "the control file is made next, in the same directory",
+    "control_file._create > disk.create_durably#4": "`Engine.open` syncs the same directory next",
+    "engine.open#1": "only after two kills in a row are both names not durable yet",
+    "recovery.open_log > disk.make_with_parents#1": "`Engine.open` has synced that directory",
+    "control_file.create > disk.create_durably#4": "the first segment's names are synced next",
+    "segment.copy_index > disk.create_durably#4": "the new segment's names are synced next",
+    "segments.renew > segment.create > disk.create_durably#3": "the old files of an empty segment "
     "are as good as the new ones",
-    "recovery.open_log:15": "the second slot says the same; this one keeps a directory that is "
+    "recovery.open_log#2": "the second slot says the same; this one keeps a directory that is "
     "being changed from calling itself clean where syncs are not trusted",
-    "segments.renew > segment.sync:5": "nobody believes it; it is for an original, which does not "
+    "segments.renew > segment.sync#1": "nobody believes it; it is for an original, which does not "
     "cut where the next segment begins (test_layout.py)",
-    "segments.renew > segment.sync:9": "as the line before",
-    "engine._fill_reserve:7": "made anew at each start; a sync takes the room where it is only "
+    "segments.renew > segment.sync#2": "as the line before",
+    "engine._fill_reserve#1": "made anew at each start; a sync takes the room where it is only "
     "promised until then",
-    "engine.release_reserve:7": "room may be free only when the removal is durable",
-    "recovery._recover > segment.recover:43": "a segment that is not the last changes by rot only",
-    "recovery._recover > segment.recover:44": "as the line before",
-    "recovery.finish_truncation > segment.sync:5": "records whose entry was cut are no part of the "
+    "engine.release_reserve#1": "room may be free only when the removal is durable",
+    "recovery._recover > segment.recover#1": "a segment that is not the last changes by rot only",
+    "recovery._recover > segment.recover#2": "as the line before",
+    "recovery.finish_truncation > segment.sync#1": "records whose entry was cut are no part of the "
     "log, and the entries are synced",
-    "recovery.finish_truncation > segment.sync_index:2": "an index that is too long is cut by the "
+    "recovery.finish_truncation > segment.sync_index#1": "an index that is too long is cut by the "
     "next opening",
-    "reading._note_damage:6": "the next read finds it again",
-    "segments.fill > segment.fill:28": "an index that is wrong is mended by the next read",
+    "reading._note_damage#1": "the next read finds it again",
+    "segments.fill > segment.fill#5": "an index that is wrong is mended by the next read",
 }
 # It is needed, and not before the next one: both are done before anything is told.
 ANY_ORDER = {
-    "disk.make_with_parents:12": "names of different directories",
-    "disk.make_with_parents:16": "names of different directories",
-    "engine.open > control_file.open:29": "the control file and names",
-    "control_file.set_flags:2": "a flag whose directory is not there yet, and the other way round",
-    "recovery.open_log:10": "names, and a slot in a file that had its name before",
-    "segment.create > disk.create_durably:11": "what is in the files; each before its own rename",
-    "segment.create > disk.create_durably:18": "names, and records that were not told yet",
-    "segment.write_again:10": "records, index and batches: nothing is told until all are synced",
-    "segment.write_again:11": "as the line before",
-    "segment.write_again:12": "batches, and a slot that vouches for no more than was told",
-    "partition_log.sync > segment.sync:5": "records and batches count together only",
-    "partition_log.sync > segment.sync:9": "batches and the slot that marks them, at a clean end",
-    "partition_log._roll > segment.sync:5": "records and batches count together only",
-    "partition_log._roll > segment.sync:9": "batches, and an index that can be mended",
-    "partition_log._roll:10": "the marker moves on; names of the new segment",
-    "partition_log._confirm:3": "a mark that was told as set, and records that were not told yet",
-    "segments.cut > segment.remove:4": "names of one directory, the newest segment first; one sync "
+    "disk.make_with_parents#1": "names of different directories",
+    "disk.make_with_parents#2": "names of different directories",
+    "engine.open > control_file.open#1": "the control file and names",
+    "control_file.set_flags#1": "a flag whose directory is not there yet, and the other way round",
+    "recovery.open_log#1": "names, and a slot in a file that had its name before",
+    "segment.create > disk.create_durably#2": "what is in the files; each before its own rename",
+    "segment.create > disk.create_durably#4": "names, and records that were not told yet",
+    "segment.write_again#4": "records, index and batches: nothing is told until all are synced",
+    "segment.write_again#5": "as the line before",
+    "segment.write_again#6": "batches, and a slot that vouches for no more than was told",
+    "partition_log.sync > segment.sync#1": "records and batches count together only",
+    "partition_log.sync > segment.sync#2": "batches and the slot that marks them, at a clean end",
+    "partition_log._roll > segment.sync#1": "records and batches count together only",
+    "partition_log._roll > segment.sync#2": "batches, and an index that can be mended",
+    "partition_log._roll#3": "the marker moves on; names of the new segment",
+    "partition_log._confirm#1": "a mark that was told as set, and records that were not told yet",
+    "segments.cut > segment.remove#1": "names of one directory, the newest segment first; one sync "
     "after two removals finds them in any order, and the intent removes the rest",
-    "recovery.open_segments > segment.remove:4": "as at the cut",
-    "recovery.finish_truncation > segment.sync:9": "batches and the index",
-    "segments.fill > segment.fill:27": "records of a hole, whose damage is still noted",
+    "recovery.open_segments > segment.remove#1": "as at the cut",
+    "recovery.finish_truncation > segment.sync#2": "batches and the index",
+    "segments.fill > segment.fill#4": "records of a hole, whose damage is still noted",
 }
 
 

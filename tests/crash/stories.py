@@ -5,9 +5,12 @@ model in lists, and for the slots from what the log itself says before and after
 the middle of a call leaves the one or the other.
 """
 
+import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
+from linecache import getline
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -116,23 +119,30 @@ def promise_of(log):
 
 
 def site():
-    """Say who asks for a sync: the calls inside of the storage, innermost last."""
+    """Say who asks for a sync: the calls inside of the storage, innermost last.
+
+    The number at the end is which of the syncs and writes of its function it is.
+    """
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.parent.name == "storage" and path.parent.parent.name == "waltz_core":
-            line = frame.f_lineno - frame.f_code.co_firstlineno
-            frames.append((f"{path.stem}.{frame.f_code.co_name}", line))
+            frames.append((f"{path.stem}.{frame.f_code.co_name}", frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    # Who opens a partition makes no difference, nor does the line but that of the sync itself.
-    names = [name for name, _ in reversed(frames) if name not in TRANSPARENT]
+    # Who opens a partition makes no difference, nor how deep a directory lies.
+    names = [name for name, _, _ in reversed(frames) if name not in TRANSPARENT]
     if "partition_log.open" in names:
         names = names[names.index("partition_log.open") + 1 :]
-    # A file that another one calls through is no place of its own.
-    line = next((line for name, line in frames if name not in TRANSPARENT), 0)
-    # Nor does it how deep a directory lies.
     names = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
-    return f"{' > '.join(names)}:{line}"
+    # A function that another one calls through is no place of its own.
+    own = next((one for one in frames if one[0] not in TRANSPARENT), None)
+    return f"{' > '.join(names)}#{_which(*own[1:])}" if own else ""
+
+
+@cache
+def _which(code, line):
+    lines = (getline(code.co_filename, one) for one in range(code.co_firstlineno + 1, line + 1))
+    return sum(1 for one in lines if re.search(r"(sync|write)\w*\(", one))
 
 
 class Story:
