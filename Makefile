@@ -18,7 +18,7 @@ LAB ?= $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-br
 # Folders in the order in which they run, fast first; one that holds no tests yet is left out.
 present = $(foreach name,$(1),$(if $(shell find tests/$(name) -name 'test_*.py' 2>/dev/null),tests/$(name)))
 QUICK = $(call present,tidy unit property golden)
-SIMULATED = $(call present,sim)
+SIMULATED = $(call present,sim crash)
 REAL = $(call present,integration fault)
 SPARK = $(call present,notebooks spark)
 # The longest file first, so that nobody waits for it at the end. Two Sparks fit into two cores, each with a

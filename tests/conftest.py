@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,9 +38,18 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say which they are."""
+    """Say which they are, and how much the tests of crashes have tried."""
     for line in _left_open:
         terminalreporter.write_line(f"left open by {line}")
+    counts = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, count in getattr(report, "user_properties", ()):
+                if name.startswith("crash: ") and getattr(report, "when", "") == "call":
+                    counts[name.removeprefix("crash: ")] += count
+    if counts:
+        told = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        terminalreporter.write_line(f"crashes: {told}")
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ Rules:
        other one belongs, or that is another partition's, is none.
     5. The control file is made anew only where there is no partition: it says of each that it is
        here, and what it has promised.
+    6. What a killed process has written is seen and may not be durable: it is synced, and then
+       believed.
 """
 
 from contextlib import suppress
@@ -33,6 +35,7 @@ from waltz_core.storage.format import (
     ControlHeader,
     PartitionInfo,
     Slot,
+    of_file,
     partition_entry_offset,
     partition_info_offset,
 )
@@ -81,7 +84,9 @@ class ControlFile:
             file.close()
             file = _open_locked(disk, path)
         try:
-            header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
+            file.sync()  # rule 6
+            with of_file(path):
+                header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
             _check_header(header, cluster_key, partition_count, path)
             current = [_newer(file, index, path) for index in range(partition_count)]
             return cls(file, header, current)

@@ -21,7 +21,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Protocol
@@ -78,7 +78,7 @@ class Disk(Protocol):
         """Return the names in a directory, sorted."""
 
     def make_directory(self, directory: Path) -> None:
-        """Make a directory and its parents, durably, unless it is there."""
+        """Make a directory and its parents, unless they are there; their names are durable."""
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file another name, in place of the one that has it."""
@@ -93,10 +93,30 @@ class Disk(Protocol):
         """Return how much more can be written to the file system of a directory."""
 
 
-def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
-    """Make files that are whole and durable, each in place of an older one, in this order (rule 4).
+def make_with_parents(
+    disk: Disk,
+    directory: Path,
+    make_one: Callable[[Path], None],
+    sync_found: Callable[[Path], None],
+) -> None:
+    """Make a directory and its parents, each durable in the one above; `make_one` makes just one.
 
-    A crash leaves the first few of them, and others under a temporary name.
+    Whoever made one that is there may have been killed before its name was durable, so
+    `sync_found` makes the names beside that one durable too.
+    """
+    if disk.exists(directory):
+        sync_found(directory.parent)
+        return
+    make_with_parents(disk, directory.parent, make_one, sync_found)
+    make_one(directory)
+    disk.sync_directory(directory.parent)
+
+
+def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
+    """Make files that are whole and durable, each in place of an older one (rule 4).
+
+    A crash leaves some of them, and others under a temporary name; the last one is there only when
+    all are. No order of renames is kept but by a sync of the directory between them.
     """
     temporary = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
     for path, (_, content) in zip(temporary, files, strict=True):
@@ -107,7 +127,9 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
             file.sync()
         finally:
             file.close()
-    for path, (name, _) in zip(temporary, files, strict=True):
+    for place, (path, (name, _)) in enumerate(zip(temporary, files, strict=True), 1):
+        if 1 < place == len(files):
+            disk.sync_directory(directory)
         disk.rename(path, directory / name)
     disk.sync_directory(directory)
 
@@ -383,12 +405,16 @@ class RealDisk:
 
     def make_directory(self, directory: Path) -> None:
         """Make it and its parents; each is durable in the one above."""
-        if self.exists(directory):
-            return
-        self.make_directory(directory.parent)
+        make_with_parents(self, directory, self._make_one, self._sync_found)
+
+    def _sync_found(self, directory: Path) -> None:
+        """Sync a directory, unless it may not be read: then this process has made nothing there."""
+        if os.access(directory, os.R_OK):
+            self.sync_directory(directory)
+
+    def _make_one(self, directory: Path) -> None:
         with _typed_errors("making", directory):
             directory.mkdir(exist_ok=True)
-        self.sync_directory(directory.parent)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file another name."""

@@ -13,6 +13,8 @@ Rules:
        `assign` opens it again. A removal that was begun is finished before anything is opened.
     6. A greater sequence in the control file than our slot knows says that an original has been
        here (`format.Slot`). So the slot is told first of what is written there.
+    7. Names are durable before anything in the files is believed: who made them may have been
+       killed before they were.
 """
 
 from collections.abc import Sequence
@@ -46,6 +48,7 @@ from waltz_core.storage.format import (
     Slot,
     decode_storage_id,
     encode_storage_id,
+    of_file,
 )
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
 from waltz_core.storage.removal import Wipe
@@ -69,7 +72,8 @@ class Engine:
     ) -> None:
         self.directory = directory
         self.room = Room(disk, directory, reserve_bytes)
-        self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
+        with of_file(directory / STORAGE_ID_NAME):
+            self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
         self.logs: dict[PartitionId, PartitionLog] = {}
         self.failed: dict[PartitionId, WaltzError] = {}
@@ -109,6 +113,7 @@ class Engine:
             control = ControlFile.open(
                 disk, directory, settings.cluster_key, partition_count, settings.now_ms()
             )
+            disk.sync_directory(directory)  # rule 7
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
             engine.room.fill()
             engine._finish_removals()

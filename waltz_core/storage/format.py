@@ -20,8 +20,10 @@ Rules:
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from waltz_core.checksum import crc32
@@ -79,7 +81,17 @@ def check_version(found: int, what: str) -> None:
 
 def _zero(reserved: Bytes, what: str) -> None:
     if any(reserved):
-        raise BadFormat(f"{what}: expected zero in the reserved bytes, found {bytes(reserved)!r}")
+        found = bytes(reserved).strip(b"\0")[:16].hex()
+        raise BadFormat(f"{what}: expected zero in the reserved bytes, found {found}")
+
+
+@contextmanager
+def of_file(path: Path) -> Iterator[None]:
+    """Let what is said of bytes begin with the file that they are in."""
+    try:
+        yield
+    except (BadFormat, ChecksumMismatch) as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------

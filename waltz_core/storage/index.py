@@ -33,6 +33,7 @@ from waltz_core.storage.format import (
     SegmentHeader,
     decode_entry,
     encode_entry,
+    of_file,
 )
 
 I64 = npt.NDArray[np.int64]
@@ -122,7 +123,9 @@ class LineageFile:
         """
         file = disk.open(path)
         try:
-            return cls(file, LineageHeader.decode(file.pread(LINEAGE_HEADER_BYTES, 0)))
+            with of_file(path):
+                header = LineageHeader.decode(file.pread(LINEAGE_HEADER_BYTES, 0))
+            return cls(file, header)
         except BaseException:
             file.close()
             raise
@@ -221,6 +224,12 @@ class LineageFile:
         parts = self._encoded(entries, BEFORE_FIRST, place)
         self._file.pwrite(parts, _entry_place(place))
         self._file.sync()
+
+    def write_again(self, place: int) -> None:
+        """Write the entries from a place on as they are; not durable."""
+        size = LINEAGE_ENTRY_BYTES * (self.count - place)
+        if size:
+            self._file.pwrite([self._file.pread(size, _entry_place(place))], _entry_place(place))
 
     def slice(self, low: int, high: int) -> list[LineageEntry]:
         """Return the entries of places low..high-1."""

@@ -18,6 +18,9 @@ Rules:
        Nor does an older slot know who has written last: what looks like an original's may be ours.
     6. That a replica is suspect is durable before what says so is mended: a crash on the way leaves
        files in which nothing is wrong.
+    7. What a killed process has written is found, and may not be durable: it is synced before it is
+       believed, names included. What nothing vouches for is written once more before that: after a
+       sync that failed the cache shows what the disk does not have, and calls it clean.
 """
 
 from collections.abc import Sequence
@@ -83,6 +86,7 @@ def open_log(
     disk.make_directory(directory)
     remove_temporary(disk, directory)
     firsts = _firsts(disk, directory)
+    disk.sync_directory(directory)  # rule 7
     slots = _open_slots(disk, directory, blank, info, has_segments=bool(firsts))
     opening = _Opening(disk, directory, blank, info, slots)
     try:
@@ -91,10 +95,7 @@ def open_log(
         segments = opening.open_segments(firsts)
         opening.recover_records(segments)
         opening.settle_lineage(segments)
-        for segment in segments.all:
-            if segment.is_dirty:
-                segment.sync()
-        segments.sync_index()
+        opening.write_again(segments)
         slots.write(opening.settled(segments))
         for segment in segments.all[:-1]:
             segment.close()
@@ -164,7 +165,8 @@ def check_repaired(segments: Segments, repaired: IdRange, damaged: Sequence[IdRa
         ChecksumMismatch: the records are not those that a batch was made of.
     """
     for entry in segments.entries(*repaired, repaired.last - repaired.first + 1)[1]:
-        if any(one.first <= entry.last and entry.first <= one.last for one in damaged):
+        is_damaged = any(one.first <= entry.last and entry.first <= one.last for one in damaged)
+        if is_damaged or entry.first > repaired.last:  # then those of what was repaired are gone
             continue
         before = _entry_before(segments, entry.first)
         if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
@@ -296,7 +298,6 @@ class _Opening:
             while len(firsts) > 1 and firsts[-1] > intent.last_to_keep:
                 header = self._blank._replace(first=firsts.pop())
                 Segment(self._disk, self._directory, header).remove()
-                self._disk.sync_directory(self._directory)
         chain = GENESIS_CHAIN
         for place, first in enumerate(firsts):
             segment, end = self._open_segment(first, chain)
@@ -333,6 +334,7 @@ class _Opening:
         self.opened.append(segment)
         if segment.lineage.chain_before != chain_before and not self._adopting:
             self._suspect()
+            self._rebuilt.extend(self.opened[-2:-1])  # It may have lost its last batches.
         end = segment.lineage.trim()
         if rebuilt:
             self._rebuilt.append(segment)
@@ -396,7 +398,7 @@ class _Opening:
         if segments.last < self._vouched:
             self._suspect()
         if self.slot.truncate is not None:
-            finish_truncation(segments, self.slot.truncate)
+            segments.cut(*self.slot.truncate)  # Durable before the intent goes: `write_again`.
 
     def _recover(
         self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
@@ -416,7 +418,7 @@ class _Opening:
         anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
         if not self._adopting and not self._marker_holds(segments):
             self._suspect()
-        end = self._valid_end(segments, TransactionId(anchor))
+        end = min(self._valid_end(segments, TransactionId(anchor)), segments.last)
         if not self._adopting and end < self._vouched:
             self._suspect()
         if self._adopting or end < self._vouched:
@@ -466,18 +468,20 @@ class _Opening:
         for segment in segments.all:
             if segment.lineage.count and segment.last > end:
                 segment.lineage.cut(_place_after(segment, end))
+        last = segments.current.lineage  # where those of records that are gone may stand
+        last.cut(last.place_of(TransactionId(end + 1)))
 
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
         """Give a segment that lost its batches new ones, up to where the next known ones begin."""
         place = segments.all.index(segment)
-        before = [one for one in segments.all[:place] if one.lineage.count]
-        after = next((one for one in segments.all[place:] if one.lineage.count), None)
+        before = [one for one in segments.all[: place + 1] if one.lineage.count]
+        after = next((one for one in segments.all[place + 1 :] if one.lineage.count), None)
         first = before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else 0
         if after is not None:
             last = min(segment.last, after.lineage.entry(0).first - 1)
-            self._append_batches(
-                segments, TransactionId(first), TransactionId(last), after.lineage.chain_before
-            )
+            if first <= last:
+                chain = after.lineage.chain_before
+                self._append_batches(segments, TransactionId(first), TransactionId(last), chain)
 
     def _append_batches(
         self,
@@ -524,6 +528,11 @@ class _Opening:
                 segment.rewrite_lineage_header(chain)
 
     # ---- the end
+
+    def write_again(self, segments: Segments) -> None:
+        """Make durable what is believed (rule 7); an original's may be long and is only synced."""
+        current, vouched = segments.current, segments.last if self._adopting else self._vouched
+        current.write_again(max(current.first, TransactionId(vouched + 1)))
 
     def settled(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""

@@ -44,6 +44,7 @@ from waltz_core.storage.format import (
     IdRange,
     LineageHeader,
     SegmentHeader,
+    of_file,
     segment_name,
 )
 from waltz_core.storage.index import LineageFile, OffsetIndex
@@ -118,7 +119,8 @@ class Segment:
                 opened.callback(lineage.close)
             file = disk.open(path)
             opened.callback(file.close)
-            header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
+            with of_file(path):
+                header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
             if header[1:] != (cluster_key, partition_id, first):
                 raise BadFormat(
                     f"{path}: expected partition {partition_id} from id {first} of cluster "
@@ -217,14 +219,23 @@ class Segment:
         self._records_dirty = self._lineage_dirty = False
         self.close()
 
+    def copy_index(self) -> None:
+        """Put the index into a new file, durably, in place of one that may have failed."""
+        offsets = self.index.read(0, self.next_id - self.first)
+        content = self._header.encode() + offsets.astype(">i8").tobytes()
+        self.close()
+        create_durably(self._disk, self._directory, [(segment_name(self.first, ".idx"), content)])
+
     def rewrite_lineage_header(self, chain_before: Chain) -> None:
         """Write another chain before the first batch, durably."""
         self.lineage.rewrite_header(chain_before)
 
     def remove(self) -> None:
-        """Remove the files, `.seg` first (rule 1)."""
+        """Remove the files, `.seg` first and durably (rule 1); an opening removes the others."""
         self.close()
-        for suffix in (".seg", ".chn", ".idx"):
+        self._disk.unlink(self._path(".seg"))
+        self._disk.sync_directory(self._directory)
+        for suffix in (".chn", ".idx"):
             self._disk.unlink(self._path(suffix))
 
     # ---- writing
@@ -312,6 +323,21 @@ class Segment:
             index.write(place + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64))
         file.sync()
         index.sync()
+
+    def write_again(self, first: TransactionId) -> None:
+        """Write all from an id on as it is, and make all durable: the cache may call it clean."""
+        file, index, lineage = self._opened()
+        if first < self.next_id:
+            place = first - self.first
+            offsets = self.bounds(first, self.last)
+            for start in range(int(offsets[0]), self.size_bytes, _SCAN_BYTES):
+                file.pwrite([file.pread(min(_SCAN_BYTES, self.size_bytes - start), start)], start)
+            index.write(place, offsets[:-1])
+        lineage.write_again(lineage.place_of(first))
+        file.sync()
+        index.sync()
+        lineage.sync()
+        self._records_dirty = self._lineage_dirty = False
 
     # ---- reading
 
@@ -404,8 +430,10 @@ class Segment:
         index.cut(next_id - self.first)
         if offset < file_size:
             file.truncate(offset)
-        file.sync()
-        index.sync()
+        if not is_last:
+            # Of the last one more may be cut; then `write_again` makes it durable.
+            file.sync()
+            index.sync()
         return Recovered(tuple(damaged), lost)
 
     def _mend(self, first: TransactionId, starts: I64) -> None:

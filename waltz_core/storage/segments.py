@@ -11,6 +11,7 @@ Rules:
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import ChecksumMismatch, ReadFailed
+from waltz_core.errors import ChecksumMismatch, DiskFailed, ReadFailed
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -112,8 +113,13 @@ class Segments:
 
     def renew(self, now_ms: int, chain_before: Chain) -> None:
         """Go on in a new file, and leave the current one alone for good."""
+        with suppress(DiskFailed):
+            # Nobody believes it. But it may bring the cut to the disk; an original, which does not
+            # cut where the next segment begins, would stumble over what is behind it.
+            self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:
+            self.current.copy_index()
             self.add(now_ms, chain_before)
             return
         # It holds nothing; the new files take its name.
@@ -137,9 +143,7 @@ class Segments:
         self._remove_unfinished()
         while len(self.all) > 1 and self.current.first > last_to_keep:
             self._firsts.pop()
-            removed = self.all.pop()
-            removed.remove()
-            self._disk.sync_directory(self._directory)
+            self.all.pop().remove()
         self.current.cut(last_to_keep)
         end = self.lineage_end()
         if cut is not None and (end is None or end.last < cut.first):
@@ -153,8 +157,6 @@ class Segments:
             assert first is not None
             header = self._blank._replace(first=first)
             Segment(self._disk, self._directory, header).remove()
-        if unknown:
-            self._disk.sync_directory(self._directory)
 
     def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
         """Write records into a hole that begins at `first`, durably.

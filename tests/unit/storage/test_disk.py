@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
+from waltz_core.sim.crash import Platter, RecordingDisk, survivals
 from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage.disk import RealDisk, create_durably, remove_temporary
 
@@ -317,3 +318,36 @@ def test_the_twin_has_no_more_room_than_it_was_given():
         file.pwrite([bytes(20)], 90)
     file.pwrite([b"again"], 0)
     assert file.pread(5, 0) == b"again"
+
+
+# ---- what a killed process may have left
+
+
+def test_the_names_beside_a_directory_that_is_there_are_synced_where_they_may_be_read(
+    tmp_path, monkeypatch
+):
+    disk, synced = RealDisk(), []
+    monkeypatch.setattr(disk, "sync_directory", synced.append)
+    disk.make_directory(tmp_path / "a" / "b")
+    assert synced == [tmp_path.parent, tmp_path, tmp_path / "a"]
+    synced.clear()
+    disk.make_directory(tmp_path / "a" / "b")
+    assert synced == [tmp_path / "a"]
+    synced.clear()
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    disk.make_directory(tmp_path / "a" / "b")
+    assert synced == []
+
+
+def test_the_last_of_several_files_has_its_name_only_when_the_others_have_theirs_for_good():
+    disk = RecordingDisk()
+    disk.make_directory(ROOT)
+    create_durably(disk, ROOT, [("a", b"1"), ("b", b"2"), ("c", b"3")])
+    platter, seen = Platter(), set()
+    for change in disk.changes:
+        platter.add(change)
+        for keep in survivals(platter, Random(1), random_count=30):
+            names = {path.name for path in platter.image(keep).files}
+            seen.add(frozenset(names & {"a", "b", "c"}))
+            assert "c" not in names or {"a", "b"} <= names
+    assert {frozenset("a"), frozenset("b"), frozenset("abc")} <= seen

@@ -5,11 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, NoSpace, UnknownPartition
-from waltz_core.sim.disk import Fault, SimDisk
+from waltz_core.errors import (
+    BadFormat,
+    ChecksumMismatch,
+    ClusterKeyMismatch,
+    DiskFailed,
+    NoSpace,
+    UnknownPartition,
+)
+from waltz_core.sim.disk import Fault, SimDisk, Survival
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
@@ -241,3 +249,29 @@ def test_one_that_opens_now_can_be_switched_whatever_was_wrong_before(tmp_path):
     assert not engine.is_available(1)
     assert engine.assign(1).promised == 5
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["waltz-x.id", "waltz-storage.ctl"])
+def test_what_is_wrong_is_told_with_its_file(tmp_path, name):
+    open_engine(tmp_path).close()
+    (tmp_path / name).write_bytes(b"\1" * 400)
+    with pytest.raises((BadFormat, ChecksumMismatch), match=f"{name}: "):
+        open_engine(tmp_path)
+
+
+def test_what_a_killed_process_has_written_is_durable_before_it_is_believed():
+    disk = SimDisk()
+    wanted = {"partition_count": 2, "new_storage_id": bytes(16)}
+    engine = Engine.open(disk, Path("/waltz"), SETTINGS, **wanted)
+    disk.plan_call(("sync",), Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        engine.assign(1)
+    engine.abandon()
+    file = disk.open(Path("/waltz/waltz-storage.ctl"))
+    file.pwrite([file.pread(1000, 0)], 0)  # not failed, but killed
+    file.close()
+    engine = Engine.open(disk, Path("/waltz"), SETTINGS, **wanted)
+    assert engine.assigned() == [1]
+    disk.power_loss(Survival.NOTHING, Random(1))
+    engine = Engine.open(disk, Path("/waltz"), SETTINGS, **wanted)
+    assert engine.assigned() == [1]

@@ -531,3 +531,40 @@ def test_a_run_that_is_not_what_it_says_is_refused():
     for first, sizes, run, chain, batches in refused:
         with pytest.raises(BadRequest, match="append at"):
             check_batches(first, sizes, run, chain, batches)
+
+
+# ---- batches that are lost, or left over
+
+
+def test_lost_batches_at_the_end_of_an_older_segment_are_made_up():
+    disk = new_disk()
+    _, records, entries = written(disk, [3, 2], [4], [1])
+    chn = path_of(0, ".chn")
+    disk.put(chn, disk.content(chn)[: LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES])
+    for _ in range(2):
+        segments, slots = opened(disk)
+        assert slots.slot.suspect
+        found = list(segments.entries_from(0))
+        assert found == [entries[0], entries[1]._replace(session_id=MADE_UP), *entries[2:]]
+        assert (content(segments), segments.chain) == (records, entries[-1].chain)
+
+
+def test_batches_behind_the_last_record_are_cut():
+    disk = new_disk()
+    _, records, entries = written(disk, [3], [4])
+    seg = path_of(3, ".seg")
+    disk.put(seg, disk.content(seg)[:SEGMENT_HEADER_BYTES])
+    segments, slots = opened(disk)
+    assert slots.slot.suspect
+    assert (segments.last, segments.chain) == (2, entries[0].chain)
+    assert content(segments) == records[: 3 * RECORD_BYTES]
+
+
+def test_the_batch_behind_repaired_records_is_not_held_against_them():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [3], [4], [2])
+    segments.all[1].lineage.cut(0)
+    segments.all[2].rewrite_lineage_header(entries[0].chain)
+    check_repaired(segments, IdRange(3, 6), ())
+    with pytest.raises(ChecksumMismatch):
+        check_repaired(segments, IdRange(3, 7), ())

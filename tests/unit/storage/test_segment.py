@@ -291,6 +291,65 @@ def test_a_scan_stops_at_the_first_wrong_record_and_a_search_finds_the_next_good
     assert find_record(file, size, 0, size=size) is None
 
 
+# ---- what a failed sync leaves
+
+
+def test_what_the_cache_calls_clean_is_durable_when_it_was_written_again():
+    disk = new_disk()
+    segment = new_segment(disk)
+    fill_segment(segment, [2])
+    records, lengths, entries = make_batches(2, [3], segment.lineage.chain_at(1))
+    segment.append(lengths, records)
+    segment.append_entries(entries, 1)
+    for _ in range(2):  # both files
+        disk.plan_call(("sync",), Fault.FAILS)
+        with pytest.raises(DiskFailed):
+            segment.sync()
+        segment._records_dirty = False
+    segment.write_again(2)
+    assert not segment.is_dirty
+    disk.power_loss(Survival.NOTHING, Random(1))
+    segment = open_segment(disk)
+    assert (segment.last, segment.read(2, 4)[0]) == (4, records)
+    assert list(segment.lineage.entries(1)) == entries
+
+
+def test_an_index_that_may_have_failed_is_copied_to_a_new_file():
+    disk = new_disk()
+    segment = new_segment(disk)
+    records, lengths, _ = make_batches(0, [3])
+    segment.append(lengths, records)
+    segment.sync()
+    disk.plan_call(("sync",), Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        segment.sync_index()
+    segment.copy_index()
+    disk.power_loss(Survival.NOTHING, Random(1))
+    segment = open_segment(disk)
+    assert segment.read(0, 2)[0] == records
+
+
+def test_no_file_beside_a_removed_segment_goes_before_it():
+    disk = new_disk()
+    segment = new_segment(disk)
+    begin = len(disk.trace)
+    segment.remove()
+    assert disk.trace[begin:] == [
+        f"unlink {SEG.name}",
+        "syncdir storage",
+        f"unlink {CHN.name}",
+        f"unlink {IDX.name}",
+    ]
+
+
+def test_a_header_that_is_wrong_is_told_with_its_file():
+    disk = new_disk()
+    new_segment(disk)
+    disk.flip(SEG, 60)
+    with pytest.raises(BadFormat, match=rf"{SEG.name}: segment header: expected zero"):
+        open_segment(disk)
+
+
 def possible_places(data, after, room):
     """Say where a record may begin, byte by byte."""
     id_max = after + room // 40 + 1_000_000

@@ -1,0 +1,166 @@
+"""The original's files, written and read from the description of their layout alone.
+
+Shares no code with what it checks: `struct` and `zlib` only. `read_directory` does what an original
+does at its start: it reads the control file, and of each segment's records as many as are whole.
+
+    waltz-storage.ctl     128 bytes of header, 76 for each partition: its number and two structures
+    <p>/<19 digits>.seg   128 bytes of header, records back to back
+    <p>/<19 digits>.idx   128 bytes of header, 8 for each record: where it starts in the .seg
+"""
+
+import struct
+import zlib
+from itertools import pairwise
+from typing import NamedTuple
+
+HEADER_BYTES = 128
+CONTROL = struct.Struct(">iq16si96x")
+SEGMENT = struct.Struct(">iq16siq88x")
+STRUCTURE = struct.Struct(">qqqiiI")
+RECORD = struct.Struct(">q16siiI")
+CHECKPOINT = 1000
+
+
+class Wrong(Exception):
+    """What an original says when it does not start."""
+
+
+class Structure(NamedTuple):
+    session: int
+    low_water_mark: int
+    local_low_water_mark: int
+    flags: int
+    sequence: int
+
+
+class Control(NamedTuple):
+    key: bytes
+    partitions: tuple[Structure, ...]
+
+
+def read_control(data):
+    version, _, key, count = CONTROL.unpack_from(data)
+    if version != 0 or len(data) != HEADER_BYTES + 76 * count or any(data[32:128]):
+        raise Wrong("control file")
+    partitions = []
+    for number in range(count):
+        at = HEADER_BYTES + 76 * number
+        if struct.unpack_from(">i", data, at) != (number,):
+            raise Wrong(f"partition {number} of the control file")
+        partitions.append(_newer(data, at + 4))
+    return Control(key, tuple(partitions))
+
+
+def _newer(data, at):
+    good = []
+    for start in (at, at + 36):
+        *fields, crc = STRUCTURE.unpack_from(data, start)
+        if zlib.crc32(data[start : start + 32]) == crc:
+            good.append(Structure(*fields))
+    sequences = [one.sequence for one in good]
+    if not good or len(set(sequences)) != len(sequences):
+        raise Wrong("both structures of a partition")
+    return max(good, key=lambda one: one.sequence)
+
+
+def control(key, structures, created_ms=1):
+    """The bytes of a control file in which these count."""
+    parts = [CONTROL.pack(0, created_ms, key, len(structures))]
+    for number, one in enumerate(structures):
+        older = one._replace(sequence=one.sequence - 1)
+        parts.append(struct.pack(">i", number) + _structure(older) + _structure(one))
+    return b"".join(parts)
+
+
+def _structure(one):
+    plain = STRUCTURE.pack(*one, 0)[:32]
+    return plain + zlib.crc32(plain).to_bytes(4, "big")
+
+
+def record(number, data, header=7):
+    """The bytes of a record."""
+    request = struct.pack(">iiii", 1, 1, 0, number)
+    plain = RECORD.pack(number, request, header, len(data), zlib.crc32(data)) + data
+    return plain + zlib.crc32(plain).to_bytes(4, "big")
+
+
+def segment(key, partition, first, records):
+    """The bytes of a .seg and of its .idx."""
+    head = SEGMENT.pack(0, 1, key, partition, first)
+    at, starts = HEADER_BYTES, []
+    for one in records:
+        starts.append(at.to_bytes(8, "big"))
+        at += len(one)
+    return head + b"".join(records), head + b"".join(starts)
+
+
+def whole_record(data, at, number):
+    """The record of an id at a place, None if it is not there whole."""
+    if at + RECORD.size + 4 > len(data):
+        return None
+    found, _, _, length, data_crc = RECORD.unpack_from(data, at)
+    end = at + RECORD.size + length
+    if found != number or length < 0 or end + 4 > len(data):
+        return None
+    if int.from_bytes(data[end : end + 4], "big") != zlib.crc32(data[at:end]):
+        return None
+    if zlib.crc32(data[at + RECORD.size : end]) != data_crc:
+        return None
+    return data[at : end + 4]
+
+
+def read_segment(data, index, *, key, partition, first, local_low_water_mark):
+    """The records that an original finds in a segment, as it opens it after a crash."""
+    for name, each in (("seg", data), ("idx", index)):
+        if len(each) < HEADER_BYTES:
+            raise Wrong(f"{name} of {first} is cut")
+        if SEGMENT.unpack_from(each)[2:] != (key, partition, first) or each[:4] != bytes(4):
+            raise Wrong(f"header of {name} of {first}")
+    starts = [int.from_bytes(index[at : at + 8], "big") for at in range(128, len(index) - 7, 8)]
+    highest = first + len(starts) - 1
+    start = highest
+    if highest > local_low_water_mark:
+        start = max(local_low_water_mark, CHECKPOINT * ((highest - 1) // CHECKPOINT))
+    records = []
+    if start <= first:
+        at = HEADER_BYTES
+    else:
+        # All up to here is trusted, and this one is looked at.
+        bounds = starts[: start - first + 1]
+        records = [data[a:b] for a, b in pairwise(bounds)]
+        at = bounds[-1]
+        if whole_record(data, at, start) is None:
+            raise Wrong(f"segment {first} is corrupted at {start}")
+    while (one := whole_record(data, at, first + len(records))) is not None:
+        records.append(one)
+        at += len(one)
+    return records
+
+
+def read_directory(files, root):
+    """All records of all partitions that are assigned, by partition; `files` is path -> bytes."""
+    found = read_control(files[root / "waltz-storage.ctl"])
+    logs = {}
+    for partition, info in enumerate(found.partitions):
+        names = sorted(
+            path for path in files if path.parent == root / str(partition) and path.suffix == ".seg"
+        )
+        if not info.flags & 4 or not names:
+            continue
+        records = []
+        for path in names:
+            if int(path.stem) != len(records) or len(path.stem) != 19:
+                raise Wrong(f"segment {path.stem} behind {len(records)} records")
+            index = files.get(path.with_suffix(".idx"))
+            if index is None:
+                raise Wrong(f"no index beside {path.stem}")
+            records += read_segment(
+                files[path],
+                index,
+                key=found.key,
+                partition=partition,
+                first=len(records),
+                local_low_water_mark=info.local_low_water_mark,
+            )
+        logs[partition] = records
+    return found, logs

@@ -1,0 +1,372 @@
+"""Opens what crashes leave, and holds it against what was told."""
+
+import hashlib
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from random import Random
+
+from tests.crash.stories import (
+    ROOT,
+    History,
+    Marks,
+    Promise,
+    Story,
+    Told,
+    info_of,
+    loosened,
+    marks_of,
+    open_engine,
+    promise_of,
+    site,
+)
+from waltz_core.errors import ChecksumMismatch, WaltzError
+from waltz_core.sim.crash import (
+    AnyOf,
+    Keep,
+    Platter,
+    RecordingDisk,
+    Remark,
+    survivals,
+)
+from waltz_core.sim.disk import Contents
+from waltz_core.storage.control_file import SLOTS_NAME
+from waltz_core.storage.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Slot
+
+RANDOM_SURVIVALS = 8
+RANDOM_SECOND = 2
+KILLS_OF_A_STORY = 60
+EVERY_KILL = 10  # one is followed by a loss of power at every change
+SHARE_AFTER_A_KILL = 0.25
+EVERY_SECOND = 40  # openings, one is cut at every change
+
+
+class Violation(AssertionError):
+    """A crash has left what nobody may find."""
+
+
+@dataclass(frozen=True)
+class FoundLog:
+    """One partition as it is after an opening."""
+
+    records: tuple[bytes, ...]
+    unreadable: tuple[tuple[int, int], ...]
+    entries: tuple
+    promise: Promise
+    marks: Marks
+    info: Marks
+    suspect: bool
+    damaged: tuple
+
+    @property
+    def last(self):
+        return len(self.records) - 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory as it is after an opening."""
+
+    storage_id: bytes
+    assigned: tuple[int, ...]
+    logs: tuple[tuple[int, FoundLog], ...]
+    failed: tuple[tuple[int, str], ...]
+
+
+def found_log(log):
+    """Read all of a log."""
+    records, unreadable, at = [], [], 0
+    while at <= log.max_id:
+        try:
+            read = log.read_range(at, log.max_id, 1 << 20, whole_batches=False)
+        except ChecksumMismatch:
+            hole = next(one for one in log.damaged if one.first <= at <= one.last)
+            unreadable.append((at, hole.last))
+            records += [b""] * (hole.last + 1 - at)
+            at = hole.last + 1
+            continue
+        offset = 0
+        for length in read.lengths.tolist():
+            records.append(read.records[offset : offset + length])
+            offset += length
+        at += read.lengths.size
+    entries = log.lineage(0, log.max_id)[1] if log.max_id >= 0 else ()
+    return FoundLog(
+        tuple(records),
+        tuple(unreadable),
+        tuple(entries),
+        promise_of(log),
+        marks_of(log),
+        info_of(log),
+        log.suspect,
+        log.damaged,
+    )
+
+
+def opened(disk, new_storage_id=b"T" * 16):
+    """Open a directory as a process does that was started again; return it and the engine."""
+    engine = open_engine(disk, new_storage_id=new_storage_id)
+    logs = tuple((number, found_log(log)) for number, log in sorted(engine.logs.items()))
+    failed = tuple((number, str(error)) for number, error in sorted(engine.failed.items()))
+    return Found(engine.storage_id, tuple(engine.assigned()), logs, failed), engine
+
+
+def check_opened(found):
+    if isinstance(found, Exception):
+        raise Violation(f"does not open: {type(found).__name__}: {found}")
+
+
+def check(told: Told, found: Found):
+    """Raise what is wrong with what was found."""
+    if found.failed:
+        raise Violation(f"cannot be opened: {found.failed}")
+    if told.storage_id not in {None, found.storage_id}:
+        raise Violation(f"another storage id: {found.storage_id!r}")
+    logs = dict(found.logs)
+    if not set(told.sure) <= set(found.assigned) <= set(told.assigned):
+        raise Violation(f"partitions {found.assigned}, expected {told.sure} to {told.assigned}")
+    for partition, log in logs.items():
+        check_log(partition, told.logs[partition], log, told.damaged if partition == 0 else ())
+
+
+def check_log(partition, expected, found, damaged):
+    where = f"partition {partition}"
+    if found.suspect:
+        raise Violation(f"{where} is suspect")
+    if any(one not in damaged for one in (*found.damaged, *found.unreadable)):
+        raise Violation(f"{where} has damage {found.damaged}")
+    if found.promise not in expected.promises:
+        raise Violation(f"{where}: {found.promise}, expected one of {expected.promises}")
+    if found.marks not in expected.marks:
+        raise Violation(f"{where}: {found.marks}, expected one of {expected.marks}")
+    if found.info not in expected.infos:
+        raise Violation(f"{where}: control file {found.info}, expected one of {expected.infos}")
+    wrong = [_wrong(history, found) for history in expected.histories]
+    if all(wrong):
+        raise Violation(f"{where}: {'; or '.join(one for one in wrong if one)}")
+
+
+def _wrong(history, found):
+    """Say why a log is not this history; None if it is."""
+    if not history.acked <= found.last < len(history.records):
+        return f"ends at {found.last}, expected {history.acked}..{len(history.records) - 1}"
+    for place, record in enumerate(found.records):
+        if record and record != history.records[place]:
+            return f"record {place} is another one"
+    if found.entries != tuple(one for one in history.entries if one.last <= found.last):
+        return "other batches"
+    if found.entries and found.entries[-1].last != found.last:
+        return f"ends at {found.last}, where no batch ends"
+    return None
+
+
+def check_platter(told, contents):
+    """Check what an opening does not show: marker and dirty bit, and the index up to the marker."""
+    for partition, expected in told.logs.items():
+        if not expected.markers:
+            continue
+        directory = ROOT / str(partition)
+        slot = _newer_slot(contents.files.get(directory / SLOTS_NAME, b""))
+        if slot is None:
+            raise Violation(f"partition {partition} has no slots")
+        marker = slot.acked.transaction_id
+        if slot.dirty not in expected.is_dirty:
+            raise Violation(f"partition {partition}: dirty {slot.dirty}, {expected.is_dirty}")
+        if not slot.suspect and marker < min(expected.markers):
+            raise Violation(f"partition {partition}: marker {marker}, {expected.markers}")
+        if slot.truncate is None:
+            _check_indexes(contents.files, directory, marker)
+
+
+def _newer_slot(content):
+    slots = []
+    for at in (0, SLOT_BLOCK_BYTES):
+        with suppress(WaltzError):
+            slots.append(Slot.decode(content[at : at + SLOT_BYTES]))
+    return max(slots, key=lambda slot: slot.sequence, default=None)
+
+
+def _check_indexes(files, directory, marker):
+    paths = sorted(one for one in files if one.parent == directory and one.suffix == ".seg")
+    for path, after in zip_longest(paths, paths[1:]):
+        content, index = files[path], files.get(path.with_suffix(".idx"), b"")
+        first, at = int(path.stem), 128
+        last = min(marker, int(after.stem) - 1) if after else marker
+        while at + 40 <= len(content) and first <= last:
+            stated = int.from_bytes(index[128 + 8 * (first - int(path.stem)) :][:8], "big")
+            if stated != at:
+                raise Violation(f"{path.name}: the index says {stated} of {first}, not {at}")
+            at += 40 + int.from_bytes(content[at + 28 : at + 32], "big")
+            first += 1
+
+
+# ---------------------------------------------------------------------------------------------
+# every point of a story
+
+
+def digest(contents: Contents):
+    """Return what tells two disks apart."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted(contents.directories):
+        found.update(f"{path}\0".encode())
+    for path, content in sorted(contents.files.items()):
+        found.update(f"{path}\0{len(content)}\0".encode())
+        found.update(content)
+    return found.digest()
+
+
+class Matrix:
+    """The crashes of one story; the same disk is opened once only."""
+
+    def __init__(self, name):
+        self.name = name
+        self.counts = Counter()
+        self._found = {}  # digest -> what the opening finds, or its error
+        self.openings = {}  # digest -> the changes that an opening makes
+
+    def find(self, contents):
+        key = digest(contents)
+        if key not in self._found:
+            disk = RecordingDisk.after_power_loss(contents)
+            begin = len(disk.changes)
+            try:
+                self._found[key], engine = opened(disk, new_storage_id=b"U" * 16)
+                self.openings[key] = (begin, disk.changes)
+                engine.abandon()
+            except (WaltzError, AssertionError) as error:
+                self._found[key] = error
+            self.counts["openings"] += 1
+        return key, self._found[key]
+
+    def judge(self, told, contents, where):
+        """Hold what is left against what was told; return what tells it apart from others."""
+        key, found = self.find(contents)
+        try:
+            check_opened(found)
+            check(told, found)
+            check_platter(told, contents)
+        except Violation as error:
+            raise Violation(f"{self.name}, {where}: {error}") from (
+                found if isinstance(found, Exception) else None
+            )
+        return key, found
+
+
+def points(changes, begin=0):
+    """Each point at which a crash may come, with the platter and what was told until then."""
+    platter, told = Platter(), Told()
+    for place, change in enumerate(changes):
+        platter.add(change)
+        if isinstance(change, Remark):
+            told = change.what
+        if place + 1 >= begin:
+            # A point behind a remark is one of its own: nothing has changed but what is expected.
+            yield place + 1, platter, told
+
+
+def power_losses(matrix, changes, begin, *, keeps=None, only_told=False, seed=0):
+    """Lose power at each point, in many ways; return each disk that is left, with what was told.
+
+    `keeps` is what is kept at each, if not all that is worth a try. With `only_told` it is lost
+    only where something was told.
+    """
+    left = {}
+    for place, platter, told in points(changes, begin):
+        if only_told and not isinstance(changes[place - 1], Remark):
+            continue
+        matrix.counts["cuts"] += 1
+        rng = Random(f"{seed} {place}")
+        for keep in keeps or survivals(platter, rng, random_count=RANDOM_SURVIVALS):
+            matrix.counts["survivals"] += 1
+            contents = platter.image(keep)
+            where = f"power lost after change {place} ({_name(changes, place)}), {_kept(keep)}"
+            key, found = matrix.judge(told, contents, where)
+            left.setdefault(key, (told, contents, found, where))
+    return left
+
+
+def second_losses(matrix, left):
+    """Lose power again while what is left is opened: the next opening comes to the same end.
+
+    At every change of some openings, at one of the others.
+    """
+    for number, (key, (told, _, found, where)) in enumerate(sorted(left.items())):
+        begin, changes = matrix.openings[key]
+        expected, rng = loosened(told), Random(f"{matrix.name} {number}")
+        only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
+        for place, platter, _ in points(changes, begin):
+            if only is None:
+                keeps = survivals(platter, rng, random_count=RANDOM_SECOND)
+            elif place == only:
+                keeps = (Keep(), AnyOf(rng))
+            else:
+                continue
+            _second(matrix, expected, found, platter, keeps, f"{where}, and after change {place}")
+
+
+def _second(matrix, told, found, platter, keeps, where):
+    matrix.counts["second cuts"] += 1
+    for keep in keeps:
+        matrix.counts["second survivals"] += 1
+        _, again = matrix.judge(told, platter.image(keep), f"{where} of the opening, {_kept(keep)}")
+        if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
+            raise Violation(f"{matrix.name}, {where}: another end: {again.logs} and {found.logs}")
+
+
+def kills(matrix, changes, begin, seed=0):
+    """Kill the process at points; it is started again, answers, and then power is lost."""
+    every = [(place, told) for place, _, told in points(changes, begin)]
+    for number, (place, told) in enumerate(every[:: 1 + len(every) // KILLS_OF_A_STORY]):
+        matrix.counts["kills"] += 1
+        rng = Random(f"{seed} {place}")
+        where = f"killed after change {place} ({_name(changes, place)})"
+        story = started_again(matrix, changes[:place], told, where)
+        after = story.disk.changes
+        often = number % EVERY_KILL == 0
+        for at, platter, now_told in points(after, place + 1):
+            if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
+                continue
+            keeps = [Keep(), AnyOf(rng)]
+            if often and at == len(after):
+                keeps += survivals(platter, rng, random_count=RANDOM_SECOND)
+            for keep in keeps:
+                matrix.counts["survivals after a kill"] += 1
+                lost = f"{where}, power lost after change {at} ({_name(after, at)}), {_kept(keep)}"
+                matrix.judge(now_told, platter.image(keep), lost)
+
+
+def started_again(matrix, changes, told, where):
+    """Start on what a killed process leaves: all that it has written, and nothing more durable."""
+    return used(matrix, RecordingDisk(changes, site), told, where)
+
+
+def used(matrix, disk, told, where):
+    """Open a directory, and take appends."""
+    story = Story(99, disk, told)
+    story.loosen()
+    try:
+        found, story.engine = opened(story.disk)
+        check(told, found)
+    except (WaltzError, Violation) as error:
+        raise Violation(f"{matrix.name}, {where}: {type(error).__name__}: {error}") from error
+    # Whatever an opening has found is durable when it is done.
+    story.histories = {
+        number: History(log.records, log.entries, log.last) for number, log in found.logs
+    }
+    story.tell()
+    for partition in story.engine.logs:
+        story.prepare(partition)
+        story.append([1], partition=partition)
+        story.sync(partition)
+    return story
+
+
+def _name(changes, place):
+    change = changes[place - 1]
+    return "told" if isinstance(change, Remark) else f"{change!r:.90}"
+
+
+def _kept(keep):
+    units = getattr(keep, "units", "")
+    return f"{type(keep).__name__} {sorted(map(str, units)) if units else ''}"

@@ -1,0 +1,131 @@
+"""Storages that forget a sync, or make it too late, and what shows that they do.
+
+A sync is known by its site, the calls that lead to it. Left out, or made behind the next one, some
+crash has to show it: else nobody needs it, or the matrix does not see what it is for.
+"""
+
+from collections import defaultdict
+from random import Random
+
+from tests.crash.matrix import Violation, points, power_losses, started_again, used
+from tests.crash.stories import STORIES, first_start, site
+from waltz_core.sim.crash import AnyOf, Keep, RecordingDisk, delayed, sync_places, without
+
+KILLS_OF_A_STORY = 12
+LOSSES_OF_A_STORY = 12
+TRIES = 12
+MUTATIONS = {"forgotten": without, "made late": delayed}
+
+
+def runs(matrix):
+    """Every story, and what follows where some of them are killed or lose power."""
+    for make in STORIES:
+        story = make()
+        changes = story.disk.changes
+        yield make.__name__, changes, story.begin
+        rng = Random(make.__name__)
+        every = [(place, told) for place, _, told in points(changes, story.begin)]
+        kills = every if make is first_start else rng.sample(every, KILLS_OF_A_STORY)
+        for place, told in kills:
+            after = started_again(matrix, changes[:place], told, f"killed after change {place}")
+            yield f"{make.__name__} killed after {place}", after.disk.changes, place + 1
+        lost = rng.sample(range(len(every)), LOSSES_OF_A_STORY)
+        for number, (place, platter, told) in enumerate(points(changes, story.begin)):
+            if number in lost:
+                disk = RecordingDisk.after_power_loss(platter.image(AnyOf(rng)), site)
+                begin = len(disk.changes) + 1
+                where = f"{make.__name__} without power after {place}"
+                yield where, used(matrix, disk, told, where).disk.changes, begin
+
+
+def occurrences(matrix):
+    """Where each site is: (site, mutation) -> runs and places."""
+    found = defaultdict(list)
+    for name, changes, begin in runs(matrix):
+        for place in sync_places(changes):
+            if place >= begin and changes[place].site:
+                for mutation in MUTATIONS:
+                    found[changes[place].site, mutation].append((name, changes, place))
+    return found
+
+
+def shown(matrix, mutation, places, *, is_thorough=True):
+    """Return what shows a mutation in some run, None if nothing does."""
+    rng = Random(mutation)
+    quick = rng.sample(places, min(TRIES, len(places)))
+    # What was told and is not there shows by itself; for the rest more has to be tried.
+    passes = [(places, (Keep(),)), (quick, None)] if is_thorough else [(quick, (Keep(),))]
+    for tries, keeps in passes:
+        for name, changes, place in tries:
+            mutated = MUTATIONS[mutation](changes, place)
+            if mutated is None:
+                continue
+            try:
+                matrix.name = name
+                power_losses(matrix, mutated, place, keeps=keeps, only_told=keeps is not None)
+            except Violation as error:
+                return str(error)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# What no crash shows, and why that is right. A site ends with the key; the number says which of the
+# syncs and writes of its function it is.
+
+# It may be left out.
+NOT_NEEDED = {
+    "engine.open > disk.create_durably#4": "the control file is made next, in the same directory",
+    "control_file._create > disk.create_durably#4": "`Engine.open` syncs the same directory next",
+    "engine.open#1": "only after two kills in a row are both names not durable yet",
+    "recovery.open_log > disk.make_with_parents#1": "`Engine.open` has synced that directory",
+    "control_file.create > disk.create_durably#4": "the first segment's names are synced next",
+    "segment.copy_index > disk.create_durably#4": "the new segment's names are synced next",
+    "segments.renew > segment.create > disk.create_durably#3": "the old files of an empty segment "
+    "are as good as the new ones",
+    "recovery.open_log#2": "the second slot says the same; this one keeps a directory that is "
+    "being changed from calling itself clean where syncs are not trusted",
+    "segments.renew > segment.sync#1": "nobody believes it; it is for an original, which does not "
+    "cut where the next segment begins (test_layout.py)",
+    "segments.renew > segment.sync#2": "as the line before",
+    "room.fill#1": "made anew at each start; a sync takes the room where it is only "
+    "promised until then",
+    "room.release#1": "room may be free only when the removal is durable",
+    "recovery._recover > segment.recover#1": "a segment that is not the last changes by rot only",
+    "recovery._recover > segment.recover#2": "as the line before",
+    "recovery.finish_truncation > segment.sync#1": "records whose entry was cut are no part of the "
+    "log, and the entries are synced",
+    "recovery.finish_truncation > segment.sync_index#1": "an index that is too long is cut by the "
+    "next opening",
+    "reading._note_damage#1": "the next read finds it again",
+    "segments.fill > segment.fill#5": "an index that is wrong is mended by the next read",
+}
+# It is needed, and not before the next one: both are done before anything is told.
+ANY_ORDER = {
+    "disk.make_with_parents#1": "names of different directories",
+    "disk.make_with_parents#2": "names of different directories",
+    "engine.open > control_file.open#1": "the control file and names",
+    "control_file.set_flags#1": "a flag whose directory is not there yet, and the other way round",
+    "recovery.open_log#1": "names, and a slot in a file that had its name before",
+    "segment.create > disk.create_durably#2": "what is in the files; each before its own rename",
+    "segment.create > disk.create_durably#4": "names, and records that were not told yet",
+    "segment.write_again#4": "records, index and batches: nothing is told until all are synced",
+    "segment.write_again#5": "as the line before",
+    "segment.write_again#6": "batches, and a slot that vouches for no more than was told",
+    "partition_log.sync > segment.sync#1": "records and batches count together only",
+    "partition_log.sync > segment.sync#2": "batches and the slot that marks them, at a clean end",
+    "partition_log._roll > segment.sync#1": "records and batches count together only",
+    "partition_log._roll > segment.sync#2": "batches, and an index that can be mended",
+    "partition_log._roll#3": "the marker moves on; names of the new segment",
+    "partition_log._confirm#1": "a mark that was told as set, and records that were not told yet",
+    "segments.cut > segment.remove#1": "names of one directory, the newest segment first; one sync "
+    "after two removals finds them in any order, and the intent removes the rest",
+    "recovery.open_segments > segment.remove#1": "as at the cut",
+    "recovery.finish_truncation > segment.sync#2": "batches and the index",
+    "segments.fill > segment.fill#4": "records of a hole, whose damage is still noted",
+}
+
+
+def reason(site, mutation):
+    """Return why no crash shows it; None where one has to."""
+    listed = NOT_NEEDED if mutation == "forgotten" else NOT_NEEDED | ANY_ORDER
+    return next((why for end, why in listed.items() if site.endswith(end)), None)

@@ -1,0 +1,602 @@
+"""Runs of a storage directory, written down change by change with what was told at each point.
+
+What was told is the oracle: `Told` says what a crash from here on may leave. It is made from a
+model in lists, and for the slots from what the log itself says before and after a call: a crash in
+the middle of a call leaves the one or the other.
+"""
+
+import re
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from linecache import getline
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.property.storage_model import batches
+from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
+from waltz_core.sim.crash import RecordingDisk, Remark, Sync, Write
+from waltz_core.sim.disk import Fault
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
+
+KEY = bytes(range(16))
+ROOT = Path("/disk/storage")
+PARTITIONS = 3
+RESERVE_BYTES = 3000
+STARTED_MS = 1_700_000_000_000
+
+
+# Frames that say nothing about why something is synced.
+TRANSPARENT = {
+    "index.sync",
+    "segments.<genexpr>",
+    "segments.sync",
+    "segments.sync_index",
+    "control_file.write",
+    "control_file._write",
+    "partition_log._write_slot",
+}
+
+
+class History(NamedTuple):
+    """One log that may be found: its records, its batches, and how many of them must be there."""
+
+    records: tuple[bytes, ...] = ()
+    entries: tuple = ()
+    acked: int = BEFORE_FIRST
+
+
+class Promise(NamedTuple):
+    session: int
+    nonce: bytes
+
+
+class Marks(NamedTuple):
+    last_session: int
+    low_water_mark: int
+    confirmed: int
+
+
+class ToldLog(NamedTuple):
+    """What may be found of one partition: one of each."""
+
+    histories: tuple[History, ...]
+    promises: tuple[Promise, ...]
+    marks: tuple[Marks, ...]
+    infos: tuple[Marks, ...]  # what the original's control file says of session and marks
+    markers: tuple[int, ...]  # on the disk itself at least one of these is vouched for
+    is_dirty: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a crash may leave; None where anything may be."""
+
+    storage_id: bytes | None = None
+    assigned: tuple[int, ...] = ()
+    sure: tuple[int, ...] = ()  # of those that may be assigned, those that must be
+    logs: dict[int, ToldLog] = field(default_factory=dict)
+    damaged: tuple[tuple[int, int], ...] = ()  # of partition 0
+
+
+def loosened(told):
+    """What may be left while partitions are opened or closed: dirty or not."""
+    logs = {number: log._replace(is_dirty=(False, True)) for number, log in told.logs.items()}
+    return replace(told, logs=logs)
+
+
+def settings(now_ms=lambda: STARTED_MS, segment_bytes_max=700):
+    return LogSettings(KEY, segment_bytes_max, now_ms)
+
+
+def open_engine(disk, *, new_storage_id=b"S" * 16, reserve_bytes=RESERVE_BYTES, with_settings=None):
+    return Engine.open(
+        disk,
+        ROOT,
+        with_settings or settings(),
+        partition_count=PARTITIONS,
+        new_storage_id=new_storage_id,
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def marks_of(log):
+    return Marks(log.last_session, log.low_water_mark, log.confirmed_low_water_mark)
+
+
+def info_of(log):
+    return Marks(*log._control.info(log.partition_id)[:3])
+
+
+def promise_of(log):
+    return Promise(log.slot.promised, log.slot.nonce)
+
+
+def site():
+    """Say who asks for a sync: the calls inside of the storage, innermost last.
+
+    The number at the end is which of the syncs and writes of its function it is.
+    """
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name == "storage" and path.parent.parent.name == "waltz_core":
+            frames.append((f"{path.stem}.{frame.f_code.co_name}", frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    # Who opens a partition makes no difference, nor how deep a directory lies.
+    names = [name for name, _, _ in reversed(frames) if name not in TRANSPARENT]
+    if "partition_log.open" in names:
+        names = names[names.index("partition_log.open") + 1 :]
+    names = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
+    # A function that another one calls through is no place of its own.
+    own = next((one for one in frames if one[0] not in TRANSPARENT), None)
+    return f"{' > '.join(names)}#{_which(*own[1:])}" if own else ""
+
+
+@cache
+def _which(code, line):
+    lines = (getline(code.co_filename, one) for one in range(code.co_firstlineno + 1, line + 1))
+    return sum(1 for one in lines if re.search(r"(sync|write)\w*\(", one))
+
+
+class Story:
+    """A storage directory in use, on a disk that writes everything down."""
+
+    def __init__(self, seed=1, disk=None, told=None, *, segment_bytes_max=700):
+        self.rng = Random(seed)
+        self.disk = disk or RecordingDisk(site=site)
+        self.segment_bytes_max = segment_bytes_max
+        self.now_ms = STARTED_MS
+        self.engine = None
+        self.histories = {}  # partition -> History, as it is written now
+        self.told = told or Told()
+        self.begin = 0  # crashes come from this change on
+        self.disk.remark(self.told)
+
+    def log(self, partition=0):
+        return self.engine.logs[partition]
+
+    # ---- what is told
+
+    def _found(self):
+        """What the engine says after a call; the histories are the model's."""
+        logs = {
+            partition: ToldLog(
+                (self.histories[partition],),
+                (promise_of(log),),
+                (marks_of(log),),
+                (info_of(log),),
+                (log.slot.acked.transaction_id,),
+                (log.slot.dirty,),
+            )
+            for partition, log in self.engine.logs.items()
+        }
+        assigned = tuple(self.engine.assigned())
+        return Told(self.engine.storage_id, assigned, assigned, logs, self.told.damaged)
+
+    def tell(self):
+        self.told = self._found()
+        self.disk.remark(self.told)
+
+    def doing(self, call, *, history=None, partition=0, final=True, marker=None):
+        """Do something; until it is told what came of it, the state before it may be left too.
+
+        With `final` off nothing was made durable: what was before may be left later, too.
+        """
+        before = self.told
+        place = len(self.disk.changes)
+        self.disk.remark(before)
+        error = None
+        try:
+            call()
+        except (DiskFailed, NoSpace) as caught:
+            error = caught
+        if history is not None and error is None:
+            self.histories[partition] = history
+        tried = {} if history is None else {partition: history}
+        between = self._between(before, self._found(), tried)
+        if marker is not None:
+            log = between.logs[partition]
+            between.logs[partition] = log._replace(markers=(*log.markers, marker))
+        self.disk.changes[place] = Remark(between)
+        if error is not None or not final:
+            self.told = between
+            self.disk.remark(between)
+        else:
+            self.tell()
+        if error is not None:
+            raise error
+
+    def _between(self, before, after, tried):
+        logs = dict(before.logs)
+        for partition, log in after.logs.items():
+            old = before.logs.get(partition)
+            if old is None:
+                # Nothing of it need be there, so that there is no slot to look at.
+                logs[partition] = log._replace(markers=(), is_dirty=())
+                continue
+            both = [(*one, *other) for one, other in zip(old, log, strict=True)]
+            if partition in tried:
+                both[0] += (tried[partition],)
+            logs[partition] = ToldLog(*(tuple(dict.fromkeys(one)) for one in both))
+        assigned = tuple(sorted({*before.assigned, *after.assigned}))
+        return Told(before.storage_id, assigned, before.sure, logs, before.damaged)
+
+    # ---- what is done
+
+    def start(self, *, histories=None):
+        """Open the directory; `histories` are what is found in it."""
+        self.histories = {} if histories is None else histories
+        self.loosen()
+        with_settings = settings(lambda: self.now_ms, self.segment_bytes_max)
+        self.engine = open_engine(self.disk, with_settings=with_settings)
+        self.tell()
+
+    def loosen(self):
+        """Tell that partitions are being opened, or closed."""
+        self.told = loosened(self.told)
+        self.disk.remark(self.told)
+
+    def assign(self, partition):
+        self.histories[partition] = History()
+        self.doing(lambda: self.engine.assign(partition))
+
+    def prepare(self, partition=0):
+        """Begin a session; from here on the log ends where it says."""
+        log = self.log(partition)
+        session = max(log.promised, 0) + 1
+        self.doing(lambda: log.prepare(session, self.rng.randbytes(16)))
+        self._synced(partition)
+
+    def _synced(self, partition):
+        last, history = self.log(partition).synced_max, self.histories[partition]
+        assert history.acked <= last < len(history.records)
+        entries = tuple(one for one in history.entries if one.last <= last)
+        self.histories[partition] = History(history.records[: last + 1], entries, last)
+        self.tell()
+
+    def append(self, counts, *, partition=0, bytes_max=150):
+        """Write batches; not durable."""
+        history, log = self.histories[partition], self.log(partition)
+        records, entries = batches(
+            len(history.records), counts, log.promised, log.chain, self.rng, bytes_max=bytes_max
+        )
+        lengths = np.array([len(one) for one in records], dtype=np.int64)
+        after = History((*history.records, *records), (*history.entries, *entries), history.acked)
+        run, first = b"".join(records), len(history.records)
+        self.doing(
+            lambda: log.append(log.promised, first, lengths, run, log.chain, entries),
+            history=after,
+            partition=partition,
+            final=False,
+        )
+
+    def sync(self, partition=0):
+        self.doing(self.log(partition).sync, partition=partition, final=False)
+        self._synced(partition)
+
+    def set_mark(self, partition=0, *, engages=True):
+        log = self.log(partition)
+        self.doing(lambda: log.set_low_water_mark(log.promised, log.max_id, log.chain))
+        if engages:
+            self.doing(lambda: log.engage(log.promised, log.max_id))
+
+    def truncate(self, last, partition=0):
+        history, log = self.histories[partition], self.log(partition)
+        entries = [one for one in history.entries if one.last <= last]
+        base = entries[-1] if entries else None
+        cut = next((one for one in history.entries if one.first <= last < one.last), None)
+        if cut is not None:
+            crcs = b"".join(one[-4:] for one in history.records[cut.first : last + 1])
+            before = base.chain if base else GENESIS_CHAIN
+            chain = next_chain(before, cut.first, last, cut.session_id, crcs)
+            entries.append(cut._replace(last=last, chain=chain))
+        after = History(history.records[: last + 1], tuple(entries), last)
+        base_id, base_chain = (base.last, base.chain) if base else (BEFORE_FIRST, GENESIS_CHAIN)
+        self.doing(
+            lambda: log.truncate(log.promised, last, base_id, base_chain),
+            history=after,
+            partition=partition,
+            marker=base_id,
+        )
+
+    def close(self):
+        histories = self.histories
+        self.loosen()
+        self.engine.close()
+        logs = {}
+        for partition, history in histories.items():
+            last = len(history.records) - 1
+            histories[partition] = history._replace(acked=last)
+            logs[partition] = self.told.logs[partition]._replace(
+                histories=(histories[partition],), markers=(last,), is_dirty=(False,)
+            )
+        self.told = replace(self.told, logs=logs)
+        self.disk.remark(self.told)
+
+    def restart(self):
+        self.close()
+        self.start(histories=self.histories)
+
+    def failing(self, kind, call, *, fault=Fault.FAILS):
+        """Do something while the next change of a kind, or of this number, fails."""
+        inner = self.disk.inner
+        if isinstance(kind, int):
+            inner.plan(inner.step_count + kind, fault)
+        else:
+            inner.plan_call((kind,), fault)
+        try:
+            call()
+        except (DiskFailed, NoSpace):
+            self.disk.inner.forget_plans()
+            return
+        raise AssertionError("nothing has failed")
+
+    def append_and_sync(self):
+        self.append([2])
+        self.sync()
+
+    def tell_damage(self, damaged):
+        """Tell that these ids cannot be read from now on, or can be again."""
+        self.told = replace(self.told, damaged=tuple(damaged))
+        self.disk.remark(self.told)
+
+    def rot(self, partition, transaction_id):
+        """Let a byte of a record be another one, durably, without anybody being told."""
+        log = self.log(partition)
+        segment = log._segments.all[log._segments._index_of(transaction_id)]
+        at = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
+        path = ROOT / str(partition) / f"{segment.first:019d}.seg"
+        self.disk.inner.flip(path, at)
+        number = self.disk.number_of(path)
+        changed = self.disk.inner.content(path)[at : at + 1]
+        self.disk.changes += [Write(number, at, changed), Sync(number, path)]
+
+
+# ---------------------------------------------------------------------------------------------
+# the stories
+
+
+def first_start():
+    """A directory is made, takes two partitions, and is used."""
+    story = Story()
+    story.start()
+    for partition in (1, 0):
+        story.assign(partition)
+        story.prepare(partition)
+    story.append([2, 1])
+    story.sync()
+    story.append([1], partition=1)
+    story.sync(1)
+    return story
+
+
+def _begun(counts=(2, 1), *, segment_bytes_max=700, seed=1, marks=True):
+    """A partition with a session and acknowledged records, where a story begins."""
+    story = Story(seed, segment_bytes_max=segment_bytes_max)
+    story.start()
+    story.assign(0)
+    story.prepare()
+    if marks:
+        story.set_mark()
+    story.append(counts)
+    story.sync()
+    story.begin = len(story.disk.changes)
+    return story
+
+
+def appends():
+    """Small and large groups, synced together and one by one."""
+    story = _begun(segment_bytes_max=1_000_000)
+    story.append([1])
+    story.sync()
+    story.append([3, 2])
+    story.append([1], bytes_max=1500)
+    story.append([4])
+    story.sync()
+    story.append([2], bytes_max=3000)
+    story.sync()
+    return story
+
+
+def checkpoints():
+    """The marker moves each second, and the index becomes durable with it."""
+    story = _begun(segment_bytes_max=1_000_000)
+    for counts in ([2], [1, 1], [3]):
+        story.now_ms += 1500
+        story.append(counts)
+        story.sync()
+        story.append([1])
+    story.sync()
+    return story
+
+
+def roll_over():
+    """Batches that fill segments, lie across them, and end with them."""
+    story = _begun(segment_bytes_max=500)
+    story.append([4, 5], bytes_max=200)
+    story.sync()
+    story.append([9], bytes_max=300)
+    story.append([1])
+    story.sync()
+    return story
+
+
+def sessions_and_marks():
+    """Promises, marks that are confirmed, marks that are not, and appends that confirm them."""
+    story = _begun()
+    story.prepare()
+    story.set_mark()
+    story.append([1])
+    story.sync()
+    story.prepare()
+    story.set_mark(engages=False)
+    story.append([1])
+    story.sync()
+    story.prepare()
+    story.append([2])
+    story.sync()
+    story.set_mark(engages=False)
+    return story
+
+
+def truncate():
+    """Cuts in a batch, at its end, over segments; and appends where something was cut."""
+    story = _begun([3], segment_bytes_max=500)
+    story.append([4, 6, 5], bytes_max=120)
+    story.sync()
+    story.now_ms += 1500
+    story.append([3, 4], bytes_max=200)
+    story.sync()
+    story.prepare()
+    story.truncate(21)
+    story.truncate(story.histories[0].entries[-2].last)
+    story.append([3], bytes_max=200)
+    story.sync()
+    story.prepare()
+    story.truncate(4)
+    story.append([2])
+    story.sync()
+    return story
+
+
+def truncate_a_mark():
+    """A mark that nothing has confirmed is cut away."""
+    story = _begun([3])
+    story.append([2])
+    story.sync()
+    story.prepare()
+    story.set_mark(engages=False)
+    story.prepare()
+    story.truncate(3)
+    story.append([2])
+    story.sync()
+    return story
+
+
+def restart():
+    """A clean stop and a start, twice."""
+    story = _begun(segment_bytes_max=500)
+    story.restart()
+    story.prepare()
+    story.append([3, 2], bytes_max=250)
+    story.sync()
+    story.append([1])
+    story.restart()
+    return story
+
+
+def _fails(what):
+    story = _begun(segment_bytes_max=900)
+    story.append([2])
+    story.failing(what, story.append_and_sync)
+    story.prepare()
+    story.append([1, 2])
+    story.sync()
+    story.restart()
+    return story
+
+
+def failed_write():
+    """A write fails; the log goes on in a new segment."""
+    return _fails("write")
+
+
+def failed_sync():
+    """A sync fails; the log goes on in a new segment."""
+    return _fails("sync")
+
+
+def failed_sync_of_batches():
+    """The records are synced, and the sync of the batches fails."""
+    return _fails(5)
+
+
+def failed_write_of_batches():
+    """The records are written, and the write of the batches fails."""
+    return _fails(3)
+
+
+def failed_write_of_an_empty_log():
+    """The first write of all fails; the new segment takes the name of the old one."""
+    story = Story()
+    story.start()
+    story.assign(0)
+    story.prepare()
+    story.begin = len(story.disk.changes)
+    story.failing("write", lambda: story.append([2]))
+    story.prepare()
+    story.append([1])
+    story.sync()
+    return story
+
+
+def failed_roll_over():
+    """A new segment cannot be made."""
+    story = _begun(segment_bytes_max=300)
+    story.failing("create", lambda: story.append([3, 3], bytes_max=300))
+    story.prepare()
+    story.append([1, 2])
+    story.sync()
+    return story
+
+
+def full_disk():
+    """An append finds no room; the reserve is given back, and the log goes on where it was."""
+    story = _begun(segment_bytes_max=1000)
+    story.append([1])
+    story.failing("write", lambda: story.append([2, 2], bytes_max=300), fault=Fault.DISK_FULL)
+    story.doing(story.engine.room.release)
+    story.append([2])
+    story.sync()
+    story.doing(story.engine.room.fill)
+    story.append([1])
+    story.sync()
+    return story
+
+
+def repair():
+    """Damage is found, and filled from somewhere else."""
+    story = _begun([4, 4], segment_bytes_max=450)
+    story.append([3])
+    story.sync()
+    story.now_ms += 1500
+    story.append([1])
+    story.sync()
+    log, records = story.log(), story.histories[0].records
+    story.tell_damage([(2, 2)])
+    story.rot(0, 2)
+    with suppress(ChecksumMismatch):
+        log.read_range(2, 2, 10_000, whole_batches=False)
+    lengths = np.array([len(records[2])], dtype=np.int64)
+    log.repair(2, lengths, records[2])
+    story.tell_damage([])
+    story.append([2])
+    story.sync()
+    return story
+
+
+STORIES = (
+    first_start,
+    appends,
+    checkpoints,
+    roll_over,
+    sessions_and_marks,
+    truncate,
+    truncate_a_mark,
+    restart,
+    failed_write,
+    failed_sync,
+    failed_sync_of_batches,
+    failed_write_of_batches,
+    failed_write_of_an_empty_log,
+    failed_roll_over,
+    full_disk,
+    repair,
+)

@@ -1,0 +1,187 @@
+"""A closed directory in which something is wrong: it heals, or says in one sentence what is wrong.
+
+Whatever is done to its files, no byte leaves it that was not written; and what other replicas have
+comes back from them. `WALTZ_CORRUPTIONS` adds seeds.
+"""
+
+import os
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.crash.stories import Story, open_engine, settings
+from waltz_core.errors import ChecksumMismatch, Damaged, DataLoss, WaltzError
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.sim.crash import Everything, Platter
+from waltz_core.sim.disk import Contents, SimDisk
+
+SEEDS = 600 + int(os.environ.get("WALTZ_CORRUPTIONS", "0"))
+SEEDS_OF_A_TEST = 50
+KINDS = ("flip", "flip", "cut", "grow", "zero page", "noise", "swap", "copy", "remove")
+
+
+def closed_directory():
+    """Two partitions of several segments, marked, and closed cleanly; and what is in them."""
+    story = Story(5, segment_bytes_max=1500)
+    story.start()
+    for partition in (0, 2):
+        story.assign(partition)
+        story.prepare(partition)
+    for number, counts in enumerate(([4, 3], [9], [1, 1, 1], [12, 2], [3])):
+        for partition in (0, 2):
+            story.append(counts, partition=partition, bytes_max=200)
+            story.sync(partition)
+        if number == 2:
+            story.set_mark(0)
+    story.close()
+    platter = Platter()
+    for change in story.disk.changes:
+        platter.add(change)
+    return platter.image(Everything()), story.histories
+
+
+CLOSED, HISTORIES = closed_directory()
+
+
+def corrupted(rng):
+    """Return the directory with something wrong in it, and the files that it is in."""
+    files = dict(CLOSED.files)
+    names = sorted(path for path in files if path.name != "waltz-x.reserve")
+    touched = set()
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        path = rng.choice([one for one in names if one in files])
+        kind = rng.choice(KINDS)
+        touched.add(path)
+        if kind in {"swap", "copy"}:
+            other = rng.choice([one for one in names if one in files])
+            if kind == "swap":
+                files[path], files[other] = files[other], files[path]
+                touched.add(other)
+            else:
+                files[path] = files[other]
+        elif kind == "remove":
+            del files[path]
+        else:
+            files[path] = changed(rng, files[path], kind)
+    return Contents(files, CLOSED.directories), touched
+
+
+def changed(rng, content, kind):
+    at = rng.randrange(len(content) or 1)
+    if kind == "cut":
+        return content[:at]
+    if kind == "grow":
+        return content + rng.choice((bytes(100), rng.randbytes(100), content[-64:]))
+    content = bytearray(content or b"\0")
+    if kind == "flip":
+        content[at] ^= 1 << rng.randrange(8)
+        return bytes(content)
+    page = rng.choice((512, 4096))
+    start = at // page * page
+    end = min(len(content), start + page)
+    content[start:end] = bytes(end - start) if kind == "zero page" else rng.randbytes(end - start)
+    return bytes(content)
+
+
+def told_well(message, touched):
+    """One sentence that names a file of those in which something is wrong, or its directory."""
+    named = any(path.name in message and str(path.parent) in message for path in touched)
+    directory = any(f"{path.parent}:" in message for path in touched)
+    return "\n" not in message and len(message) < 400 and (named or directory)
+
+
+def read_all(log, history):
+    """Read all that can be read; every byte is what was written. Return the ids that cannot."""
+    at, unreadable = 0, set()
+    while at <= log.max_id:
+        try:
+            read = log.read_range(at, log.max_id, 2000, whole_batches=False)
+        except (ChecksumMismatch, Damaged):
+            unreadable.add(at)
+            at += 1
+            continue
+        last = at + read.lengths.size - 1
+        assert read.records == b"".join(history.records[at : last + 1]), f"{at}..{last} are wrong"
+        at = last + 1
+    return unreadable
+
+
+def heal(log, history):
+    """Do what an owner does: fill damage, and let what differs be copied; tell how it ended."""
+    covered = -1
+    for one in log.lineage(0, log.max_id)[1] if log.max_id >= 0 else ():
+        assert one.first <= covered + 1, f"no batch from {covered + 1} to {one.first - 1}"
+        covered = one.last
+    for one in log.damaged:
+        run = history.records[one.first : one.last + 1]
+        lengths = np.array([len(each) for each in run], dtype=np.int64)
+        log.repair(one.first, lengths, b"".join(run))
+    session = max(log.promised, 1) + 1
+    log.prepare(session, b"h" * 16)
+    ends = [(BEFORE_FIRST, GENESIS_CHAIN), *((one.last, one.chain) for one in history.entries)]
+    base, chain = max(one for one in ends if log.chain_at(one[0]) == one[1])
+    try:
+        log.truncate(session, base, base, chain)
+    except DataLoss:
+        return "suspect"
+    run = history.records[base + 1 :]
+    if run:
+        entries = [one for one in history.entries if one.first > base]
+        lengths = np.array([len(one) for one in run], dtype=np.int64)
+        log.append(session, base + 1, lengths, b"".join(run), chain, entries)
+    log.sync()
+    log.set_low_water_mark(session, log.max_id, log.chain)
+    return "healed"
+
+
+def judge(seed):
+    """Corrupt, open, read, heal, and read again; return how it ended."""
+    contents, touched = corrupted(Random(seed))
+    disk = SimDisk(is_traced=False)
+    disk.become(contents)
+    ended = []
+    refusal, engine = None, None
+    try:
+        engine = open_engine(disk, with_settings=settings(segment_bytes_max=1500))
+    except WaltzError as error:
+        refusal = str(error)
+    if engine is None:
+        assert told_well(refusal, touched), f"{sorted(touched)}: {refusal}"
+        return ["refused"]
+    for error in engine.failed.values():
+        assert told_well(str(error), touched), f"{sorted(touched)}: {error}"
+        ended.append("partition refused")
+    for partition, log in engine.logs.items():
+        history = HISTORIES[partition]
+        unreadable = read_all(log, history)
+        was_wrong = bool(unreadable) or log.suspect or log.last_session < 0
+        assert (
+            unreadable <= {one for first, last in log.damaged for one in range(first, last + 1)}
+            or log.suspect
+        )
+        if log.max_id < len(history.records) - 1:
+            assert log.suspect, f"partition {partition} ends at {log.max_id} and believes it"
+        how = heal(log, history)
+        if how == "healed":
+            assert not read_all(log, history)
+            assert log.max_id == len(history.records) - 1
+            assert not log.suspect
+        ended.append(how if was_wrong else "whole")
+    engine.close()
+    return ended
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_OF_A_TEST))
+def test_a_corrupt_directory_heals_or_says_what_is_wrong(first, record_property):
+    ended = Counter()
+    for seed in range(first, first + SEEDS_OF_A_TEST):
+        try:
+            ended.update(judge(seed))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    for how, count in ended.items():
+        record_property(f"crash: corruptions: {how}", count)
+    assert ended["healed"] > SEEDS_OF_A_TEST // 10
+    assert ended["refused"] + ended["partition refused"] > SEEDS_OF_A_TEST // 10

@@ -1,0 +1,196 @@
+"""What we leave on disk is what the original reads, and what it leaves is what we read.
+
+The other side is `layout.py`, written from the description of the files; also after a crash.
+"""
+
+import json
+import uuid
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.crash import layout
+from tests.crash.matrix import Matrix, opened, points, second_losses
+from tests.crash.stories import (
+    KEY,
+    PARTITIONS,
+    ROOT,
+    STORIES,
+    History,
+    Told,
+    ToldLog,
+    appends,
+    checkpoints,
+    first_start,
+    restart,
+    roll_over,
+    sessions_and_marks,
+    truncate,
+)
+from waltz_core.record import BEFORE_FIRST
+from waltz_core.sim.crash import AnyOf, Everything, Keep, Platter, RecordingDisk
+from waltz_core.sim.disk import Contents, SimDisk
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "disk"
+# Where nothing has failed, what is durable is a directory as the original leaves it, too.
+PLAIN = (first_start, appends, checkpoints, roll_over, sessions_and_marks, restart)
+
+
+def platter_of(changes):
+    platter = Platter()
+    for change in changes:
+        platter.add(change)
+    return platter
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda one: one.__name__)
+def test_after_a_clean_end_every_byte_is_where_the_original_looks_for_it(story):
+    made = story()
+    made.close()
+    files = platter_of(made.disk.changes).image(Keep()).files
+    control, logs = layout.read_directory(files, ROOT)
+    assert control.key == KEY
+    assert len(control.partitions) == PARTITIONS
+    assert logs == {number: list(one.records) for number, one in made.histories.items()}
+    for path, content in files.items():
+        if path.suffix == ".seg":
+            partition, first = int(path.parent.name), int(path.stem)
+            count = (len(files[path.with_suffix(".idx")]) - 128) // 8
+            run = made.histories[partition].records[first : first + count]
+            expected = layout.segment(KEY, partition, first, run)
+            assert content[128:] == expected[0][128:]
+            assert files[path.with_suffix(".idx")][128:] == expected[1][128:]
+
+
+@pytest.mark.parametrize("story", [*PLAIN, truncate], ids=lambda one: one.__name__)
+def test_after_a_crash_and_our_start_the_original_reads_what_we_serve(story):
+    made, read = story(), 0
+    for place, platter, _ in points(made.disk.changes, made.begin):
+        disk = RecordingDisk.after_power_loss(platter.image(AnyOf(Random(place))))
+        found, engine = opened(disk)
+        engine.abandon()
+        _, logs = layout.read_directory(disk.inner.files(), ROOT)
+        assert logs == {number: list(log.records) for number, log in found.logs}
+        read += sum(map(len, logs.values()))
+    assert read > 30
+
+
+@pytest.mark.parametrize("story", PLAIN, ids=lambda one: one.__name__)
+def test_after_a_crash_the_original_finds_all_that_was_acknowledged(story):
+    made, found = story(), 0
+    for place, platter, told in points(made.disk.changes, made.begin):
+        if not told.logs or any(not log.markers for log in told.logs.values()):
+            continue
+        for keep in (Everything(), Keep(), AnyOf(Random(place))):
+            _, logs = layout.read_directory(platter.image(keep).files, ROOT)
+            for partition, log in told.logs.items():
+                (history,) = log.histories[-1:]
+                records = logs[partition]
+                assert len(records) > history.acked
+                assert records == list(history.records[: len(records)])
+                found += 1
+    assert found > 100
+
+
+# ---- the other way round
+
+
+def golden(name, which=0):
+    return bytes.fromhex(json.loads((GOLDEN / name).read_text())[which]["hex"])
+
+
+def captured():
+    """A directory that was captured from an original; one partition has records."""
+    name = "0" * 19
+    return {
+        ROOT / "waltz-storage.ctl": golden("control_file.json"),
+        ROOT / "0" / f"{name}.seg": golden("segment_file.json"),
+        ROOT / "0" / f"{name}.idx": golden("index_file.json"),
+    }
+
+
+def open_captured(files, key, partitions):
+    disk = SimDisk(is_traced=False)
+    directories = frozenset(parent for path in files for parent in path.parents)
+    disk.become(Contents(files, directories))
+    settings = LogSettings(key, 1_000_000, lambda: 5)
+    return Engine.open(disk, ROOT, settings, partition_count=partitions, new_storage_id=b"N" * 16)
+
+
+def served(log):
+    if log.max_id == BEFORE_FIRST:
+        return b""
+    return log.read_range(0, log.max_id, 1 << 20, whole_batches=False).records
+
+
+def test_wherever_a_crash_of_the_original_has_torn_its_files_we_serve_what_is_whole():
+    files = captured()
+    seg, idx = (next(path for path in files if path.suffix == one) for one in (".seg", ".idx"))
+    data, index = files[seg], files[idx]
+    key = uuid.UUID("0e6bfd32-bdc6-4ce1-87fb-950915c99d24").bytes
+    whole = set()
+    for size in range(layout.HEADER_BYTES, len(data) + 1):
+        rng = Random(size)
+        kept = rng.randint(0, 9)
+        torn = dict(files)
+        torn[seg] = data[:size] + rng.choice((b"", bytes(rng.randint(1, 90)), rng.randbytes(30)))
+        torn[idx] = index[: 128 + 8 * kept] + rng.choice((b"", bytes(16), index[128:133]))
+        engine = open_captured(torn, key, 4)
+        log = engine.logs[0]
+        records = layout.read_segment(
+            data[:size], index[:128], key=key, partition=0, first=0, local_low_water_mark=-1
+        )
+        assert served(log) == b"".join(records)
+        assert (log.suspect, log.damaged) == (False, ())
+        assert sorted(engine.logs) == [0, 1, 2, 3]
+        whole.add(len(records))
+        engine.close()
+    assert whole == set(range(10))
+
+
+def original_directory(*, counts, mark, torn):
+    """A directory as an original leaves it in a crash: several segments, the last one torn."""
+    structures = [layout.Structure(3, mark, mark, 5, 4)]
+    structures += [layout.Structure(-1, -1, -1, 1, 0)] * (PARTITIONS - 1)
+    files = {ROOT / "waltz-storage.ctl": layout.control(KEY, structures)}
+    first, every = 0, []
+    for count in counts:
+        rng = Random(first)
+        records = [
+            layout.record(one, rng.randbytes(rng.randint(0, 300)))
+            for one in range(first, first + count)
+        ]
+        seg, idx = layout.segment(KEY, 0, first, records)
+        files[ROOT / "0" / f"{first:019d}.seg"] = seg
+        files[ROOT / "0" / f"{first:019d}.idx"] = idx
+        first += count
+        every += records
+    last = max(path for path in files if path.suffix == ".seg")
+    files[last] = files[last][: 128 if torn is None else len(files[last]) - torn]
+    return Contents(files, frozenset({ROOT / "0", *(ROOT / "0").parents})), every
+
+
+@pytest.mark.parametrize(("mark", "torn"), [(-1, 0), (5, 3), (11, 60), (-1, None), (5, None)])
+def test_power_that_is_lost_while_an_original_s_directory_is_adopted_changes_nothing(mark, torn):
+    contents, records = original_directory(counts=(4, 6, 9), mark=mark, torn=torn)
+    found, engine = opened(RecordingDisk.after_power_loss(contents))
+    engine.abandon()
+    log = dict(found.logs)[0]
+    assert log.records == tuple(records[: len(log.records)])
+    assert len(log.records) >= {None: 10, 0: 19}.get(torn, 17)
+    assert log.marks[:2] == (3, mark)
+    history = History(log.records, log.entries, log.last)
+    told = Told(
+        assigned=(0,),
+        sure=(0,),
+        logs={0: ToldLog((history,), (log.promise,), (log.marks,), (log.info,), (), ())},
+    )
+    matrix = Matrix("adopting")
+    for number in range(40):
+        key, again = matrix.judge(told, contents, "as it was")
+        matrix.name = f"adopting {number}"
+        second_losses(matrix, {key: (told, contents, again, "as it was")})
+    assert matrix.counts["second survivals"] > 40

@@ -1,0 +1,61 @@
+"""Each story is cut at every change: what was told is there, and nothing that was torn.
+
+Each test says how many cuts, survivals and openings it has tried; they are summed up at the end of
+a run, and `test_the_matrix_is_as_large_as_it_says` holds their number.
+"""
+
+from random import Random
+
+import pytest
+
+from tests.crash.matrix import (
+    RANDOM_SURVIVALS,
+    Matrix,
+    kills,
+    points,
+    power_losses,
+    second_losses,
+)
+from tests.crash.stories import STORIES
+from waltz_core.sim.crash import survivals
+
+CUTS_MIN = 1_500
+SURVIVALS_MIN = 25_000
+
+
+def tell(record_property, matrix):
+    for what, count in matrix.counts.items():
+        record_property(f"crash: {what}", count)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda one: one.__name__)
+def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
+    story, record_property
+):
+    matrix, made = Matrix(story.__name__), story()
+    left = power_losses(matrix, made.disk.changes, made.begin)
+    second_losses(matrix, left)
+    tell(record_property, matrix)
+    assert matrix.counts["cuts"] >= len(made.disk.changes) - made.begin
+    assert matrix.counts["second survivals"] > 200
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda one: one.__name__)
+def test_a_killed_process_is_started_again_and_then_power_is_lost(story, record_property):
+    matrix, made = Matrix(story.__name__), story()
+    kills(matrix, made.disk.changes, made.begin)
+    tell(record_property, matrix)
+    assert matrix.counts["kills"] > 25
+    assert matrix.counts["survivals after a kill"] > 500
+
+
+def test_the_matrix_is_as_large_as_it_says():
+    cuts = kept = 0
+    for story in STORIES:
+        made = story()
+        for place, platter, _ in points(made.disk.changes, made.begin):
+            cuts += 1
+            rng = Random(place)
+            kept += sum(1 for _ in survivals(platter, rng, random_count=RANDOM_SURVIVALS))
+    assert cuts >= CUTS_MIN
+    assert kept >= SURVIVALS_MIN

@@ -1,0 +1,50 @@
+"""A storage that forgets one sync, or makes it behind the next one, is found out by some crash.
+
+So the matrix sees what each sync is for. The exceptions are listed, each with its reason; one that
+a crash does show may not be listed.
+"""
+
+import pytest
+
+from tests.crash.matrix import Matrix
+from tests.crash.mutants import ANY_ORDER, MUTATIONS, NOT_NEEDED, occurrences, reason, shown
+
+SITES_MIN = 55
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    return Matrix("a storage that is wrong")
+
+
+@pytest.fixture(scope="module")
+def found(matrix):
+    return occurrences(matrix)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_every_sync_that_is_forgotten_or_made_late_is_found(
+    matrix, found, mutation, record_property
+):
+    wrong, number = [], 0
+    for (site, how), places in found.items():
+        if how != mutation:
+            continue
+        listed = reason(site, mutation)
+        seen = shown(matrix, mutation, places, is_thorough=listed is None)
+        if listed is None:
+            number += 1
+            if seen is None:
+                wrong.append(f"{site}: {mutation}, and no crash shows it")
+        elif seen is not None and mutation == "forgotten":
+            wrong.append(f"{site} is listed, and it is shown: {seen}")
+    record_property(f"crash: syncs {mutation} and found", number)
+    assert not wrong, "\n".join(wrong)
+    assert number >= {"forgotten": 40, "made late": 20}[mutation]
+
+
+def test_what_is_listed_is_there(found):
+    sites = {site for site, _ in found}
+    assert len(sites) >= SITES_MIN
+    for end in (*NOT_NEEDED, *ANY_ORDER):
+        assert any(site.endswith(end) for site in sites), end

@@ -1,0 +1,166 @@
+"""What is left of changes after a crash: all that may be, and nothing that may not."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.errors import DiskFailed
+from waltz_core.sim.crash import (
+    AllBut,
+    AnyOf,
+    Entry,
+    Everything,
+    Keep,
+    MakeDirectory,
+    Only,
+    Platter,
+    RecordingDisk,
+    Sector,
+    Size,
+    SyncDirectory,
+    delayed,
+    survivals,
+    sync_places,
+    without,
+)
+from waltz_core.sim.disk import SECTOR_BYTES, Fault
+from waltz_core.storage.disk import create_durably
+
+ROOT = Path("/d")
+PATH = ROOT / "f"
+
+
+def made(content=b"a" * 4 * SECTOR_BYTES):
+    disk = RecordingDisk()
+    disk.make_directory(ROOT)
+    create_durably(disk, ROOT, [("f", content)])
+    return disk
+
+
+def platter_of(disk):
+    platter = Platter()
+    for change in disk.changes:
+        platter.add(change)
+    return platter
+
+
+def left(disk, keep):
+    return platter_of(disk).image(keep).files
+
+
+def test_what_was_synced_stays_whatever_else_is_lost():
+    disk = made()
+    disk.open(PATH).pwrite([b"b"], 0)
+    assert left(disk, Keep()) == {PATH: b"a" * 4 * SECTOR_BYTES}
+    assert left(disk, Everything())[PATH][:2] == b"ba"
+    disk.open(PATH).sync()
+    assert left(disk, Keep())[PATH][:2] == b"ba"
+    assert platter_of(disk).units() == []
+
+
+def test_each_sector_is_kept_or_lost_by_itself_and_never_half_of_one():
+    disk = made()
+    disk.open(PATH).pwrite([b"b" * 3 * SECTOR_BYTES], 100)
+    number = disk.number_of(PATH)
+    kept = left(disk, Only([Sector(number, 1)]))[PATH]
+    assert kept == b"a" * SECTOR_BYTES + b"b" * SECTOR_BYTES + b"a" * 2 * SECTOR_BYTES
+    lost = left(disk, AllBut([Sector(number, 1)]))[PATH]
+    assert lost[SECTOR_BYTES : 2 * SECTOR_BYTES] == b"a" * SECTOR_BYTES
+    assert lost[100] == lost[2 * SECTOR_BYTES] == ord("b")
+
+
+def test_a_file_may_have_grown_and_hold_nothing_yet():
+    disk = made(b"a")
+    disk.open(PATH).pwrite([b"b" * SECTOR_BYTES], SECTOR_BYTES)
+    number = disk.number_of(PATH)
+    assert left(disk, Only([Size(number)]))[PATH] == b"a".ljust(2 * SECTOR_BYTES, b"\0")
+    only = left(disk, Only([Sector(number, 1)]))[PATH]
+    assert only == b"a".ljust(SECTOR_BYTES, b"\0") + b"b" * SECTOR_BYTES
+
+
+def test_a_sync_of_a_file_says_nothing_of_its_name_nor_the_other_way_round():
+    disk = made()
+    file = disk.open(ROOT / "g", create=True)
+    file.pwrite([b"g"], 0)
+    file.sync()
+    assert ROOT / "g" not in left(disk, Keep())
+    assert left(disk, Only([Entry(ROOT / "g")]))[ROOT / "g"] == b"g"
+    file.pwrite([b"h"], 1)
+    disk.sync_directory(ROOT)
+    assert left(disk, Keep())[ROOT / "g"] == b"g"
+
+
+def test_a_rename_may_leave_both_names_or_none():
+    disk = made(b"a")
+    disk.rename(PATH, ROOT / "g")
+    assert left(disk, Only([Entry(ROOT / "g")])) == {PATH: b"a", ROOT / "g": b"a"}
+    assert left(disk, Only([Entry(PATH)])) == {}
+    assert left(disk, Everything()) == {ROOT / "g": b"a"}
+
+
+def test_a_directory_that_is_lost_takes_all_with_it():
+    disk = made(b"a")
+    disk.inner.make_directory(ROOT / "e")
+    disk.changes.append(MakeDirectory(ROOT / "e"))
+    create_durably(disk, ROOT / "e", [("f", b"x")])
+    assert left(disk, Keep()) == {PATH: b"a"}
+    assert left(disk, Everything())[ROOT / "e" / "f"] == b"x"
+
+
+def test_after_a_sync_that_failed_no_later_one_helps_until_it_is_written_again():
+    disk = made()
+    file = disk.open(PATH)
+    file.pwrite([b"b"], 0)
+    disk.inner.plan_call(("sync",), Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        file.sync()
+    file.sync()
+    assert left(disk, Keep())[PATH][:1] == b"a"
+    assert left(disk, Everything())[PATH][:1] == b"b"
+    file.pwrite([b"b"], 0)
+    file.sync()
+    assert left(disk, Keep())[PATH][:1] == b"b"
+
+
+def test_a_killed_process_finds_all_and_has_nothing_more_durable():
+    disk = made()
+    disk.open(PATH).pwrite([b"b"], 0)
+    disk.open(ROOT / "g", create=True)
+    again = RecordingDisk(disk.changes)
+    assert again.list(ROOT) == ["f", "g"]
+    assert again.open(PATH).pread(2, 0) == b"ba"
+    assert left(again, Keep())[PATH][:1] == b"a"
+    again.open(PATH).sync()
+    assert left(again, Keep())[PATH][:1] == b"b"
+    assert ROOT / "g" not in left(again, Keep())
+
+
+def test_a_program_may_forget_a_sync_or_make_it_late():
+    disk = made()
+    places = sync_places(disk.changes)[2:]  # none is made twice
+    last = places[-1]
+    assert isinstance(disk.changes[last], SyncDirectory)
+    assert len(without(disk.changes, last)) == len(disk.changes) - 1
+    assert delayed(disk.changes, last) is None
+    late = delayed(disk.changes, places[0])
+    assert sorted(map(repr, late)) == sorted(map(repr, disk.changes))
+    assert late.index(disk.changes[places[0]]) == places[1]
+
+
+@given(st.integers(0, 10_000))
+def test_of_several_values_any_may_be_left_and_nothing_else(seed):
+    disk = made(b"")
+    file = disk.open(PATH)
+    for value in (b"1", b"2", b"3"):
+        file.pwrite([value * SECTOR_BYTES], 0)
+        file.pwrite([value * SECTOR_BYTES], SECTOR_BYTES)
+    file.truncate(SECTOR_BYTES + 7)
+    content = left(disk, AnyOf(Random(seed)))[PATH]
+    assert len(content) <= 2 * SECTOR_BYTES
+    for at in (0, SECTOR_BYTES):
+        assert len(set(content[at : at + 7])) <= 1
+    kept = list(survivals(platter_of(disk), Random(seed), random_count=3))
+    assert len(kept) >= 2 + 2 * 3 + 3
