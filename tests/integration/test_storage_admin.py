@@ -19,6 +19,7 @@ from tests.integration.test_storage_daemon import (
     session,
 )
 from waltz_core import errors
+from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.storage_admin import administered, copy_partition
 from waltz_core.cluster import model
 from waltz_core.cluster.model import ReplicaAssignments
@@ -42,6 +43,8 @@ from waltz_core.wire.admin_messages import (
     ReplicaRequest,
     ReplicaResponse,
     ReSeed,
+    ScrubRequest,
+    ScrubResponse,
     SessionInfoRequest,
     SessionInfoResponse,
     SetAssigned,
@@ -320,6 +323,34 @@ def test_a_copy_that_does_not_go_on_from_the_log_is_refused(tmp_path):
             with pytest.raises(errors.BadRequest):
                 await copy_partition(source, target, 0, before.synced_max + 1)
             assert (await replica(target, 0)).chain == before.chain
+
+    on_loop(main())
+
+
+def test_records_are_read_again_when_somebody_asks_for_it(tmp_path):
+    async def main():
+        async with storage(tmp_path) as (address, port), admin_of(port) as admin:
+            async with session(address, 5) as owner:
+                await fill(owner, 20)
+            assert await scrubbed(admin) == 199
+            assert damaged_count(await replica(admin, 0)) == 0
+            path = tmp_path / "0" / "0000000000000000000.seg"
+            content = bytearray(path.read_bytes())
+            content[-60] ^= 1
+            path.write_bytes(content)
+            assert await scrubbed(admin) == 199
+            assert damaged_count(await replica(admin, 0)) == 1
+            await admin.ask(Done, SetAvailable, (0,), False)
+            with pytest.raises(errors.BadRequest, match="expected a partition that is served"):
+                await scrubbed(admin)
+
+    async def scrubbed(admin):
+        state = await admin.ask(ScrubResponse, ScrubRequest, 0, True)
+        count = state.passes_count
+        while state.passes_count == count:
+            state = await admin.ask(ScrubResponse, ScrubRequest, 0, False)
+        assert state.error is None
+        return state.last_id
 
     on_loop(main())
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from waltz_core.cli import storage_partitions, storage_views
+from waltz_core.cli import storage_partitions, storage_scrub, storage_views
 from waltz_core.cli.daemon import add_run, run_daemon
 from waltz_core.config import StorageConfig
 
@@ -22,6 +22,7 @@ VERBS = {
         storage_partitions.add_recover,
         "copy what is settled from another storage to a partition that is offline",
     ),
+    "scrub": (storage_scrub.add_scrub, "read records again, now, and tell how far that is"),
     "mark-suspect": (
         storage_partitions.add_mark_suspect,
         "believe replicas no longer, as after a restore from a backup",

@@ -55,9 +55,11 @@ from waltz_core.storage.errands import (
     PutCopy,
     ReadRange,
     ReplicaFacts,
+    Scrub,
     Standing,
     Switch,
 )
+from waltz_core.storage.scrub import ScrubState
 from waltz_core.storage.service import REFUSAL_CHARACTERS_MAX, Identity
 from waltz_core.storage.work import RANGE_BYTES_MAX, ConnectionId
 from waltz_core.values import value
@@ -148,6 +150,7 @@ class AdminService:
             wire.ReSeed: self._re_seed,
             wire.CopyRequest: self._give_copy,
             wire.Copy: self._take_copy,
+            wire.ScrubRequest: self._scrub,
         }
 
     @property
@@ -333,6 +336,28 @@ class AdminService:
             synced_max=log.synced_max,
             chain=log.chain,
             damaged=np.array(log.damaged, dtype=">i8").tobytes(),
+        )
+
+    def _scrub(self, message: wire.ScrubRequest) -> Script:
+        partition_id = PartitionId(message.partition_id)
+        yield from _look_at(partition_id)
+        state = yield Scrub(partition_id, message.begins)
+        if state is None:
+            raise BadRequest(
+                f"partition {partition_id}: expected a partition that is served, as only those are "
+                "read again; found it offline, or not open (`storage list` tells)"
+            )
+        assert isinstance(state, ScrubState)
+        return wire.ScrubResponse(
+            message.sequence,
+            message.partition_id,
+            is_running=state.is_running,
+            next_id=state.next_id,
+            last_id=state.last_id,
+            read_bytes=state.read_bytes,
+            passes_count=state.passes_count,
+            finished_age_ms=state.finished_age_ms,
+            error=state.error,
         )
 
     def _list_records(self, message: wire.RecordListRequest) -> Script:

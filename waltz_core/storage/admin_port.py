@@ -11,7 +11,7 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Final, assert_never
@@ -25,6 +25,7 @@ from waltz_core.storage import errands, service, upkeep
 from waltz_core.storage.admin import AdminRequest, AdminService, Effect, Event, Outcome, Run, Tell
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.errands import Errand
+from waltz_core.storage.scrub import ScrubState
 from waltz_core.storage.service import ADMINISTRATION, Identity
 from waltz_core.storage.serving import InThread, Serving
 from waltz_core.storage.work import ConnectionId, Request, Work
@@ -50,11 +51,13 @@ class AdminPort:
         in_thread: InThread,
         tasks: asyncio.TaskGroup,
         on_failure: Callable[[Exception], None],
+        scrub_states: Callable[[], Sequence[ScrubState]],
     ) -> None:
         self._engine = engine
         self._serving = serving
         self._post = post
         self._in_thread = in_thread
+        self._scrub_states = scrub_states
         self._tasks = tasks
         self._storage_id = identity.storage_id
         self._numbers = count(1)
@@ -142,9 +145,17 @@ class AdminPort:
                 return await self._serving.standing(errand.partition_id)
             case errands.ReadRange():
                 return await self._read(errand)
+            case errands.Scrub():
+                return self._scrub(errand)
             case _:
                 call = partial(upkeep.carry_out, self._engine, errand)
                 return await self._serving.alone(upkeep.partition_of(errand), call)
+
+    def _scrub(self, errand: errands.Scrub) -> ScrubState | None:
+        if errand.begins:
+            self._post(service.ScrubNow(errand.partition_id))
+        found = (one for one in self._scrub_states() if one.partition_id == errand.partition_id)
+        return next(found, None)
 
     # ---- reading (rule 2)
 

@@ -299,6 +299,7 @@ class StorageDaemon:
             in_thread=self._in_thread,
             tasks=tasks,
             on_failure=self._failed,
+            scrub_states=self.scrub_status,
         )
 
     async def _register(self, engine: Engine) -> None:

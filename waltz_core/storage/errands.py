@@ -54,6 +54,17 @@ class ReadRange:
 
 
 @value(frozen=True, slots=True)
+class Scrub:
+    """How far the scrub is with a partition that is served, begun anew if so wanted: `ScrubState`.
+
+    None for one that is not served.
+    """
+
+    partition_id: PartitionId
+    begins: bool
+
+
+@value(frozen=True, slots=True)
 class Hold:
     """Begin to hold a partition."""
 
@@ -97,7 +108,7 @@ class PutCopy:
     batches: Copy
 
 
-Question: TypeAlias = FindHeld | LookAt | FindStanding | ReadRange
+Question: TypeAlias = FindHeld | LookAt | FindStanding | ReadRange | Scrub
 Change: TypeAlias = Hold | GiveUp | Switch | Doubt | Empty | PutCopy
 Errand: TypeAlias = Question | Change
 

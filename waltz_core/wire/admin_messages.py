@@ -5,7 +5,7 @@ Version 0 is the original's, byte for byte (interop.md 3.2); version 1 is versio
 rules need besides. The rules are those of `messages.py`.
 
 Prefix: type (1 byte), sequence (8). An answer echoes its request's sequence. The original's type 5
-means nothing; types 76 to 79 are kept for the scrub.
+means nothing.
 """
 
 from typing import Annotated
@@ -295,3 +295,33 @@ class Copied(AdminMessage):
     since = 1
     partition_id: Int32
     synced_max: Int64
+
+
+@value(frozen=True, slots=True)
+class ScrubRequest(AdminMessage):
+    """Tell how far a partition's records were read again; `begins`: have it done anew first."""
+
+    code = 76
+    since = 1
+    partition_id: Int32
+    begins: Bool
+
+
+@value(frozen=True, slots=True)
+class ScrubResponse(AdminMessage):
+    """Up to `next_id` they were read in this pass; answers 76.
+
+    `read_bytes` are those of this pass, `finished_age_ms` is the time since the last pass that came
+    to its end, -1 for none; `error` is why the last one did not.
+    """
+
+    code = 77
+    since = 1
+    partition_id: Int32
+    is_running: Bool
+    next_id: Int64
+    last_id: Int64
+    read_bytes: Int64
+    passes_count: Int64
+    finished_age_ms: Int64
+    error: TextOrNull

@@ -1,0 +1,85 @@
+"""`waltz-core storage scrub`: have records read again now, wait, and tell what came of it.
+
+Why it stands alone: it is the one verb that takes as long as a disk takes.
+"""
+
+import argparse
+import asyncio
+import sys
+from typing import Final
+
+from waltz_core.cli.output import say, show_json, show_table
+from waltz_core.cli.storage_target import add_partitions, add_target, partitions_of, target_of
+from waltz_core.cli.storage_views import damaged_count
+from waltz_core.client.storage_admin import StorageAdmin, administered
+from waltz_core.errors import BadRequest
+from waltz_core.wire.admin_messages import (
+    ReplicaRequest,
+    ReplicaResponse,
+    ScrubRequest,
+    ScrubResponse,
+)
+
+LOOK_S: Final = 0.2
+_TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error")
+
+
+def add_scrub(verb: argparse.ArgumentParser) -> None:
+    """Declare `scrub`."""
+    add_partitions(verb)
+    verb.add_argument(
+        "--status", action="store_true", help="only tell how far the scrub is; begin nothing"
+    )
+    add_target(verb, _scrub)
+
+
+async def _scrub(arguments: argparse.Namespace) -> int:
+    partitions = partitions_of(arguments)
+    target = await target_of(arguments)
+    found: list[dict[str, object]] = []
+    async with administered(target.admin) as admin:
+        if not admin.is_ours:
+            raise BadRequest(f"{target}: expected a storage that scrubs, found one of the original")
+        for partition in partitions:
+            if arguments.status:
+                state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
+            else:
+                state = await _scrubbed(admin, partition)
+            replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+            found.append(_row(state, damaged_count(replica)))
+    if arguments.json:
+        show_json({"storage": str(target), "partitions": found})
+    else:
+        show_table(
+            _TITLES, [["-" if cell is None else cell for cell in row.values()] for row in found]
+        )
+    bad = [row["partition"] for row in found if row["damaged"] or row["error"]]
+    if bad:
+        say(f"{target}: damaged, or not read to the end: partitions {bad}; the owner mends damage")
+    return 1 if bad else 0
+
+
+async def _scrubbed(admin: StorageAdmin, partition: int) -> ScrubResponse:
+    """Begin a pass and wait for its end."""
+    state = await admin.ask(ScrubResponse, ScrubRequest, partition, True)  # noqa: FBT003 - the wire's
+    passes_count = state.passes_count
+    while state.passes_count == passes_count:
+        if sys.stderr.isatty():
+            done = f"partition {partition}: {state.next_id} of {state.last_id + 1} read again"
+            print(f"\r{done}", end="", file=sys.stderr, flush=True)
+        await asyncio.sleep(LOOK_S)
+        state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return state
+
+
+def _row(state: ScrubResponse, damaged: int) -> dict[str, object]:
+    return {
+        "partition": state.partition_id,
+        "next_id": state.next_id,
+        "last_id": state.last_id,
+        "passes": state.passes_count,
+        "damaged": damaged,
+        "error": state.error,
+    }
