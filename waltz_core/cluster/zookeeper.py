@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -65,7 +66,7 @@ REQUEST_TIMEOUT_MS = 10_000
 # A watch should never be lost; should one be, what it watched is read again after this long.
 RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
-RECONNECT_DELAY_S_MAX = 1.0
+RECONNECT_DELAY_S_MAX = 0.5
 # A ZooKeeper that is just starting may take a request for a session and never answer it. kazoo
 # would wait for a whole session timeout; so the first wait is short, and each next one doubled.
 CONNECT_ANSWER_S_MIN = 0.5
@@ -211,6 +212,16 @@ class ZooKeeperSession:
     def session_timeout_ms(self) -> int:
         """What ZooKeeper has agreed to; it allows 2 to 20 of its ticks."""
         return self._session_timeout_ms
+
+    @property
+    def now_ms(self) -> int:
+        """The machine's clock since its start."""
+        return time.monotonic_ns() // 1_000_000
+
+    def set_later(self, signal: Signal, after_ms: int) -> None:
+        """Set a signal later."""
+        assert self._loop is not None
+        self._loop.call_later(after_ms / 1000, signal.set)
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
         """Read a node."""
