@@ -15,6 +15,7 @@ def add(command: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
     up = verbs.add_parser("up", help="start the cluster; what runs already is left alone")
+    up.add_argument("--zookeepers", type=int, default=1, help="default 1; 3 make an ensemble")
     up.add_argument("--storages", type=int, default=3, help="default 3")
     up.add_argument("--servers", type=int, default=2, help="default 2")
     up.add_argument("--partitions", type=int, default=4, help="default 4")
@@ -37,6 +38,7 @@ def add(command: argparse.ArgumentParser) -> None:
 def _up(arguments: argparse.Namespace) -> int:
     cluster = LocalCluster(
         arguments.directory,
+        zookeeper_count=arguments.zookeepers,
         storage_count=arguments.storages,
         server_count=arguments.servers,
         partition_count=arguments.partitions,
