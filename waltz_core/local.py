@@ -30,6 +30,7 @@ from typing import IO
 
 import psutil
 
+from waltz_core.cluster.connect_string import ConnectString
 from waltz_core.config import render_toml
 from waltz_core.errors import BadConfig, Unreachable, WaltzError
 from waltz_core.zookeeper_process import Peer, write_node_number, zookeeper_config
@@ -92,6 +93,7 @@ class State:
     partition_count: int
     members: list[Member] = field(default_factory=list)
     host: str = LOOPBACK
+    auth_file: str = ""
 
 
 class LocalCluster:
@@ -107,6 +109,7 @@ class LocalCluster:
         bound: the processes end with this one, however it ends.
         host: the address of this machine at which all of them listen and are known; other machines
             reach them there, and nobody is asked who he is. Fixed for the life of the directory.
+        auth_file: with what ZooKeeper is told who we are (docs/zookeeper.md); none: it is not told.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
     """
 
@@ -121,6 +124,7 @@ class LocalCluster:
         usual_ports: bool = False,
         bound: bool = False,
         host: str = LOOPBACK,
+        auth_file: Path | None = None,
         settings: dict[str, dict[str, object]] | None = None,
     ) -> None:
         self.directory = directory.absolute()
@@ -130,6 +134,7 @@ class LocalCluster:
         self._usual_ports = usual_ports
         self._bound = bound
         self._host = host
+        self._auth_file = "" if auth_file is None else str(auth_file.absolute())
         self._settings = settings or {}
         self._state: State | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -140,8 +145,8 @@ class LocalCluster:
     def connect(self) -> str:
         """Return the connect string, for Spark's ``load`` and every client."""
         state = self._loaded()
-        hosts = ",".join(f"{state.host}:{member.port}" for member in self.zookeepers)
-        return hosts + state.root
+        hosts = [f"{state.host}:{member.port}" for member in self.zookeepers]
+        return str(ConnectString(tuple(hosts), state.root, state.auth_file))
 
     @property
     def zookeepers(self) -> list[Member]:
@@ -292,7 +297,8 @@ class LocalCluster:
                 raw = json.loads(path.read_text(encoding="utf-8"))
                 members = [Member(**entry) for entry in raw["members"]]
                 host = raw.get("host", LOOPBACK)
-                self._state = State(raw["root"], raw["partition_count"], members, host)
+                auth_file = raw.get("auth_file", "")
+                self._state = State(raw["root"], raw["partition_count"], members, host, auth_file)
             except FileNotFoundError:
                 raise BadConfig(
                     f"no local cluster in {self.directory}: start one with `waltz-core local up`"
@@ -336,7 +342,7 @@ class LocalCluster:
         for member in members[zookeepers:]:
             member.http_port = _free_port(taken, host)
             taken.add(member.http_port)
-        self._state = State(ROOT_DEFAULT, partitions, members, host)
+        self._state = State(ROOT_DEFAULT, partitions, members, host, self._auth_file)
         self._save()
 
     def _save(self) -> None:

@@ -19,6 +19,9 @@ def add(command: argparse.ArgumentParser) -> None:
     up.add_argument("--storages", type=int, default=3, help="default 3")
     up.add_argument("--servers", type=int, default=2, help="default 2")
     up.add_argument("--partitions", type=int, default=4, help="default 4")
+    up.add_argument(
+        "--zookeeper-auth", type=Path, metavar="FILE", help="an auth file (docs/zookeeper.md)"
+    )
     up.add_argument("--timeout-s", type=float, default=60.0, help="default 60")
     up.set_defaults(verb=_up)
     status = verbs.add_parser("status", help="show what runs")
@@ -42,6 +45,7 @@ def _up(arguments: argparse.Namespace) -> int:
         storage_count=arguments.storages,
         server_count=arguments.servers,
         partition_count=arguments.partitions,
+        auth_file=arguments.zookeeper_auth,
         usual_ports=True,
     )
     began = time.monotonic()
