@@ -3,22 +3,28 @@
 WALTZ_OUTAGE_S says how long all of ZooKeeper is away; 60 is what production should bear.
 """
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.fault.conftest import SESSION_MS
+from tests.fault.gate import Gate
 from tests.fault.load import Load, Story, command, shown, wait_until
 from waltz_core.client import WaltzClient
+from waltz_core.cluster.coordinator import ServersView
+from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, WaltzError
 from waltz_core.local import LocalCluster, Member, running
@@ -28,27 +34,44 @@ OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
 HEALTH_S = 2 * SESSION_MS / 1000 + 2
 RETURN_S = 5.0
 GAP_S = 1.0
+SETTINGS: dict[str, dict[str, object]] = {
+    kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
+}
 
 
 @pytest.fixture(scope="module")
 def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """Give a cluster with an ensemble, with short sessions."""
-    settings: dict[str, dict[str, object]] = {
-        kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
-    }
     where = tmp_path_factory.mktemp("ensemble")
-    with running(where, settings=settings, zookeeper_count=3, server_count=3) as cluster:
+    with running(where, settings=SETTINGS, zookeeper_count=3, server_count=3) as cluster:
         yield Story(cluster)
 
 
-def owners(cluster: LocalCluster) -> dict[str, tuple[object, object]]:
-    """Return server and generation of each partition."""
-    partitions = shown(cluster)["partitions"]
-    assert isinstance(partitions, dict)
-    return {number: (part["server"], part["generation"]) for number, part in partitions.items()}
+def figures(text: str) -> None:
+    """Tell what was measured, whether or not pytest keeps standard output."""
+    sys.__stderr__.write(f"\n{text}\n") if sys.__stderr__ else None
 
 
-def await_spread(cluster: LocalCluster) -> dict[str, tuple[object, object]]:
+def servers_view(cluster: LocalCluster) -> ServersView:
+    """Read from ZooKeeper who is registered, and who owns what."""
+
+    async def read() -> ServersView:
+        async with connected(cluster.connect) as coordinator:
+            return await coordinator.read_servers()
+
+    return asyncio.run(read())
+
+
+def owners(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
+    """Return server and generation of each partition whose owner is registered."""
+    view = servers_view(cluster)
+    return {
+        int(partition): (view.servers[owner.server_id].address, int(owner.generation))
+        for partition, owner in view.owners.items()
+    }
+
+
+def await_spread(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
     """Wait until all servers own something and each has a session of its generation."""
     wait_until("three own all", lambda: len({each[0] for each in owners(cluster).values()}) == 3)
     wait_until("healthy", lambda: all(each[0] == 200 for each in healths(cluster).values()))
@@ -88,8 +111,7 @@ def away(cluster: LocalCluster) -> list[str]:
 def gap_s(load: Load, began: float, ended: float) -> float:
     """Return the longest time without any acknowledgement, over all partitions, in a stretch."""
     told = sorted(each.told_s for each in load.ledger if began <= each.told_s <= ended)
-    edges = [began, *told, ended]
-    return max(b - a for a, b in zip(edges, edges[1:], strict=False))
+    return max(b - a for a, b in pairwise([began, *told, ended]))
 
 
 def test_the_connect_string_names_all_nodes(story: Story):
@@ -103,6 +125,13 @@ def test_the_connect_string_names_all_nodes(story: Story):
         assert config.count("\nserver.") == 3
         roles.append(role(member))
     assert sorted(roles) == ["follower", "follower", "leader"]
+    # Any root will do, however deep, and a host that is not there is passed over.
+    elsewhere = f"127.0.0.1:1,{hosts}/waltz/of/another/team"
+    for words in (("create", "--partitions", "1", "--storage", "127.0.0.1:2:3"), ("show",)):
+        done = subprocess.run(
+            command("cluster", *words, elsewhere), capture_output=True, check=True, timeout=60
+        )
+    assert b"waltz  key " in done.stdout
 
 
 def role(member: Member) -> str:
@@ -164,7 +193,7 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
         wait_until("all healthy", lambda: not away(cluster), seconds=RETURN_S)
         wait_until("as before", lambda: owners(cluster) == before, seconds=RETURN_S)
         took = time.monotonic() - back
-        assert set(shown(cluster)["servers"].values()) == {each[0] for each in before.values()}  # type: ignore[attr-defined]
+        assert len(servers_view(cluster).servers) == 3
         load.goes_on(2_000)
         ended = time.monotonic()
         assert load.refusals[refused:] == []
@@ -172,11 +201,52 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
         wait_until("two sessions long", lambda: time.monotonic() > ended + 2 * SESSION_MS / 1000)
         assert owners(cluster) == before
     gap = gap_s(load, began, ended)
-    print(f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s")
+    figures(f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s")
     assert gap < GAP_S
     assert took < RETURN_S
     assert moves(cluster) == moved
     story.check_agrees()
+
+
+def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
+    """ZooKeeper lives and nobody reaches it: to it all servers have died, and then they are back.
+
+    One that was killed keeps the sessions, and an ensemble's new leader gives them their time anew.
+    """
+    cluster = LocalCluster(tmp_path, bound=True, server_count=3, settings=SETTINGS)
+    with Gate(lambda: cluster.member("zookeeper").port) as gate:
+        through = f"127.0.0.1:{gate.port}/waltz/local"
+        for each in ("server", "storage"):
+            cluster._settings = {**cluster._settings, each: {**SETTINGS[each], "connect": through}}
+        try:
+            cluster.up()
+            before, moved = await_spread(cluster), moves(cluster)
+            story = Story(cluster)
+            with story.load() as load:
+                load.goes_on()
+                refused, began = len(load.refusals), time.monotonic()
+                gate.shut()
+                wait_until("sessions over", lambda: not servers_view(cluster).servers)
+                load.goes_on()
+                gate.open()
+                back = time.monotonic()
+                wait_until("as before", lambda: is_as_before(cluster, before), seconds=RETURN_S)
+                took = time.monotonic() - back
+                load.goes_on(2_000)
+                ended = time.monotonic()
+                assert load.refusals[refused:] == []
+            gap = gap_s(load, began, ended)
+            figures(f"all sessions over, longest gap {gap:.3f} s, as before after {took:.2f} s")
+            assert moves(cluster) == moved
+            assert gap < GAP_S
+            story.check_agrees()
+        finally:
+            cluster.down()
+
+
+def is_as_before(cluster: LocalCluster, before: dict[int, tuple[str, int]]) -> bool:
+    """Tell whether all servers are registered and own what they owned."""
+    return owners(cluster) == before and servers_view(cluster).is_settled
 
 
 def leads(cluster: LocalCluster) -> bool:
@@ -220,7 +290,7 @@ def test_a_session_that_ends_with_appends_pending_loses_and_doubles_nothing(stor
     before = await_spread(cluster)
     with story.load() as load:
         load.goes_on()
-        address = str(next(iter(before.values()))[0])
+        address = before[0][0]
         name = next(
             member.name for member in cluster.members if address.endswith(f":{member.port}")
         )
