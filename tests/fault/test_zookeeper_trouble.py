@@ -33,7 +33,8 @@ OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
 # Twice the session time-out and a little: then health says that ZooKeeper is away.
 HEALTH_S = 2 * SESSION_MS / 1000 + 2
 RETURN_S = 5.0
-GAP_S = 1.0
+# Whoever waited for ZooKeeper would wait at least until a session is over.
+GAP_S = SESSION_MS / 1000
 SETTINGS: dict[str, dict[str, object]] = {
     kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
 }

@@ -70,8 +70,9 @@ RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
 RECONNECT_DELAY_S_MAX = 0.5
 # A ZooKeeper that is just starting may take a request for a session and never answer it. kazoo
-# would wait for a whole session timeout; so the first wait is short, and each next one doubled.
-CONNECT_ANSWER_S_MIN = 0.5
+# would wait for a whole session timeout; so the first wait is short, and each next one doubled,
+# up to what a ZooKeeper that can be used at all needs.
+CONNECT_ANSWER_S_MIN, CONNECT_ANSWER_S_MAX = 0.5, 3.0
 EPHEMERAL_FLAG = 1
 SEQUENTIAL_FLAG = 2
 
@@ -364,7 +365,8 @@ class ZooKeeperSession:
         # that ZooKeeper agreed to for itself.
         if not isinstance(request, ConnectRequest):
             return self._invoke(timeout_s, request, xid)
-        answer_s, self._answer_s = min(timeout_s, self._answer_s), 2 * self._answer_s
+        answer_s = min(timeout_s, self._answer_s)
+        self._answer_s = min(2 * self._answer_s, CONNECT_ANSWER_S_MAX)
         answer = self._invoke(answer_s, request, xid)
         self._answer_s = CONNECT_ANSWER_S_MIN
         if answer[0].time_out > 0:

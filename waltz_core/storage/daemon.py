@@ -458,7 +458,7 @@ class StorageDaemon:
     # what it shows
 
     def health(self) -> Health:
-        """Whether the disk takes writes, what is served, whole or not, and whether ZooKeeper is there.
+        """Whether the disk takes writes, what is served, and whether ZooKeeper is there.
 
         Damage that is known and waits to be mended is told, and is no reason to be unwell.
         """
