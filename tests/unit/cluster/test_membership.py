@@ -397,3 +397,4 @@ async def test_the_loss_of_one_node_of_an_ensemble_makes_nobody_wait(cluster):
         await looked(cluster)
         first.expire()
         await at_two.until(lambda view: list(view.servers) == [2])
+    assert len(owned(at_two.all[-1])) == PARTITION_COUNT
