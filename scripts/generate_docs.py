@@ -1,4 +1,4 @@
-"""Write what is generated: the samples in `conf/`, the table of options in `docs/spark.md`.
+"""Write what is generated: the samples in `conf/`, the tables in two pages of `docs/`.
 
 Why it stands alone: a test runs `generated()` and compares, so that no sample and no table can
 drift from the code that it describes.
@@ -16,6 +16,8 @@ from waltz_spark.options import OPTIONS
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS_BEGIN = "<!-- options: written by `make docs` from waltz_spark/options.py -->"
 OPTIONS_END = "<!-- /options -->"
+NODES_BEGIN = "<!-- nodes: written by `make docs` from waltz_core/cluster/paths.py -->"
+NODES_END = "<!-- /nodes -->"
 
 LOGGING = """\
 # What is logged and where, as Python's logging.config.dictConfig takes it.
@@ -91,16 +93,15 @@ def generated() -> dict[Path, str]:
 
 
 def zookeeper_page() -> str:
-    """Return docs/zookeeper.md: the table of nodes as the code has it."""
-    head = (
-        "# What a cluster keeps in ZooKeeper\n\n"
-        "R is the cluster's root, as in `host:port/R`. Everything but R/x is as Waltz 0.13 has it, "
-        "byte for byte; how the\nnodes play together stands at the head of "
-        "`waltz_core/cluster/__init__.py`.\n\n"
-        "| node | kind | content | written by |\n|---|---|---|---|\n"
-    )
-    rows = (f"| `{n.path}` | {n.kind} | {n.content} | {n.written_by} |\n" for n in ZNODES)
-    return head + "".join(rows)
+    """Return docs/zookeeper.md with the table of nodes as the code has it."""
+    page = (ROOT / "docs" / "zookeeper.md").read_text(encoding="utf-8")
+    head, mark, rest = page.partition(NODES_BEGIN)
+    _, end, tail = rest.partition(NODES_END)
+    assert mark, "docs/zookeeper.md has no place for the nodes"
+    assert end, "docs/zookeeper.md has no end of the nodes"
+    rows = [f"| `{n.path}` | {n.kind} | {n.content} | {n.written_by} |" for n in ZNODES]
+    table = ["| node | kind | content | written by |", "|---|---|---|---|", *rows]
+    return head + mark + "\n\n" + "\n".join(table) + "\n\n" + end + tail
 
 
 def spark_page() -> str:

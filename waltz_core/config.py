@@ -367,6 +367,9 @@ class LocalConfig(Config):
     kind: ClassVar[str] = "local"
 
     directory: str = setting(".waltz", "Where data, configuration and logs lie.")
+    zookeeper_count: int = setting(
+        1, "Nodes of ZooKeeper. Three bear the loss of one.", least=1, most=7
+    )
     storage_count: int = setting(
         3, "Storages. Every partition has a replica on each.", least=1, most=9
     )

@@ -30,9 +30,10 @@ from typing import IO
 
 import psutil
 
+from waltz_core.cluster.connect_string import ConnectString
 from waltz_core.config import render_toml
 from waltz_core.errors import BadConfig, Unreachable, WaltzError
-from waltz_core.zookeeper_process import zookeeper_config
+from waltz_core.zookeeper_process import Peer, write_node_number, zookeeper_config
 
 ROOT_DEFAULT = "/waltz/local"
 LOOPBACK = "127.0.0.1"
@@ -42,6 +43,8 @@ STATE_VERSION = 1
 # those can sit on a daemon's port while the daemon is away.
 PORT_FIRST, PORT_LAST = 10240, 32000
 USUAL_ZOOKEEPER_PORT = 2181
+USUAL_QUORUM_PORT = 2888
+USUAL_ELECTION_PORT = 3888
 USUAL_STORAGE_PORT = 15280
 USUAL_SERVER_PORT = 15180
 STOP_TIMEOUT_S = 10.0
@@ -52,10 +55,13 @@ PORT_TIMEOUT_S = 2.0
 class Member:
     """One process of the cluster: its role name, its ports, and which process it is now."""
 
-    name: str  # "zookeeper", "storage-1", "server-1", ...
+    name: str  # "zookeeper" (or "zookeeper-1", ...), "storage-1", "server-1", ...
     port: int
     admin_port: int = 0
     http_port: int = 0
+    # Of a node of an ensemble of ZooKeepers, for the others.
+    quorum_port: int = 0
+    election_port: int = 0
     pid: int = 0
     started: float = 0.0  # the start time of the process, in seconds since the epoch
 
@@ -87,6 +93,7 @@ class State:
     partition_count: int
     members: list[Member] = field(default_factory=list)
     host: str = LOOPBACK
+    auth_file: str = ""
 
 
 class LocalCluster:
@@ -94,6 +101,7 @@ class LocalCluster:
 
     Args:
         directory: where data, configuration, logs and the state file lie; made when absent.
+        zookeeper_count: 1, or the nodes of an ensemble (an odd number; three bear the loss of one).
         storage_count: storages; every partition has a replica on each.
         server_count: servers.
         partition_count: partitions; fixed for the life of the directory.
@@ -101,6 +109,7 @@ class LocalCluster:
         bound: the processes end with this one, however it ends.
         host: the address of this machine at which all of them listen and are known; other machines
             reach them there, and nobody is asked who he is. Fixed for the life of the directory.
+        auth_file: with what ZooKeeper is told who we are (docs/zookeeper.md); none: it is not told.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
     """
 
@@ -108,19 +117,24 @@ class LocalCluster:
         self,
         directory: Path,
         *,
+        zookeeper_count: int = 1,
         storage_count: int = 3,
         server_count: int = 2,
         partition_count: int = 4,
         usual_ports: bool = False,
         bound: bool = False,
         host: str = LOOPBACK,
+        auth_file: Path | None = None,
         settings: dict[str, dict[str, object]] | None = None,
     ) -> None:
         self.directory = directory.absolute()
-        self._counts = (storage_count, server_count, partition_count)
+        if zookeeper_count < 1:
+            raise BadConfig(f"a cluster has 1 ZooKeeper or more, found {zookeeper_count}")
+        self._counts = (zookeeper_count, storage_count, server_count, partition_count)
         self._usual_ports = usual_ports
         self._bound = bound
         self._host = host
+        self._auth_file = "" if auth_file is None else str(auth_file.absolute())
         self._settings = settings or {}
         self._state: State | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -131,7 +145,13 @@ class LocalCluster:
     def connect(self) -> str:
         """Return the connect string, for Spark's ``load`` and every client."""
         state = self._loaded()
-        return f"{state.host}:{self.member('zookeeper').port}{state.root}"
+        hosts = [f"{state.host}:{member.port}" for member in self.zookeepers]
+        return str(ConnectString(tuple(hosts), state.root, state.auth_file))
+
+    @property
+    def zookeepers(self) -> list[Member]:
+        """Return the nodes of ZooKeeper: one, or an ensemble."""
+        return [member for member in self.members if member.kind == "zookeeper"]
 
     @property
     def members(self) -> list[Member]:
@@ -192,7 +212,8 @@ class LocalCluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
             self._load_or_create()
-            self.start("zookeeper")
+            for member in self.zookeepers:
+                self.start(member.name)
             self._create_cluster(deadline)
 
     def start(self, name: str) -> None:
@@ -276,7 +297,8 @@ class LocalCluster:
                 raw = json.loads(path.read_text(encoding="utf-8"))
                 members = [Member(**entry) for entry in raw["members"]]
                 host = raw.get("host", LOOPBACK)
-                self._state = State(raw["root"], raw["partition_count"], members, host)
+                auth_file = raw.get("auth_file", "")
+                self._state = State(raw["root"], raw["partition_count"], members, host, auth_file)
             except FileNotFoundError:
                 raise BadConfig(
                     f"no local cluster in {self.directory}: start one with `waltz-core local up`"
@@ -289,7 +311,7 @@ class LocalCluster:
         if self.exists():
             self._loaded()
             return
-        storages, servers, partitions = self._counts
+        zookeepers, storages, servers, partitions = self._counts
         taken: set[int] = set()
         host = self._host
 
@@ -300,6 +322,16 @@ class LocalCluster:
             return chosen
 
         members = [Member("zookeeper", port(USUAL_ZOOKEEPER_PORT))]
+        if zookeepers > 1:
+            members = [
+                Member(
+                    f"zookeeper-{index + 1}",
+                    port(USUAL_ZOOKEEPER_PORT + index),
+                    quorum_port=port(USUAL_QUORUM_PORT + index),
+                    election_port=port(USUAL_ELECTION_PORT + index),
+                )
+                for index in range(zookeepers)
+            ]
         for index in range(storages):
             usual = USUAL_STORAGE_PORT + 10 * index
             members.append(Member(f"storage-{index + 1}", port(usual), port(usual + 1)))
@@ -307,10 +339,10 @@ class LocalCluster:
             Member(f"server-{index + 1}", port(USUAL_SERVER_PORT + 10 * index))
             for index in range(servers)
         ]
-        for member in members[1:]:
+        for member in members[zookeepers:]:
             member.http_port = _free_port(taken, host)
             taken.add(member.http_port)
-        self._state = State(ROOT_DEFAULT, partitions, members, host)
+        self._state = State(ROOT_DEFAULT, partitions, members, host, self._auth_file)
         self._save()
 
     def _save(self) -> None:
@@ -337,11 +369,19 @@ class LocalCluster:
         where = self.directory / "conf" / f"{member.name}.{_CONFIG_SUFFIX[member.kind]}"
         where.parent.mkdir(exist_ok=True)
         if member.kind == "zookeeper":
-            data, host = self.directory / "zookeeper", self._loaded().host
-            text = zookeeper_config(data, member.port, host=host)
+            text = self._zookeeper_config(member)
         else:
             text = render_toml(member.kind, self._values(member))
         where.write_text(text, encoding="utf-8")
+
+    def _zookeeper_config(self, member: Member) -> str:
+        nodes, host = self.zookeepers, self._loaded().host
+        data = self.directory / member.name
+        if len(nodes) == 1:
+            return zookeeper_config(data, member.port, host=host)
+        write_node_number(data, nodes.index(member) + 1)
+        ensemble = [Peer(host, node.quorum_port, node.election_port) for node in nodes]
+        return zookeeper_config(data, member.port, host=host, ensemble=ensemble)
 
     def _values(self, member: Member) -> dict[str, object]:
         values: dict[str, object] = {
@@ -391,7 +431,7 @@ class LocalCluster:
         if done.returncode != 0:
             raise Unreachable(
                 f"the cluster could not be created: {done.stderr.strip()}\n"
-                f"{self._tail('zookeeper')}"
+                f"{self._tail(self.zookeepers[0].name)}"
             )
         marker.touch()
 

@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from waltz_core.errors import BadConfig
 
@@ -19,9 +21,22 @@ MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 HEAP = "-Xmx192m"
 
 
-def zookeeper_config(data_directory: Path, port: int, *, host: str = "127.0.0.1") -> str:
-    """Return the text of a zoo.cfg for one standalone node that listens at one address."""
-    return (
+class Peer(NamedTuple):
+    """Where one node of an ensemble listens for the others; node N is the N-th, from 1 on."""
+
+    host: str
+    quorum_port: int
+    election_port: int
+
+
+def zookeeper_config(
+    data_directory: Path, port: int, *, host: str = "127.0.0.1", ensemble: Sequence[Peer] = ()
+) -> str:
+    """Return the text of a zoo.cfg for one node that listens at one address.
+
+    Without an ensemble it stands alone; else `write_node_number` says which node of it this is.
+    """
+    text = (
         f"dataDir={data_directory}\n"
         f"clientPort={port}\n"
         f"clientPortAddress={host}\n"
@@ -33,6 +48,18 @@ def zookeeper_config(data_directory: Path, port: int, *, host: str = "127.0.0.1"
         "autopurge.purgeInterval=1\n"
         "4lw.commands.whitelist=ruok,srvr,mntr\n"
     )
+    if ensemble:
+        # In ticks: how long a node may take to follow the leader, and to fall behind it.
+        text += "initLimit=20\nsyncLimit=4\n"
+    for number, peer in enumerate(ensemble, start=1):
+        text += f"server.{number}={peer.host}:{peer.quorum_port}:{peer.election_port}\n"
+    return text
+
+
+def write_node_number(data_directory: Path, number: int) -> None:
+    """Tell a node of an ensemble which one it is."""
+    data_directory.mkdir(parents=True, exist_ok=True)
+    (data_directory / "myid").write_text(f"{number}\n", encoding="ascii")
 
 
 def find_java() -> str:

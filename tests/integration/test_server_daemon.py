@@ -17,7 +17,7 @@ from tests.integration.memory_storage import MemoryStorage
 from waltz_core import errors, net
 from waltz_core.batches import encode_append
 from waltz_core.cluster.creation import NewCluster, NewStorage
-from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.memory import SESSION_TIMEOUT_MS, MemoryZooKeeper
 from waltz_core.cluster.znodes import Delete
 from waltz_core.config import ServerConfig
 from waltz_core.record import ClientId, Generation, PartitionId, ReplicaId, ReqId
@@ -381,7 +381,10 @@ def test_while_zookeeper_is_away_appends_and_marks_go_on() -> None:
             await client.mount()
             for session in world.zookeeper._sessions:
                 session.suspend()
+            assert server.health().is_well is True
+            world.zookeeper.advance(2 * SESSION_TIMEOUT_MS)
             assert server.health().is_well is False
+            assert server.health().details["zookeeper"] is False
             assert await ids(client.append(2)) == [0, 1]
             # Not without asking a quorum: the session timer has run out.
             before = sum(each.counts["Heartbeat"] for each in world.storages)

@@ -1,4 +1,4 @@
-"""`waltz-core cluster create | show`: what ZooKeeper holds of a cluster."""
+"""`waltz-core cluster create | show | protect`: what ZooKeeper holds of a cluster."""
 
 import argparse
 import asyncio
@@ -34,7 +34,11 @@ def add(command: argparse.ArgumentParser) -> None:
     shown = verbs.add_parser("show", help="show servers, storages and partitions")
     shown.add_argument("--json", action="store_true")
     shown.set_defaults(verb=_show)
-    for verb in (create, shown):
+    protect = verbs.add_parser(
+        "protect", help="let only the user of the connect string's auth file at the nodes"
+    )
+    protect.set_defaults(verb=_protect)
+    for verb in (create, shown, protect):
         verb.add_argument("connect", help="zk1:2181,zk2:2181/waltz/payments")
         verb.add_argument(
             "--wait-s",
@@ -75,6 +79,15 @@ async def _exists(coordinator: Coordinator) -> bool:
     except BadConfig:
         return False
     return True
+
+
+def _protect(arguments: argparse.Namespace) -> int:
+    timeout_ms = round(arguments.wait_s * 1000)
+    count = asyncio.run(zookeeper.protect(arguments.connect, connect_timeout_ms=timeout_ms))
+    if not count:
+        raise BadConfig(f"no cluster at {arguments.connect}: there is no such root in ZooKeeper")
+    say(f"protected {count} nodes")
+    return 0
 
 
 def _storage(text: str, index: int) -> NewStorage:

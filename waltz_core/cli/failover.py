@@ -1,4 +1,4 @@
-"""The workloads `failover-*` and `rolling-restart`: how long nobody is answered when somebody goes.
+"""The workloads `failover-*`, `rolling-restart`, `zookeeper-loss`: how long nobody is answered.
 
 Why it stands alone: it starts and ends the daemons of a local cluster while it measures, and what
 counts is not speed but the longest silence, and that nothing is lost or doubled over it.
@@ -30,6 +30,7 @@ from waltz_core import batches
 from waltz_core.batches import encode_append
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.model import UNRESOLVED
+from waltz_core.cluster.znodes import SessionState
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.record import PartitionId
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from waltz_core.cli.bench import Load, Measured, Meter
     from waltz_core.client import BatchOutcome
-    from waltz_core.cluster.coordinator import Coordinator
+    from waltz_core.cluster.coordinator import Coordinator, Ownership
     from waltz_core.local import LocalCluster
 
 STEPS = 5
@@ -48,6 +49,8 @@ PAUSE_S = 0.002
 CALM_S = 1.0
 WAIT_S_MAX = 60.0
 LOOK_S = 0.02
+# All of ZooKeeper is away for so long: several times a server's session time-out.
+OUTAGE_S = 15.0
 
 
 @dataclass
@@ -76,6 +79,7 @@ class _Run:
         self.client = client
         self.lanes = [_Lane(partition) for partition in range(client.partition_count)]
         self.gaps_s: dict[str, list[float]] = {}
+        self.extra: dict[str, float] = {}
         self._coordinator = coordinator
         self._is_over = False
 
@@ -156,6 +160,15 @@ class _Run:
         """Start a member and wait until the cluster is whole again (rule 3)."""
         await asyncio.to_thread(self.cluster.start, name)
         await self.await_whole()
+
+    async def owners(self) -> dict[PartitionId, Ownership]:
+        """Return who owns what, by a server's id, in which generation."""
+        return dict((await self._coordinator.read_servers()).owners)
+
+    async def await_zookeeper(self) -> None:
+        """Wait until ZooKeeper answers; a Java on a busy machine takes its time."""
+        coordinator = self._coordinator
+        await self._await("ZooKeeper", lambda: coordinator.session_state is SessionState.CONNECTED)
 
     async def await_whole(self) -> None:
         """Wait until all servers are registered and own something, and all replicas are engaged."""
@@ -239,6 +252,30 @@ async def _rolling(run: _Run) -> None:
         await run.step(f"{kind}-start", lambda name=name: run.start(name))  # type: ignore[misc]
 
 
+async def _lose_zookeeper(run: _Run) -> None:
+    """Kill all of ZooKeeper, let the outage pass, start it again; nothing is to move."""
+    before = await run.owners()
+    names = [each.name for each in run.cluster.members if each.kind == "zookeeper"]
+
+    async def lose() -> None:
+        for name in names:
+            await run.signal(name, signal.SIGKILL)
+        await asyncio.sleep(OUTAGE_S)
+
+    async def find() -> None:
+        for name in names:
+            await asyncio.to_thread(run.cluster.start, name)
+        await run.await_zookeeper()
+        began = time.perf_counter()
+        await run.await_whole()
+        run.extra["whole_after_s"] = round(time.perf_counter() - began, 3)
+
+    await run.step("loss", lose)
+    await run.step("return", find)
+    after = await run.owners()
+    run.extra["moved"] = sum(before[each] != after.get(each) for each in before)
+
+
 def failover_kill(load: Load, meter: Meter) -> Measured:
     """Kill a server with SIGKILL, five times."""
     return uvloop.run(_measured(load, meter, _kill, "kill"))
@@ -257,6 +294,11 @@ def failover_freeze(load: Load, meter: Meter) -> Measured:
 def rolling_restart(load: Load, meter: Meter) -> Measured:
     """Restart every server and every storage in turn with SIGTERM."""
     return uvloop.run(_measured(load, meter, _rolling, None))
+
+
+def zookeeper_loss(load: Load, meter: Meter) -> Measured:
+    """Kill all of ZooKeeper for a while, once."""
+    return uvloop.run(_measured(load, meter, _lose_zookeeper, None))
 
 
 async def _measured(
@@ -296,5 +338,6 @@ async def _measured(
             "gaps_s": {kind: [round(gap, 3) for gap in each] for kind, each in run.gaps_s.items()},
             "unknown": sum(len(lane.unknown) for lane in run.lanes),
             "sent_again": sum(lane.again for lane in run.lanes),
+            **run.extra,
         },
     )

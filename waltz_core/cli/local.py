@@ -15,9 +15,13 @@ def add(command: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
     up = verbs.add_parser("up", help="start the cluster; what runs already is left alone")
+    up.add_argument("--zookeepers", type=int, default=1, help="default 1; 3 make an ensemble")
     up.add_argument("--storages", type=int, default=3, help="default 3")
     up.add_argument("--servers", type=int, default=2, help="default 2")
     up.add_argument("--partitions", type=int, default=4, help="default 4")
+    up.add_argument(
+        "--zookeeper-auth", type=Path, metavar="FILE", help="an auth file (docs/zookeeper.md)"
+    )
     up.add_argument("--timeout-s", type=float, default=60.0, help="default 60")
     up.set_defaults(verb=_up)
     status = verbs.add_parser("status", help="show what runs")
@@ -37,9 +41,11 @@ def add(command: argparse.ArgumentParser) -> None:
 def _up(arguments: argparse.Namespace) -> int:
     cluster = LocalCluster(
         arguments.directory,
+        zookeeper_count=arguments.zookeepers,
         storage_count=arguments.storages,
         server_count=arguments.servers,
         partition_count=arguments.partitions,
+        auth_file=arguments.zookeeper_auth,
         usual_ports=True,
     )
     began = time.monotonic()

@@ -25,6 +25,7 @@ from waltz_core.cli.failover import (
     failover_kill,
     failover_term,
     rolling_restart,
+    zookeeper_loss,
 )
 from waltz_core.cli.flood import flood
 from waltz_core.cli.singles import append_one, append_single, conditional, feed, hot_lock
@@ -318,5 +319,6 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "rolling-restart": rolling_restart,
     "storage-append": storage_append,
     "storage-open": storage_open,
+    "zookeeper-loss": zookeeper_loss,
 }
 WITHOUT_CLUSTER = ("storage-append", "storage-open")

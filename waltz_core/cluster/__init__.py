@@ -39,6 +39,8 @@ The files, each using only those above it:
     model.py           the values and their bytes
     znodes.py          the door: nodes, versions, atomic writes, watches, a session
     connect_string.py  "host:port,host:port/root", and what is wrong with it
+    credentials.py     who we are to ZooKeeper, and who may touch what we make
+    contact.py         since when ZooKeeper is away, or back
     assignment.py      servers x partitions, storages x partitions
     creation.py        the writes that make a cluster
     nodes.py           reading and following nodes below a root

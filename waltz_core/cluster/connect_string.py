@@ -4,10 +4,12 @@ Why it stands alone: it is the one thing every user types, in Spark, in a shell 
 configuration file, so what is wrong with it is told here, in one sentence, and nowhere else.
 
     zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
+    zk1:2181/waltz/payments?auth=/etc/zk    and, where ZooKeeper asks who we are, the auth file
 
 Rules:
     1. Each host has a port; an IPv6 address stands in brackets: [::1]:2181.
     2. The root is never "/": a cluster does not share ZooKeeper's own root.
+    3. It holds no secret: an auth file is named, and read where the connection is made.
 """
 
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from waltz_core.cluster.paths import ClusterPaths
 
 EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
 
+AUTH = "?auth="
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectString:
@@ -24,6 +28,7 @@ class ConnectString:
 
     hosts: tuple[str, ...]
     root: str
+    auth_file: str = ""
 
     @property
     def paths(self) -> ClusterPaths:
@@ -31,12 +36,19 @@ class ConnectString:
         return ClusterPaths(self.root)
 
     def __str__(self) -> str:
-        return ",".join(self.hosts) + self.root
+        return ",".join(self.hosts) + self.root + (AUTH + self.auth_file if self.auth_file else "")
 
 
 def parse_connect_string(text: str) -> ConnectString:
     """Return the parts of a connect string; raises BadConfig that says what would be right."""
-    hosts, slash, root = text.strip().partition("/")
+    place, question, query = text.strip().partition("?")
+    auth_file = query.removeprefix("auth=")
+    if question and (auth_file == query or not auth_file or not auth_file.isprintable()):
+        raise errors.BadConfig(
+            f"the connect string {text!r} ends in {question + query!r}: expected nothing, or "
+            f"{AUTH}FILE, after {EXPECTED.removeprefix('expected ')}"
+        )
+    hosts, slash, root = place.partition("/")
     if not hosts and not slash:
         raise errors.BadConfig(f"the connect string is empty: {EXPECTED}")
     if "://" in text:
@@ -50,7 +62,7 @@ def parse_connect_string(text: str) -> ConnectString:
                 f"the connect string {text!r} has the name {name!r} in its cluster root: {EXPECTED}"
             )
     checked = tuple(_checked_host(host.strip(), text) for host in hosts.split(","))
-    return ConnectString(checked, "/" + "/".join(names))
+    return ConnectString(checked, "/" + "/".join(names), auth_file)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -54,6 +54,8 @@ __all__ = [
 ID_ATTEMPTS_MAX = 1000
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
+# An absence of ZooKeeper that is shorter than so many session time-outs is no illness.
+ABSENCE_TIMEOUTS_MAX = 2
 
 
 class ClusterView(NamedTuple):
@@ -110,6 +112,16 @@ class Coordinator:
     def session_timeout_ms(self) -> int:
         """After this long without us ZooKeeper takes this process for dead."""
         return self._znodes.session_timeout_ms
+
+    @property
+    def is_in_contact(self) -> bool:
+        """Whether ZooKeeper is there, or was a moment ago: what health tells.
+
+        Without it everything goes on, and a new node of the ensemble is soon found; but after two
+        session time-outs somebody should look.
+        """
+        limit_ms = ABSENCE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
+        return self._nodes.contact.away_ms < limit_ms
 
     def on_session_state(self, callback: StateCallback) -> None:
         """Call back, on the event loop, at each change of the session's state."""

@@ -10,6 +10,10 @@ Rules:
        here; it writes at the version that it has read, and a conflict means that it looks again.
     3. A registered server whose session was lost registers again, under the same server id.
     4. A server that registers for the first time takes earlier processes at its address out.
+    5. When ZooKeeper has been away, sessions may end though nobody has died. So for one session
+       time-out after its return the lead moves nothing away from servers that are not registered
+       again yet, unless it knows that they are dead: this process has seen it (`take_out`), or
+       another one is registered at their address. Otherwise it acts at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +30,8 @@ from waltz_core.record import Generation, PartitionId, ServerId
 
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
+# A process finds ZooKeeper again within a second or two of its return, however short its session.
+RETURN_MS_MIN = 3_000
 
 
 class Ownership(NamedTuple):
@@ -80,6 +86,11 @@ class Membership:
         self._nodes = nodes
         # What this process wants to be registered as; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
+        # For rule 5: where servers were last registered, who of them is known to be dead, and
+        # what wakes the lead that waits.
+        self._addresses: dict[ServerId, str] = {}
+        self._dead: set[ServerId] = set()
+        self._signal: Signal | None = None
 
     async def register(self, descriptor: model.ServerDescriptor) -> None:
         """Make this process known as a live server, or change how it is known.
@@ -129,6 +140,7 @@ class Membership:
             membership = await self._read_membership()
             found = [each for each in membership.registered if each.descriptor == dead]
             if not found:
+                self._note_dead(dead.server_id)
                 return
             try:
                 await self._nodes.znodes.write(
@@ -156,6 +168,7 @@ class Membership:
             if partition_count is None:
                 partition_count = await self._read_partition_count()
             membership = await self._read_membership(signal)
+            self._remember(membership)
             descriptor = self._descriptor
             if descriptor and not await self._ensure_registered(membership, descriptor):
                 return  # Registering has changed what was read; the signal comes.
@@ -164,13 +177,49 @@ class Membership:
                 if view != last:
                     last = view
                     callback(view)
-            elif self._is_lead(view):
+            elif self._is_lead(view) and not self._waits(membership, signal):
                 await self._write_assignment(membership, partition_count)
 
         await self._nodes.follow(look)
 
     def _is_lead(self, view: ServersView) -> bool:
         return self._descriptor is not None and self._descriptor.server_id == min(view.servers)
+
+    def _remember(self, membership: _Membership) -> None:
+        registered, named = membership.servers, membership.assignment.servers
+        self._dead = {each for each in self._dead if each in named and each not in registered}
+        self._addresses = {
+            each: address for each, address in self._addresses.items() if each in named
+        } | {each: descriptor.address for each, descriptor in registered.items()}
+
+    def _note_dead(self, server_id: ServerId) -> None:
+        self._dead.add(server_id)
+        if self._signal is not None:
+            self._signal.set()
+
+    def _waits(self, membership: _Membership, signal: Signal) -> bool:
+        """Tell whether owners may be about to register again; then the signal comes."""
+        back_ms = self._nodes.contact.back_ms
+        grace_ms = max(self._nodes.znodes.session_timeout_ms, RETURN_MS_MIN)
+        if back_ms is None or back_ms >= grace_ms or not self._awaited(membership):
+            self._signal = None
+            return False
+        self._signal = signal
+        self._nodes.znodes.set_later(signal, grace_ms - back_ms)
+        return True
+
+    def _awaited(self, membership: _Membership) -> list[ServerId]:
+        """Return the owners that are not registered, and not known to be dead (rule 5)."""
+        registered = membership.servers
+        taken = {each.address for each in registered.values()}
+        return [
+            server_id
+            for server_id, owned in membership.assignment.servers.items()
+            if owned
+            and server_id not in registered
+            and server_id not in self._dead
+            and self._addresses.get(server_id) not in taken
+        ]
 
     async def _write_assignment(self, membership: _Membership, partition_count: int) -> None:
         assignment = assign_partitions(

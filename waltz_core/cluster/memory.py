@@ -8,6 +8,7 @@ Rules:
     1. Nothing here waits: a method returns, or raises, in the call it was made in.
     2. Watches fire after the write is complete, in the order in which they were set.
     3. A callback that writes does not overtake callbacks that are due already.
+    4. Time stands still until `advance` is called.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,6 +71,8 @@ class MemoryZooKeeper:
         self._next_session = 1
         self._due: list[Signal] = []
         self._is_firing = False
+        self.now_ms = 0
+        self._later: list[tuple[int, Signal]] = []
 
     def session(self) -> "MemorySession":
         """Open a session."""
@@ -85,7 +88,19 @@ class MemoryZooKeeper:
         """Return every node's data, by path."""
         return {path: entry.data or b"" for path, entry in sorted(self._nodes.items())}
 
+    def advance(self, ms: int) -> None:
+        """Let time pass for all sessions."""
+        self.now_ms += ms
+        due = [signal for at_ms, signal in self._later if at_ms <= self.now_ms]
+        self._later = [each for each in self._later if each[0] > self.now_ms]
+        for signal in due:
+            signal.set()
+
     # --- for sessions
+
+    def set_later(self, signal: Signal, after_ms: int) -> None:
+        """Set a signal once so much time has passed."""
+        self._later.append((self.now_ms + after_ms, signal))
 
     def take_session_number(self) -> int:
         """Return a number that no session had before."""
@@ -245,6 +260,15 @@ class MemorySession:
     def session_timeout_ms(self) -> int:
         """A usual figure; nothing here measures time."""
         return SESSION_TIMEOUT_MS
+
+    @property
+    def now_ms(self) -> int:
+        """The time of this ZooKeeper."""
+        return self._zookeeper.now_ms
+
+    def set_later(self, signal: Signal, after_ms: int) -> None:
+        """Set a signal later."""
+        self._zookeeper.set_later(signal, after_ms)
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
         """Read a node."""

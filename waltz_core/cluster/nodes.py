@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Never, TypeVar
 
 from waltz_core import errors
+from waltz_core.cluster.contact import Contact
 from waltz_core.cluster.paths import ClusterPaths
 from waltz_core.cluster.znodes import Create, Node, Signal, Znodes
 
@@ -20,6 +21,7 @@ class ClusterNodes:
 
     def __init__(self, znodes: Znodes, root: str) -> None:
         self.znodes = znodes
+        self.contact = Contact(znodes)
         self.paths = ClusterPaths(root)
 
     @property

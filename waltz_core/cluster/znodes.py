@@ -121,6 +121,13 @@ class Znodes(Protocol):
     def session_timeout_ms(self) -> int:
         """How long ZooKeeper waits for us before it ends the session."""
 
+    @property
+    def now_ms(self) -> int:
+        """A clock that only goes forward."""
+
+    def set_later(self, signal: Signal, after_ms: int) -> None:
+        """Set a signal when so much time has passed."""
+
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
         """Read a node, None if there is none; the signal tells a change, creation or deletion."""
 

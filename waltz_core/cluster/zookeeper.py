@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -26,6 +27,7 @@ from kazoo.exceptions import (
     ConnectionClosedError,
     ConnectionLoss,
     KazooException,
+    NoAuthError,
     NoChildrenForEphemeralsError,
     NodeExistsError,
     NoNodeError,
@@ -39,11 +41,12 @@ from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import Connect as ConnectRequest
 from kazoo.protocol.serialization import Create as CreateRequest
 from kazoo.protocol.states import ZnodeStat
-from kazoo.security import OPEN_ACL_UNSAFE
+from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE, Id, Permissions
 
 from waltz_core import errors
 from waltz_core.cluster.connect_string import ConnectString, parse_connect_string
 from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.credentials import SCHEME, Credentials, Grant, parse_credentials
 from waltz_core.cluster.znodes import (
     NO_NODE,
     PERSISTENT,
@@ -65,12 +68,21 @@ REQUEST_TIMEOUT_MS = 10_000
 # A watch should never be lost; should one be, what it watched is read again after this long.
 RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
-RECONNECT_DELAY_S_MAX = 1.0
+RECONNECT_DELAY_S_MAX = 0.5
 # A ZooKeeper that is just starting may take a request for a session and never answer it. kazoo
-# would wait for a whole session timeout; so the first wait is short, and each next one doubled.
-CONNECT_ANSWER_S_MIN = 0.5
+# would wait for a whole session timeout; so the first wait is short, and each next one doubled,
+# up to what a ZooKeeper that can be used at all needs.
+CONNECT_ANSWER_S_MIN, CONNECT_ANSWER_S_MAX = 0.5, 3.0
 EPHEMERAL_FLAG = 1
 SEQUENTIAL_FLAG = 2
+
+PERMISSIONS = {
+    "c": Permissions.CREATE,
+    "d": Permissions.DELETE,
+    "r": Permissions.READ,
+    "w": Permissions.WRITE,
+    "a": Permissions.ADMIN,
+}
 
 LOST_ERRORS = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError)
 CONFLICT_ERRORS = (
@@ -99,8 +111,9 @@ async def connect(
 ) -> Coordinator:
     """Open a session for the cluster that a connect string names; to be closed by the caller.
 
-    Raises BadConfig for a connect string that is none, CoordinatorUnavailable when no ZooKeeper
-    answers within `connect_timeout_ms`. Whether there is a cluster shows at the first read.
+    Raises BadConfig for a connect string or an auth file that is none, CoordinatorUnavailable when
+    no ZooKeeper answers within `connect_timeout_ms`. Whether there is a cluster, and whether we
+    may read it, shows at the first read.
     """
     place = text if isinstance(text, ConnectString) else parse_connect_string(text)
     session = ZooKeeperSession(
@@ -108,6 +121,7 @@ async def connect(
         connect_timeout_ms=connect_timeout_ms,
         session_timeout_ms=session_timeout_ms,
         request_timeout_ms=request_timeout_ms,
+        credentials=_read_credentials(place),
     )
     await session.open()
     return Coordinator(session, place.root)
@@ -134,6 +148,29 @@ async def connected(
         await coordinator.close()
 
 
+async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
+    """Give a cluster's nodes the access list of an auth file; return how many there are.
+
+    Raises BadConfig where the connect string names none or ZooKeeper refuses.
+    """
+    place = parse_connect_string(text)
+    credentials = _read_credentials(place)
+    if credentials is None:
+        raise errors.BadConfig(f"expected a connect string that ends in ?auth=FILE, found {text!r}")
+    session = ZooKeeperSession(
+        place.hosts,
+        connect_timeout_ms=connect_timeout_ms,
+        session_timeout_ms=SESSION_TIMEOUT_MS,
+        request_timeout_ms=REQUEST_TIMEOUT_MS,
+        credentials=credentials,
+    )
+    await session.open()
+    try:
+        return await session.protect(place.root)
+    finally:
+        await session.close()
+
+
 class ZooKeeperSession:
     """One session; implements `znodes.Znodes`. Lives on the event loop on which it was opened."""
 
@@ -144,8 +181,11 @@ class ZooKeeperSession:
         connect_timeout_ms: int,
         session_timeout_ms: int,
         request_timeout_ms: int,
+        credentials: Credentials | None = None,
     ) -> None:
         self._hosts = ",".join(hosts)
+        self._credentials = credentials
+        self._acl = _acl_of(credentials)
         self._connect_timeout_ms = connect_timeout_ms
         self._session_timeout_ms = session_timeout_ms
         self._request_timeout_s = request_timeout_ms / 1000
@@ -160,6 +200,7 @@ class ZooKeeperSession:
                 "max_jitter": 0.5,
                 "max_delay": RECONNECT_DELAY_S_MAX,
             },
+            auth_data=_auth_data_of(credentials),
             logger=logger,
         )
         self._answer_s = CONNECT_ANSWER_S_MIN
@@ -212,6 +253,16 @@ class ZooKeeperSession:
         """What ZooKeeper has agreed to; it allows 2 to 20 of its ticks."""
         return self._session_timeout_ms
 
+    @property
+    def now_ms(self) -> int:
+        """The machine's clock since its start."""
+        return time.monotonic_ns() // 1_000_000
+
+    def set_later(self, signal: Signal, after_ms: int) -> None:
+        """Set a signal later."""
+        assert self._loop is not None
+        self._loop.call_later(after_ms / 1000, signal.set)
+
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
         """Read a node."""
         watch = _watch_of(signal)
@@ -243,7 +294,7 @@ class ZooKeeperSession:
         """Do all operations or none, in one multi."""
         request = self._client.transaction()
         for operation in operations:
-            _add(request, operation)
+            _add(request, operation, self._acl)
         await self._connection()
         try:
             async with asyncio.timeout(self._request_timeout_s):
@@ -314,7 +365,8 @@ class ZooKeeperSession:
         # that ZooKeeper agreed to for itself.
         if not isinstance(request, ConnectRequest):
             return self._invoke(timeout_s, request, xid)
-        answer_s, self._answer_s = min(timeout_s, self._answer_s), 2 * self._answer_s
+        answer_s = min(timeout_s, self._answer_s)
+        self._answer_s = min(2 * self._answer_s, CONNECT_ANSWER_S_MAX)
         answer = self._invoke(answer_s, request, xid)
         self._answer_s = CONNECT_ANSWER_S_MIN
         if answer[0].time_out > 0:
@@ -404,9 +456,36 @@ class ZooKeeperSession:
                     versions.append(NO_NODE)
         return versions
 
+    async def protect(self, path: str) -> int:
+        """Give a node and all below it the access list of new nodes; return how many there are.
+
+        Raises BadConfig where we may not, CoordinatorUnavailable when ZooKeeper does not answer.
+        """
+        try:
+            await self._read(lambda: self._client.set_acls_async(path, self._acl), path)
+        except NoNodeError:
+            return 0  # It went meanwhile.
+        listing = await self.children(path)
+        names = () if listing is None else listing.names
+        return 1 + sum([await self.protect(f"{path}/{name}") for name in names])
+
     def _refused(self, path: str, error: Exception) -> errors.BadConfig:
+        if isinstance(error, NoAuthError):
+            return errors.BadConfig(self._not_permitted(path))
         return errors.BadConfig(
             f"ZooKeeper {self._hosts} refuses a request for {path}: {type(error).__name__}"
+        )
+
+    def _not_permitted(self, path: str) -> str:
+        if self._credentials is None:
+            return (
+                f"ZooKeeper {self._hosts} asks who we are at {path}: expected a connect string "
+                "that ends in ?auth=FILE, found none"
+            )
+        return (
+            f"ZooKeeper {self._hosts} does not let us at {path}: expected the user and the "
+            f"password that made it, found user {self._credentials.user!r} with another password "
+            "or another user"
         )
 
 
@@ -446,6 +525,34 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
         return super().create_connection(*args, **kwargs)
 
 
+def _read_credentials(place: ConnectString) -> Credentials | None:
+    if not place.auth_file:
+        return None
+    try:
+        with open(place.auth_file, encoding="utf-8") as file:
+            return parse_credentials(file.read(), place.auth_file)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise errors.BadConfig(
+            f"the auth file {place.auth_file!r} of the connect string cannot be read: {reason}"
+        ) from error
+
+
+def _auth_data_of(credentials: Credentials | None) -> list[tuple[str, str]]:
+    return [(SCHEME, f"{credentials.user}:{credentials.password}")] if credentials else []
+
+
+def _acl_of(credentials: Credentials | None) -> list[ACL]:
+    if credentials is None:
+        return list(OPEN_ACL_UNSAFE)
+    return [*CREATOR_ALL_ACL, *map(_acl_entry, credentials.grants)]
+
+
+def _acl_entry(grant: Grant) -> ACL:
+    permissions = sum(PERMISSIONS[letter] for letter in set(grant.permissions))
+    return ACL(permissions, Id(grant.scheme, grant.identity))
+
+
 def _watch_of(signal: Signal | None) -> Callable[[object], None] | None:
     return None if signal is None else cast("_Signal", signal).on_kazoo_event
 
@@ -454,12 +561,12 @@ def _node_stat(stat: ZnodeStat) -> NodeStat:
     return NodeStat(stat.version, stat.cversion, stat.ephemeralOwner)
 
 
-def _add(request: TransactionRequest, operation: Operation) -> None:
+def _add(request: TransactionRequest, operation: Operation, acl: list[ACL]) -> None:
     match operation:
         case Create(path, data, ephemeral, sequential):
             flags = EPHEMERAL_FLAG * ephemeral | SEQUENTIAL_FLAG * sequential
             # Not request.create, which cannot make a node without data.
-            request.operations.append(CreateRequest(path, data, OPEN_ACL_UNSAFE, flags))
+            request.operations.append(CreateRequest(path, data, acl, flags))
         case Set(path, data, version):
             assert version >= 0  # rule 4
             request.set_data(path, data, version)

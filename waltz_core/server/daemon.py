@@ -23,7 +23,6 @@ from waltz_core import errors, net
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
-from waltz_core.cluster.znodes import SessionState
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import ServerConfig
 from waltz_core.metrics import Health, Metrics, serve_pages
@@ -301,8 +300,8 @@ class Server:
         return sorted(found.items())
 
     def health(self) -> Health:
-        """Whether ZooKeeper is there and each partition has a store session."""
-        zookeeper = self._coordinator.session_state is SessionState.CONNECTED
+        """Whether ZooKeeper is there, or was a moment ago, and each partition has a session."""
+        zookeeper = self._coordinator.is_in_contact
         partitions = {
             str(partition_id): host.partition.is_open
             for partition_id, host in sorted(self.hosts.items())
@@ -311,6 +310,7 @@ class Server:
             "server": self._server_id,
             "address": self.address,
             "zookeeper": zookeeper,
+            "zookeeper_session": self._coordinator.session_state.name,
             "partitions": partitions,
         }
         return Health(zookeeper and all(partitions.values()), details)

@@ -459,7 +459,7 @@ class StorageDaemon:
     # what it shows
 
     def health(self) -> Health:
-        """Whether the disk takes writes, and which partitions are served, whole or not.
+        """Whether the disk takes writes, what is served, and whether ZooKeeper is there.
 
         Damage that is known and waits to be mended is told, and is no reason to be unwell.
         """
@@ -467,7 +467,8 @@ class StorageDaemon:
         assert serving is not None
         suspect = [each for each, log in serving.logs.items() if log.suspect]
         is_full = self._engine is not None and self._engine.room.is_short
-        state = None if self._coordinator is None else self._coordinator.session_state.name
+        coordinator = self._coordinator
+        zookeeper = coordinator is None or coordinator.is_in_contact
         details = {
             "address": self.address,
             "partitions": sorted(serving.logs),
@@ -476,9 +477,11 @@ class StorageDaemon:
             "suspect": sorted(suspect),
             "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
             "is_full": is_full,
-            "zookeeper": state,
+            "zookeeper": zookeeper,
+            "zookeeper_session": coordinator and coordinator.session_state.name,
         }
         is_well = not (self._failure.done() or details["not_served"] or suspect or is_full)
+        is_well = is_well and zookeeper
         return Health(is_well, details)
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:

@@ -27,6 +27,14 @@ def test_a_good_one(text, hosts, root):
     assert found.paths.store == f"{root}/store"
 
 
+@pytest.mark.parametrize("file", ["/etc/waltz/auth", "relative file", "/a?b&c=d", "auth="])
+def test_an_auth_file_is_named(file):
+    found = parse_connect_string(f"zk1:2181,zk2:2181/waltz/payments?auth={file}")
+    assert found == ConnectString(("zk1:2181", "zk2:2181"), "/waltz/payments", file)
+    assert parse_connect_string(str(found)) == found
+    assert found.paths.store == "/waltz/payments/store"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -54,6 +62,12 @@ def test_a_good_one(text, hosts, root):
         ("zk1:٢/waltz", "has the port '٢'"),
         ("::1:2181/waltz", "IPv6 host without brackets"),
         ("[::1]/waltz", "'[::1]' has no port"),
+        ("zk1:2181/waltz?", "ends in '?': expected nothing, or ?auth=FILE"),
+        ("zk1:2181/waltz?auth=", "ends in '?auth='"),
+        ("zk1:2181/waltz?auth", "ends in '?auth'"),
+        ("zk1:2181/waltz?user=a", "ends in '?user=a'"),
+        ("zk1:2181?auth=f", "names no cluster root"),
+        ("?auth=f", "the connect string is empty"),
     ],
 )
 def test_a_bad_one_is_told_in_a_sentence_with_a_good_one(text, said):

@@ -10,7 +10,7 @@ from waltz_core.cluster import model
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.creation import NewCluster
 from waltz_core.cluster.membership import Membership, Ownership, ServersView
-from waltz_core.cluster.memory import MemoryZooKeeper, WriteFault
+from waltz_core.cluster.memory import SESSION_TIMEOUT_MS, MemoryZooKeeper, WriteFault
 from waltz_core.cluster.nodes import ClusterNodes
 from waltz_core.cluster.znodes import Create, SessionState, Set
 
@@ -275,3 +275,126 @@ async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(
     # One that is merely slow to notice never takes a younger process out.
     await dead.register(model.ServerDescriptor(3, "host-a", 8000))
     assert 5 in cluster.registered()
+
+
+# --- rule 5: ZooKeeper was away
+
+
+async def away(cluster, *sessions, ms):
+    """Let ZooKeeper be away for all these, and come back."""
+    for session in sessions:
+        session.suspend()
+    cluster.zookeeper.advance(ms)
+    for session in sessions:
+        session.resume()
+
+
+async def looked(cluster):
+    """Return once every follower has looked at whatever there was to see."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+@in_cluster
+async def test_after_a_return_of_zookeeper_those_who_register_again_keep_what_they_had(cluster):
+    (one, first), (two, second) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_one, at_two = Inbox(), Inbox()
+    async with running(one.follow(at_one), two.follow(at_two)):
+        before = owned(await at_two.until(lambda view: len(view.servers) == 2))
+        await at_one.until(lambda view: len(view.servers) == 2)
+        seen = len(at_one.all), len(at_two.all)
+        # Both sessions have ended; the second server finds ZooKeeper first, and is alone.
+        first.suspend()
+        second.suspend()
+        cluster.zookeeper.advance(60_000)
+        first.expire()
+        second.expire()
+        second.resume()
+        await looked(cluster)
+        cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
+        await looked(cluster)
+        assert cluster.registered() == [2]
+        assert (len(at_one.all), len(at_two.all)) == seen
+        first.resume()
+        await looked(cluster)
+        view = await one.read()
+        assert view.is_settled
+        assert owned(view) == before  # the generations, too
+    assert {str(owned(each)) for each in at_one.all[seen[0] :]} <= {str(before)}
+    assert {str(owned(each)) for each in at_two.all[seen[1] :]} <= {str(before)}
+
+
+@in_cluster
+async def test_who_does_not_come_back_is_waited_for_no_longer_than_a_session_timeout(cluster):
+    (one, first), (two, second) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two)):
+        await at_two.until(lambda view: len(view.servers) == 2)
+        first.suspend()
+        await away(cluster, second, ms=60_000)
+        first.expire()
+        await looked(cluster)
+        assert not (await two.read()).is_settled
+        cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
+        await at_two.until(lambda view: list(view.servers) == [2])
+    assert len(owned(at_two.all[-1])) == PARTITION_COUNT
+
+
+@in_cluster
+async def test_who_is_known_to_be_dead_is_not_waited_for(cluster):
+    (one, first), (two, second), (three, third) = (cluster.member() for _ in range(3))
+    for number, each in ((1, one), (2, two), (3, three)):
+        await each.register(descriptor(number))
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two), three.follow(Inbox())):
+        await at_two.until(lambda view: len(view.servers) == 3)
+        first.suspend()
+        await away(cluster, second, third, ms=60_000)
+        first.expire()
+        await looked(cluster)
+        assert not (await two.read()).is_settled
+        # The lead's own neighbours tell, though the node has gone already.
+        await two.take_out(descriptor(1))
+        await at_two.until(lambda view: list(view.servers) == [2, 3])
+        # And right after the return a death is acted on at once as ever.
+        third.suspend()
+        await two.take_out(descriptor(3))
+        await at_two.until(lambda view: list(view.servers) == [2])
+
+
+@in_cluster
+async def test_who_was_replaced_at_its_address_is_not_waited_for(cluster):
+    (one, first), (two, second) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two)):
+        await at_two.until(lambda view: len(view.servers) == 2)
+        first.suspend()
+        await away(cluster, second, ms=60_000)
+        first.expire()
+        await looked(cluster)
+        assert not (await two.read()).is_settled
+        again, _ = cluster.member()
+        host, port = descriptor(1).host, descriptor(1).port
+        await again.register(model.ServerDescriptor(7, host, port))
+        await at_two.until(lambda view: list(view.servers) == [2, 7])
+
+
+@in_cluster
+async def test_the_loss_of_one_node_of_an_ensemble_makes_nobody_wait(cluster):
+    (one, first), (two, second) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two)):
+        await at_two.until(lambda view: len(view.servers) == 2)
+        await away(cluster, second, ms=100)
+        await looked(cluster)
+        first.expire()
+        await at_two.until(lambda view: list(view.servers) == [2])
+    assert len(owned(at_two.all[-1])) == PARTITION_COUNT

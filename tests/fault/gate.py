@@ -1,0 +1,78 @@
+"""A gate on the way to a port: while it is shut nobody gets through, and who was through is cut."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Self
+
+
+class Gate:
+    """Listens at a port of its own, and carries bytes to and from the port behind it."""
+
+    def __init__(self, port_behind: Callable[[], int]) -> None:
+        self._port_behind = port_behind
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gate")
+        self._server: asyncio.Server | None = None
+        self._carrying: set[asyncio.Task[None]] = set()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.open()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.shut()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def open(self) -> None:
+        """Let everybody through."""
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(10)
+
+    def shut(self) -> None:
+        """Cut everybody off, and refuse whoever comes."""
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(10)
+
+    async def _open(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+
+    async def _shut(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._carrying:
+            task.cancel()
+        if self._carrying:
+            await asyncio.wait(self._carrying)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._carry(reader, writer))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._port_behind())
+            writers.append(back)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_copy(reader, back))
+                group.create_task(_copy(there, writer))
+        except OSError:
+            return
+        finally:
+            for each in writers:
+                each.transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+    writer.close()

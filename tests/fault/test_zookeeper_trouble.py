@@ -1,0 +1,404 @@
+"""ZooKeeper in trouble: one node of three goes, all go, a session ends, we are not who we say.
+
+WALTZ_OUTAGE_S says how long all of ZooKeeper is away; 60 is what production should bear.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.fault.conftest import SESSION_MS
+from tests.fault.gate import Gate
+from tests.fault.load import Load, Story, command, shown, wait_until
+from waltz_core.client import WaltzClient
+from waltz_core.cluster.coordinator import ServersView
+from waltz_core.cluster.zookeeper import connected
+from waltz_core.config import ClientConfig
+from waltz_core.errors import BadConfig, WaltzError
+from waltz_core.local import LocalCluster, Member, running
+
+OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
+# Twice the session time-out and a little: then health says that ZooKeeper is away.
+HEALTH_S = 2 * SESSION_MS / 1000 + 2
+RETURN_S = 5.0
+# Whoever waited for ZooKeeper would wait at least until a session is over.
+GAP_S = SESSION_MS / 1000
+SETTINGS: dict[str, dict[str, object]] = {
+    kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
+}
+
+
+@pytest.fixture(scope="module")
+def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """Give a cluster with an ensemble, with short sessions."""
+    where = tmp_path_factory.mktemp("ensemble")
+    with running(where, settings=SETTINGS, zookeeper_count=3, server_count=3) as cluster:
+        yield Story(cluster)
+
+
+def figures(text: str) -> None:
+    """Tell what was measured, whether or not pytest keeps standard output."""
+    sys.__stderr__.write(f"\n{text}\n") if sys.__stderr__ else None
+
+
+def servers_view(cluster: LocalCluster) -> ServersView:
+    """Read from ZooKeeper who is registered, and who owns what."""
+
+    async def read() -> ServersView:
+        async with connected(cluster.connect) as coordinator:
+            return await coordinator.read_servers()
+
+    return asyncio.run(read())
+
+
+def owners(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
+    """Return server and generation of each partition whose owner is registered."""
+    view = servers_view(cluster)
+    return {
+        int(partition): (view.servers[owner.server_id].address, int(owner.generation))
+        for partition, owner in view.owners.items()
+    }
+
+
+def await_spread(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
+    """Wait until all servers own something and each has a session of its generation."""
+    wait_until("three own all", lambda: len({each[0] for each in owners(cluster).values()}) == 3)
+    wait_until("healthy", lambda: all(each[0] == 200 for each in healths(cluster).values()))
+    return owners(cluster)
+
+
+def page(member: Member, path: str) -> tuple[int, str]:
+    """Return status and text of a page of a daemon."""
+    try:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{member.http_port}{path}", timeout=5
+        ) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def healths(cluster: LocalCluster) -> dict[str, tuple[int, dict[str, object]]]:
+    """Return status and content of /health of each daemon."""
+    found = {}
+    for member in cluster.members:
+        if member.http_port and member.process() is not None:
+            status, text = page(member, "/health")
+            found[member.name] = status, json.loads(text)
+    return found
+
+
+def away(cluster: LocalCluster) -> list[str]:
+    """Return the daemons whose health says that ZooKeeper is away, and nothing else is ill."""
+    return [
+        name
+        for name, (status, health) in healths(cluster).items()
+        if status == 503 and health["zookeeper"] is False
+    ]
+
+
+def gap_s(load: Load, began: float, ended: float) -> float:
+    """Return the longest time without any acknowledgement, over all partitions, in a stretch."""
+    told = sorted(each.told_s for each in load.ledger if began <= each.told_s <= ended)
+    return max(b - a for a, b in pairwise([began, *told, ended]))
+
+
+def test_the_connect_string_names_all_nodes(story: Story):
+    cluster = story.cluster
+    assert [member.name for member in cluster.zookeepers] == [f"zookeeper-{n}" for n in (1, 2, 3)]
+    hosts = ",".join(f"127.0.0.1:{member.port}" for member in cluster.zookeepers)
+    assert cluster.connect == f"{hosts}/waltz/local"
+    roles = []
+    for member in cluster.zookeepers:
+        config = (cluster.directory / "conf" / f"{member.name}.cfg").read_text()
+        assert config.count("\nserver.") == 3
+        roles.append(role(member))
+    assert sorted(roles) == ["follower", "follower", "leader"]
+    # Any root will do, however deep, and a host that is not there is passed over.
+    elsewhere = f"127.0.0.1:1,{hosts}/waltz/of/another/team"
+    for words in (("create", "--partitions", "1", "--storage", "127.0.0.1:2:3"), ("show",)):
+        done = subprocess.run(
+            command("cluster", *words, elsewhere), capture_output=True, check=True, timeout=60
+        )
+    assert b"waltz  key " in done.stdout
+
+
+def role(member: Member) -> str:
+    """Return what a node of ZooKeeper says it is, "none" while it serves nobody."""
+    try:
+        with socket.create_connection(("127.0.0.1", member.port), 5) as asked:
+            asked.sendall(b"srvr")
+            text = b"".join(iter(lambda: asked.recv(4096), b"")).decode()
+    except OSError:
+        return "none"
+    return next((line.split()[1] for line in text.splitlines() if line[:5] == "Mode:"), "none")
+
+
+@pytest.mark.parametrize("kind", ["follower", "leader"])
+def test_the_loss_of_one_node_is_not_noticed(story: Story, kind: str):
+    cluster = story.cluster
+    before = await_spread(cluster)
+    with story.load() as load:
+        load.goes_on()
+        refused, began = len(load.refusals), time.monotonic()
+        lost = next(member.name for member in cluster.zookeepers if role(member) == kind)
+        cluster.kill(lost)
+        load.goes_on(2_000)
+        wait_until("two sessions long", lambda: time.monotonic() > began + 2 * SESSION_MS / 1000)
+        assert away(cluster) == []
+        assert owners(cluster) == before
+        ended = time.monotonic()
+        assert load.refusals[refused:] == []
+    assert gap_s(load, began, ended) < GAP_S
+    cluster.start(lost)
+    wait_until("the node is back", lambda: role(cluster.member(lost)) in ("follower", "leader"))
+    story.check_agrees()
+
+
+def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
+    cluster = story.cluster
+    before, moved = await_spread(cluster), moves(cluster)
+    with story.load() as load, WaltzClient(cluster.connect) as reader:
+        load.goes_on()
+        refused, began = len(load.refusals), time.monotonic()
+        for member in cluster.zookeepers:
+            cluster.kill(member.name)
+        assert away(cluster) == [], "a short absence is no illness"
+        load.goes_on(1_000)
+        daemons = {member.name for member in cluster.members if member.http_port}
+        wait_until("health tells it", lambda: set(away(cluster)) == daemons, seconds=HEALTH_S)
+        for member in cluster.members:
+            if member.http_port:
+                assert page(member, "/ping") == (200, "pong\n")
+        while time.monotonic() < began + OUTAGE_S:
+            load.goes_on(500)
+            # A mark that is proven by a quorum's answers, and not by anything in ZooKeeper.
+            marks = reader.high_water_marks()
+            assert min(marks.values()) >= 0
+        for member in cluster.zookeepers:
+            cluster.start(member.name)
+        wait_until("ZooKeeper has a quorum", lambda: leads(cluster))
+        back = time.monotonic()
+        wait_until("all healthy", lambda: not away(cluster), seconds=RETURN_S)
+        wait_until("as before", lambda: owners(cluster) == before, seconds=RETURN_S)
+        took = time.monotonic() - back
+        assert len(servers_view(cluster).servers) == 3
+        load.goes_on(2_000)
+        ended = time.monotonic()
+        assert load.refusals[refused:] == []
+        # Nor does anything move once those sessions that nobody has taken up again are over.
+        wait_until("two sessions long", lambda: time.monotonic() > ended + 2 * SESSION_MS / 1000)
+        assert owners(cluster) == before
+    gap = gap_s(load, began, ended)
+    figures(f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s")
+    assert gap < GAP_S
+    assert took < RETURN_S
+    assert moves(cluster) == moved
+    story.check_agrees()
+
+
+def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
+    """ZooKeeper lives and nobody reaches it: to it all servers have died, and then they are back.
+
+    One that was killed keeps the sessions, and an ensemble's new leader gives them their time anew.
+    """
+    cluster = LocalCluster(tmp_path, bound=True, server_count=3, settings=SETTINGS)
+    with Gate(lambda: cluster.member("zookeeper").port) as gate:
+        through = f"127.0.0.1:{gate.port}/waltz/local"
+        for each in ("server", "storage"):
+            cluster._settings = {**cluster._settings, each: {**SETTINGS[each], "connect": through}}
+        try:
+            cluster.up()
+            before, moved = await_spread(cluster), moves(cluster)
+            story = Story(cluster)
+            with story.load() as load:
+                load.goes_on()
+                refused, began = len(load.refusals), time.monotonic()
+                gate.shut()
+                wait_until("sessions over", lambda: not servers_view(cluster).servers)
+                load.goes_on()
+                gate.open()
+                back = time.monotonic()
+                wait_until("as before", lambda: is_as_before(cluster, before), seconds=RETURN_S)
+                took = time.monotonic() - back
+                load.goes_on(2_000)
+                ended = time.monotonic()
+                assert load.refusals[refused:] == []
+            gap = gap_s(load, began, ended)
+            figures(f"all sessions over, longest gap {gap:.3f} s, as before after {took:.2f} s")
+            assert moves(cluster) == moved
+            assert gap < GAP_S
+            story.check_agrees()
+        finally:
+            cluster.down()
+
+
+def is_as_before(cluster: LocalCluster, before: dict[int, tuple[str, int]]) -> bool:
+    """Tell whether all servers are registered and own what they owned."""
+    return owners(cluster) == before and servers_view(cluster).is_settled
+
+
+def leads(cluster: LocalCluster) -> bool:
+    """Tell whether a node of ZooKeeper leads: then it serves."""
+    return "leader" in [role(member) for member in cluster.zookeepers]
+
+
+def moves(cluster: LocalCluster) -> int:
+    """Return how often a server has logged that a partition moved away."""
+    names = [member.name for member in cluster.members if member.kind == "server"]
+    logs = [cluster.log_path(name).read_text(encoding="utf-8") for name in names]
+    return sum(log.count("partition.moved_away") for log in logs)
+
+
+def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return(story: Story):
+    cluster = story.cluster
+    await_spread(cluster)
+    with story.load() as load:
+        load.goes_on()
+        for member in cluster.zookeepers:
+            cluster.kill(member.name)
+        cluster.kill("server-2")
+        dead = f"127.0.0.1:{cluster.member('server-2').port}"
+        for member in cluster.zookeepers:
+            cluster.start(member.name)
+        wait_until("ZooKeeper has a quorum", lambda: leads(cluster))
+        wait_until(
+            "the others own all",
+            lambda: dead not in {each[0] for each in owners(cluster).values()},
+            seconds=RETURN_S,
+        )
+        load.goes_on(2_000)
+        cluster.start("server-2")
+        await_spread(cluster)
+        load.goes_on()
+    story.check_agrees()
+
+
+def test_a_session_that_ends_with_appends_pending_loses_and_doubles_nothing(story: Story):
+    cluster = story.cluster
+    before = await_spread(cluster)
+    with story.load() as load:
+        load.goes_on()
+        address = before[0][0]
+        name = next(
+            member.name for member in cluster.members if address.endswith(f":{member.port}")
+        )
+        cluster.kill(name, signal.SIGSTOP)  # with whatever is on its way
+        try:
+            wait_until(
+                "others own its partitions",
+                lambda: address not in {each[0] for each in owners(cluster).values()},
+            )
+            load.goes_on()
+        finally:
+            cluster.kill(name, signal.SIGCONT)
+        await_spread(cluster)
+        load.goes_on(2_000)
+    assert owners(cluster) != before
+    story.check_agrees()
+    story.check_whole()
+
+
+# --- who we are
+
+
+@pytest.fixture
+def auth_file(tmp_path: Path) -> Path:
+    """Return an auth file."""
+    path = tmp_path / "zookeeper.auth"
+    path.write_text("digest:waltz:a long password\n")
+    path.chmod(0o600)
+    return path
+
+
+def said(*words: str) -> str:
+    """Return the one line that a command says before it fails."""
+    done = subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode != 0, done.stdout
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: Callable):  # type: ignore[type-arg]
+    options = {"server_count": 1, "partition_count": 1, "bound": True}
+    cluster = cluster_of(LocalCluster(tmp_path / "c", auth_file=auth_file, **options))
+    connect = cluster.up()
+    assert connect.endswith(f"/waltz/local?auth={auth_file}")
+    place = connect.partition("?")[0]
+    with WaltzClient(connect) as client:
+        client.append(b"mine", partition=0).result(20)
+        assert client.high_water_marks() == {0: 0}
+    assert "engaged" in str(shown(cluster)["partitions"])
+    # No process shows the password.
+    for member in cluster.members:
+        process = member.process()
+        assert process is not None
+        assert "a long password" not in " ".join(process.cmdline())
+    # Nobody, and somebody else.
+    nobody = said("cluster", "show", place)
+    assert "asks who we are at /waltz/local" in nobody
+    assert "?auth=FILE" in nobody
+    wrong = tmp_path / "wrong.auth"
+    wrong.write_text("digest:waltz:another password\n")
+    other = said("cluster", "show", f"{place}?auth={wrong}")
+    assert "does not let us at /waltz/local" in other
+    assert "user 'waltz'" in other
+    assert "another password\n" not in other.replace("with another password", "")
+    with pytest.raises(BadConfig, match="asks who we are"):
+        WaltzClient(place)
+    missing = said("cluster", "show", f"{place}?auth={tmp_path}/none")
+    assert "cannot be read: No such file" in missing
+
+
+def test_a_cluster_is_protected_later(tmp_path: Path, auth_file: Path, cluster_of: Callable):  # type: ignore[type-arg]
+    options = {"server_count": 1, "partition_count": 1, "bound": True}
+    cluster = cluster_of(LocalCluster(tmp_path / "c", **options))
+    place = cluster.up()
+    with WaltzClient(place) as client:
+        client.append(b"open", partition=0).result(20)
+    # As docs/zookeeper.md has it: first everybody says who he is, and what he makes stays open.
+    auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
+    connect = f"{place}?auth={auth_file}"
+    cluster._loaded().auth_file = str(auth_file)
+    for name in ("storage-1", "storage-2", "storage-3", "server-1"):
+        cluster.kill(name, signal.SIGTERM)
+        cluster.start(name)
+    for each in (place, connect):
+        wait_until("both may", lambda each=each: mark(each) == 0)
+    auth_file.write_text("digest:waltz:a long password\n")
+    cluster.kill("server-1", signal.SIGTERM)
+    cluster.start("server-1")
+    wait_until("the server is back", lambda: mark(connect) == 0)
+    done = subprocess.run(
+        command("cluster", "protect", connect),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "protected " in done.stderr
+    assert "asks who we are" in said("cluster", "show", place)
+    with WaltzClient(connect) as client:
+        client.append(b"closed", partition=0).result(20)
+        assert client.high_water_marks() == {0: 1}
+
+
+def mark(connect: str) -> int | None:
+    """Return the mark of partition 0, None while nobody can tell it."""
+    try:
+        with WaltzClient(connect, ClientConfig(zookeeper_connect_timeout_ms=3_000)) as client:
+            return int(client.high_water_marks()[0])
+    except WaltzError:
+        return None

@@ -1,0 +1,44 @@
+"""Since when ZooKeeper is away, or back."""
+
+import asyncio
+
+from waltz_core.cluster.contact import ABSENCE_MS_MIN, Contact
+from waltz_core.cluster.memory import MemoryZooKeeper
+
+
+def test_an_absence_and_a_return_are_timed():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    contact = Contact(session)
+    zookeeper.advance(1_000)
+    assert (contact.away_ms, contact.back_ms) == (0, None)  # rule 2
+    session.suspend()
+    zookeeper.advance(300)
+    session.expire()  # it was away before already
+    zookeeper.advance(ABSENCE_MS_MIN)
+    assert (contact.away_ms, contact.back_ms) == (300 + ABSENCE_MS_MIN, None)
+    session.resume()
+    zookeeper.advance(70)
+    assert (contact.away_ms, contact.back_ms) == (0, 70)
+
+
+def test_a_node_that_is_replaced_at_once_is_no_absence():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    contact = Contact(session)
+    session.suspend()
+    zookeeper.advance(ABSENCE_MS_MIN - 1)
+    session.resume()
+    assert (contact.away_ms, contact.back_ms) == (0, None)
+
+
+def test_without_a_connection_from_the_beginning_it_is_away_since_then():
+    zookeeper = MemoryZooKeeper(asyncio.Event)
+    session = zookeeper.session()
+    session.suspend()
+    zookeeper.advance(50)
+    contact = Contact(session)
+    zookeeper.advance(600)
+    assert contact.away_ms == 600
+    session.resume()
+    assert contact.back_ms == 0

@@ -1,0 +1,54 @@
+"""What an auth file may say, and what is said of the rest: never what stands in it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.cluster.credentials import Credentials, Grant, parse_credentials
+from waltz_core.errors import BadConfig
+
+WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filter(
+    lambda word: word == word.strip() and len(word.splitlines()) == 1
+)
+
+
+def test_user_password_and_who_else_may_do_what():
+    others = " world:anyone:r\nip:10.0.0.0/8:cdrwa\ndigest:b:aGFzaA==:rw\n"
+    found = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{others}", "f")
+    assert (found.user, found.password) == ("waltz", "se:cret")
+    assert found.grants == (
+        Grant("world", "anyone", "r"),
+        Grant("ip", "10.0.0.0/8", "cdrwa"),
+        Grant("digest", "b:aGFzaA==", "rw"),
+    )
+    assert "cret" not in repr(found)
+
+
+@given(WORD.filter(lambda user: ":" not in user), WORD)
+def test_every_user_and_password_of_one_line(user, password):
+    assert parse_credentials(f"digest:{user}:{password}\n", "f") == Credentials(user, password)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "expected digest:USER:PASSWORD, found nothing"),
+        ("# digest:a:b\n", "expected digest:USER:PASSWORD, found nothing"),
+        ("hunter2", "line 1: expected digest:USER:PASSWORD"),
+        ("digest:hunter2", "line 1: expected digest:USER:PASSWORD"),
+        ("digest::hunter2", "line 1: expected digest:USER:PASSWORD"),
+        ("#\nsasl:a:hunter2", "line 2: expected digest:USER:PASSWORD"),
+        ("digest:a:b\nhunter2", "line 2: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r"),
+        ("digest:a:b\nworld:hunter2:r", "line 2: expected SCHEME"),
+        ("digest:a:b\nworld:anyone:", "line 2: expected SCHEME"),
+        ("digest:a:b\nworld:anyone:rx", "permissions of cdrwa"),
+        ("digest:a:b\nword:anyone:r", "a scheme of world, digest"),
+    ],
+)
+def test_a_bad_file_is_told_in_a_sentence_without_its_content(text, said):
+    with pytest.raises(BadConfig) as caught:
+        parse_credentials(text, "/etc/waltz/auth")
+    assert said in str(caught.value)
+    assert "/etc/waltz/auth" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    assert "\n" not in str(caught.value)

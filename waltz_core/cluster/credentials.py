@@ -1,0 +1,72 @@
+"""Who we are to ZooKeeper, and who may touch the nodes that we make: what an auth file says.
+
+Why it stands alone: a connect string travels through process lists, logs, plans of Spark and
+configuration files, so it names a file and holds no secret. What may stand in that file, and what
+is wrong with it, is told here; a message names the line and never its content.
+
+    digest:waltz:a long password       the first line: the scheme, the user, the password
+    world:anyone:r                     each further line: who else may do what, as ZooKeeper spells
+                                       it, scheme:id:permissions (of c, d, r, w, a)
+
+Rules:
+    1. The creator of a node may do everything with it; further lines only add to that.
+    2. Empty lines, and lines that begin with "#", say nothing.
+    3. All processes of a cluster have the same user: each must read what the others write.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from waltz_core import errors
+
+SCHEME = "digest"
+PERMISSIONS = "cdrwa"
+SCHEMES_OF_OTHERS = ("world", "digest", "ip", "sasl", "x509")
+
+
+class Grant(NamedTuple):
+    """What somebody may do with a node."""
+
+    scheme: str
+    identity: str
+    permissions: str
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What an auth file says."""
+
+    user: str
+    password: str = field(repr=False)
+    grants: tuple[Grant, ...] = ()
+
+
+def parse_credentials(text: str, where: str) -> Credentials:
+    """Return what an auth file says; raises BadConfig that names the file and the line."""
+    lines = [
+        (number, line.strip())
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not lines:
+        raise errors.BadConfig(f"{where}: expected {SCHEME}:USER:PASSWORD, found nothing")
+    (number, first), *others = lines
+    scheme, _, rest = first.partition(":")
+    user, _, password = rest.partition(":")
+    if scheme != SCHEME or not user or not password:
+        raise errors.BadConfig(f"{where}, line {number}: expected {SCHEME}:USER:PASSWORD")
+    return Credentials(user, password, tuple(_grant(line, where, at) for at, line in others))
+
+
+def _grant(line: str, where: str, number: int) -> Grant:
+    scheme, _, rest = line.partition(":")
+    identity, _, permissions = rest.rpartition(":")
+    is_good = scheme in SCHEMES_OF_OTHERS and identity and permissions
+    if scheme == "world" and identity != "anyone":
+        is_good = False
+    if not is_good or set(permissions) - set(PERMISSIONS):
+        raise errors.BadConfig(
+            f"{where}, line {number}: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r, with "
+            f"a scheme of {', '.join(SCHEMES_OF_OTHERS)} and permissions of {PERMISSIONS}"
+        )
+    return Grant(scheme, identity, permissions)
