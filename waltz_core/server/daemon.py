@@ -14,8 +14,9 @@ Rules:
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from random import SystemRandom
 from typing import Final
 
@@ -135,6 +136,8 @@ class Server:
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
         self._neighbours = Neighbours(server_id, self._tasks, coordinator.take_out_server)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._descriptor = ServerDescriptor(server_id, "", 0)
+        self._preferring = asyncio.Lock()
         self.address = ""
 
     # -----------------------------------------------------------------------------------------
@@ -160,9 +163,9 @@ class Server:
             host = config.advertised_host or config.listen_host
             port = config.advertised_port or listener.port
             self.address = f"{host}:{port}"
-            descriptor = ServerDescriptor(self._server_id, host, port)
+            self._descriptor = ServerDescriptor(self._server_id, host, port)
             try:
-                await self._serve_while_registered(descriptor, stop, on_ready)
+                await self._serve_while_registered(stop, on_ready)
             finally:
                 self._read_links.close()
 
@@ -171,15 +174,12 @@ class Server:
         self._clients.accept(link)
 
     async def _serve_while_registered(
-        self,
-        descriptor: ServerDescriptor,
-        stop: asyncio.Event,
-        on_ready: Callable[[str], None],
+        self, stop: asyncio.Event, on_ready: Callable[[str], None]
     ) -> None:
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self._coordinator.follow_replica_assignment(self._assigned))
-                await self._coordinator.register_server(descriptor)
+                await self._coordinator.register_server(self._descriptor)
                 tasks.create_task(self._coordinator.follow_servers(self._owned))
                 tasks.create_task(self._show())
                 on_ready(self.address)
@@ -284,6 +284,18 @@ class Server:
     async def _refresh_storage_ids(self) -> None:
         found = await self._coordinator.read_storage_ids()
         self._storage_ids.update((each, uuid.bytes) for each, uuid in found.items())
+
+    async def prefer(
+        self, added: Collection[PartitionId], removed: Collection[PartitionId]
+    ) -> None:
+        """Own some partitions before all others, or no longer (`clients.Backend`)."""
+        async with self._preferring:
+            before = self._descriptor.preferred
+            kept = [each for each in before if each not in removed]
+            more = [each for each in dict.fromkeys(added) if each not in kept]
+            changed = replace(self._descriptor, preferred=(*kept, *more))
+            await self._coordinator.prefer(changed)
+            self._descriptor = changed
 
     # -----------------------------------------------------------------------------------------
     # what is shown
