@@ -1,4 +1,4 @@
-"""`waltz-core cluster prefer | unprefer | verify | audit`: what servers are asked, and the record."""
+"""`waltz-core cluster prefer | unprefer | verify | audit`: asking servers, and the record."""
 
 import argparse
 import datetime

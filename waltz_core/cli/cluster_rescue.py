@@ -9,7 +9,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -122,20 +121,26 @@ async def _accept(command: Command) -> Result:
             f"{cluster.params.partition_count}, from 0 on"
         )
     facts = ClusterFacts(cluster.store.cluster_key.bytes, cluster.params.partition_count)
+    newest = NO_SESSION
     for _ in range(ATTEMPTS_MAX):
         command.wait_for(f"the replicas of partition {partition_id}")
-        # Its server may claim a session at the same moment; then it is asked again.
-        with suppress(CoordinatorConflict, SessionFenced):
-            heard = await _hear(coordinator, partition_id, facts)
+        try:
+            heard = await _hear(coordinator, partition_id, facts, newest)
             try:
                 return await _decide(command, partition_id, heard)
             finally:
                 heard.close()
+        except SessionFenced as fenced:
+            newest = SessionId(max(newest, fenced.promised))
+        except CoordinatorConflict:
+            pass  # Its server has claimed a session at the same moment: ask again.
     raise Unavailable(f"partition {partition_id}: its server claims it again and again; try again")
 
 
-async def _hear(coordinator: Coordinator, partition_id: PartitionId, facts: ClusterFacts) -> _Heard:
-    """Claim a session, as an owner does, and hear every replica in it."""
+async def _hear(
+    coordinator: Coordinator, partition_id: PartitionId, facts: ClusterFacts, newest: SessionId
+) -> _Heard:
+    """Claim a session later than `newest`, as an owner does, and hear every replica in it."""
     view = await coordinator.read_partition(partition_id)
     metadata, marker = view.metadata, view.marker
     if metadata is None or marker is None or not metadata.states:
@@ -146,7 +151,7 @@ async def _hear(coordinator: Coordinator, partition_id: PartitionId, facts: Clus
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
     members = tuple(dict.fromkeys([*assigned, *metadata.states]))
     links, unheard = await open_links(members, facts)
-    session_id = SessionId(metadata.session_id + 1)
+    session_id = SessionId(max(metadata.session_id, newest) + 1)
     session = Session(session_id, secrets.token_bytes(NONCE_BYTES))
     claimed = replace(metadata, session_id=session_id)
     marker = PartitionMarker(marker.state, session_id, session.nonce)
@@ -157,9 +162,8 @@ async def _hear(coordinator: Coordinator, partition_id: PartitionId, facts: Clus
             answer = (await link.prepare({partition_id: session}))[partition_id]
             if isinstance(answer, Prepared):
                 told[address] = answer
-            elif answer.promised >= session_id:
-                raise SessionFenced(f"{address}: {answer.message}", answer.promised)
             else:
+                _check_not_fenced(address, answer, session_id)
                 unheard[address] = answer.message
     except BaseException:
         for link in links.values():
@@ -167,6 +171,11 @@ async def _hear(coordinator: Coordinator, partition_id: PartitionId, facts: Clus
         raise
     after = PartitionView(claimed, versions.metadata, marker, versions.marker)
     return _Heard(session, after, told, links, unheard)
+
+
+def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -> None:
+    if answer.promised >= session_id:
+        raise SessionFenced(f"{address}: {answer.message}", answer.promised)
 
 
 async def _decide(command: Command, partition_id: PartitionId, heard: _Heard) -> Result:
@@ -320,7 +329,7 @@ def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
     if arguments.from_directory is not None:
         path = arguments.from_directory / CONTROL_NAME
         try:
-            header = ControlHeader.from_bytes(path.read_bytes()[:CONTROL_HEADER_BYTES])
+            header = ControlHeader.decode(path.read_bytes()[:CONTROL_HEADER_BYTES])
         except OSError as error:
             raise BadConfig(f"{path}: {error.strerror}") from error
         key, count = UUID(bytes=header.cluster_key), header.partition_count

@@ -1,7 +1,7 @@
 """Speaks to storages as the owner of a session does: promise, tell what you have, mark your log.
 
-Why it stands alone: these are the same messages as those of a server's sessions, and a storage keeps
-its rules whoever asks; what is made of the answers is decided in `cluster/rebuilding.py`.
+Why it stands alone: these are the same messages as those of a server's sessions, and a storage
+keeps its rules whoever asks; what is made of the answers is decided in `cluster/rebuilding.py`.
 
 Rules:
     1. A session that a storage is asked to promise is one that ZooKeeper has given to nobody else.
@@ -69,8 +69,6 @@ class ReplicaLink:
         opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, facts.cluster_key, facts.partition_count)
         try:
             (answer,) = await made._ask([opening])
-            if isinstance(answer, Nack):
-                raise from_code(answer.error_code, f"{address}: {answer.message}")
             made._expect(answer, SuccessResponse)
         except BaseException:
             made.close()
@@ -106,8 +104,6 @@ class ReplicaLink:
         fields = (session.session_id, 1_000_000, partition_id)
         mark = SetLowWaterMark(*fields, told.synced_max, bytes(told.chain))
         (answer,) = await self._ask([mark])
-        if isinstance(answer, Nack):
-            raise from_code(answer.error_code, f"{self.address}: {answer.message}")
         self._expect(answer, ReplicaState)
 
     def close(self) -> None:
@@ -131,6 +127,8 @@ class ReplicaLink:
         return answers
 
     def _expect(self, answer: Message, kind: type[Message]) -> None:
+        if isinstance(answer, Nack):
+            raise from_code(answer.error_code, f"{self.address}: {answer.message}")
         if not isinstance(answer, kind):
             raise self._unexpected(answer)
 
