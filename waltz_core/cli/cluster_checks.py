@@ -8,7 +8,6 @@ from typing import TypeAlias, TypeVar
 from waltz_core import net
 from waltz_core.cli.changing import Command, Result, add_common, connected, run
 from waltz_core.cli.output import show, show_json, show_table
-from waltz_core.client.connections import ServerLinks
 from waltz_core.cluster import changes
 from waltz_core.cluster.changes import Replicas
 from waltz_core.cluster.coordinator import Coordinator
@@ -104,6 +103,8 @@ async def _ask_to_prefer(
 async def _ask(
     address: str, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
+    from waltz_core.client.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
+
     links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0)
     try:
         link = await links.get(address)

@@ -37,8 +37,6 @@ from waltz_core.errors import (
     UnknownPartition,
 )
 from waltz_core.record import NO_SESSION, Generation, PartitionId, ReplicaId, SessionId
-from waltz_core.storage.control_file import CONTROL_NAME
-from waltz_core.storage.format import CONTROL_HEADER_BYTES, ControlHeader
 from waltz_core.wire.messages import Nack, Prepared
 
 ATTEMPTS_MAX = 10
@@ -324,6 +322,8 @@ async def _rebuild(command: Command) -> Result:
 
 def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
     from waltz_core.cli.cluster import storage_of  # noqa: PLC0415 - that file declares these verbs
+    from waltz_core.storage.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
+    from waltz_core.storage.format import CONTROL_HEADER_BYTES, ControlHeader  # noqa: PLC0415
 
     key, count = arguments.cluster_key, arguments.partitions
     if arguments.from_directory is not None:

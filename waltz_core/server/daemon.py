@@ -130,7 +130,7 @@ class Server:
         self._read_links = ReadLinks(self._cluster_key, self.partition_count)
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
-        self._assignments = ReplicaAssignments()
+        self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
@@ -223,8 +223,18 @@ class Server:
 
     def _assigned(self, assignments: ReplicaAssignments) -> None:
         """The storages of the partitions are known, or have changed."""
-        self._assignments = assignments
-        self._own_what_is_ours()
+        self._newest_assignments = assignments
+        self._tasks.create_task(self._take_in(assignments))
+
+    async def _take_in(self, assignments: ReplicaAssignments) -> None:
+        """A storage that was replaced at its address is one of those that are assigned anew."""
+        try:
+            await self._refresh_storage_ids()
+        except errors.WaltzError as error:
+            _log.warning("server.storage_ids_unread error=%r", error)
+        if assignments is self._newest_assignments:
+            self._assignments = assignments
+            self._own_what_is_ours()
 
     def _owned(self, view: ServersView) -> None:
         """The assignment in force has changed."""
