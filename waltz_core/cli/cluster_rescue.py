@@ -299,16 +299,7 @@ async def _rebuild(command: Command) -> Result:
             if await _is_waiting(command.coordinator, partition_id)
         ]
         sessions, told = await _hear_all(undecided, links)
-        verdicts = [
-            rebuilding.choose(
-                each,
-                {name: log_of(its[each]) for name, its in told.items() if each in its},
-                groups=new.groups,
-                replica_count=replica_count,
-                unheard=missing,
-            )
-            for each in undecided
-        ]
+        verdicts, failures = _choose_all(undecided, told, new.groups, replica_count, missing)
         for verdict in verdicts:
             await _write_verdict(command.coordinator, verdict, sessions[verdict.partition_id])
             command.note(
@@ -317,7 +308,35 @@ async def _rebuild(command: Command) -> Result:
     finally:
         for link in links.values():
             link.close()
-    return await _open_all(command, new, verdicts, replica_count, missing)
+    result = await _open_all(command, new, verdicts, replica_count, missing)
+    if failures:
+        raise BadRequest(
+            f"{len(verdicts)} partitions are open again, {len(failures)} are not; {failures[0]}"
+        )
+    return result
+
+
+def _choose_all(
+    undecided: Sequence[PartitionId],
+    told: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
+    groups: Mapping[ReplicaId, int],
+    replica_count: int,
+    missing: Sequence[ReplicaId],
+) -> tuple[list[Verdict], list[BadRequest]]:
+    """Choose the log of every partition, and tell of which it cannot be chosen."""
+    verdicts: list[Verdict] = []
+    failures: list[BadRequest] = []
+    for each in undecided:
+        logs = {name: log_of(its[each]) for name, its in told.items() if each in its}
+        try:
+            verdict = rebuilding.choose(
+                each, logs, groups=groups, replica_count=replica_count, unheard=missing
+            )
+        except BadRequest as error:
+            failures.append(error)
+        else:
+            verdicts.append(verdict)
+    return verdicts, failures
 
 
 def _new_cluster(arguments: argparse.Namespace) -> NewCluster:

@@ -107,7 +107,8 @@ def choose(
         raise errors.BadRequest(
             f"partition {partition_id}: of {replica_count} replicas {len(able)} were heard "
             f"({', '.join(able) or 'none'}), {', '.join(silent) or 'no other storage'} could not "
-            f"tell; fewer than {quorum} may be missing"
+            f"tell; fewer than {quorum} may be missing: bring more of them back, or decide with "
+            f"`cluster accept-replicas {partition_id}`"
         )
     ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
     members = _members(ranked, groups, replica_count)
