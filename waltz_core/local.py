@@ -216,6 +216,23 @@ class LocalCluster:
                 self.start(member.name)
             self._create_cluster(deadline)
 
+    def add_storage(self) -> Member:
+        """Make one more storage, which is started like any member and belongs to nothing yet.
+
+        `waltz-core cluster add-storage` makes it part of the cluster.
+        """
+        state = self._loaded()
+        taken = {port for each in state.members for port in (each.port, each.admin_port)}
+        taken |= {each.http_port for each in state.members}
+        ports = [_free_port(taken, state.host)]
+        for _ in range(2):
+            ports.append(_free_port({*taken, *ports}, state.host))
+        number = sum(each.kind == "storage" for each in state.members) + 1
+        made = Member(f"storage-{number}", *ports)
+        state.members.append(made)
+        self._save()
+        return made
+
     def start(self, name: str) -> None:
         """Start one member unless it runs."""
         member = self.member(name)

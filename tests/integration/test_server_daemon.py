@@ -7,6 +7,7 @@ import logging
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -275,6 +276,32 @@ def test_questions_to_the_server_as_a_whole() -> None:
     run(main())
 
 
+def test_a_server_is_told_which_partitions_it_is_to_prefer() -> None:
+    async def main() -> None:
+        async with cluster(2) as (world, server):
+            client = await connect(server)
+
+            async def prefers(kind: type, partitions: tuple[int, ...]) -> bool:
+                answer = await client.ask(kind(client.req_id(), partitions))
+                return bool(answer.is_done)
+
+            async def written() -> tuple[int, ...]:
+                (found,) = (await world.zookeeper.coordinator(ROOT).read_servers()).servers.values()
+                return found.preferred
+
+            assert await prefers(messages.AddPreferredRequest, (1, 0))
+            assert await written() == (1, 0)
+            for wrong in ((2,), (0, -1), ()):
+                assert not await prefers(messages.AddPreferredRequest, wrong)
+                assert not await prefers(messages.RemovePreferredRequest, wrong)
+            assert await written() == (1, 0)
+            assert await prefers(messages.RemovePreferredRequest, (1,))
+            assert await prefers(messages.AddPreferredRequest, (0,))
+            assert await written() == (0,)
+
+    run(main())
+
+
 def test_nothing_is_dropped_in_silence() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
@@ -416,8 +443,9 @@ def test_a_partition_that_moves_tells_its_clients_and_leaves_nothing_behind() ->
                 answer = await client.ask(messages.HighWaterMarkRequest(req_id))
                 assert isinstance(answer, messages.ErrorResponse)
                 assert answer.error_code == errors.NotOwned.code
-                (there,) = first._clients._clients.values()
-                assert list(there.heard.values()) == [hosts[PartitionId(1 - moved)]]
+                # Its neighbour is connected, too, and hears nothing.
+                heard = [each.heard.values() for each in first._clients._clients.values()]
+                assert list(chain(*heard)) == [hosts[PartitionId(1 - moved)]]
                 assert second.hosts[moved].partition.generation > hosts[moved].partition.generation
                 world.stops[1].set()
                 await until(lambda: len(first.hosts) == 2)

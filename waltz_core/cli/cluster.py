@@ -1,9 +1,10 @@
-"""`waltz-core cluster create | show | protect`: what ZooKeeper holds of a cluster."""
+"""`waltz-core cluster create | show | protect`, and the verbs that change what ZooKeeper holds."""
 
 import argparse
 import asyncio
 import uuid
 
+from waltz_core.cli import cluster_changes, cluster_checks, cluster_rescue
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
@@ -38,6 +39,9 @@ def add(command: argparse.ArgumentParser) -> None:
         "protect", help="let only the user of the connect string's auth file at the nodes"
     )
     protect.set_defaults(verb=_protect)
+    cluster_changes.add(verbs)
+    cluster_checks.add(verbs)
+    cluster_rescue.add(verbs)
     for verb in (create, shown, protect):
         verb.add_argument("connect", help="zk1:2181,zk2:2181/waltz/payments")
         verb.add_argument(
@@ -49,7 +53,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def _create(arguments: argparse.Namespace) -> int:
-    storages = tuple(_storage(text, index) for index, text in enumerate(arguments.storage))
+    storages = tuple(storage_of(text, index) for index, text in enumerate(arguments.storage))
     new = NewCluster(
         name=arguments.name,
         partition_count=arguments.partitions,
@@ -90,7 +94,8 @@ def _protect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _storage(text: str, index: int) -> NewStorage:
+def storage_of(text: str, index: int) -> NewStorage:
+    """Return the storage that HOST:PORT:ADMIN_PORT[:GROUP] names; raises BadConfig."""
     parts = text.rsplit(":", 3)
     if len(parts) == 4 and parts[1].isdigit():
         host, port, admin, group = parts

@@ -22,7 +22,10 @@ from waltz_core.errors import BadConfig, WaltzError
 # a daemon does not pay for what it never uses.
 NOUNS: dict[str, tuple[str, str]] = {
     "local": ("waltz_core.cli.local", "a whole cluster on this machine: up, status, down"),
-    "cluster": ("waltz_core.cli.cluster", "create and show what ZooKeeper holds of a cluster"),
+    "cluster": (
+        "waltz_core.cli.cluster",
+        "create, show and change a cluster: its storages, replicas, preferences",
+    ),
     "storage": ("waltz_core.cli.storage", "run a storage daemon, administer storages"),
     "server": ("waltz_core.cli.server", "run a server daemon"),
     "disk": ("waltz_core.cli.disk", "look at a storage's files, verify them, mend an index"),

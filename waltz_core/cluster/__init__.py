@@ -22,6 +22,7 @@ The nodes, below the cluster's root R:
                                       session; changes in one write with R/store/partition/P
     R/x/storage/HOST:PORT             ours: the id of the storage that belongs at this address
     R/x/writes/W, R/x/writes/W/T      ours: a write that must enter the log once, and its tasks
+    R/x/audit/e_N                     ours: who has changed the cluster by command, and how
 
 Everything but R/x is the original's, byte for byte, so that an original server or client can work
 on the same root; what is below R/x it neither reads nor minds.
@@ -46,6 +47,10 @@ The files, each using only those above it:
     nodes.py           reading and following nodes below a root
     membership.py      the live servers, and the lead server's duty
     writes.py          writes that must enter the log once, and which attempt of a task is the last
+    audit.py           who has changed what by command
+    changes.py         how replicas get to where they should be, one safe step at a time
+    storages.py        which storages there are; carrying such steps out
+    rebuilding.py      the nodes of a cluster whose ZooKeeper has lost them
     coordinator.py     what servers, storages, clients and commands do here: start reading there
     memory.py          a ZooKeeper in memory, with faults on request
     zookeeper.py       a real one, through kazoo; `connect` is where a process begins

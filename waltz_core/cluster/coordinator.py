@@ -22,9 +22,12 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.cluster import model
 from waltz_core.cluster.assignment import check_replica_change
+from waltz_core.cluster.audit import AuditLog
 from waltz_core.cluster.creation import NewCluster, NewStorage, creation_steps
 from waltz_core.cluster.membership import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.rebuilding import rebuilding_steps
+from waltz_core.cluster.storages import Storages
 from waltz_core.cluster.writes import WriteRegistry
 from waltz_core.cluster.znodes import (
     NO_NODE,
@@ -94,6 +97,8 @@ class Coordinator:
         self._nodes = ClusterNodes(znodes, root)
         self._membership = Membership(self._nodes)
         self.writes = WriteRegistry(self._nodes)
+        self.storages = Storages(self._nodes)
+        self.audit = AuditLog(self._nodes)
         self.paths = self._nodes.paths
 
     @property
@@ -152,6 +157,22 @@ class Coordinator:
 
         Raises CoordinatorConflict where there is a cluster already, or the remains of one.
         """
+        await self._create(
+            new, lambda version: creation_steps(self.paths, new, root_version=version)
+        )
+
+    async def create_for_rebuilding(self, new: NewCluster, ids: int) -> None:
+        """Create the nodes of a cluster whose storages are to tell what it has (rebuilding.py).
+
+        `ids` is where client ids and generations go on.
+        """
+        await self._create(
+            new, lambda version: rebuilding_steps(self.paths, new, root_version=version, ids=ids)
+        )
+
+    async def _create(
+        self, new: NewCluster, steps_at: Callable[[int], list[list[Operation]]]
+    ) -> None:
         root = self.paths.root
         parents = [root[:end] for end in range(1, len(root)) if root[end] == "/"]
         await self._nodes.ensure(parents)
@@ -159,7 +180,7 @@ class Coordinator:
         if node is not None and node.data:
             raise errors.CoordinatorConflict(f"there is a cluster at {self.where} already")
         version = NO_NODE if node is None else node.stat.version
-        for step in creation_steps(self.paths, new, root_version=version):
+        for step in steps_at(version):
             try:
                 await self._znodes.write(step)
             except errors.CoordinatorOutcomeUnknown:
@@ -356,6 +377,10 @@ class Coordinator:
         process has the smallest live server id.
         """
         await self._membership.register(descriptor)
+
+    async def prefer(self, descriptor: model.ServerDescriptor) -> None:
+        """Register with other preferred partitions, and assign all of them anew at once."""
+        await self._membership.prefer(descriptor)
 
     async def unregister_server(self) -> None:
         """Take this process out of the live servers (a clean shutdown)."""

@@ -6,8 +6,9 @@ one that is follows from the membership itself.
 Rules:
     1. An assignment is in force only while its cversion is that of its own node: it was made for
        exactly the servers that are registered. No other one reaches a caller.
-    2. The lead server is the live one with the smallest id. Only the lead computes assignments
-       here; it writes at the version that it has read, and a conflict means that it looks again.
+    2. The lead server is the live one with the smallest id. The lead computes the assignments, and
+       a server whose own preferences change the one that they change; whoever writes one writes at
+       the version that it has read, and a conflict means that it looks again.
     3. A registered server whose session was lost registers again, under the same server id.
     4. A server that registers for the first time takes earlier processes at its address out.
     5. When ZooKeeper has been away, sessions may end though nobody has died. So for one session
@@ -129,6 +130,52 @@ class Membership:
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
+
+    async def prefer(self, descriptor: model.ServerDescriptor) -> None:
+        """Register with other preferences, and have them in force at once (interop.md 4.5).
+
+        Both change in one write, so nobody sees one without the other. Raises
+        CoordinatorUnavailable when it cannot be written; nothing has changed then.
+        """
+        before, self._descriptor = self._descriptor, descriptor
+        try:
+            partition_count = await self._read_partition_count()
+            for _ in range(WRITE_ATTEMPTS_MAX):
+                try:
+                    if await self._has_preferred(descriptor, partition_count):
+                        return
+                except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                    await self._nodes.znodes.sync()
+        except errors.WaltzError:
+            self._descriptor = before
+            raise
+        self._descriptor = before
+        raise errors.CoordinatorUnavailable(
+            f"{self._nodes.paths.servers} changes faster than it can be written"
+        )
+
+    async def _has_preferred(
+        self, descriptor: model.ServerDescriptor, partition_count: int
+    ) -> bool:
+        """Write descriptor and assignment; False when this process had to register first."""
+        membership = await self._read_membership()
+        own = self._own_nodes(membership, descriptor.server_id)
+        if len(own) != 1:
+            await self._ensure_registered(membership, descriptor)
+            return False
+        assignment = assign_partitions(
+            membership.assignment,
+            {**membership.servers, descriptor.server_id: descriptor},
+            cversion=membership.stat.cversion,
+            partition_count=partition_count,
+        )
+        await self._nodes.znodes.write(
+            [
+                Set(own[0].path, descriptor.to_bytes(), own[0].stat.version),
+                Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version),
+            ]
+        )
+        return True
 
     async def take_out(self, dead: model.ServerDescriptor) -> None:
         """Delete the node of a server whose process is known to be dead, if it is still there.

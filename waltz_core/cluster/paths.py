@@ -47,6 +47,8 @@ ZNODES = (
     Znode("R/x/writes", "persistent", "nothing", "the first write"),
     Znode("R/x/writes/W", "persistent", "WriteState (JSON)", "who begins and who ends write W"),
     Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
+    Znode("R/x/audit", "persistent", "nothing", "the first change by a cluster command"),
+    Znode("R/x/audit/e_N", "persistent sequential", "AuditEntry (JSON)", "cluster commands"),
 )
 
 
@@ -145,3 +147,13 @@ class ClusterPaths:
     def write(self, name: str) -> str:
         """One write, and parent of its tasks."""
         return f"{self.writes}/{name}"
+
+    @property
+    def audit(self) -> str:
+        """Parent of the records of what has been changed by command."""
+        return f"{self.root}/x/audit"
+
+    @property
+    def audit_prefix(self) -> str:
+        """What ZooKeeper appends a sequence number to for a record."""
+        return f"{self.audit}/e_"

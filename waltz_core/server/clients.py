@@ -12,7 +12,7 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, cast
@@ -33,6 +33,8 @@ from waltz_core.server.events import (
 from waltz_core.server.flow import Admitted, Flow, FlowLimits
 from waltz_core.server.replicas import Tasks
 from waltz_core.wire.messages import (
+    AddPreferredRequest,
+    AddPreferredResponse,
     AppendBatch,
     AppendRequest,
     AppendResult,
@@ -49,6 +51,8 @@ from waltz_core.wire.messages import (
     PartitionsHealthRequest,
     PartitionsHealthResponse,
     RangeRequest,
+    RemovePreferredRequest,
+    RemovePreferredResponse,
     ReplicasRequest,
     ServerPartitionsRequest,
     ServerPartitionsResponse,
@@ -103,6 +107,11 @@ class Backend(Protocol):
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try every storage of the replica assignment."""
+
+    async def prefer(
+        self, added: Collection[PartitionId], removed: Collection[PartitionId]
+    ) -> None:
+        """Change which partitions this server is to own before all others."""
 
 
 @dataclass(slots=True)
@@ -327,6 +336,9 @@ class Clients:
         elif isinstance(message, CheckConnectivityRequest):
             self._tasks.create_task(self._check_connectivity(connection, request))
             return
+        elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
+            self._tasks.create_task(self._prefer(connection, message, cost_bytes))
+            return
         else:
             fault = f"{type(message).__name__} is no request to a server"
             error = errors.BadRequest(fault)
@@ -338,3 +350,23 @@ class Clients:
         reachable = tuple(await self._backend.check_connectivity())
         answer = CheckConnectivityResponse(request.message.req_id, reachable)
         self.answer(Answer(connection, answer, request.cost_bytes))
+
+    async def _prefer(
+        self,
+        connection: ConnectionId,
+        message: AddPreferredRequest | RemovePreferredRequest,
+        cost_bytes: int,
+    ) -> None:
+        """Make the assignment anew, or say no: to partitions that there are not, or to none."""
+        count = self._backend.partition_count
+        wanted = [PartitionId(number) for number in message.partitions]
+        is_done = bool(wanted) and all(0 <= number < count for number in wanted)
+        is_added = isinstance(message, AddPreferredRequest)
+        try:
+            if is_done:
+                await self._backend.prefer(wanted if is_added else (), () if is_added else wanted)
+        except errors.WaltzError as error:
+            self.answer(refusal(connection, message.req_id, cost_bytes, error))
+            return
+        answer = AddPreferredResponse if is_added else RemovePreferredResponse
+        self.answer(Answer(connection, answer(message.req_id, is_done), cost_bytes))

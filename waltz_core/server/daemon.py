@@ -14,8 +14,9 @@ Rules:
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from random import SystemRandom
 from typing import Final
 
@@ -128,12 +129,14 @@ class Server:
         self._read_links = ReadLinks(self._cluster_key, self.partition_count)
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
-        self._assignments = ReplicaAssignments()
+        self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
         self._neighbours = Neighbours(server_id, self._tasks, coordinator.take_out_server)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._descriptor = ServerDescriptor(server_id, "", 0)
+        self._preferring = asyncio.Lock()
         self.address = ""
 
     # -----------------------------------------------------------------------------------------
@@ -159,9 +162,9 @@ class Server:
             host = config.advertised_host or config.listen_host
             port = config.advertised_port or listener.port
             self.address = f"{host}:{port}"
-            descriptor = ServerDescriptor(self._server_id, host, port)
+            self._descriptor = ServerDescriptor(self._server_id, host, port)
             try:
-                await self._serve_while_registered(descriptor, stop, on_ready)
+                await self._serve_while_registered(stop, on_ready)
             finally:
                 self._read_links.close()
 
@@ -170,15 +173,12 @@ class Server:
         self._clients.accept(link)
 
     async def _serve_while_registered(
-        self,
-        descriptor: ServerDescriptor,
-        stop: asyncio.Event,
-        on_ready: Callable[[str], None],
+        self, stop: asyncio.Event, on_ready: Callable[[str], None]
     ) -> None:
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self._coordinator.follow_replica_assignment(self._assigned))
-                await self._coordinator.register_server(descriptor)
+                await self._coordinator.register_server(self._descriptor)
                 tasks.create_task(self._coordinator.follow_servers(self._owned))
                 tasks.create_task(self._show())
                 on_ready(self.address)
@@ -222,8 +222,18 @@ class Server:
 
     def _assigned(self, assignments: ReplicaAssignments) -> None:
         """The storages of the partitions are known, or have changed."""
-        self._assignments = assignments
-        self._own_what_is_ours()
+        self._newest_assignments = assignments
+        self._tasks.create_task(self._take_in(assignments))
+
+    async def _take_in(self, assignments: ReplicaAssignments) -> None:
+        """A storage that was replaced at its address is one of those that are assigned anew."""
+        try:
+            await self._refresh_storage_ids()
+        except errors.WaltzError as error:
+            _log.warning("server.storage_ids_unread error=%r", error)
+        if assignments is self._newest_assignments:
+            self._assignments = assignments
+            self._own_what_is_ours()
 
     def _owned(self, view: ServersView) -> None:
         """The assignment in force has changed."""
@@ -283,6 +293,18 @@ class Server:
     async def _refresh_storage_ids(self) -> None:
         found = await self._coordinator.read_storage_ids()
         self._storage_ids.update((each, uuid.bytes) for each, uuid in found.items())
+
+    async def prefer(
+        self, added: Collection[PartitionId], removed: Collection[PartitionId]
+    ) -> None:
+        """Own some partitions before all others, or no longer (`clients.Backend`)."""
+        async with self._preferring:
+            before = self._descriptor.preferred
+            kept = [each for each in before if each not in removed]
+            more = [each for each in dict.fromkeys(added) if each not in kept]
+            changed = replace(self._descriptor, preferred=(*kept, *more))
+            await self._coordinator.prefer(changed)
+            self._descriptor = changed
 
     # -----------------------------------------------------------------------------------------
     # what is shown

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
@@ -166,6 +166,11 @@ class MemoryServer:
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """There are no storages (`clients.Backend`)."""
         return ()
+
+    async def prefer(
+        self, added: Collection[PartitionId], removed: Collection[PartitionId]
+    ) -> None:
+        """Nothing moves where there is one server (`clients.Backend`)."""
 
     def answer(self, effect: Answer) -> None:
         """Answer, after the delay; the answers of a connection keep their order."""

@@ -298,6 +298,42 @@ class ServerPartitionsResponse(ClientMessage):
 
 
 @value(frozen=True, slots=True)
+class AddPreferredRequest(ClientMessage):
+    """Have the server own these partitions before all others, as long as its process lives."""
+
+    code = 17
+    since = 2
+    partitions: Int32s
+
+
+@value(frozen=True, slots=True)
+class AddPreferredResponse(ClientMessage):
+    """Whether the assignment has been made anew; false for partitions that there are not."""
+
+    code = 18
+    since = 2
+    is_done: Bool
+
+
+@value(frozen=True, slots=True)
+class RemovePreferredRequest(ClientMessage):
+    """Let these partitions go where any other goes."""
+
+    code = 19
+    since = 2
+    partitions: Int32s
+
+
+@value(frozen=True, slots=True)
+class RemovePreferredResponse(ClientMessage):
+    """As with adding them."""
+
+    code = 20
+    since = 2
+    is_done: Bool
+
+
+@value(frozen=True, slots=True)
 class PartitionsHealthRequest(ClientMessage):
     """Ask which partitions have a usable store session."""
 

@@ -398,3 +398,40 @@ async def test_the_loss_of_one_node_of_an_ensemble_makes_nobody_wait(cluster):
         first.expire()
         await at_two.until(lambda view: list(view.servers) == [2])
     assert len(owned(at_two.all[-1])) == PARTITION_COUNT
+
+
+@in_cluster
+async def test_preferences_are_in_force_with_the_write_that_makes_them_known(cluster):
+    (one, _), (two, _) = cluster.member(), cluster.member()
+    inbox = Inbox()
+    async with running(one.follow(inbox), two.follow(Inbox())):
+        await one.register(descriptor(1))
+        await two.register(descriptor(2))
+        await inbox.until(lambda view: len(set(view.owners.values())) > 1)
+        before = owned(await one.read())
+        await two.prefer(descriptor(2, preferred=[0, 1, 2]))
+        view = await two.read()
+        assert view.is_settled
+        assert {each for each, (server, _) in owned(view).items() if server == 2} >= {0, 1, 2}
+        moved = [each for each in before if before[each] != owned(view)[each]]
+        assert all(owned(view)[each][1] == before[each][1] + 1 for each in moved)
+        # Twice within one watch's time, from both sides: nobody spins (interop.md 8.1).
+        await two.prefer(descriptor(2))
+        await one.prefer(descriptor(1, preferred=[3]))
+        view = await one.read()
+        assert owned(view)[3][0] == 1
+        assert view.servers[2].preferred == ()
+
+
+@in_cluster
+async def test_a_preference_that_could_not_be_written_is_not_kept(cluster):
+    member, session = cluster.member()
+    await member.register(descriptor(1))
+    session.suspend()
+    with pytest.raises(errors.CoordinatorUnavailable):
+        await member.prefer(descriptor(1, preferred=[2]))
+    session.resume()
+    inbox = Inbox()
+    async with running(member.follow(inbox)):
+        view = await inbox.until(lambda view: view.is_settled)
+    assert view.servers[1].preferred == ()

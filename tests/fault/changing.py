@@ -1,0 +1,104 @@
+"""Commands that change a cluster while a load goes on, and whether its replicas are equal."""
+
+import json
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fault.load import Story, command, segments, shown, wait_until
+from waltz_core.local import LocalCluster
+
+COMMAND_S = 60
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command has said."""
+
+    code: int
+    told: Any
+    error: str
+
+
+def begin(cluster: LocalCluster, verb: str, *words: str) -> subprocess.Popen[str]:
+    """Start a command that is awaited later, by `end`."""
+    line = command("cluster", verb, *words, "--connect", cluster.connect, "--json")
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(started: subprocess.Popen[str]) -> Ran:
+    """Wait for a command."""
+    out, error = started.communicate(timeout=COMMAND_S)
+    return Ran(started.returncode, json.loads(out) if out.strip() else None, error)
+
+
+def does(cluster: LocalCluster, verb: str, *words: str) -> Any:
+    """Run a command that must succeed; return what it says as JSON."""
+    ran = end(begin(cluster, verb, *words))
+    assert ran.code == 0, ran
+    return ran.told
+
+
+def refuses(cluster: LocalCluster, verb: str, *words: str) -> str:
+    """Run a command that must fail; return its one sentence."""
+    ran = end(begin(cluster, verb, *words))
+    assert ran.code == 1, ran
+    assert ran.told is None
+    *_, sentence = ran.error.strip().splitlines()
+    assert sentence.startswith("waltz-core: ")
+    return sentence
+
+
+def address(cluster: LocalCluster, name: str) -> str:
+    """Return where a member is."""
+    return f"127.0.0.1:{cluster.member(name).port}"
+
+
+def new_storage(cluster: LocalCluster) -> str:
+    """Start one more storage, which belongs to nothing yet; return its address."""
+    made = cluster.add_storage()
+    cluster.start(made.name)
+    return f"127.0.0.1:{made.port}"
+
+
+def replicas(cluster: LocalCluster) -> dict[int, set[str]]:
+    """Return the assigned replicas of each partition."""
+    view = shown(cluster)
+    storages, partitions = view["storages"], view["partitions"]
+    assert isinstance(storages, dict)
+    assert isinstance(partitions, dict)
+    return {
+        int(each): {name for name, held in storages.items() if int(each) in held}
+        for each in partitions
+    }
+
+
+def check_level(story: Story) -> None:
+    """Wait until exactly the assigned replicas are engaged, and have the same bytes."""
+    wait_until("every assigned replica engaged", lambda: not _behind(story.cluster))
+    wait_until("replicas equal", lambda: not _unlike(story.cluster))
+
+
+def _behind(cluster: LocalCluster) -> list[int]:
+    partitions = shown(cluster)["partitions"]
+    assert isinstance(partitions, dict)
+    assigned = replicas(cluster)
+    return [
+        number for number, its in assigned.items() if set(partitions[str(number)]["engaged"]) != its
+    ]
+
+
+def _unlike(cluster: LocalCluster) -> list[int]:
+    names = {f"127.0.0.1:{each.port}": each.name for each in cluster.members}
+    found = []
+    for number, assigned in replicas(cluster).items():
+        first, *others = [_segments_of(cluster, names[each], number) for each in sorted(assigned)]
+        assert first, "nothing was compared"
+        if any(other != first for other in others):
+            found.append(number)
+    return found
+
+
+def _segments_of(cluster: LocalCluster, name: str, partition: int) -> dict[str, bytes]:
+    whole = segments(cluster, name)
+    return {path: data for path, data in whole.items() if path.startswith(f"{partition}/")}

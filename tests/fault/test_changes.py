@@ -1,0 +1,131 @@
+"""Storages and replicas come and go by command, in the middle of a load; nobody's append is wrong.
+
+The tests go on from one another: each leaves the cluster whole.
+"""
+
+import pytest
+
+from tests.fault.changing import (
+    address,
+    check_level,
+    does,
+    new_storage,
+    refuses,
+    replicas,
+)
+from tests.fault.load import Story, shown, wait_until
+
+pytestmark = pytest.mark.fault
+
+
+def held_by(story: Story) -> set[str]:
+    """Return who is a storage of the cluster."""
+    found = shown(story.cluster)["storages"]
+    assert isinstance(found, dict)
+    return set(found)
+
+
+def test_the_four_examples_of_recovery_with_writes_going_on(story: Story):
+    cluster = story.cluster
+    d, e = new_storage(cluster), new_storage(cluster)
+    usual = replicas(cluster)[0]
+    with story.load() as load:
+        load.goes_on()
+        assert does(cluster, "add-storage", d, "--group", "0")["group"] == 0
+        does(cluster, "add-storage", e, "--group", "1")
+        does(cluster, "add-replica", "0", d)
+        assert replicas(cluster)[0] == usual | {d}
+        load.goes_on()
+        does(cluster, "remove-replica", "0", d)
+        assert replicas(cluster)[0] == usual
+        steps = does(cluster, "add-replica", "0", d, e)["steps"]
+        assert steps == [f"partition 0: +{d}", f"partition 0: +{e}"]
+        load.goes_on()
+        assert does(cluster, "verify") == {"passed": True, "findings": []}
+        steps = does(cluster, "remove-replica", "0", d, e)["steps"]
+        assert steps == [f"partition 0: -{d}", f"partition 0: -{e}"]
+        load.goes_on()
+    check_level(story)
+    story.check_agrees()
+    assert "would be left without a replica" in refuses(
+        cluster, "remove-replica", "0", *sorted(usual)
+    )
+    assert "is no storage of this cluster" in refuses(cluster, "add-replica", "0", "127.0.0.1:1")
+
+
+def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_goes_on(story: Story):
+    cluster = story.cluster
+    first, second, third = (address(cluster, f"storage-{each}") for each in (1, 2, 3))
+    d, e = (address(cluster, f"storage-{each}") for each in (4, 5))
+    groups = {first: 0, d: 0, second: 1, e: 1, third: 2}
+    assert held_by(story) == set(groups)
+    with story.load() as load:
+        load.goes_on()
+        assert does(cluster, "auto-assign")["changed"]
+        for assigned in replicas(cluster).values():
+            assert sorted(groups[each] for each in assigned) == [0, 1, 2]
+        for name in ("storage-1", "storage-4"):
+            cluster.kill(name)
+        load.goes_on(1_000)
+        for name in ("storage-1", "storage-4"):
+            cluster.start(name)
+        load.goes_on()
+        wait_until("every replica level", lambda: does_verify(story))
+        does(cluster, "remove-storage", d)
+        does(cluster, "remove-storage", e)
+        load.goes_on()
+    assert held_by(story) == {first, second, third}
+    check_level(story)
+    story.check_agrees()
+
+
+def does_verify(story: Story) -> bool:
+    found = shown(story.cluster)["partitions"]
+    assert isinstance(found, dict)
+    return all(len(each["engaged"]) == 3 for each in found.values())
+
+
+def test_a_dead_storage_is_replaced_by_an_empty_one(story: Story):
+    cluster = story.cluster
+    dead, fresh = address(cluster, "storage-3"), new_storage(cluster)
+    with story.load() as load:
+        load.goes_on()
+        cluster.kill("storage-3")
+        load.goes_on()
+        told = does(cluster, "replace-storage", dead, fresh)
+        assert told["moved"] == cluster.partition_count
+        load.goes_on()
+        assert held_by(story) == {*(held_by(story) - {dead}), fresh}
+        # A cluster that has lost one more goes on: the new one counts.
+        cluster.kill("storage-2")
+        load.goes_on()
+        cluster.start("storage-2")
+        load.goes_on()
+    check_level(story)
+    story.check_agrees()
+
+
+def test_preferred_partitions_are_owned_by_who_prefers_them(story: Story):
+    cluster = story.cluster
+    one = address(cluster, "server-1")
+    with story.load() as load:
+        load.goes_on()
+        assert does(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]
+        load.goes_on()
+        assert len(does(cluster, "unprefer", "0-3", one)["owns"]) == 2
+        load.goes_on()
+    story.check_agrees()
+    assert "no server is registered at 127.0.0.1:1" in refuses(
+        cluster, "prefer", "0", "127.0.0.1:1"
+    )
+
+
+def test_every_change_is_on_record(story: Story):
+    found = does(story.cluster, "audit")
+    verbs = [each["what"].split()[1] for each in found]
+    for verb in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):
+        assert verb in verbs
+    assert "verify" not in verbs
+    outcomes = {each["outcome"].split(":")[0] for each in found}
+    assert outcomes == {"done", "failed"}
+    assert all("@" in each["who"] and each["ended_ms"] >= each["begun_ms"] for each in found)

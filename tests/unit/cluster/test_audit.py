@@ -1,0 +1,99 @@
+"""The record of changes: bytes, order, outcome, and that it does not grow for ever."""
+
+import asyncio
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cluster_contract import KEY
+from waltz_core import errors
+from waltz_core.cluster import audit
+from waltz_core.cluster.audit import AuditEntry
+from waltz_core.cluster.creation import NewCluster
+from waltz_core.cluster.memory import MemoryZooKeeper, WriteFault
+
+ROOT = "/w"
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
+times = st.integers(0, 2**53)
+
+
+def entry(number=1):
+    return AuditEntry("ann@host", 1_700_000_000_000 + number, f"cluster verb {number}")
+
+
+def in_cluster(story):
+    async def run():
+        coordinator = MemoryZooKeeper(asyncio.Event).coordinator(ROOT)
+        await coordinator.create_cluster(NewCluster("w", 1, KEY))
+        await story(coordinator)
+
+    return lambda: asyncio.run(run())
+
+
+@given(st.builds(AuditEntry, texts, times, texts, texts, st.none() | times))
+def test_an_entry_is_what_was_written(made):
+    assert AuditEntry.from_bytes(made.to_bytes()) == made
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"{", "expected JSON"),
+        (b'{"format":2}', "expected format 1"),
+        (b"[]", "expected format 1"),
+        (b'{"format":1,"who":1,"begun_ms":1,"what":"","outcome":""}', "expected who as str"),
+        (b'{"format":1,"who":"","begun_ms":true,"what":"","outcome":""}', "begun_ms as int"),
+        (b'{"format":1,"who":"","begun_ms":1,"what":"","outcome":"","ended_ms":"x"}', "ended_ms"),
+    ],
+)
+def test_other_bytes_are_no_entry(data, said):
+    with pytest.raises(errors.BadFormat, match=re.escape(said)):
+        AuditEntry.from_bytes(data)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_an_entry_or_bad(data):
+    with pytest.raises(errors.BadFormat):
+        AuditEntry.from_bytes(data)
+
+
+def test_long_texts_are_cut():
+    found = AuditEntry.from_bytes(AuditEntry("x" * 9_000, 1, "y" * 9_000).to_bytes())
+    assert len(found.who) == len(found.what) == audit.TEXT_CHARACTERS_MAX
+
+
+@in_cluster
+async def test_a_change_is_on_record_before_and_after(coordinator):
+    assert await coordinator.audit.read() == []
+    first = await coordinator.audit.begin(entry(1))
+    second = await coordinator.audit.begin(entry(2))
+    assert await coordinator.audit.read() == [entry(1), entry(2)]
+    await coordinator.audit.end(first, entry(1), audit.DONE, 99)
+    done, begun = await coordinator.audit.read()
+    assert (done.what, done.outcome, done.ended_ms) == ("cluster verb 1", "done", 99)
+    assert (begun.outcome, begun.ended_ms) == ("begun", None)
+    assert first != second
+
+
+@in_cluster
+async def test_only_the_newest_are_kept(coordinator):
+    for number in range(audit.ENTRIES_MAX + 3):
+        await coordinator.audit.begin(entry(number))
+    found = await coordinator.audit.read()
+    assert found == [entry(number) for number in range(3, audit.ENTRIES_MAX + 3)]
+
+
+def test_an_outcome_that_cannot_be_written_breaks_nothing():
+    async def story():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        coordinator = zookeeper.coordinator(ROOT)
+        await coordinator.create_cluster(NewCluster("w", 1, KEY))
+        path = await coordinator.audit.begin(entry())
+        session = coordinator._znodes
+        session.faults.append(WriteFault.REQUEST_LOST)
+        await coordinator.audit.end(path, entry(), audit.DONE, 5)
+        assert await coordinator.audit.read() == [entry()]
+
+    asyncio.run(story())

@@ -1,0 +1,288 @@
+"""Steps of replica changes: single cases, and every plan against an owner that follows them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core import errors
+from waltz_core.cluster import changes
+from waltz_core.cluster.assignment import check_replica_change
+from waltz_core.cluster.changes import Change, Plan, Replicas, Wait
+from waltz_core.cluster.model import (
+    NO_GENERATION,
+    UNRESOLVED,
+    PartitionMetadata,
+    ReplicaAssignments,
+    ReplicaState,
+)
+
+NAMES = "ABCDEFG"
+
+
+def seen(assigned, level=None, *, known=None, session=3, opened=3):
+    """Return a partition as it is; `level` are engaged, the others of `known` are closed."""
+    level = assigned if level is None else level
+    states = {
+        each: ReplicaState(opened, UNRESOLVED if each in level else 10)
+        for each in (assigned if known is None else known)
+    }
+    return Replicas(tuple(assigned), PartitionMetadata(NO_GENERATION, session, states))
+
+
+def plan(wanted, joining=""):
+    return Plan({0: tuple(wanted)}, {0: tuple(joining)})
+
+
+def step(now, wanted, joining=""):
+    """Return the replicas after the next step, why it waits, or None."""
+    found = changes.next_step(0, now, plan(wanted, joining))
+    if isinstance(found, Change):
+        assert set(found.before) == set(now.assigned)
+        return "".join(sorted(found.after))
+    return found.reason if isinstance(found, Wait) else None
+
+
+# --- one step after the other
+
+
+def test_replicas_are_added_one_by_one_and_awaited():
+    assert step(seen("ABC"), "ABCDE", "DE") == "ABCD"
+    assert step(seen("ABCD", known="ABC"), "ABCDE", "DE") == (
+        "its server has to open a session with A, B, C, D"
+    )
+    assert step(seen("ABCD", "ABC"), "ABCDE", "DE") == "D copies the log"
+    assert step(seen("ABCD"), "ABCDE", "DE") == "ABCDE"
+    assert step(seen("ABCDE"), "ABCDE", "DE") is None
+
+
+def test_nothing_is_taken_away_before_what_was_added_is_level():
+    assert step(seen("ABC"), "ABD", "D") == "ABCD"
+    assert step(seen("ABCD", "ABC"), "ABD", "D") == "D copies the log"
+    assert step(seen("ABCD"), "ABD", "D") == "ABD"
+
+
+def test_a_step_waits_for_an_open_session():
+    reason = step(seen("ABC", session=4), "ABCD", "D")
+    assert reason.startswith("its server has to open a session; the last one was with A, B, C")
+
+
+def test_who_is_away_gives_its_place_to_who_comes():
+    """Three level ones of four would be needed otherwise, and appends would wait for the copy."""
+    assert step(seen("ABC", "AB"), "ABD", "D") == "ABD"
+
+
+def test_who_is_away_is_taken_out_first():
+    assert step(seen("ABCDE", "ABCD"), "ABC") == "ABCD"
+
+
+def test_no_step_makes_appends_wait_for_a_copy():
+    reason = step(seen("ABC", "AB"), "ABCD", "D")
+    assert reason == (
+        "C is not level, and of A, B, C, D appends would need 3: start it, or replace its storage"
+    )
+    assert step(seen("ABC", "AB"), "BC").startswith("C is not level, and of B, C appends")
+
+
+def test_a_single_replica_gets_a_second_one_though_it_has_to_copy_first():
+    assert step(seen("A"), "AB", "B") == "AB"
+    assert step(seen("A"), "B", "B") == "AB"
+
+
+def test_without_a_history_nothing_is_awaited():
+    assert step(Replicas(("A", "B", "C"), None), "ABD", "D") == "ABCD"
+    assert step(Replicas(("A", "B", "C", "D"), None), "ABD", "D") == "ABD"
+    assert step(Replicas((), None), "ABD", "ABD") == "ABD"
+    assert step(Replicas(("A",), PartitionMetadata()), "A") is None
+
+
+def test_a_partition_without_any_replica_is_refused():
+    with pytest.raises(errors.BadRequest, match="partition 0 would be left without a replica"):
+        changes.next_step(0, seen("A"), plan(""))
+
+
+def test_a_change_is_not_applied_to_other_replicas():
+    assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
+    moved = changes.apply([Change(0, ("A", "B"), ("B", "C"))], assigned)
+    assert moved == ReplicaAssignments({"A": (), "B": (0, 1), "C": (0, 1)})
+    with pytest.raises(errors.CoordinatorConflict, match="partition 0 has the replicas A, B"):
+        changes.apply([Change(0, ("A",), ("A", "C"))], assigned)
+    with pytest.raises(errors.BadRequest, match="D is no storage of this cluster"):
+        changes.apply([Change(0, ("A", "B"), ("A", "D"))], assigned)
+
+
+def test_a_plan_knows_who_joins():
+    assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
+    made = Plan.to({0: ("B", "C"), 1: ("B", "C")}, assigned)
+    assert made.joining == {0: ("C",), 1: ()}
+    assert str(Change(0, ("A", "B"), ("B", "C"))) == "partition 0: +C -A"
+
+
+class Owner:
+    """What a server makes of an assignment: sessions that open as the protocol has it."""
+
+    def __init__(self, assigned):
+        self.assigned = tuple(assigned)
+        self.states = set(assigned)
+        self.engaged = set(assigned)
+        self.session = self.opened = 0
+
+    @property
+    def level(self):
+        return self.engaged if self.session == self.opened else set()
+
+    def now(self):
+        return seen(
+            self.assigned,
+            self.engaged,
+            known=self.states,
+            session=self.session,
+            opened=self.opened,
+        )
+
+    def goes_on(self, alive):
+        """Lose the session or have one more replica in it; then open the next one if it can be."""
+        if self.session == self.opened:
+            if self.engaged <= alive and self.states == set(self.assigned):
+                late = sorted((self.states & alive) - self.engaged)
+                self.engaged |= set(late[:1])
+                return
+            self.session += 1
+        new, old = set(self.assigned), self.states
+        is_decided = len(self.engaged - alive) < len(old) // 2 + 1
+        old_quorum = len(old & alive) >= len(old) // 2 + 1
+        if is_decided and old_quorum and len(new & alive) >= len(new) // 2 + 1:
+            ready = old & new & alive
+            for each in sorted(new & alive - old):
+                if len(ready) < len(new) // 2 + 1:
+                    ready.add(each)  # it has to copy first
+            self.states, self.engaged, self.opened = new, ready, self.session
+
+
+@st.composite
+def journeys(draw):
+    before = draw(st.sets(st.sampled_from(NAMES), min_size=1, max_size=5))
+    wanted = draw(st.sets(st.sampled_from(NAMES), min_size=1, max_size=5))
+    # One at a time is away, and comes back.
+    away = draw(st.lists(st.sampled_from([*NAMES, ""]), max_size=12))
+    return sorted(before), sorted(wanted), away
+
+
+@given(journeys())
+def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
+    before, wanted, away = journey
+    held = {name: ((0,) if name in before else ()) for name in NAMES}
+    assigned = ReplicaAssignments(held)
+    made = Plan.to({0: tuple(wanted)}, assigned)
+    owner, steps = Owner(before), 0
+    for gone in [*away, *[""] * 60]:
+        alive = set(NAMES) - {gone}
+        owner.goes_on(alive)
+        found = changes.next_step(0, owner.now(), made)
+        if found is None and not gone:
+            break
+        if not isinstance(found, Change):
+            continue
+        steps += 1
+        added = [each for each in found.after if each not in found.before]
+        removed = [each for each in found.before if each not in found.after]
+        assert len(added) <= 1 >= len(removed)
+        after = changes.apply([found], assigned)
+        check_replica_change(assigned, after, 1)
+        level = owner.level & set(found.after)
+        if len(found.before) > 1 or removed:
+            assert len(level) >= len(found.after) // 2 + 1
+        if removed and not added:
+            assert set(made.joining[0]) <= owner.level
+        assigned, owner.assigned = after, found.after
+    assert set(owner.assigned) == set(wanted)
+    assert owner.states == set(wanted) == owner.level
+    assert steps <= len(set(before) ^ set(wanted))
+
+
+# --- what may be wanted
+
+
+GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0, "E": 1}
+
+
+def test_the_replicas_of_a_storage_go_where_their_group_is_missed():
+    now = {0: ("A", "B", "C"), 1: ("A", "B", "C")}
+    assert changes.without_storage(now, GROUPS, "A") == {0: ("B", "C", "D"), 1: ("B", "C", "D")}
+    with pytest.raises(errors.BadRequest, match=r"every other storage .* partition 0 .* add a"):
+        changes.without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
+
+
+def test_leaving_a_storage_out_goes_on_where_it_was_broken_off():
+    now = {0: ("A", "B", "C", "D"), 1: ("B", "C", "D"), 2: ("A", "B", "C")}
+    found = changes.without_storage(now, GROUPS, "A")
+    assert found == {0: ("B", "C", "D"), 2: ("B", "C", "D")}
+
+
+def test_a_storage_takes_over_from_another():
+    now = {0: ("A", "B"), 1: ("B", "C"), 2: ("A", "D")}
+    assert changes.replaced(now, "A", "D") == {0: ("D", "B"), 2: ("D",)}
+
+
+def test_what_a_storage_had_is_what_its_partitions_lack():
+    now = {0: ("A", "B"), 1: ("A", "B", "C"), 2: ("B", "A"), 3: ("A", "B", "D")}
+    assert changes.restored(now, "C") == {0: ("A", "B", "C"), 2: ("B", "A", "C")}
+    assert changes.restored({0: ("A", "B")}, "C") == {}
+
+
+@st.composite
+def placements(draw):
+    storages = draw(st.integers(1, 6))
+    groups = {NAMES[each]: draw(st.integers(0, 3)) for each in range(storages)}
+    replicas = st.lists(st.sampled_from(sorted(groups)), unique=True, max_size=storages)
+    held = draw(st.lists(replicas, min_size=1, max_size=12))
+    return groups, {number: tuple(its) for number, its in enumerate(held)}
+
+
+@given(placements(), st.none() | st.integers(1, 6))
+def test_spreading_is_even_and_over_groups(placed, count):
+    groups, now = placed
+    if count is not None and count > len(groups):
+        with pytest.raises(errors.BadRequest, match="need as many storages"):
+            changes.spread(now, groups, count)
+        return
+    wanted = changes.spread(now, groups, count)
+    usual = count or len(set(groups.values()))
+    for number, replicas in wanted.items():
+        assert len(set(replicas)) == len(replicas) == (count or len(now[number]) or usual)
+        assert set(replicas) <= set(groups)
+    assert changes.crowded(wanted, groups) == []
+    assert changes.spread(wanted, groups, count) == wanted, "what is even is left alone"
+
+
+@given(st.integers(1, 5), st.integers(1, 30))
+def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_count):
+    groups = {f"{name}{number}": name for name in "XYZ" for number in range(members)}
+    now = dict.fromkeys(range(partition_count), ("X0", "Y0", "Z0"))
+    wanted = changes.spread(now, groups)
+    loads = [sum(each in its for its in wanted.values()) for each in groups]
+    assert max(loads) - min(loads) <= 1
+    assert changes.crowded(wanted, groups) == []
+
+
+def test_crowded_partitions_are_named():
+    now = {0: ("A", "B", "C"), 1: ("A", "D", "B"), 2: ("A", "D")}
+    assert changes.crowded(now, GROUPS) == [1, 2]
+
+
+def test_filling_moves_nothing():
+    now = {0: ("A", "D"), 1: ("A", "B", "C")}
+    assert changes.filled(now, GROUPS, 3) == {0: ("A", "D", "E"), 1: ("A", "B", "C")}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("3", (3,)), ("0-2,7,9-10", (0, 1, 2, 7, 9, 10)), ("all", tuple(range(12))), ("5,5", (5,))],
+)
+def test_partitions_are_named_in_ranges(text, expected):
+    assert changes.parse_partitions(text, 12) == expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3-1", "12", "0-12", "1,,2", "1.5", "٣-x"])
+def test_other_texts_name_no_partitions(text):
+    with pytest.raises(errors.BadConfig, match=r"expected partitions like 0-3,7 of 0\.\.11"):
+        changes.parse_partitions(text, 12)

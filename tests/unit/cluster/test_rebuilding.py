@@ -1,0 +1,144 @@
+"""Whose log is the log when only storages know, and the nodes that wait for that answer."""
+
+import asyncio
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core import errors
+from waltz_core.cluster import model, rebuilding
+from waltz_core.cluster.assignment import assign_partitions
+from waltz_core.cluster.creation import NewCluster, NewStorage
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.rebuilding import Log, choose
+from waltz_core.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.replication.quorum import quorum_size
+from waltz_core.replication.recovery import Origin, Recovery, origin_of
+
+GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0}
+
+
+def log(session, last, *, suspect=False, damaged=False):
+    return Log(session, last, suspect, damaged)
+
+
+def chosen(logs, *, unheard=(), count=3):
+    return choose(7, logs, groups=GROUPS, replica_count=count, unheard=unheard)
+
+
+def test_the_newest_session_goes_before_the_longest_log():
+    found = chosen({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
+    assert (found.source, found.log.synced_max) == ("B", 100)
+    assert found.first_members == ("B", "C")
+    assert found.members == ("B", "C", "A")
+
+
+def test_the_members_are_of_different_groups_first():
+    found = chosen({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8), "C": log(4, 7)})
+    assert found.members == ("A", "B", "C")
+    found = chosen({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8)})
+    assert found.members == ("A", "B", "D")
+
+
+def test_fewer_than_a_quorum_may_be_missing():
+    assert chosen({"A": log(5, 10), "B": log(5, 9)}, unheard=["C"]).source == "A"
+    with pytest.raises(errors.BadRequest, match=r"partition 7: of 3 replicas 1 were heard \(A\)"):
+        chosen({"A": log(5, 10)}, unheard=["B", "C"])
+    with pytest.raises(errors.BadRequest, match="fewer than 2 may be missing"):
+        chosen({"A": log(5, 10)})
+    with pytest.raises(errors.BadRequest, match="0 were heard"):
+        chosen({}, count=1)
+
+
+@pytest.mark.parametrize("trouble", ["suspect", "damaged"])
+def test_who_cannot_vouch_counts_as_missing(trouble):
+    doubtful = log(6, 99, **{trouble: True})
+    assert chosen({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
+    with pytest.raises(errors.BadRequest, match="A could not tell"):
+        chosen({"A": doubtful, "B": log(5, 9)})
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.tuples(st.just(n), st.lists(st.integers(-1, 9), min_size=n, max_size=n))
+    ),
+    st.data(),
+)
+def test_whatever_a_quorum_had_is_in_the_chosen_log(cluster, data):
+    """Some replicas are lost, fewer than a quorum, and a leftover of a move is there, too."""
+    count, lasts = cluster
+    quorum = quorum_size(count)
+    acknowledged = sorted(lasts, reverse=True)[quorum - 1]
+    gone = data.draw(st.sets(st.integers(0, count - 1), max_size=quorum - 1))
+    logs = {f"r{n}": log(4, last) for n, last in enumerate(lasts) if n not in gone}
+    logs["leftover"] = log(data.draw(st.integers(0, 4)), data.draw(st.integers(-1, acknowledged)))
+    found = choose(
+        0, logs, groups={}, replica_count=count, unheard=[f"r{number}" for number in gone]
+    )
+    assert found.log.synced_max >= acknowledged
+
+
+def test_one_replica_is_declared_and_decides_alone():
+    verdict = chosen({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
+    metadata = verdict.metadata(4, 8)
+    assert metadata == model.PartitionMetadata(4, 8, {"B": model.ReplicaState(5, model.UNRESOLVED)})
+    recovery = Recovery(Origin.RECORDED, metadata.states)
+    assert (recovery.engaged, recovery.old_quorum) == (["B"], 1)
+
+
+def test_what_others_have_is_told():
+    logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
+    assert rebuilding.losses(logs["B"], logs) == [
+        "C took part in session 6, the chosen log only in 5"
+    ]
+    assert rebuilding.losses(logs["A"], logs)[0] == "B has 11..12, the chosen log ends before"
+
+
+def test_ids_go_on_above_all_that_were_given_out():
+    year = 365 * 86_400
+    assert rebuilding.ids_from(rebuilding.IDS_EPOCH_S + 5 * year) == 5 * year
+    assert rebuilding.ids_from(0) == 1
+    assert rebuilding.ids_from(1 << 40) < model.INT32_MAX
+
+
+def test_the_nodes_of_a_rebuilding_can_be_opened_by_nobody():
+    storages = tuple(NewStorage(f"h:{port}", port + 1, port % 3) for port in (10, 20, 30))
+    new = NewCluster("w", 300, UUID(int=5), storages)
+
+    async def story():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        coordinator = zookeeper.coordinator("/a/w")
+        await coordinator.create_for_rebuilding(new, 77)
+        assert (await coordinator.read_cluster()).store.cluster_key == UUID(int=5)
+        assert await coordinator.next_client_id() == 78
+        assignment = await coordinator.read_replica_assignment()
+        assert assignment.partitions == {"h:10": (), "h:20": (), "h:30": ()}
+        assert list((await coordinator.read_groups()).groups) == list(assignment.partitions)
+        for number in (0, 299):
+            view = await coordinator.read_partition(number)
+            assert set(view.metadata.states) == set(assignment.partitions)
+            assert rebuilding.is_waiting(view.metadata, view.marker)
+            assert origin_of(view.metadata, view.marker) is Origin.RECORDED
+            recovery = Recovery(Origin.RECORDED, view.metadata.states)
+            assert recovery.decide() is None
+            assert view.metadata.generation == 77
+        return zookeeper.dump()["/a/w/serverDescriptors"]
+
+    before = model.PartitionAssignment.from_bytes(asyncio.run(story()))
+    server = model.ServerDescriptor(1, "h", 1)
+    after = assign_partitions(before, {1: server}, cversion=1, partition_count=300)
+    assert set(after.servers[1].values()) == {78}
+
+
+def test_other_partitions_are_not_waiting():
+    closed = model.ReplicaState(NO_SESSION, BEFORE_FIRST)
+    waiting = model.PartitionMetadata(states={"A": closed})
+    opened = model.PartitionMarker(model.MarkerState.OPEN)
+    assert rebuilding.is_waiting(waiting, opened)
+    assert not rebuilding.is_waiting(waiting, model.PartitionMarker(model.MarkerState.NEW))
+    assert not rebuilding.is_waiting(None, opened)
+    assert not rebuilding.is_waiting(model.PartitionMetadata(), opened)
+    engaged = {"A": closed, "B": model.ReplicaState(1, model.UNRESOLVED)}
+    assert not rebuilding.is_waiting(model.PartitionMetadata(states=engaged), opened)

@@ -1,0 +1,252 @@
+"""The storages of a cluster, and plans carried out against an owner in memory."""
+
+import asyncio
+import contextlib
+from uuid import UUID
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.cluster import changes, model
+from waltz_core.cluster.changes import Plan
+from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
+from waltz_core.cluster.creation import NewCluster, NewStorage
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.storages import PARTITIONS_AT_ONCE, Layout
+from waltz_core.cluster.znodes import NO_NODE, Set
+
+ROOT = "/w"
+A, B, C, D = (f"10.0.0.{n}:5280" for n in range(4))
+
+
+class Cluster:
+    """A cluster in memory with three storages in groups of their own."""
+
+    def __init__(self, partition_count=2):
+        self.zookeeper = MemoryZooKeeper(asyncio.Event)
+        self.partition_count = partition_count
+        self.coordinator = self.zookeeper.coordinator(ROOT)
+
+    async def create(self):
+        storages = tuple(NewStorage(each, 5281, number) for number, each in enumerate((A, B, C)))
+        await self.coordinator.create_cluster(
+            NewCluster("w", self.partition_count, UUID(int=1), storages)
+        )
+        return self
+
+    @contextlib.asynccontextmanager
+    async def owned(self, *, away=()):
+        """Open a session of each partition whenever its replicas have changed."""
+        owner = Owner(self.zookeeper.coordinator(ROOT), away)
+        task = asyncio.get_running_loop().create_task(owner.run())
+        try:
+            await owner.has_seen.wait()
+            yield owner
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+class Owner:
+    def __init__(self, coordinator: Coordinator, away):
+        self.coordinator = coordinator
+        self.away = away
+        self.seen = []
+        self.has_seen = asyncio.Event()
+
+    async def run(self):
+        await self.coordinator.follow_replica_assignment(self.take)
+
+    def take(self, assignment):
+        self.seen.append(assignment)
+        self.open(assignment)
+        self.has_seen.set()
+
+    def open(self, assignment):
+        znodes, paths = self.coordinator._znodes, self.coordinator.paths
+        for number in {each for held in assignment.partitions.values() for each in held}:
+            states = {
+                each: model.ReplicaState(
+                    len(self.seen), 5 if each in self.away else model.UNRESOLVED
+                )
+                for each in assignment.replicas_of(number)
+            }
+            metadata = model.PartitionMetadata(1, len(self.seen), states)
+            path = paths.partition(number)
+            entry = znodes._zookeeper.entry(path)
+            data = metadata.to_bytes(number)
+            marker = model.PartitionMarker(model.MarkerState.OPEN)
+            if entry is None:
+                run_now(
+                    self.coordinator.write_partition(
+                        number, metadata, marker, PartitionVersions(NO_NODE, 0)
+                    )
+                )
+            elif (
+                model.PartitionMetadata.from_bytes(entry.data, number).states.keys()
+                != states.keys()
+            ):
+                run_now(znodes.write([Set(path, data, entry.version)]))
+
+
+def run_now(coroutine):
+    """Run what never waits (memory.py, rule 1)."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it has waited")
+
+
+def in_cluster(story):
+    async def run():
+        async with asyncio.timeout(20):
+            await story(await Cluster().create())
+
+    return lambda: asyncio.run(run())
+
+
+# --- the layout
+
+
+def layout():
+    return Layout(model.ReplicaAssignments({A: (0,), B: ()}), {A: 0, B: 3}, {A: 5281, B: 5281})
+
+
+def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
+    grown = layout().with_storage(C, 99, None)
+    assert grown.assignment.partitions == {A: (0,), B: (), C: ()}
+    assert (grown.groups[C], grown.admin_ports[C]) == (4, 99)
+    assert layout().with_storage(C, 99, 3).groups[C] == 3
+    assert Layout(model.ReplicaAssignments(), {}, {}).with_storage(C, 9, None).groups == {C: 0}
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "said"),
+    [(A, 9, "is a storage of this cluster already"), ("host", 9, "no port"), (C, 0, "admin port")],
+)
+def test_a_storage_that_cannot_be_is_refused(address, port, said):
+    with pytest.raises(errors.UsageError, match=said):
+        layout().with_storage(address, port, None)
+
+
+def test_a_storage_goes_when_it_holds_nothing():
+    assert layout().without_storage(B) == Layout(
+        model.ReplicaAssignments({A: (0,)}), {A: 0}, {A: 5281}
+    )
+    with pytest.raises(errors.BadRequest, match="still has replicas of 1 partitions"):
+        layout().without_storage(A)
+    with pytest.raises(errors.BadRequest, match=f"{D} is no storage of this cluster; it has {A}"):
+        layout().without_storage(D)
+
+
+@in_cluster
+async def test_the_three_nodes_change_in_one_write(cluster):
+    storages = cluster.coordinator.storages
+    written = await storages.change(lambda old: old.with_storage(D, 7, 2))
+    assert await storages.read() == written
+    assert (await cluster.coordinator.read_groups()).groups[D] == 2
+    assert (await cluster.coordinator.read_connections()).admin_ports[D] == 7
+    assert (await cluster.coordinator.read_replica_assignment()).partitions[D] == ()
+
+
+@in_cluster
+async def test_a_change_is_made_again_when_somebody_else_was_quicker(cluster):
+    storages, other = cluster.coordinator.storages, cluster.zookeeper.coordinator(ROOT).storages
+    raced = []
+
+    def change(old):
+        if not raced:
+            raced.append(run_now(other.change(lambda before: before.with_storage(D, 7, 2))))
+        return old.with_storage("10.0.0.9:1", 8, 2)
+
+    written = await storages.change(change)
+    assert set(written.assignment.partitions) == {A, B, C, D, "10.0.0.9:1"}
+    assert await storages.read() == written
+
+
+@in_cluster
+async def test_a_step_that_is_too_wide_is_refused(cluster):
+    def change(old):
+        moved = model.ReplicaAssignments({A: (0, 1), B: (), C: (), D: (0, 1), "h:1": (0, 1)})
+        return Layout(moved, old.groups, old.admin_ports)
+
+    with pytest.raises(errors.BadRequest, match="partition 0 would get 2 new replicas of 3"):
+        await cluster.coordinator.storages.change(change)
+
+
+@in_cluster
+async def test_an_address_is_given_to_another_storage(cluster):
+    coordinator = cluster.coordinator
+    one, two = UUID(int=1), UUID(int=2)
+    await coordinator.register_storage_id(A, one)
+    await coordinator.storages.forget_id(A)
+    await coordinator.storages.forget_id(A)
+    assert await coordinator.register_storage_id(A, two) == two
+
+
+# --- plans
+
+
+async def carry_out(cluster, wanted):
+    told = []
+    layout = await cluster.coordinator.storages.read()
+    plan = Plan.to(wanted, layout.assignment)
+    await cluster.coordinator.storages.carry_out(plan, told.append)
+    return told
+
+
+@in_cluster
+async def test_a_plan_is_carried_out_step_by_step(cluster):
+    await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
+    async with cluster.owned() as owner:
+        told = await carry_out(cluster, {0: (A, B, D), 1: (A, B)})
+    seen = [sorted(each.replicas_of(0)) for each in owner.seen]
+    assert seen[:3] == [[A, B, C], [A, B, C, D], [A, B, D]]
+    assert (told[0].done_count, told[0].count) == (0, 2)
+    assert (told[-1].done_count, told[-1].step, told[-1].waits) == (2, (), ())
+    assert [str(each) for each in told[0].step] == [
+        f"partition 0: +{D}",
+        f"partition 1: -{C}",
+    ]
+    after = await cluster.coordinator.read_replica_assignment()
+    assert set(after.replicas_of(0)) == {A, B, D}
+    assert set(after.replicas_of(1)) == {A, B}
+
+
+@in_cluster
+async def test_a_plan_waits_and_says_for_what(cluster):
+    """C is away: without A the quorum of two would need it."""
+    async with cluster.owned(away=[C]):
+        told = []
+        layout = await cluster.coordinator.storages.read()
+        plan = Plan.to({0: (B, C)}, layout.assignment)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await cluster.coordinator.storages.carry_out(plan, told.append)
+    assert str(told[-1].waits[0]).startswith(f"partition 0: {C} is not level, and of {B}, {C}")
+    assert told[-1].step == ()
+
+
+@in_cluster
+async def test_a_wish_that_can_never_be_is_refused(cluster):
+    async with cluster.owned():
+        with pytest.raises(errors.BadRequest, match=r"10\.0\.0\.9:1 is no storage of this cluster"):
+            await carry_out(cluster, {0: (A, B, C, "10.0.0.9:1")})
+
+
+def test_only_so_many_partitions_change_at_a_time():
+    async def story():
+        cluster = await Cluster(3 * PARTITIONS_AT_ONCE).create()
+        await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
+        layout = await cluster.coordinator.storages.read()
+        now = changes.placement_of(layout.assignment, cluster.partition_count)
+        async with cluster.owned():
+            told = await carry_out(cluster, changes.replaced(now, A, D))
+        assert max(len(each.step) for each in told) == PARTITIONS_AT_ONCE
+        after = await cluster.coordinator.read_replica_assignment()
+        assert after.partitions[A] == ()
+        assert len(after.partitions[D]) == cluster.partition_count
+
+    asyncio.run(story())

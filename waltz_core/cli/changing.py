@@ -1,0 +1,168 @@
+"""How every command that changes a cluster runs: under a time limit, with progress, on the record.
+
+Why it stands alone: a change that is not written down, or that ends in silence while it waits for
+something, must not be possible for any of them.
+
+Rules:
+    1. The change is on record before it begins, with its outcome when it has ended.
+    2. Out of time, the error says what was waited for; what was done stays done, and the same
+       command goes on from there.
+"""
+
+import argparse
+import asyncio
+import getpass
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+from waltz_core import net
+from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.cluster import zookeeper
+from waltz_core.cluster.audit import DONE, AuditEntry
+from waltz_core.cluster.changes import Plan
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.storages import Progress
+from waltz_core.errors import Unavailable, WaltzError
+
+TIMEOUT_S = 600.0
+CONNECT_WAIT_S = 10.0
+
+Result = Mapping[str, object]
+
+
+@dataclass(slots=True)
+class Command:
+    """One run of a changing command."""
+
+    arguments: argparse.Namespace
+    coordinator: Coordinator
+    line: ProgressLine
+    steps: list[str] = field(default_factory=list)
+    waits_for: str = ""
+
+    def note(self, step: str) -> None:
+        """A step was taken: it is part of the result, and told at once."""
+        self.steps.append(step)
+        if not self.arguments.json:
+            say(step)
+
+    def wait_for(self, what: str, done_count: int = 0, count: int = 1) -> None:
+        """Say what is waited for from now on."""
+        self.waits_for = what
+        self.line.show(done_count, count, what)
+
+    async def carry_out(self, plan: Plan) -> None:
+        """Bring the replicas to where they are wanted."""
+        await self.coordinator.storages.carry_out(plan, self._tell)
+
+    def _tell(self, progress: Progress) -> None:
+        for step in progress.step:
+            self.note(str(step))
+        what = "; ".join(map(str, progress.step or progress.waits))
+        self.wait_for(what, progress.done_count, progress.count)
+
+
+def add_common(verb: argparse.ArgumentParser, *, changes: bool = True) -> None:
+    """Declare what all of these commands take."""
+    verb.add_argument(
+        "--connect",
+        default=os.environ.get("WALTZ_CONNECT"),
+        required="WALTZ_CONNECT" not in os.environ,
+        help="zk1:2181,zk2:2181/waltz/payments (default $WALTZ_CONNECT)",
+    )
+    verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    if changes:
+        verb.add_argument(
+            "--timeout",
+            type=float,
+            default=TIMEOUT_S,
+            metavar="S",
+            help=f"give up waiting after so many seconds (default {TIMEOUT_S:.0f})",
+        )
+
+
+def run(arguments: argparse.Namespace, work: Callable[[Command], Awaitable[Result | None]]) -> int:
+    """Run a command that changes the cluster; see the module's rules."""
+    return net.run(_run(arguments, work))
+
+
+async def _run(
+    arguments: argparse.Namespace, work: Callable[[Command], Awaitable[Result | None]]
+) -> int:
+    async with connected(arguments.connect) as coordinator:
+        if not arguments.creates:
+            await coordinator.read_cluster()  # or there is nothing to write the record into
+        with ProgressLine() as line:
+            command = Command(arguments, coordinator, line)
+            result = await _on_record(command, work)
+    if arguments.json:
+        show_json({"done": True, "steps": command.steps, **(result or {})})
+    else:
+        show(str((result or {}).get("summary", "done")))
+    return 0
+
+
+async def _on_record(
+    command: Command, work: Callable[[Command], Awaitable[Result | None]]
+) -> Result | None:
+    """Rule 1; a command that makes the cluster's nodes has nowhere to write before it has."""
+    audit, entry = command.coordinator.audit, _entry()
+    path = None if command.arguments.creates else await audit.begin(entry)
+    outcome = DONE
+    try:
+        return await _in_time(command, work)
+    except WaltzError as error:
+        outcome = f"failed: {error}"
+        raise
+    finally:
+        if path is None and await _has_cluster(command.coordinator):
+            path = await audit.begin(entry)
+        if path is not None:
+            await audit.end(path, entry, outcome, _now_ms())
+
+
+async def _has_cluster(coordinator: Coordinator) -> bool:
+    try:
+        await coordinator.read_cluster()
+    except WaltzError:
+        return False
+    return True
+
+
+async def _in_time(
+    command: Command, work: Callable[[Command], Awaitable[Result | None]]
+) -> Result | None:
+    timeout_s = command.arguments.timeout
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work(command)
+    except TimeoutError:
+        waited = command.waits_for or "ZooKeeper"
+        raise Unavailable(
+            f"not done within {timeout_s:.0f} s, still waiting: {waited}. What was done stays "
+            "done; the same command goes on from there"
+        ) from None
+
+
+def _entry() -> AuditEntry:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return AuditEntry(f"{user}@{socket.gethostname()}", _now_ms(), shlex.join(sys.argv[1:]))
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def connected(connect: str) -> AbstractAsyncContextManager[Coordinator]:
+    """Open a session for a command."""
+    return zookeeper.connected(connect, connect_timeout_ms=round(CONNECT_WAIT_S * 1000))

@@ -1,0 +1,461 @@
+"""`waltz-core cluster accept-replicas | rebuild-metadata`: when it is the storages that know.
+
+Both take a replica's log for the log by decision, not by quorum. What is decided stands in
+`cluster/rebuilding.py`; here storages are asked, people told, and ZooKeeper written.
+"""
+
+import argparse
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+from uuid import UUID
+
+from waltz_core.cli.changing import Command, Result, add_common, run
+from waltz_core.cli.output import show_table
+from waltz_core.cli.replicas import ClusterFacts, ReplicaLink, Session, log_of, open_links
+from waltz_core.cluster import changes, rebuilding
+from waltz_core.cluster.changes import Plan
+from waltz_core.cluster.coordinator import Coordinator, PartitionView
+from waltz_core.cluster.creation import NewCluster, NewStorage
+from waltz_core.cluster.model import (
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaAssignments,
+)
+from waltz_core.cluster.rebuilding import Log, Verdict
+from waltz_core.errors import (
+    BadConfig,
+    BadRequest,
+    CoordinatorConflict,
+    SessionFenced,
+    Unavailable,
+    UnknownPartition,
+)
+from waltz_core.record import NO_SESSION, Generation, PartitionId, ReplicaId, SessionId
+from waltz_core.wire.messages import Nack, Prepared
+
+ATTEMPTS_MAX = 10
+LOOK_AGAIN_S = 0.2
+NONCE_BYTES = 16
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add(verbs: Verbs) -> None:
+    """Declare the verbs."""
+    accept = verbs.add_parser(
+        "accept-replicas", help="take one replica's log for the log when no quorum can vouch"
+    )
+    accept.add_argument("partition", type=int)
+    accept.add_argument("--replica", metavar="HOST:PORT", help="else the one that has most")
+    accept.add_argument("--yes", action="store_true", help="else it is only shown what may be lost")
+    add_common(accept)
+    accept.set_defaults(verb=lambda arguments: run(arguments, _accept), creates=False)
+    rebuild = verbs.add_parser(
+        "rebuild-metadata", help="make ZooKeeper's nodes anew from what the storages have"
+    )
+    rebuild.add_argument("--name", default="waltz", help="default waltz")
+    rebuild.add_argument(
+        "--storage",
+        action="append",
+        required=True,
+        metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
+        help="every storage that there was, also one that is lost; as for `cluster create`",
+    )
+    rebuild.add_argument(
+        "--missing",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="one of these storages that will not come back",
+    )
+    rebuild.add_argument("--cluster-key", type=UUID, help="as `cluster show` told it")
+    rebuild.add_argument("--partitions", type=int, help="how many there were")
+    rebuild.add_argument(
+        "--from-directory",
+        type=Path,
+        metavar="DIRECTORY",
+        help="a storage's directory that says both",
+    )
+    rebuild.add_argument("--replicas", type=int, help="of each partition; else one for each group")
+    add_common(rebuild)
+    rebuild.set_defaults(verb=lambda arguments: run(arguments, _rebuild), creates=True)
+
+
+# --- accept-replicas
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What the replicas of one partition have said in a session that was claimed for it."""
+
+    session: Session
+    view: PartitionView
+    told: dict[ReplicaId, Prepared]
+    links: dict[ReplicaId, ReplicaLink]
+    unheard: dict[ReplicaId, str]
+
+    @property
+    def logs(self) -> dict[ReplicaId, Log]:
+        return {each: log_of(told) for each, told in self.told.items()}
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+
+
+async def _accept(command: Command) -> Result:
+    coordinator, arguments = command.coordinator, command.arguments
+    cluster = await coordinator.read_cluster()
+    partition_id = PartitionId(arguments.partition)
+    if not 0 <= partition_id < cluster.params.partition_count:
+        raise BadConfig(
+            f"there is no partition {partition_id}: the cluster has "
+            f"{cluster.params.partition_count}, from 0 on"
+        )
+    facts = ClusterFacts(cluster.store.cluster_key.bytes, cluster.params.partition_count)
+    newest = NO_SESSION
+    for _ in range(ATTEMPTS_MAX):
+        command.wait_for(f"the replicas of partition {partition_id}")
+        try:
+            heard = await _hear(coordinator, partition_id, facts, newest)
+            try:
+                return await _decide(command, partition_id, heard)
+            finally:
+                heard.close()
+        except SessionFenced as fenced:
+            newest = SessionId(max(newest, fenced.promised))
+        except CoordinatorConflict:
+            pass  # Its server has claimed a session at the same moment: ask again.
+    raise Unavailable(f"partition {partition_id}: its server claims it again and again; try again")
+
+
+async def _hear(
+    coordinator: Coordinator, partition_id: PartitionId, facts: ClusterFacts, newest: SessionId
+) -> _Heard:
+    """Claim a session later than `newest`, as an owner does, and hear every replica in it."""
+    view = await coordinator.read_partition(partition_id)
+    metadata, marker = view.metadata, view.marker
+    if metadata is None or marker is None or not metadata.states:
+        raise BadRequest(
+            f"ZooKeeper knows no replica of partition {partition_id}: it was never opened, or "
+            "ZooKeeper's data was lost (`cluster rebuild-metadata`)"
+        )
+    assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
+    members = tuple(dict.fromkeys([*assigned, *metadata.states]))
+    links, unheard = await open_links(members, facts)
+    session_id = SessionId(max(metadata.session_id, newest) + 1)
+    session = Session(session_id, secrets.token_bytes(NONCE_BYTES))
+    claimed = replace(metadata, session_id=session_id)
+    marker = PartitionMarker(marker.state, session_id, session.nonce)
+    told: dict[ReplicaId, Prepared] = {}
+    try:
+        versions = await coordinator.write_partition(partition_id, claimed, marker, view.versions)
+        for address, link in links.items():
+            answer = (await link.prepare({partition_id: session}))[partition_id]
+            if isinstance(answer, Prepared):
+                told[address] = answer
+            else:
+                _check_not_fenced(address, answer, session_id)
+                unheard[address] = answer.message
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    after = PartitionView(claimed, versions.metadata, marker, versions.marker)
+    return _Heard(session, after, told, links, unheard)
+
+
+def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -> None:
+    if answer.promised >= session_id:
+        raise SessionFenced(f"{address}: {answer.message}", answer.promised)
+
+
+async def _decide(command: Command, partition_id: PartitionId, heard: _Heard) -> Result:
+    logs = heard.logs
+    chosen = _chosen(command.arguments.replica, partition_id, logs)
+    lost = rebuilding.losses(logs[chosen], logs)
+    lost += [f"{each} was not heard: {reason}" for each, reason in heard.unheard.items()]
+    shown: dict[str, object] = {
+        "partition": partition_id,
+        "chosen": chosen,
+        "replicas": {each: log._asdict() for each, log in logs.items()},
+        "unheard": heard.unheard,
+        "may_be_lost": lost,
+        "accepted": command.arguments.yes,
+    }
+    if not command.arguments.json:
+        _show_replicas(logs, heard.unheard)
+    for each in lost:
+        command.note(each)
+    if not command.arguments.yes:
+        return {
+            **shown,
+            "summary": f"nothing was changed; with --yes the log of {chosen} is the log of "
+            f"partition {partition_id} from then on, and what only others have is lost",
+        }
+    members = await _declare(command, partition_id, heard, chosen)
+    return {
+        **shown,
+        "summary": f"the log of {chosen}, 0..{logs[chosen].synced_max}, is the log of partition "
+        f"{partition_id}; its replicas are {', '.join(members)}",
+    }
+
+
+def _chosen(
+    asked: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, Log]
+) -> ReplicaId:
+    if not logs:
+        raise Unavailable(f"partition {partition_id}: no replica answers; start a storage")
+    if asked is None:
+        return max(logs, key=lambda each: (not logs[each].is_damaged, *logs[each].rank))
+    if asked not in logs:
+        raise BadConfig(f"{asked} was not heard as a replica of partition {partition_id}")
+    return ReplicaId(asked)
+
+
+def _show_replicas(logs: Mapping[ReplicaId, Log], unheard: Mapping[ReplicaId, str]) -> None:
+    rows: list[tuple[object, ...]] = [
+        (
+            each,
+            log.last_session,
+            log.synced_max,
+            "suspect" if log.is_suspect else "damaged" if log.is_damaged else "-",
+        )
+        for each, log in logs.items()
+    ]
+    rows += [(each, "-", "-", "not heard") for each in unheard]
+    show_table(("replica", "last session", "last id", "trouble"), rows)
+
+
+async def _declare(
+    command: Command, partition_id: PartitionId, heard: _Heard, chosen: ReplicaId
+) -> tuple[ReplicaId, ...]:
+    """Take one log for the log, and have the others copy what they lack of it."""
+    coordinator, session = command.coordinator, heard.session
+    await heard.links[chosen].set_mark(partition_id, session, heard.told[chosen])
+    log = heard.logs[chosen]._replace(last_session=session.session_id)
+    others = sorted(heard.logs, key=lambda each: heard.logs[each].rank, reverse=True)
+    members = (chosen, *(each for each in others if each != chosen))
+    verdict = Verdict(partition_id, chosen, log, members)
+    metadata = heard.view.metadata
+    assert metadata is not None
+    marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
+    await coordinator.write_partition(
+        partition_id,
+        verdict.metadata(metadata.generation, session.session_id),
+        marker,
+        heard.view.versions,
+    )
+    command.note(f"partition {partition_id}: the log of {chosen} is the log")
+    await _assign(coordinator, [verdict])
+    layout = await coordinator.storages.read()
+    await command.carry_out(Plan.to({partition_id: members}, layout.assignment))
+    return members
+
+
+async def _assign(coordinator: Coordinator, verdicts: Sequence[Verdict]) -> None:
+    """Assign the first replicas of partitions whose log has been chosen (rule 2 there)."""
+
+    def assigned(old: ReplicaAssignments) -> ReplicaAssignments:
+        held = {each: list(its) for each, its in old.partitions.items()}
+        for verdict in verdicts:
+            for address, its in held.items():
+                is_member = address in verdict.first_members
+                if verdict.partition_id in its and not is_member:
+                    its.remove(verdict.partition_id)
+                elif verdict.partition_id not in its and is_member:
+                    its.append(verdict.partition_id)
+        return ReplicaAssignments({each: tuple(sorted(its)) for each, its in held.items()})
+
+    await coordinator.storages.change(lambda old: replace(old, assignment=assigned(old.assignment)))
+
+
+# --- rebuild-metadata
+
+
+async def _rebuild(command: Command) -> Result:
+    new, missing = (
+        _new_cluster(command.arguments),
+        [ReplicaId(each) for each in command.arguments.missing],
+    )
+    replica_count = command.arguments.replicas or len(set(new.groups.values()))
+    for each in missing:
+        if each not in new.groups:
+            raise BadConfig(f"--missing {each}: name it with --storage, too")
+    await _make_nodes(command, new)
+    facts = ClusterFacts(new.cluster_key.bytes, new.partition_count)
+    there = [each for each in new.groups if each not in missing]
+    links = await _await_storages(command, there, facts)
+    try:
+        undecided = [
+            partition_id
+            for partition_id in map(PartitionId, range(new.partition_count))
+            if await _is_waiting(command.coordinator, partition_id)
+        ]
+        sessions, told = await _hear_all(undecided, links)
+        verdicts, failures = _choose_all(undecided, told, new.groups, replica_count, missing)
+        for verdict in verdicts:
+            await _write_verdict(command.coordinator, verdict, sessions[verdict.partition_id])
+            command.note(
+                f"partition {verdict.partition_id}: 0..{verdict.log.synced_max} of {verdict.source}"
+            )
+    finally:
+        for link in links.values():
+            link.close()
+    result = await _open_all(command, new, verdicts, replica_count, missing)
+    if failures:
+        raise BadRequest(
+            f"{len(verdicts)} partitions are open again, {len(failures)} are not; {failures[0]}"
+        )
+    return result
+
+
+def _choose_all(
+    undecided: Sequence[PartitionId],
+    told: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
+    groups: Mapping[ReplicaId, int],
+    replica_count: int,
+    missing: Sequence[ReplicaId],
+) -> tuple[list[Verdict], list[BadRequest]]:
+    """Choose the log of every partition, and tell of which it cannot be chosen."""
+    verdicts: list[Verdict] = []
+    failures: list[BadRequest] = []
+    for each in undecided:
+        logs = {name: log_of(its[each]) for name, its in told.items() if each in its}
+        try:
+            verdict = rebuilding.choose(
+                each, logs, groups=groups, replica_count=replica_count, unheard=missing
+            )
+        except BadRequest as error:
+            failures.append(error)
+        else:
+            verdicts.append(verdict)
+    return verdicts, failures
+
+
+def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
+    from waltz_core.cli.cluster import storage_of  # noqa: PLC0415 - that file declares these verbs
+    from waltz_core.storage.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
+    from waltz_core.storage.format import CONTROL_HEADER_BYTES, ControlHeader  # noqa: PLC0415
+
+    key, count = arguments.cluster_key, arguments.partitions
+    if arguments.from_directory is not None:
+        path = arguments.from_directory / CONTROL_NAME
+        try:
+            header = ControlHeader.decode(path.read_bytes()[:CONTROL_HEADER_BYTES])
+        except OSError as error:
+            raise BadConfig(f"{path}: {error.strerror}") from error
+        key, count = UUID(bytes=header.cluster_key), header.partition_count
+    if key is None or count is None:
+        raise BadConfig(
+            "expected --cluster-key and --partitions, or --from-directory with the directory of "
+            "one of the storages, which says both"
+        )
+    storages: tuple[NewStorage, ...] = tuple(
+        storage_of(text, index) for index, text in enumerate(arguments.storage)
+    )
+    return NewCluster(arguments.name, count, key, storages)
+
+
+async def _make_nodes(command: Command, new: NewCluster) -> None:
+    """Make the nodes, unless this command has done so before."""
+    coordinator = command.coordinator
+    try:
+        found = await coordinator.read_cluster()
+    except BadConfig:
+        await coordinator.create_for_rebuilding(new, rebuilding.ids_from(int(time.time())))  # noqa: TID251
+        command.note(f"the nodes of cluster {new.cluster_key} are made")
+        return
+    if found.store.cluster_key != new.cluster_key:
+        raise BadRequest(
+            f"at {coordinator.where} there is another cluster, {found.store.cluster_key}"
+        )
+    for number in range(new.partition_count):
+        if await _is_waiting(coordinator, PartitionId(number)):
+            return
+    raise BadRequest(f"the cluster at {coordinator.where} has its metadata: nothing is to rebuild")
+
+
+async def _is_waiting(coordinator: Coordinator, partition_id: PartitionId) -> bool:
+    view = await coordinator.read_partition(partition_id)
+    return rebuilding.is_waiting(view.metadata, view.marker)
+
+
+async def _await_storages(
+    command: Command, storages: Sequence[ReplicaId], facts: ClusterFacts
+) -> dict[ReplicaId, ReplicaLink]:
+    while True:
+        links, failures = await open_links(storages, facts)
+        if not failures:
+            return links
+        for link in links.values():
+            link.close()
+        command.wait_for(
+            f"{', '.join(failures)} to answer: start it, or say --missing if it is lost",
+            len(links),
+            len(storages),
+        )
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def _hear_all(
+    partitions: Sequence[PartitionId], links: Mapping[ReplicaId, ReplicaLink]
+) -> tuple[dict[PartitionId, Session], dict[ReplicaId, dict[PartitionId, Prepared]]]:
+    """Fence every replica at a session that is later than all, and hear what it has."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    newest = dict.fromkeys(partitions, NO_SESSION)
+    for link in links.values():
+        asked = await link.prepare({each: Session(SessionId(0), nonce) for each in partitions})
+        for each, answer in asked.items():
+            if isinstance(answer, Nack):
+                newest[each] = max(newest[each], SessionId(answer.promised))
+    # Two more: a storage that has lost to whom it promised a session takes the one after it.
+    sessions = {each: Session(SessionId(newest[each] + 2), nonce) for each in partitions}
+    told: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
+    for address, link in links.items():
+        answers = await link.prepare(sessions)
+        told[address] = {
+            each: answer for each, answer in answers.items() if isinstance(answer, Prepared)
+        }
+        for each, refused in answers.items():
+            if isinstance(refused, Nack) and refused.error_code != UnknownPartition.code:
+                raise Unavailable(f"{address}, partition {each}: {refused.message}")
+    return sessions, told
+
+
+async def _write_verdict(coordinator: Coordinator, verdict: Verdict, session: Session) -> None:
+    view = await coordinator.read_partition(verdict.partition_id)
+    metadata = view.metadata
+    assert metadata is not None
+    written: PartitionMetadata = verdict.metadata(
+        Generation(metadata.generation), session.session_id
+    )
+    marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
+    await coordinator.write_partition(verdict.partition_id, written, marker, view.versions)
+
+
+async def _open_all(
+    command: Command,
+    new: NewCluster,
+    verdicts: Sequence[Verdict],
+    replica_count: int,
+    missing: Sequence[ReplicaId],
+) -> Result:
+    """Assign what was decided, wait until servers have opened it, and add the other replicas."""
+    await _assign(command.coordinator, verdicts)
+    groups = {each: group for each, group in new.groups.items() if each not in missing}
+    members = {each.partition_id: each.members for each in verdicts}
+    wanted = changes.filled(members, groups, min(replica_count, len(groups)))
+    layout = await command.coordinator.storages.read()
+    await command.carry_out(Plan.to(wanted, layout.assignment))
+    return {
+        "cluster_key": str(new.cluster_key),
+        "partitions": {each.partition_id: each.log.synced_max for each in verdicts},
+        "summary": f"{len(verdicts)} partitions are open again",
+    }

@@ -1,0 +1,167 @@
+"""Speaks to storages as the owner of a session does: promise, tell what you have, mark your log.
+
+Why it stands alone: these are the same messages as those of a server's sessions, and a storage
+keeps its rules whoever asks; what is made of the answers is decided in `cluster/rebuilding.py`.
+
+Rules:
+    1. A session that a storage is asked to promise is one that ZooKeeper has given to nobody else.
+    2. A link is used for one purpose and closed: what is promised over it binds nobody longer.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from waltz_core import net
+from waltz_core.cluster.rebuilding import Log
+from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
+from waltz_core.net import Link
+from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.wire.messages import (
+    Message,
+    Nack,
+    OpenRequest,
+    Prepare,
+    Prepared,
+    ReplicaState,
+    SetLowWaterMark,
+    StorageMessage,
+    SuccessResponse,
+    Surface,
+)
+
+DIAL_TIMEOUT_S: Final = 3.0
+ANSWER_S: Final = 30.0
+_NOBODY: Final = -1
+_ANY_STORAGE: Final = bytes(16)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What a storage is asked to be of."""
+
+    cluster_key: bytes
+    partition_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session of one partition that was claimed for this command."""
+
+    session_id: SessionId
+    nonce: bytes
+
+
+class ReplicaLink:
+    """A link to one storage."""
+
+    def __init__(self, address: ReplicaId, link: Link, facts: ClusterFacts) -> None:
+        self.address = address
+        self._link = link
+        self._facts = facts
+
+    @staticmethod
+    async def open(address: ReplicaId, facts: ClusterFacts) -> "ReplicaLink":
+        """Dial; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
+        link = await net.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
+        made = ReplicaLink(address, link, facts)
+        opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, facts.cluster_key, facts.partition_count)
+        try:
+            (answer,) = await made._ask([opening])
+            made._expect(answer, SuccessResponse)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    async def prepare(
+        self, sessions: Mapping[PartitionId, Session]
+    ) -> dict[PartitionId, Prepared | Nack]:
+        """Have the storage promise sessions, and tell what it has of each partition."""
+        asked = [
+            Prepare(
+                session.session_id,
+                number,
+                partition_id,
+                session.nonce,
+                _ANY_STORAGE,
+                self._facts.cluster_key,
+                self._facts.partition_count,
+            )
+            for number, (partition_id, session) in enumerate(sessions.items())
+        ]
+        answers = await self._ask(asked)
+        found: dict[PartitionId, Prepared | Nack] = {}
+        for answer in answers:
+            if not isinstance(answer, Prepared | Nack):
+                raise self._unexpected(answer)
+            found[PartitionId(answer.partition_id)] = answer
+        return found
+
+    async def set_mark(self, partition_id: PartitionId, session: Session, told: Prepared) -> None:
+        """Make session and mark durable at the log's end, which clears what made it suspect."""
+        fields = (session.session_id, 1_000_000, partition_id)
+        mark = SetLowWaterMark(*fields, told.synced_max, bytes(told.chain))
+        (answer,) = await self._ask([mark])
+        self._expect(answer, ReplicaState)
+
+    def close(self) -> None:
+        """End the link."""
+        self._link.abort("asked")
+
+    async def _ask(self, requests: Sequence[StorageMessage]) -> list[StorageMessage]:
+        """Send requests, return as many answers."""
+        for request in requests:
+            self._link.send(request)
+        answers: list[StorageMessage] = []
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while len(answers) < len(requests):
+                    for message in await self._link.receive():
+                        if not isinstance(message, StorageMessage):
+                            raise self._unexpected(message)
+                        answers.append(message)
+        except TimeoutError as error:
+            raise Unreachable(f"{self.address}: no answer within {ANSWER_S} s") from error
+        return answers
+
+    def _expect(self, answer: Message, kind: type[Message]) -> None:
+        if isinstance(answer, Nack):
+            raise from_code(answer.error_code, f"{self.address}: {answer.message}")
+        if not isinstance(answer, kind):
+            raise self._unexpected(answer)
+
+    def _unexpected(self, answer: object) -> RemoteProtocolError:
+        return RemoteProtocolError(f"{self.address}: unexpected {type(answer).__name__}")
+
+
+async def open_links(
+    storages: Sequence[ReplicaId], facts: ClusterFacts
+) -> tuple[dict[ReplicaId, ReplicaLink], dict[ReplicaId, str]]:
+    """Dial all storages at once; return the links, and why there is none to the others."""
+    links: dict[ReplicaId, ReplicaLink] = {}
+    failures: dict[ReplicaId, str] = {}
+
+    async def dial(address: ReplicaId) -> None:
+        try:
+            links[address] = await ReplicaLink.open(address, facts)
+        except WaltzError as error:
+            failures[address] = str(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for address in storages:
+            tasks.create_task(dial(address))
+    return {each: links[each] for each in storages if each in links}, failures
+
+
+def log_of(told: Prepared) -> Log:
+    """Return what a replica says of itself."""
+    pairs = memoryview(told.damaged)
+    lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
+    return Log(
+        SessionId(told.last_session),
+        TransactionId(told.synced_max),
+        told.suspect,
+        any(last > told.low_water_mark for last in lasts),
+    )

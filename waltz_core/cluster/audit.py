@@ -1,0 +1,135 @@
+"""Who has changed the cluster, when, how, and what came of it: the newest changes, in ZooKeeper.
+
+Why it stands alone: whoever looks for the reason of something finds it where the cluster is, also
+when the machine that gave the command is gone.
+
+Rules:
+    1. A change is written down before it begins; what has come of it is written when it is over.
+       One that says "begun" was broken off.
+    2. Only the newest `ENTRIES_MAX` are kept.
+    3. A record that cannot be written is a reason not to begin, but no reason to break off.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from waltz_core import errors, strict_json
+from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.znodes import Create, Delete, Set
+
+ENTRIES_MAX = 1_000
+TEXT_CHARACTERS_MAX = 2_000
+BEGUN = "begun"
+DONE = "done"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """`R/x/audit/e_N`: JSON with `format` 1 and these fields.
+
+    `outcome` is "begun", "done" or "failed: " and the reason.
+    """
+
+    who: str
+    begun_ms: int
+    what: str
+    outcome: str = BEGUN
+    ended_ms: int | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return the node's bytes."""
+        return strict_json.to_json(
+            {
+                "format": _FORMAT,
+                "who": self.who[:TEXT_CHARACTERS_MAX],
+                "begun_ms": self.begun_ms,
+                "what": self.what[:TEXT_CHARACTERS_MAX],
+                "outcome": self.outcome[:TEXT_CHARACTERS_MAX],
+                "ended_ms": self.ended_ms,
+            }
+        )
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "AuditEntry":
+        """Decode; raises BadFormat."""
+        try:
+            values = strict_json.from_json(data)
+        except ValueError as error:
+            raise errors.BadFormat(f"AuditEntry: expected JSON: {error!s:.200}") from error
+        if not isinstance(values, dict) or values.get("format") != _FORMAT:
+            raise errors.BadFormat(f"AuditEntry: expected format 1, found {data!r:.200}")
+        for name, kinds in _KINDS.items():
+            if type(values.get(name)) not in kinds:
+                raise errors.BadFormat(
+                    f"AuditEntry: expected {name} as {kinds[0].__name__}, "
+                    f"found {values.get(name)!r:.200}"
+                )
+        return AuditEntry(**{name: values[name] for name in _KINDS})
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "who": (str,),
+    "begun_ms": (int,),
+    "what": (str,),
+    "outcome": (str,),
+    "ended_ms": (int, type(None)),
+}
+
+
+class AuditLog:
+    """The records of one cluster, through one session."""
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+        self._znodes = nodes.znodes
+
+    async def begin(self, entry: AuditEntry) -> str:
+        """Write a change down that is about to begin; return where, for `end`."""
+        paths = self._nodes.paths
+        await self._nodes.ensure((paths.ours, paths.audit))
+        before = await self._names()
+        step = Create(paths.audit_prefix, entry.to_bytes(), sequential=True)
+        # ZooKeeper tells no name of what it has numbered: the new one is the one that is ours.
+        await self._znodes.write([step])
+        after = [name for name in await self._names() if name not in before]
+        for name in reversed(after):
+            path = f"{paths.audit}/{name}"
+            node = await self._znodes.get(path)
+            if node is not None and node.data == step.data:
+                await self._forget_oldest()
+                return path
+        raise errors.CoordinatorUnavailable(f"{paths.audit}: the record that was made is gone")
+
+    async def end(self, path: str, entry: AuditEntry, outcome: str, ended_ms: int) -> None:
+        """Write down what has come of a change (rule 3)."""
+        done = replace(entry, outcome=outcome, ended_ms=ended_ms)
+        with suppress(errors.WaltzError):
+            node = await self._znodes.get(path)
+            if node is not None:
+                await self._znodes.write([Set(path, done.to_bytes(), node.stat.version)])
+
+    async def read(self) -> list[AuditEntry]:
+        """Return all records, oldest first."""
+        await self._znodes.sync()
+        found: list[AuditEntry] = []
+        for name in await self._names():
+            path = f"{self._nodes.paths.audit}/{name}"
+            node = await self._znodes.get(path)
+            if node is not None:
+                found.append(decode_node(path, node, AuditEntry.from_bytes))
+        return found
+
+    async def _names(self) -> Sequence[str]:
+        listing = await self._znodes.children(self._nodes.paths.audit)
+        return () if listing is None else listing.names
+
+    async def _forget_oldest(self) -> None:
+        names = await self._names()
+        for name in names[: max(0, len(names) - ENTRIES_MAX)]:
+            path = f"{self._nodes.paths.audit}/{name}"
+            with suppress(errors.CoordinatorConflict):
+                node = await self._znodes.get(path)
+                if node is not None:
+                    await self._znodes.write([Delete(path, node.stat.version)])

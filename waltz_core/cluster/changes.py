@@ -1,0 +1,432 @@
+"""How a cluster's replicas get from where they are to where they should be, one safe step each.
+
+Why it stands alone: which step may be next is a question of quorums, not of waiting and writing,
+so that all of it can be tried out without a cluster. `storages.py` looks, writes and waits.
+
+Rules (correctness.md 2.1 C and G, 2.4 row 36):
+    1. A partition's next step is taken only from an open session that has taken the last one in.
+    2. A step adds one replica, or takes one away, or puts one into the place of another that is
+       not level.
+    3. No step leaves a partition without a quorum of level replicas, nor in want of one that has
+       to copy the log first, unless it has a single replica.
+    4. Nothing is taken away before what has been added is level.
+    5. A plan is made of wishes only: looked at again after a crash, it goes on from where it is.
+
+Invariants of a wanted placement:
+    1. A partition has its replicas on different storages, and in as many groups as it can.
+    2. What can stay where it is stays.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from waltz_core import errors
+from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaAssignments
+from waltz_core.record import PartitionId, ReplicaId
+
+Placement: TypeAlias = Mapping[PartitionId, tuple[ReplicaId, ...]]
+
+
+# --- one step after the other
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is wanted of some partitions; `joining` are the replicas that have to become level."""
+
+    wanted: Placement
+    joining: Placement
+
+    @staticmethod
+    def to(wanted: Placement, assigned: ReplicaAssignments) -> "Plan":
+        """Return the plan that leads from an assignment to a placement."""
+        before = {each: assigned.replicas_of(each) for each in wanted}
+        joining = {
+            each: tuple(name for name in replicas if name not in before[each])
+            for each, replicas in wanted.items()
+        }
+        return Plan(dict(wanted), joining)
+
+
+class Replicas(NamedTuple):
+    """One partition as it is: its replicas, and what its owner's session says of them."""
+
+    assigned: tuple[ReplicaId, ...]
+    metadata: PartitionMetadata | None
+
+    @property
+    def level(self) -> list[ReplicaId]:
+        """The assigned replicas that are engaged in the open session."""
+        if self.metadata is None:
+            return []
+        states = self.metadata.states
+        return [
+            each
+            for each in self.assigned
+            if each in states and states[each] == (self.metadata.session_id, UNRESOLVED)
+        ]
+
+    @property
+    def was_opened(self) -> bool:
+        """Whether there was ever a session, and so a history."""
+        return self.metadata is not None and bool(self.metadata.states)
+
+
+class Change(NamedTuple):
+    """One step of one partition: from these replicas to those."""
+
+    partition_id: PartitionId
+    before: tuple[ReplicaId, ...]
+    after: tuple[ReplicaId, ...]
+
+    def __str__(self) -> str:
+        added = [f"+{each}" for each in self.after if each not in self.before]
+        removed = [f"-{each}" for each in self.before if each not in self.after]
+        return f"partition {self.partition_id}: {' '.join(added + removed)}"
+
+
+class Wait(NamedTuple):
+    """A partition's next step has to wait; the reason is a sentence for whoever waits."""
+
+    partition_id: PartitionId
+    reason: str
+
+    def __str__(self) -> str:
+        return f"partition {self.partition_id}: {self.reason}"
+
+
+def next_step(partition_id: PartitionId, now: Replicas, plan: Plan) -> Change | Wait | None:
+    """Return the next step of a partition, or why it has to wait; None when it is as wanted."""
+    wanted = plan.wanted[partition_id]
+    if not wanted:
+        raise errors.BadRequest(f"partition {partition_id} would be left without a replica")
+    leaving = [each for each in now.assigned if each not in wanted]
+    lacking = [each for each in wanted if each not in now.assigned]
+    if not now.assigned:
+        return Change(partition_id, (), tuple(wanted))
+    if not now.was_opened:
+        # Without a history nothing has to be level: quorums that meet are enough.
+        return _one_by_one(partition_id, now, lacking, leaving)
+    reason = _unsettled(now) or _not_level(now, plan.joining[partition_id])
+    if reason is not None:
+        return Wait(partition_id, reason)
+    if lacking:
+        return _bring_in(partition_id, now, lacking[0], leaving)
+    if leaving:
+        return _take_out(partition_id, now, leaving)
+    return None
+
+
+def apply(changes: Iterable[Change], old: ReplicaAssignments) -> ReplicaAssignments:
+    """Return the assignment after some changes.
+
+    Raises CoordinatorConflict when a partition is not what its change was made for.
+    """
+    held = {name: list(its) for name, its in old.partitions.items()}
+    for partition_id, before, after in changes:
+        found = old.replicas_of(partition_id)
+        if set(found) != set(before):
+            raise errors.CoordinatorConflict(
+                f"partition {partition_id} has the replicas {_names(found)}, "
+                f"expected {_names(before)}: somebody else has changed it"
+            )
+        for name in before:
+            if name not in after:
+                held[name].remove(partition_id)
+        for name in after:
+            if name not in held:
+                raise errors.BadRequest(f"{name} is no storage of this cluster")
+            if name not in before:
+                held[name].append(partition_id)
+    return ReplicaAssignments({name: tuple(sorted(its)) for name, its in held.items()})
+
+
+def _one_by_one(
+    partition_id: PartitionId, now: Replicas, lacking: list[ReplicaId], leaving: list[ReplicaId]
+) -> Change | None:
+    if lacking:
+        return Change(partition_id, now.assigned, (*now.assigned, lacking[0]))
+    if leaving:
+        return Change(partition_id, now.assigned, _without(now.assigned, leaving[0]))
+    return None
+
+
+def _unsettled(now: Replicas) -> str | None:
+    """Say what rule 1 waits for."""
+    assert now.metadata is not None
+    if set(now.metadata.states) != set(now.assigned):
+        return f"its server has to open a session with {_names(now.assigned)}"
+    if not now.level:
+        return (
+            f"its server has to open a session; the last one was with {_names(_engaged(now))}, "
+            "of which a quorum has to answer"
+        )
+    return None
+
+
+def _engaged(now: Replicas) -> list[ReplicaId]:
+    assert now.metadata is not None
+    states = now.metadata.states.items()
+    return [each for each, state in states if state.closing_high_water_mark == UNRESOLVED]
+
+
+def _not_level(now: Replicas, joining: Collection[ReplicaId]) -> str | None:
+    """Say what rule 4 waits for."""
+    behind = [each for each in now.assigned if each in joining and each not in now.level]
+    return f"{_names(behind)} copies the log" if behind else None
+
+
+def _bring_in(
+    partition_id: PartitionId, now: Replicas, added: ReplicaId, leaving: list[ReplicaId]
+) -> Change | Wait:
+    away = [each for each in leaving if each not in now.level]
+    if away:  # The quorum stays as large as it was, and appends need not wait for the copy.
+        after = (*_without(now.assigned, away[0]), added)
+        return _checked(partition_id, now, after, len(now.level))
+    after = (*now.assigned, added)
+    if len(now.level) == len(now.assigned):
+        return Change(partition_id, now.assigned, after)
+    return _checked(partition_id, now, after, len(now.level))
+
+
+def _take_out(partition_id: PartitionId, now: Replicas, leaving: list[ReplicaId]) -> Change | Wait:
+    away = [each for each in leaving if each not in now.level]
+    after = _without(now.assigned, (away or leaving)[0])
+    return _checked(partition_id, now, after, len([each for each in now.level if each in after]))
+
+
+def _checked(
+    partition_id: PartitionId, now: Replicas, after: tuple[ReplicaId, ...], level_count: int
+) -> Change | Wait:
+    """Return the change, unless it would break rule 3."""
+    quorum = len(after) // 2 + 1
+    if level_count >= quorum:
+        return Change(partition_id, now.assigned, after)
+    missing = [each for each in now.assigned if each not in now.level]
+    return Wait(
+        partition_id,
+        f"{_names(missing)} is not level, and of {_names(after)} appends would need {quorum}: "
+        "start it, or replace its storage",
+    )
+
+
+def _without(replicas: tuple[ReplicaId, ...], gone: ReplicaId) -> tuple[ReplicaId, ...]:
+    return tuple(each for each in replicas if each != gone)
+
+
+def _names(replicas: Iterable[ReplicaId]) -> str:
+    return ", ".join(replicas) or "none"
+
+
+# --- what may be wanted
+
+
+@dataclass(slots=True)
+class _Places:
+    """A placement being made: who holds what, and where there is room."""
+
+    groups: Mapping[ReplicaId, int]
+    held: dict[PartitionId, list[ReplicaId]]
+    load: dict[ReplicaId, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.load = dict.fromkeys(self.groups, 0)
+        for replicas in self.held.values():
+            for each in replicas:
+                self.load[each] = self.load.get(each, 0) + 1
+
+    def group_count(self, replicas: Iterable[ReplicaId]) -> int:
+        return len({self.groups.get(each) for each in replicas})
+
+    def move(self, partition_id: PartitionId, old: ReplicaId | None, new: ReplicaId | None) -> None:
+        if old is not None:
+            self.held[partition_id].remove(old)
+            self.load[old] -= 1
+        if new is not None:
+            self.held[partition_id].append(new)
+            self.load[new] += 1
+
+    def best_for(
+        self, replicas: Collection[ReplicaId], barred: Collection[ReplicaId]
+    ) -> ReplicaId | None:
+        """Return where another replica goes: into a group that has none, where there is least."""
+        free = [each for each in self.groups if each not in replicas and each not in barred]
+        before = self.group_count(replicas)
+        return min(
+            free,
+            key=lambda each: (-self.group_count([*replicas, each]) + before, self.load[each]),
+            default=None,
+        )
+
+    def worst_of(self, replicas: list[ReplicaId]) -> ReplicaId:
+        """Return which replica to give up: of a group that has more than one, where most is."""
+
+        def cost(each: ReplicaId) -> tuple[int, int]:
+            rest = [other for other in replicas if other != each]
+            return self.group_count(rest), self.load[each]
+
+        return max(replicas, key=cost)
+
+
+def placement_of(
+    assigned: ReplicaAssignments, partition_count: int
+) -> dict[PartitionId, tuple[ReplicaId, ...]]:
+    """Return the replicas of every partition."""
+    partitions = map(PartitionId, range(partition_count))
+    return {each: assigned.replicas_of(each) for each in partitions}
+
+
+def without_storage(
+    now: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
+) -> dict[PartitionId, tuple[ReplicaId, ...]]:
+    """Return where the replicas of one storage go; raises BadRequest when one has no place."""
+    usual = _usual_count(now)
+    places = _Places(groups, {each: list(replicas) for each, replicas in now.items()})
+    moved: dict[PartitionId, tuple[ReplicaId, ...]] = {}
+    for partition_id, replicas in now.items():
+        if address not in replicas:
+            continue
+        others = [each for each in replicas if each != address]
+        if len(others) >= usual:  # Its successor is there: this is the rest of an earlier move.
+            moved[partition_id] = tuple(others)
+            continue
+        found = places.best_for(others, [address])
+        if found is None:
+            raise errors.BadRequest(
+                f"every other storage has a replica of partition {partition_id} already: add a "
+                f"storage first, or take its replica away (`cluster remove-replica {partition_id} "
+                f"{address}`)"
+            )
+        places.move(partition_id, address, found)
+        moved[partition_id] = tuple(places.held[partition_id])
+    return moved
+
+
+def replaced(
+    now: Placement, old: ReplicaId, new: ReplicaId
+) -> dict[PartitionId, tuple[ReplicaId, ...]]:
+    """Return the placement in which one storage has taken over what another one holds."""
+    return {
+        partition_id: tuple(dict.fromkeys(new if each == old else each for each in replicas))
+        for partition_id, replicas in now.items()
+        if old in replicas
+    }
+
+
+def restored(now: Placement, address: ReplicaId) -> dict[PartitionId, tuple[ReplicaId, ...]]:
+    """Return the placement in which a storage makes up what partitions lack beside the others."""
+    usual = _usual_count(now)
+    return {
+        partition_id: (*replicas, address)
+        for partition_id, replicas in now.items()
+        if address not in replicas and len(replicas) < usual
+    }
+
+
+def _usual_count(now: Placement) -> int:
+    """Return how many replicas most partitions have; the greater number where two are as usual."""
+    counts = [len(replicas) for replicas in now.values()]
+    return max(counts, key=lambda each: (counts.count(each), each), default=0)
+
+
+def spread(
+    now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
+) -> dict[PartitionId, tuple[ReplicaId, ...]]:
+    """Return the placement with replicas dealt out evenly over groups and storages.
+
+    Without `replica_count` a partition keeps as many replicas as it has, or gets one for each
+    group. Raises BadRequest when there are too few storages.
+    """
+    places = _filled(now, groups, replica_count)
+    for partition_id in places.held:
+        _spread_over_groups(places, partition_id)
+    while _has_evened_out(places):
+        pass
+    return {each: tuple(replicas) for each, replicas in places.held.items()}
+
+
+def filled(
+    now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
+) -> dict[PartitionId, tuple[ReplicaId, ...]]:
+    """Return the placement in which each partition has its count of replicas; no other one moves.
+
+    Raises BadRequest when there are too few storages.
+    """
+    return {each: tuple(its) for each, its in _filled(now, groups, replica_count).held.items()}
+
+
+def _filled(now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None) -> _Places:
+    usual = replica_count or len(set(groups.values()))
+    if not 1 <= usual <= len(groups):
+        raise errors.BadRequest(
+            f"{usual} replicas of each partition need as many storages, the cluster has "
+            f"{len(groups)}"
+        )
+    places = _Places(groups, {each: list(replicas) for each, replicas in now.items()})
+    for partition_id, replicas in places.held.items():
+        count = replica_count or len(replicas) or usual
+        while len(replicas) < count:
+            found = places.best_for(replicas, ())
+            assert found is not None
+            places.move(partition_id, None, found)
+        while len(replicas) > count:
+            places.move(partition_id, places.worst_of(replicas), None)
+    return places
+
+
+def _spread_over_groups(places: _Places, partition_id: PartitionId) -> None:
+    replicas = places.held[partition_id]
+    while True:
+        given_up = places.worst_of(replicas)
+        others = [each for each in replicas if each != given_up]
+        found = places.best_for(others, [given_up])
+        if found is None:
+            return
+        if places.group_count([*others, found]) <= places.group_count(replicas):
+            return
+        places.move(partition_id, given_up, found)
+
+
+def _has_evened_out(places: _Places) -> bool:
+    """Move one replica from a storage to one with two or more less; False when none can be."""
+    by_load = sorted(places.groups, key=lambda each: places.load[each])
+    for full in reversed(by_load):
+        for empty in by_load:
+            if places.load[full] - places.load[empty] < 2:
+                break
+            for partition_id, replicas in places.held.items():
+                if full not in replicas or empty in replicas:
+                    continue
+                after = [empty if each == full else each for each in replicas]
+                if places.group_count(after) >= places.group_count(replicas):
+                    places.move(partition_id, full, empty)
+                    return True
+    return False
+
+
+def crowded(now: Placement, groups: Mapping[ReplicaId, int]) -> list[PartitionId]:
+    """Return the partitions whose replicas are in fewer groups than they could be."""
+    group_count = len(set(groups.values()))
+    return [
+        partition_id
+        for partition_id, replicas in now.items()
+        if len({groups.get(each) for each in replicas}) < min(len(replicas), group_count)
+    ]
+
+
+def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]:
+    """Return the partitions that "0-6,7,10-16" or "all" names; raises BadConfig."""
+    expected = f"expected partitions like 0-3,7 of 0..{partition_count - 1}, or all"
+    if text == "all":
+        return tuple(map(PartitionId, range(partition_count)))
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
+            raise errors.BadConfig(f"{text!r}: {expected}")
+        numbers = range(int(first), int(last if dash else first) + 1)
+        if not numbers or numbers[-1] >= partition_count:
+            raise errors.BadConfig(f"{text!r} has {part.strip()!r}: {expected}")
+        found.update(dict.fromkeys(numbers))
+    return tuple(map(PartitionId, found))

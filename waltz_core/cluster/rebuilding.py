@@ -1,0 +1,198 @@
+"""What ZooKeeper is told when it is the storages that know: one log is declared to be the log.
+
+Why it stands alone: nowhere else is a history decided by other means than a quorum's. It is needed
+when ZooKeeper has lost its data, and when too few replicas of a partition can vouch for themselves.
+
+What must not be lost was synced by a quorum of the replicas in some session. A storage writes the
+session down before it takes appends in it, and only with a log that has all that came before. So of
+the replicas that were heard, the one with the newest session, and of those the longest log, has
+everything, provided that fewer than a quorum were not heard.
+
+Rules (correctness.md 2.4, row 15):
+    1. Nodes that were made for a rebuilding have no partition that may be opened: its marker says
+       that there was a history, and no replica is engaged.
+    2. One replica is declared engaged, and nobody else. It is assigned together with a second one,
+       so that nothing is acknowledged by one disk alone; the others are added as replicas ever are.
+    3. A replica that is suspect, or damaged above its mark, is not chosen unasked.
+    4. Client ids and generations go on above all that were ever given out, so that no append is
+       taken for an old one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from waltz_core import errors
+from waltz_core.cluster import model
+from waltz_core.cluster.creation import NewCluster, creation_steps
+from waltz_core.cluster.paths import ClusterPaths
+from waltz_core.cluster.znodes import Create, Operation
+from waltz_core.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+    SessionId,
+    TransactionId,
+)
+
+# One of these has the bytes of a replica state for each storage, so fewer fit into a request.
+STEP_PARTITIONS_MAX = 200
+# No cluster gives out a client id a second for years, so these are above all that were given out.
+IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
+# Stands in the first assignment as the owner of all: no server ever has this id.
+NOBODY = ServerId(0)
+
+
+class Log(NamedTuple):
+    """What a replica says of itself, after a fence and a sync."""
+
+    last_session: SessionId
+    synced_max: TransactionId
+    is_suspect: bool
+    is_damaged: bool  # above its low-water mark
+
+    @property
+    def can_vouch(self) -> bool:
+        """Whether it may be chosen unasked (rule 3)."""
+        return not (self.is_suspect or self.is_damaged)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Greater has more."""
+        return self.last_session, self.synced_max
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whose log is the log of a partition, and who is to have it."""
+
+    partition_id: PartitionId
+    source: ReplicaId
+    log: Log
+    members: tuple[ReplicaId, ...]
+
+    @property
+    def first_members(self) -> tuple[ReplicaId, ...]:
+        """Who is assigned at first (rule 2)."""
+        return self.members[:2]
+
+    def metadata(self, generation: Generation, session_id: SessionId) -> model.PartitionMetadata:
+        """Return what ZooKeeper is told; `session_id` is the one that the replicas promised."""
+        states = {self.source: model.ReplicaState(self.log.last_session, model.UNRESOLVED)}
+        return model.PartitionMetadata(generation, session_id, states)
+
+
+def choose(
+    partition_id: PartitionId,
+    logs: Mapping[ReplicaId, Log],
+    *,
+    groups: Mapping[ReplicaId, int],
+    replica_count: int,
+    unheard: Sequence[ReplicaId],
+) -> Verdict:
+    """Choose the log of a partition among all that were heard.
+
+    `unheard` are storages that may have a replica. Raises BadRequest, with what would help, when
+    what a quorum has acknowledged may be on those only that cannot tell.
+    """
+    able = {name: log for name, log in logs.items() if log.can_vouch}
+    silent = [*unheard, *(name for name in logs if name not in able)]
+    quorum = replica_count // 2 + 1
+    # One that says it has no replica may be one that cannot open it.
+    missing_count = max(len(silent), replica_count - len(able))
+    if missing_count >= quorum:
+        raise errors.BadRequest(
+            f"partition {partition_id}: of {replica_count} replicas {len(able)} were heard "
+            f"({', '.join(able) or 'none'}), {', '.join(silent) or 'no other storage'} could not "
+            f"tell; fewer than {quorum} may be missing: bring more of them back, or decide with "
+            f"`cluster accept-replicas {partition_id}`"
+        )
+    ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
+    members = _members(ranked, groups, replica_count)
+    return Verdict(partition_id, ranked[0], able[ranked[0]], members)
+
+
+def _members(
+    ranked: Sequence[ReplicaId], groups: Mapping[ReplicaId, int], count: int
+) -> tuple[ReplicaId, ...]:
+    """Take the best of each group first, then the best of the rest."""
+    taken: dict[int | None, ReplicaId] = {}
+    for name in ranked:
+        taken.setdefault(groups.get(name), name)
+    first = list(taken.values())
+    return tuple([*first, *(name for name in ranked if name not in first)][:count])
+
+
+def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
+    """Say what other replicas have that the chosen log has not."""
+    found: list[str] = []
+    for name, log in logs.items():
+        if log.last_session > chosen.last_session:
+            found.append(
+                f"{name} took part in session {log.last_session}, the chosen log only in "
+                f"{chosen.last_session}"
+            )
+        if log.synced_max > chosen.synced_max:
+            first = chosen.synced_max + 1
+            found.append(f"{name} has {first}..{log.synced_max}, the chosen log ends before")
+    return found
+
+
+def ids_from(now_s: int) -> int:
+    """Return where ids and generations go on after all was lost (rule 4)."""
+    return min(max(now_s - IDS_EPOCH_S, 1), model.INT32_MAX // 2)
+
+
+def rebuilding_steps(
+    paths: ClusterPaths, new: NewCluster, *, root_version: int, ids: int
+) -> list[list[Operation]]:
+    """Return the writes that make a cluster's nodes for a rebuilding (rules 1 and 4).
+
+    Every storage is named by every partition's metadata, so that each serves what lies in its
+    directory, and nothing else.
+    """
+    partitions = [PartitionId(number) for number in range(new.partition_count)]
+    closed = model.ReplicaState(NO_SESSION, BEFORE_FIRST)
+    metadata = model.PartitionMetadata(
+        Generation(ids), NO_SESSION, dict.fromkeys(new.groups, closed)
+    )
+    owned = dict.fromkeys(partitions, Generation(ids))
+    assignment = model.PartitionAssignment(model.NO_CVERSION, new.partition_count, {NOBODY: owned})
+    contents = {
+        paths.servers: assignment.to_bytes(),
+        paths.client_ids: model.encode_id(ids),
+        **{
+            paths.marker(each): model.PartitionMarker(model.MarkerState.OPEN).to_bytes()
+            for each in partitions
+        },
+    }
+    steps = creation_steps(paths, replace(new, assignment={}), root_version=root_version)
+    *operations, last = [each for step in steps for each in step]
+    made: list[Operation] = [
+        replace(each, data=contents[each.path])
+        if isinstance(each, Create) and each.path in contents
+        else each
+        for each in operations
+    ]
+    made += [Create(paths.partition(each), metadata.to_bytes(each)) for each in partitions]
+    made.append(last)  # the root's own data (creation.py, rule 1)
+    return [
+        made[start : start + STEP_PARTITIONS_MAX]
+        for start in range(0, len(made), STEP_PARTITIONS_MAX)
+    ]
+
+
+def is_waiting(
+    metadata: model.PartitionMetadata | None, marker: model.PartitionMarker | None
+) -> bool:
+    """Tell whether a partition was made for a rebuilding, and has not been decided yet."""
+    return (
+        marker is not None
+        and marker.state is model.MarkerState.OPEN
+        and metadata is not None
+        and bool(metadata.states)
+        and all(state == (NO_SESSION, BEFORE_FIRST) for state in metadata.states.values())
+    )

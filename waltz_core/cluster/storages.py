@@ -1,0 +1,235 @@
+"""Which storages a cluster has, what each of them holds, and carrying out what changes that.
+
+Why it stands alone: the storages are in three nodes that must never disagree, and a change of
+replicas is many steps of which each may be taken only when the cluster has followed the last one.
+
+Rules:
+    1. Assignment, groups and admin ports are read as one and change in one write.
+    2. What is next is decided by `changes.py`, from what ZooKeeper holds at that moment; after each
+       write everything is looked at again.
+    3. Only so many partitions change at a time, so that copying them does not crowd out appends.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from waltz_core import errors
+from waltz_core.cluster import changes, model
+from waltz_core.cluster.assignment import check_replica_change
+from waltz_core.cluster.changes import Change, Plan, Replicas, Wait
+from waltz_core.cluster.connect_string import split_address
+from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.znodes import Delete, Set, Signal
+from waltz_core.record import PartitionId, ReplicaId
+
+WRITE_ATTEMPTS_MAX = 20
+PARTITIONS_AT_ONCE: Final = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The storages of a cluster: what each holds, its group, its admin port."""
+
+    assignment: model.ReplicaAssignments
+    groups: Mapping[ReplicaId, int]
+    admin_ports: Mapping[ReplicaId, int]
+
+    def check_known(self, address: ReplicaId) -> None:
+        """Raise BadRequest unless there is such a storage."""
+        if address not in self.assignment.partitions:
+            names = ", ".join(self.assignment.partitions) or "none"
+            raise errors.BadRequest(f"{address} is no storage of this cluster; it has {names}")
+
+    def with_storage(self, address: ReplicaId, admin_port: int, group: int | None) -> "Layout":
+        """Return the layout with one more storage, which holds nothing; None: a new group.
+
+        Raises BadRequest when there is one, BadConfig when it has no right address or port.
+        """
+        split_address(address)
+        if not 1 <= admin_port <= 65535:
+            raise errors.BadConfig(f"the admin port {admin_port}: expected 1..65535")
+        if address in self.assignment.partitions:
+            raise errors.BadRequest(f"{address} is a storage of this cluster already")
+        its_group = max(self.groups.values(), default=-1) + 1 if group is None else group
+        return Layout(
+            model.ReplicaAssignments({**self.assignment.partitions, address: ()}),
+            {**self.groups, address: its_group},
+            {**self.admin_ports, address: admin_port},
+        )
+
+    def without_storage(self, address: ReplicaId) -> "Layout":
+        """Return the layout without a storage; raises BadRequest while it holds partitions."""
+        self.check_known(address)
+        held = self.assignment.partitions[address]
+        if held:
+            raise errors.BadRequest(
+                f"{address} still has replicas of {len(held)} partitions, the first of {held[0]}"
+            )
+        return Layout(
+            model.ReplicaAssignments(_but(self.assignment.partitions, address)),
+            _but(self.groups, address),
+            _but(self.admin_ports, address),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a plan has come: partitions that are as wanted, all of them, what is waited for."""
+
+    done_count: int
+    count: int
+    waits: tuple[Wait, ...] = ()
+    step: tuple[Change, ...] = ()
+
+
+class _Done(Exception):
+    """Everything is as it was wanted."""
+
+
+class Storages:
+    """The storages of one cluster, through one session."""
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+        self._paths = nodes.paths
+
+    async def read(self) -> Layout:
+        """Read the layout, not older than anything written before the call."""
+        await self._nodes.znodes.sync()
+        return (await self._read())[0]
+
+    async def change(self, change: Callable[[Layout], Layout]) -> Layout:
+        """Replace the layout by what `change` makes of it; return the new one.
+
+        `change` is called again when somebody else wrote in between. Raises BadRequest for a step
+        that is too wide.
+        """
+        params = await self._nodes.read(self._paths.root, model.ClusterParams.from_bytes)
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            old, steps = await self._read()
+            new = change(old)
+            check_replica_change(old.assignment, new.assignment, params.partition_count)
+            data = (
+                new.assignment.to_bytes(),
+                model.GroupDescriptor(new.groups).to_bytes(),
+                model.ConnectionMetadata(new.admin_ports).to_bytes(),
+            )
+            changed = [
+                replace(step, data=its)
+                for step, its in zip(steps, data, strict=True)
+                if step.data != its
+            ]
+            if not changed:
+                return new
+            try:
+                await self._nodes.znodes.write(changed)
+            except errors.CoordinatorConflict:
+                continue
+            return new
+        raise errors.CoordinatorUnavailable(
+            f"the storages of {self._nodes.where} change faster than they can be written"
+        )
+
+    async def forget_id(self, address: ReplicaId) -> None:
+        """Let another storage take an address: the next one to start there is registered."""
+        path = self._paths.storage_id(address)
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            node = await self._nodes.znodes.get(path)
+            if node is None:
+                return
+            try:
+                await self._nodes.znodes.write([Delete(path, node.stat.version)])
+            except errors.CoordinatorConflict:
+                continue
+            return
+
+    async def read_replicas(
+        self,
+        assignment: model.ReplicaAssignments,
+        partitions: Sequence[PartitionId],
+        signal: Signal | None = None,
+    ) -> dict[PartitionId, Replicas]:
+        """Read what the owners' sessions say of some partitions."""
+        found: dict[PartitionId, Replicas] = {}
+        for partition_id in partitions:
+            path = self._paths.partition(partition_id)
+            node = await self._nodes.znodes.get(path, signal)
+            metadata = None
+            if node is not None:
+                metadata = model.PartitionMetadata.from_bytes(node.data, partition_id)
+            found[partition_id] = Replicas(assignment.replicas_of(partition_id), metadata)
+        return found
+
+    async def carry_out(self, plan: Plan, tell: Callable[[Progress], None]) -> None:
+        """Take step after step until every partition is as it is wanted, or cancelled.
+
+        Raises BadRequest when that can never be. Somebody else's change of the same partitions is
+        looked at like one of ours.
+        """
+        open_ends = list(plan.wanted)
+        failure: list[errors.WaltzError] = []
+
+        async def look(signal: Signal) -> None:
+            try:
+                await self._advance(plan, open_ends, tell, signal)
+            except (errors.BadRequest, errors.BadFormat) as error:
+                failure.append(error)
+                raise _Done from error
+
+        try:
+            await self._nodes.follow(look)
+        except _Done:
+            if failure:
+                raise failure[0] from None
+
+    async def _advance(
+        self,
+        plan: Plan,
+        open_ends: list[PartitionId],
+        tell: Callable[[Progress], None],
+        signal: Signal,
+    ) -> None:
+        """Look once, and write once if there is a step to be taken."""
+        while True:
+            assignment = await self._nodes.read(
+                self._paths.replica_assignment, model.ReplicaAssignments.from_bytes, signal
+            )
+            now = await self.read_replicas(assignment, open_ends[:PARTITIONS_AT_ONCE], signal)
+            steps = {
+                each: changes.next_step(each, replicas, plan) for each, replicas in now.items()
+            }
+            for partition_id in [each for each, step in steps.items() if step is None]:
+                open_ends.remove(partition_id)
+            todo = tuple(each for each in steps.values() if isinstance(each, Change))
+            waits = tuple(each for each in steps.values() if isinstance(each, Wait))
+            tell(Progress(len(plan.wanted) - len(open_ends), len(plan.wanted), waits, todo))
+            if not open_ends:
+                raise _Done
+            if todo:
+                await self._write(todo)
+            elif len(waits) == min(len(open_ends), PARTITIONS_AT_ONCE):
+                return
+
+    async def _write(self, todo: tuple[Change, ...]) -> None:
+        await self.change(lambda old: replace(old, assignment=changes.apply(todo, old.assignment)))
+
+    async def _read(self) -> tuple[Layout, list[Set]]:
+        """Read the layout, and the writes that would leave it as it is."""
+        steps: list[Set] = []
+
+        async def read(path: str, decode: Callable[[bytes], T]) -> T:
+            node = await self._nodes.require(path)
+            steps.append(Set(path, node.data, node.stat.version))
+            return decode_node(path, node, decode)
+
+        assignment = await read(self._paths.replica_assignment, model.ReplicaAssignments.from_bytes)
+        groups = await read(self._paths.groups, model.GroupDescriptor.from_bytes)
+        ports = await read(self._paths.connections, model.ConnectionMetadata.from_bytes)
+        return Layout(assignment, groups.groups, ports.admin_ports), steps
+
+
+def _but(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:
+    return {each: value for each, value in values.items() if each != address}
