@@ -77,6 +77,7 @@ class Setup:
             open_wait_ms=2_000,
             checkpoint_interval_count=self.checkpoint_interval_count,
             checkpoint_interval_ms=200,
+            lock_tail_bytes_max=8 * 1024,
         )
 
     def store_limits(self) -> StoreLimits:

@@ -21,16 +21,10 @@ from waltz_core.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.append import (
-    Ahead,
-    AppendPipeline,
-    BatchCommitted,
-    Outcome,
-    Reached,
-    SubmitBatch,
-)
+from waltz_core.server.append import AppendPipeline
 from waltz_core.server.events import Answer, ConnectionId, Limits
 from waltz_core.server.mounts import Mounts
+from waltz_core.server.outcomes import Ahead, BatchCommitted, Outcome, Reached, SubmitBatch
 from waltz_core.server.pace import LARGE_BYTES, PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -53,7 +47,7 @@ class World:
         self.mounts = Mounts(100)
         self.pace = Pace()
         limits = limits or Limits(lock_slot_count=1009)
-        self.pipeline = AppendPipeline(limits, self.mounts, self.pace)
+        self.pipeline = AppendPipeline(limits, self.mounts, self.pace, PartitionId(0))
         self.session = 0
         self.now_ms = 0
         self.submitted: list[Batch] = []

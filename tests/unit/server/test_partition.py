@@ -73,7 +73,7 @@ class FakeStore:
 class World:
     def __init__(self, **limits: int) -> None:
         self.store = FakeStore()
-        self.limits = Limits(lock_slot_count=1009, **limits)
+        self.limits = Limits(**{"lock_slot_count": 1009, "lock_refill_count_max": 0, **limits})
         self.partition = Partition(
             Identity(PartitionId(0), 4, KEY),
             self.store,
