@@ -1,12 +1,24 @@
 """Rules of the server, each broken alone."""
 
+import dataclasses
+
 import numpy as np
 
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.server import append
+from waltz_core.batches import LockColumn
+from waltz_core.lock_blocks import Blocks
+from waltz_core.server import append, judging
 from waltz_core.server.append import AppendPipeline
+from waltz_core.server.contenders import Contenders
 from waltz_core.server.judging import Piece
 from waltz_core.server.locks import LockTable
+from waltz_core.server.mounts import Mounts
+from waltz_core.server.outcomes import Reached
+from waltz_core.server.partition import Partition
+from waltz_core.server.proofs import Proofs
+from waltz_core.server.reads import Reads
+from waltz_core.server.tickets import BatchTicket
+from waltz_core.wire.messages import Reason
 
 
 @switch
@@ -99,6 +111,282 @@ def conflict_in_flight_told_at_once() -> Patches:
         return (
             piece if piece.part is not None else Piece(None, [], [*piece.doubtful, *piece.refused])
         )
+
+    def judge_singles(group, table, place):
+        piece = singles(group, table, place)
+        kept = [ticket for ticket in piece.doubtful if ticket.transaction_id >= 0]
+        told = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
+        return Piece(piece.part, kept, [*piece.refused, *told])
+
+    yield instead(append, "judge_rows", judge_rows)
+    yield instead(append, "judge_singles", judge_singles)
+
+
+@switch
+def rows_see_no_rows_of_their_batch() -> Patches:
+    """A row of a batch is not held against the rows before it."""
+    original = LockTable._estimates
+
+    def _estimates(self, requests, entered_rows, entered_slots):
+        found = original(self, requests, entered_rows, entered_slots)
+        return found._replace(entered=found.before)
+
+    yield instead(LockTable, "_estimates", _estimates)
+
+
+@switch
+def client_ahead_accepted() -> Patches:
+    """A transaction that was computed above the log's mark is let in."""
+    judge, judge_one = LockTable.judge, LockTable.judge_one
+
+    def judge_rows(self, requests, *, high_water_mark, next_id):
+        marks = np.minimum(requests.marks, high_water_mark)
+        known = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return judge(self, requests._replace(marks=marks), **known)
+
+    def judge_row(self, locks, mark, *, high_water_mark, next_id):
+        known = {"high_water_mark": high_water_mark, "next_id": next_id}
+        return judge_one(self, locks, min(mark, high_water_mark), **known)
+
+    yield instead(LockTable, "judge", judge_rows)
+    yield instead(LockTable, "judge_one", judge_row)
+
+
+@switch
+def loss_told_before_settled() -> Patches:
+    """When a session is lost, what it had in flight is told LOST at once."""
+    original = Partition._session_closed
+
+    def _session_closed(self, event, out):
+        original(self, event, out)
+        pipeline = self.pipeline
+        outcomes = []
+        for flight in pipeline._flights:
+            for ticket in flight.tickets:
+                if ticket.settle(pipeline.high_water_mark):
+                    pipeline._mounts.lapse(ticket.req_id.client_id)
+                pipeline._landed(ticket, outcomes)
+            outcomes.extend(Reached(token) for token in flight.waiting)
+        pipeline._forget_flights()
+        self._route(outcomes, out)
+
+    yield instead(Partition, "_session_closed", _session_closed)
+
+
+@switch
+def mount_does_not_wait() -> Patches:
+    """A mount is answered before the client's older appends are final."""
+
+    def barrier(self, token):
+        return [Reached(token)]
+
+    yield instead(AppendPipeline, "barrier", barrier)
+
+
+@switch
+def connection_checked_on_arrival_only() -> Patches:
+    """Whether an append may enter is looked at when it comes, not when its turn comes."""
+    receive, stale = AppendPipeline.receive, AppendPipeline._stale
+    passed = {}
+
+    def receive_checked(self, connection, message, *, cost_bytes, now_ms):
+        if self._mounts.is_ready(message.req_id.client_id, connection):
+            passed[(connection, message.req_id)] = True
+        return receive(self, connection, message, cost_bytes=cost_bytes, now_ms=now_ms)
+
+    def _stale(self, ticket):
+        if passed.pop((ticket.connection, ticket.req_id), False):
+            return None
+        return stale(self, ticket)
+
+    def drop_nothing(self, connection):
+        return []
+
+    yield instead(AppendPipeline, "receive", receive_checked)
+    yield instead(AppendPipeline, "_stale", _stale)
+    yield instead(AppendPipeline, "close", drop_nothing)
+
+
+@switch
+def lost_row_keeps_its_mount() -> Patches:
+    """After a lost row, what the client had sent behind it is let in."""
+    yield instead(Mounts, "lapse", nothing)
+
+
+@switch
+def cache_filled_at_submission() -> Patches:
+    """What is in flight can be read from the caches, and stays in them when it is lost."""
+    original = Partition._route
+
+    def _route(self, outcomes, out):
+        for outcome in outcomes:
+            if isinstance(outcome, append.SubmitBatch):
+                flight = self.pipeline._flights[-1]
+                self.reads.remember(flight.entry, flight.batch)
+            if not isinstance(outcome, append.BatchCommitted):
+                original(self, [outcome], out)
+
+    yield instead(Partition, "_route", _route)
+    yield instead(Reads, "forget_all", nothing)
+
+
+@switch
+def feed_reaches_what_is_in_flight() -> Patches:
+    """The feed goes up to the last transaction submitted."""
+    original = Partition._route
+
+    def _route(self, outcomes, out):
+        original(self, outcomes, out)
+        for outcome in outcomes:
+            if isinstance(outcome, append.SubmitBatch):
+                flight = self.pipeline._flights[-1] if self.pipeline._flights else None
+                if flight is not None and flight.batch is outcome.batch:
+                    self.reads.remember(flight.entry, flight.batch)
+                    self.reads.advanced(flight.entry.last)
+                    self.feed.advanced(self._session_id, flight.entry.last)
+
+    yield instead(Partition, "_route", _route)
+
+
+@switch
+def appends_taken_after_the_session() -> Patches:
+    """A session that has closed still takes appends; the next one does not look at them."""
+    closed, settled = AppendPipeline.closed, AppendPipeline.settled
+
+    def closed_but_open(self, loss=Reason.LOST):
+        told = closed(self, loss)
+        self._is_open = True
+        return told
+
+    def settled_anew(self, opened, last, *, unbroken, stamp_ms=0):
+        self._is_open = False
+        return settled(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
+
+    yield instead(AppendPipeline, "closed", closed_but_open)
+    yield instead(AppendPipeline, "settled", settled_anew)
+
+
+@switch
+def mark_told_without_proof() -> Patches:
+    """A server tells its mark without asking whether a later session exists."""
+
+    def is_fresh(self, now_ms):
+        return True
+
+    def _tell_mark(self, event, out, *, always=False):
+        out.append(self._with_mark(event))
+
+    yield instead(Proofs, "is_fresh", is_fresh)
+    yield instead(Partition, "_tell_mark", _tell_mark)
+
+
+@switch
+def flush_does_not_wait() -> Patches:
+    """A flush is answered before what came before it is final."""
+
+    def flush(self, token):
+        return [Reached(token)]
+
+    yield instead(AppendPipeline, "flush", flush)
+
+
+@switch
+def given_up_taken_for_lost() -> Patches:
+    """A server that gives a partition up tells those who wait that they are not in the log."""
+    original = AppendPipeline.abandon
+
+    def abandon(self):
+        queued, doubtful, outcomes = original(self)
+        return [*queued, *doubtful], [], outcomes
+
+    yield instead(AppendPipeline, "abandon", abandon)
+
+
+@switch
+def doubtful_flights_land() -> Patches:
+    """What a lost session had in flight is told as committed."""
+    original = AppendPipeline.settled
+
+    def settled(self, opened, last, *, unbroken, stamp_ms=0):
+        for flight in self._flights:
+            last = max(last, min(flight.entry.last, opened.high_water_mark))
+        return original(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
+
+    yield instead(AppendPipeline, "settled", settled)
+
+
+@switch
+def batch_answered_before_all_is_final() -> Patches:
+    """A batch is answered when its first flight has landed."""
+    yield instead(BatchTicket, "is_final", property(lambda self: self.is_judged))
+
+
+@switch
+def held_refusals_lost_with_session() -> Patches:
+    """A refusal that is held back when a session ends is told to nobody."""
+
+    def forgotten(self):
+        self._queues.clear()
+        return []
+
+    yield instead(Contenders, "all", forgotten)
+
+
+@switch
+def lock_blocks_believed_without_chain() -> Patches:
+    """A lock block is taken by its ids alone, whatever log it is of."""
+
+    def below(self, end, steps_max):
+        for _ in range(steps_max):
+            block = self._take()
+            if block is None or block.end.last < end.last:
+                self.is_spent = True
+                return None
+            if block.end.last == end.last:
+                return block
+        return None
+
+    yield instead(Blocks, "below", below)
+
+
+@switch
+def gap_between_lock_blocks_ignored() -> Patches:
+    """Where a lock block is missing, the ones before it are taken all the same."""
+
+    def below(self, end, steps_max):
+        while (block := self._take()) is not None and block.end.last > end.last:
+            pass
+        self.is_spent = block is None
+        return block
+
+    yield instead(Blocks, "below", below)
+
+
+@switch
+def lock_blocks_taken_over_the_floor() -> Patches:
+    """What was entered since the session opened is forgotten when the old locks come."""
+    refine = LockTable.refine
+
+    def refine_all(self, floor, lower_floor, locks, ids):
+        np.minimum(self._slots, floor, out=self._slots)
+        refine(self, floor, lower_floor, locks, ids)
+
+    yield instead(LockTable, "refine", refine_all)
+
+
+@switch
+def append_locks_not_told_to_storages() -> Patches:
+    """A lock block holds the write locks alone."""
+    rows, singles = append.judge_rows, append.judge_singles
+
+    def judge_rows(ticket, stop, table, place):
+        def no_append_locks(rows_kept, keep):
+            none = LockColumn(np.zeros(rows_kept.count + 1, np.int64), np.zeros(0, np.int32))
+            return entered(dataclasses.replace(rows_kept, append_locks=none), keep)
+
+        entered = judging.entered_locks
+        with instead(judging, "entered_locks", no_append_locks):
+            return rows(ticket, stop, table, place)
 
     def judge_singles(group, table, place):
         piece = singles(group, table, place)
