@@ -5,9 +5,12 @@ promised asks the budget (`budget.py`) first.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from waltz_core.lock_blocks import LogEnd, encode
+from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
 from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.disk import SECTOR_BYTES, Contents, SimDisk, Survival
 from waltz_core.sim.disk import Fault as DiskFault
@@ -267,7 +270,7 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
-    """The lock files are lost, cut, mixed up or as they were some time ago: nobody may mind."""
+    """The lock files are lost, cut, mixed up, old or another log's: nobody may mind."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
     paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_NAME)]
@@ -276,11 +279,14 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
         return False
     path = rng.choice(paths)
     content = disk.content(path)
-    how = rng.choice(("lost", "cut", "old", "mixed"))
-    if how == "lost":
+    how = rng.choice(("lost", "cut", "old", "mixed", "foreign"))
+    if how in ("lost", "foreign"):
+        last = storage.log.max_id if storage.log is not None else BEFORE_FIRST
         storage.kill()
         keep_down(cluster, storage, rng, 300)
         disk.remove(path)
+        if how == "foreign":
+            disk.put(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
     elif how == "cut":
         disk.cut(path, rng.randrange(len(content)))
     elif how == "old":
@@ -291,6 +297,12 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
         disk.overwrite(path, rng.randrange(len(content)), content[start : start + 200])
     cluster.checks.count(f"locks {how}")
     return True
+
+
+def _foreign_blocks(last: TransactionId, rng: "Random") -> bytes:
+    """Return the lock blocks of another log, whose transactions have taken no locks."""
+    ends = [LogEnd(TransactionId(each), Chain(rng.randbytes(16))) for each in range(-1, last + 1)]
+    return b"".join(encode(end.last, end, before.chain, b"") for before, end in pairwise(ends))
 
 
 def _restore(disk: SimDisk, path: Path, content: bytes) -> None:
