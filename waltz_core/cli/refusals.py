@@ -70,10 +70,10 @@ class _Run:
             mark = (await self._append(mark, is_writer=True)).high_water_mark
         if not moves:
             return {str(lag): await self._rate(mark - lag) for lag in LAGS}
-        if not with_file:
-            self._empty_lock_files()
         owner = await self._owner()
         await asyncio.to_thread(self._cluster.kill, owner)
+        if not with_file:  # Not before: a replica that lags would still get blocks.
+            self._empty_lock_files()
         found = {str(lag): await self._rate(mark - lag) for lag in LAGS}
         await asyncio.to_thread(self._cluster.start, owner)
         await self.await_whole()
