@@ -170,6 +170,14 @@ class ServerConfig(ZooKeeperConfig):
         "Lock tables of all partitions together. Over it, all tables are made smaller.",
         least=MIB,
     )
+    lock_refill_count_max: int = setting(
+        1_000_000,
+        "Of so many of the last transactions a new owner learns the locks from the storages, 8 MiB "
+        "of them at most. Too few: after a move clients that lag more are refused without a "
+        "conflict. Too many: work when a partition moves. 0: none.",
+        least=0,
+        most=100_000_000,
+    )
     feed_cache_bytes: int = _bytes(
         64 * MIB,
         "Headers of recent transactions, over all partitions. Too small: feeds that lag a little "

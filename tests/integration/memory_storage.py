@@ -146,6 +146,8 @@ class MemoryStorage:
                 before = log.lineage[: len(log.lineage) - len(found)]
                 chain = before[-1].chain if before else GENESIS_CHAIN
                 return messages.LineageResponse(*prefix, chain, found)
+            case messages.LockBlocksRequest():
+                return messages.LockBlocks(*prefix, b"")
             case messages.Heartbeat():
                 return messages.HeartbeatAnswer(*prefix)
             case _:

@@ -27,9 +27,10 @@ from waltz_core.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.append import Ahead, AppendPipeline, Outcome, Reached, SubmitBatch
+from waltz_core.server.append import AppendPipeline
 from waltz_core.server.events import Answer, ConnectionId, Limits
 from waltz_core.server.mounts import Mounts
+from waltz_core.server.outcomes import Ahead, Outcome, Reached, SubmitBatch
 from waltz_core.server.pace import LARGE_BYTES, Pace
 from waltz_core.server.tickets import Ticket
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
@@ -96,7 +97,7 @@ class World:
             in_flight_batches_max=self.rng.choice((2, 64)),
         )
         self.large_share = self.rng.choice((0.0, 0.7, 1.0))
-        self.pipeline = AppendPipeline(limits, self.mounts, Pieces(self.rng))
+        self.pipeline = AppendPipeline(limits, self.mounts, Pieces(self.rng), PartitionId(0))
         self.connections = {ClientId(1): ConnectionId(1_000), ClientId(2): ConnectionId(2_000)}
         self.sequences = dict.fromkeys(self.connections, 1)
         for client, connection in self.connections.items():

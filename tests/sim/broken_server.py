@@ -1,14 +1,19 @@
 """Rules of the server, each broken alone."""
 
+import dataclasses
+
 import numpy as np
 
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.server import append
-from waltz_core.server.append import AppendPipeline, Reached
+from waltz_core.batches import LockColumn
+from waltz_core.lock_blocks import Blocks
+from waltz_core.server import append, judging
+from waltz_core.server.append import AppendPipeline
 from waltz_core.server.contenders import Contenders
 from waltz_core.server.judging import Piece
 from waltz_core.server.locks import LockTable
 from waltz_core.server.mounts import Mounts
+from waltz_core.server.outcomes import Reached
 from waltz_core.server.partition import Partition
 from waltz_core.server.proofs import Proofs
 from waltz_core.server.reads import Reads
@@ -325,3 +330,69 @@ def held_refusals_lost_with_session() -> Patches:
         return []
 
     yield instead(Contenders, "all", forgotten)
+
+
+@switch
+def lock_blocks_believed_without_chain() -> Patches:
+    """A lock block is taken by its ids alone, whatever log it is of."""
+
+    def below(self, end, steps_max):
+        for _ in range(steps_max):
+            block = self._take()
+            if block is None or block.end.last < end.last:
+                self.is_spent = True
+                return None
+            if block.end.last == end.last:
+                return block
+        return None
+
+    yield instead(Blocks, "below", below)
+
+
+@switch
+def gap_between_lock_blocks_ignored() -> Patches:
+    """Where a lock block is missing, the ones before it are taken all the same."""
+
+    def below(self, end, steps_max):
+        while (block := self._take()) is not None and block.end.last > end.last:
+            pass
+        self.is_spent = block is None
+        return block
+
+    yield instead(Blocks, "below", below)
+
+
+@switch
+def lock_blocks_taken_over_the_floor() -> Patches:
+    """What was entered since the session opened is forgotten when the old locks come."""
+    refine = LockTable.refine
+
+    def refine_all(self, floor, lower_floor, locks, ids):
+        np.minimum(self._slots, floor, out=self._slots)
+        refine(self, floor, lower_floor, locks, ids)
+
+    yield instead(LockTable, "refine", refine_all)
+
+
+@switch
+def append_locks_not_told_to_storages() -> Patches:
+    """A lock block holds the write locks alone."""
+    rows, singles = append.judge_rows, append.judge_singles
+
+    def judge_rows(ticket, stop, table, place):
+        def no_append_locks(rows_kept, keep):
+            none = LockColumn(np.zeros(rows_kept.count + 1, np.int64), np.zeros(0, np.int32))
+            return entered(dataclasses.replace(rows_kept, append_locks=none), keep)
+
+        entered = judging.entered_locks
+        with instead(judging, "entered_locks", no_append_locks):
+            return rows(ticket, stop, table, place)
+
+    def judge_singles(group, table, place):
+        piece = singles(group, table, place)
+        kept = [ticket.message for ticket in group if ticket.transaction_id >= 0]
+        locks = [lock for each in kept for lock in each.write_locks]
+        return piece._replace(locks=np.array(locks, dtype=">i4").tobytes())
+
+    yield instead(append, "judge_rows", judge_rows)
+    yield instead(append, "judge_singles", judge_singles)

@@ -931,7 +931,7 @@ def test_bounded_lag(world):
 @pytest.mark.parametrize("field", ["queue_bytes_max", "in_flight_bytes_max", "fetches_max"])
 def test_bounded_queues(world, field):
     limits = {"queue_bytes_max": 1, "in_flight_bytes_max": 1 << 20, "fetches_max": 2}
-    world.cluster.limits = SimpleNamespace(**{**limits, field: -1})
+    world.cluster.limits = SimpleNamespace(**{**limits, field: -10})
     with fails("Bounded"):
         world.checks.bounds.stepped(world.owner)
 

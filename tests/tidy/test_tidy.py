@@ -35,6 +35,7 @@ DECLARATIONS = {
     "waltz_core/cluster/znodes.py",
     "waltz_core/replication/events.py",
     "waltz_core/server/events.py",
+    "waltz_core/server/outcomes.py",
     "waltz_core/storage/errands.py",
     "waltz_core/wire/admin_messages.py",
     "waltz_core/wire/messages.py",

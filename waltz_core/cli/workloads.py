@@ -28,6 +28,7 @@ from waltz_core.cli.failover import (
     zookeeper_loss,
 )
 from waltz_core.cli.flood import flood
+from waltz_core.cli.refusals import move_refusals
 from waltz_core.cli.singles import append_one, append_single, conditional, feed, hot_lock
 from waltz_core.cli.storage_bench import storage_append, storage_open
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
@@ -306,6 +307,7 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "append-batch": append_batch,
     "replay": replay,
     "false-refusals": false_refusals,
+    "move-refusals": move_refusals,
     "flood": flood,
     "checkpoint": checkpoint,
     "append-one": append_one,

@@ -225,7 +225,7 @@ class ReplicaSession:
         batch = flight.batch
         self._append(
             (batch.first, batch.lengths, batch.records, batch.records_crc),
-            (flight.chain_before, (flight.entry,)),
+            (flight.chain_before, (flight.entry,), flight.locks),
             now_ms,
         )
         self.next_id = TransactionId(batch.last + 1)

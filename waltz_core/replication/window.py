@@ -12,6 +12,7 @@ Invariants:
 from collections import deque
 from typing import NamedTuple
 
+from waltz_core.lock_blocks import LogEnd, encode
 from waltz_core.record import (
     RECORD_OVERHEAD_BYTES,
     Chain,
@@ -30,6 +31,7 @@ class Flight(NamedTuple):
     batch: Batch
     chain_before: Chain
     submitted_ms: int
+    locks: bytes = b""  # its lock block
 
     @property
     def size_bytes(self) -> int:
@@ -82,7 +84,10 @@ class Window:
         before = self.chain
         self.chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
         entry = LineageEntry(batch.first, batch.last, session_id, batch.stamp_ms, self.chain)
-        flight = Flight(entry, batch, before, now_ms)
+        locks = b""
+        if batch.locks is not None:
+            locks = encode(batch.first, LogEnd(batch.last, self.chain), before, batch.locks)
+        flight = Flight(entry, batch, before, now_ms, locks)
         self._flights[batch.first] = flight
         self._uncommitted.append(flight)
         self._size_bytes += flight.size_bytes

@@ -21,19 +21,21 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
     7. Rule 1 holds for each piece: when the mount or the generation has gone, what is left of the
        request is refused, and what was judged stays as it is. A piece lost with its session ends
        the mount (rule 4), so nothing behind it in the same request can enter.
-    8. That a row is ahead of the log is not told from here: `Ahead` asks for a proof of the session
+    8. After a move nothing is judged before the lock table has been filled (`refill.py`).
+    9. That a row is ahead of the log is not told from here: `Ahead` asks for a proof of the session
        that it was judged in. Without one the client has to mount again, and is told so.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
 from waltz_core.batches import EncodedBatch
 from waltz_core.errors import TooLarge, WaltzError
+from waltz_core.lock_blocks import LogEnd
 from waltz_core.machine import earliest
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -43,6 +45,7 @@ from waltz_core.record import (
     Chain,
     Generation,
     LineageEntry,
+    PartitionId,
     TransactionId,
     next_chain,
 )
@@ -53,43 +56,18 @@ from waltz_core.server.judging import Piece, Place, decode, judge_rows, judge_si
 from waltz_core.server.lanes import Lanes
 from waltz_core.server.locks import LockTable
 from waltz_core.server.mounts import Mounts
+from waltz_core.server.outcomes import (
+    Ahead,
+    BatchCommitted,
+    Outcome,
+    Reached,
+    SubmitBatch,
+)
 from waltz_core.server.pace import Pace
+from waltz_core.server.refill import Refill
 from waltz_core.server.singles import joined
 from waltz_core.server.tickets import BatchTicket, Epoch, Figures, SingleTicket, Ticket
-from waltz_core.values import value
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
-
-
-@value(frozen=True, slots=True)
-class SubmitBatch:
-    """Hand these records to the store."""
-
-    batch: Batch
-
-
-@value(frozen=True, slots=True)
-class BatchCommitted:
-    """These records are in the log for ever."""
-
-    entry: LineageEntry
-    batch: Batch
-
-
-@value(frozen=True, slots=True)
-class Reached:
-    """All that a flush or a mount waited for is final."""
-
-    token: int
-
-
-@value(frozen=True, slots=True)
-class Ahead:
-    """Have `tell_ahead` answer this request when the session is proven, or is not (rule 8)."""
-
-    ticket: Ticket
-
-
-Outcome: TypeAlias = Answer | SubmitBatch | BatchCommitted | Reached | Ahead
 
 
 @dataclass(slots=True)
@@ -109,6 +87,7 @@ class _Draft:
     """What one turn has taken so far."""
 
     parts: list[EncodedBatch] = field(default_factory=list)
+    locks: list[bytes] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
     out: list[Outcome] = field(default_factory=list)
     is_large: bool = False
@@ -117,7 +96,9 @@ class _Draft:
 class AppendPipeline:
     """See the module's rules; `Partition` feeds it and carries out what it returns."""
 
-    def __init__(self, limits: Limits, mounts: Mounts, pace: Pace) -> None:
+    def __init__(
+        self, limits: Limits, mounts: Mounts, pace: Pace, partition_id: PartitionId
+    ) -> None:
         self._limits = limits
         self._mounts = mounts
         self._pace = pace
@@ -137,6 +118,7 @@ class AppendPipeline:
         self._next_id = TransactionId(0)
         self._chain: Chain = GENESIS_CHAIN
         self._stamp_ms = 0
+        self.refill = Refill(partition_id, limits)
         self.proved_ms: int | None = None
         self.figures = Figures()
 
@@ -160,7 +142,8 @@ class AppendPipeline:
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
-        return earliest(self._next(now_ms)[1], self._contenders.due_ms)
+        at_ms = earliest(self._next(now_ms)[1], self._contenders.due_ms)
+        return earliest(at_ms, self.refill.turn_at_ms(now_ms))
 
     def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
@@ -181,8 +164,9 @@ class AppendPipeline:
         """A session has opened and earlier ones are settled: appends are taken from now on.
 
         `unbroken`: nobody else can have written since the session before. Otherwise all that is
-        known of the locks is that they were written at or below the mark. `stamp_ms` is the log's
-        last commit stamp: the clock of this server may be behind that of the last owner.
+        known of the locks is that they were written at or below the mark, until `refill` has asked
+        the storages. `stamp_ms` is the log's last commit stamp: the clock of this server may be
+        behind that of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -206,6 +190,8 @@ class AppendPipeline:
             self._table.clamp(opened.high_water_mark)
         else:
             self._table.reset(opened.high_water_mark)
+        if not unbroken:
+            self.refill.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
         self._is_held = False
         return out
@@ -242,6 +228,7 @@ class AppendPipeline:
         `loss` is what is told of the rows that turn out to be lost: NO_SPACE for a full disk.
         """
         self._is_open = False
+        self.refill.stop()
         self._loss = loss
         # Nothing of it will land; other partitions' large batches need not wait for the next one.
         self._pace.forgotten(self._large_in_flight)
@@ -252,6 +239,7 @@ class AppendPipeline:
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
         """Give the partition up: return what was never submitted, and what may be in the log."""
         self._is_open = False
+        self.refill.stop()
         out: list[Outcome] = []
         queued: list[Ticket] = []
         # By identity: a batch may be in several flights, and what is left of it in its lane.
@@ -336,6 +324,7 @@ class AppendPipeline:
     def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
         """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
         draft = _Draft()
+        draft.out += self.refill.turn(now_ms)
         draft.out += self._told(self._contenders.due(now_ms))
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
@@ -366,6 +355,8 @@ class AppendPipeline:
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
         """Return the request whose turn it is now, if any, and when one's turn may be."""
         if not self._lanes.bytes or not self._is_open or self._is_held:
+            return None, None
+        if self.refill.holds(now_ms):
             return None, None
         head = self._lanes.peek()
         if head is None or len(self._flights) >= self._limits.in_flight_batches_max:
@@ -419,6 +410,7 @@ class AppendPipeline:
     def _add(self, piece: Piece, draft: _Draft) -> None:
         if piece.part is not None:
             draft.parts.append(piece.part)
+            draft.locks.append(piece.locks)
             self._next_id = TransactionId(piece.part.last + 1)
         for ticket in piece.doubtful:
             if isinstance(ticket, BatchTicket):
@@ -435,7 +427,7 @@ class AppendPipeline:
             return
         part = joined(draft.parts)
         self._stamp_ms = max(self._stamp_ms, wall_ms)
-        batch = Batch(*part, stamp_ms=self._stamp_ms)
+        batch = Batch(*part, stamp_ms=self._stamp_ms, locks=b"".join(draft.locks))
         self._chain = next_chain(
             self._chain, batch.first, batch.last, self._session_id, batch.record_crcs
         )
@@ -550,7 +542,7 @@ class AppendPipeline:
             self._finish(ticket, out)
 
     def _finish(self, ticket: Ticket, out: list[Outcome]) -> None:
-        """Answer a request whose rows are all final (rule 8)."""
+        """Answer a request whose rows are all final (rule 9)."""
         if not ticket.is_ahead:
             out.append(self._answer(ticket))
             self._leave_epoch(ticket, out)
@@ -560,7 +552,7 @@ class AppendPipeline:
             out.extend(self.tell_ahead(ticket, is_proved=False))
 
     def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[Outcome]:
-        """Answer a request with rows that were ahead of the log (rule 8)."""
+        """Answer a request with rows that were ahead of the log (rule 9)."""
         if not is_proved:
             client_id = ticket.req_id.client_id
             ticket.doubt()

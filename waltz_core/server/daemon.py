@@ -393,6 +393,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> Limits:
         session_timer_ms=config.session_timer_ms,
         open_wait_ms=config.open_wait_ms,
         checkpoint_interval_count=config.checkpoint_interval_count,
+        lock_refill_count_max=config.lock_refill_count_max,
     )
 
 

@@ -34,6 +34,8 @@ from waltz_core.wire.messages import (
     Buffer,
     ClientMessage,
     ErrorResponse,
+    LockBlocks,
+    LockBlocksRequest,
     RangeBytes,
     RangeRaw,
 )
@@ -47,14 +49,15 @@ MIB = 1024 * KIB
 
 @value(frozen=True, slots=True)
 class Limits:
-    """The numbers a partition keeps to. All must be positive.
+    """The numbers a partition keeps to. All must be positive, but for `lock_refill_count_max`.
 
     `session_timer_ms`: for so long after a quorum last answered in the session, marks are told
     without asking it again. `open_wait_ms`: for so long a request other than an append waits for a
     store session before it is refused. `fences_max`: of so many clients the highest connection
     sequence is remembered after they left. `checkpoint_interval_count`: after so many transactions
     in a session, but not more often than every `checkpoint_interval_ms`, a new one is started, so
-    that low-water marks move up.
+    that low-water marks move up. `lock_refill_count_max`: of so many transactions a new owner wants
+    to know the locks, 0 for none; `lock_tail_bytes_max`: in so many bytes, a storage's answer.
     """
 
     lock_slot_count: int
@@ -75,9 +78,13 @@ class Limits:
     open_wait_ms: int = 5_000
     checkpoint_interval_count: int = 250_000
     checkpoint_interval_ms: int = 10_000
+    lock_refill_count_max: int = 1_000_000
+    lock_tail_bytes_max: int = 8 * MIB
 
     def __post_init__(self) -> None:
-        assert all(getattr(self, name) > 0 for name in self.__slots__)
+        may_be_zero = "lock_refill_count_max"
+        assert self.lock_refill_count_max >= 0
+        assert all(getattr(self, name) > 0 for name in self.__slots__ if name != may_be_zero)
         # Some single transaction of the greatest size must fit everywhere.
         assert TRANSACTION_BYTES_MAX < self.batch_bytes_max < FRAME_BYTES_MAX
         assert self.range_bytes_max <= FRAME_BYTES_MAX // 2
@@ -150,7 +157,7 @@ class Fetched:
     """A storage answered a fetch."""
 
     token: int
-    message: RangeBytes
+    message: RangeBytes | LockBlocks
 
 
 @value(frozen=True, slots=True)
@@ -197,11 +204,11 @@ class Answer:
 
 @value(frozen=True, slots=True)
 class Fetch:
-    """Read a range from a storage, on a connection that has nothing to do with the session's."""
+    """Read from a storage, on a connection that has nothing to do with the session's."""
 
     token: int
     replica: ReplicaId
-    message: RangeRaw
+    message: RangeRaw | LockBlocksRequest
 
 
 class Stretch(NamedTuple):

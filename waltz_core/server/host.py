@@ -36,7 +36,7 @@ from waltz_core.server.events import (
 )
 from waltz_core.server.partition import Partition
 from waltz_core.server.replicas import ReadLinks, SessionLinks, Tasks
-from waltz_core.wire.messages import ClientMessage, Reason
+from waltz_core.wire.messages import ClientMessage, LockBlocks, Reason
 
 _log = logging.getLogger(__name__)
 
@@ -189,8 +189,9 @@ class Host:
         except WaltzError as error:
             self.post(FetchFailed(effect.token, str(error)))
             return
+        size = len(answer.blocks if isinstance(answer, LockBlocks) else answer.records)
         self._around.metrics.add(
-            "waltz_server_fetched_bytes_total", len(answer.records), partition=self.partition_id
+            "waltz_server_fetched_bytes_total", size, partition=self.partition_id
         )
         self.post(Fetched(effect.token, answer))
 

@@ -50,6 +50,7 @@ from waltz_core.wire.messages import (
     ClientMessage,
     MountRequest,
     MountWriter,
+    RangeRaw,
     Reason,
     ReplicasResponse,
     Surface,
@@ -201,7 +202,7 @@ class MemoryHost:
         self._partition = Partition(
             Identity(partition_id, server.partition_count, server.key),
             self.store,
-            Limits(lock_slot_count=LOCK_SLOT_COUNT),
+            Limits(lock_slot_count=LOCK_SLOT_COUNT, lock_refill_count_max=0),
             TransactionCache(CacheBudget(4 * MIB)),
             FeedCache(MIB),
             Pace(is_on=False),
@@ -271,8 +272,8 @@ class MemoryHost:
         match effect:
             case Answer():
                 self._answer(effect)
-            case Fetch():
-                fetched = Fetched(effect.token, self.store.log.read(effect.message))
+            case Fetch(message=RangeRaw() as message):
+                fetched = Fetched(effect.token, self.store.log.read(message))
                 self._server.loop.call_soon(self.post, fetched)
             case _:
                 raise AssertionError(f"an effect for nobody: {effect!r}")

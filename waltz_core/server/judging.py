@@ -9,6 +9,7 @@ Rules:
     2. Row i of a request has sequence number `req_id.sequence + i`, whatever piece it is in.
 """
 
+import struct
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX, TransactionId
 from waltz_core.server.events import Limits
-from waltz_core.server.locks import AHEAD, NO_CONFLICT, PASSED, REFUSED, LockTable, Requests
+from waltz_core.server.locks import AHEAD, NO_CONFLICT, PASSED, REFUSED, LockTable, Mask, Requests
 from waltz_core.server.singles import encode_singles, lock_column
 from waltz_core.server.tickets import BatchTicket, SingleTicket, Ticket
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
@@ -31,6 +32,7 @@ FEW: Final = 16
 class Piece(NamedTuple):
     """What judging has made: records, if any row was accepted, and what is to become of tickets.
 
+    `locks` are the write and append locks of the records, as `lock_blocks.py` wants them.
     `doubtful` wait for something in flight, these records included; `refused` are judged and wait
     for nothing of this piece.
     """
@@ -38,6 +40,7 @@ class Piece(NamedTuple):
     part: EncodedBatch | None
     doubtful: list[Ticket]
     refused: list[Ticket]
+    locks: bytes = b""
 
 
 class Place(NamedTuple):
@@ -110,10 +113,20 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: Place) -
     if judgement.accepted_count:
         keep = None if judgement.accepted_count == rows.count else accepted
         req_id = ticket.req_id._replace(sequence=ticket.req_id.sequence + start)
-        return Piece(encode_records(rows, keep, place.next_id, req_id), [ticket], [])
+        part = encode_records(rows, keep, place.next_id, req_id)
+        return Piece(part, [ticket], [], entered_locks(rows, keep))
     if judgement.pending.any():
         return Piece(None, [ticket], [])
     return Piece(None, [], [ticket])
+
+
+def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
+    """Return the locks that rows have entered when they were accepted: all, or those of `keep`."""
+    entered = []
+    for column in (rows.write_locks, rows.append_locks):
+        values = column.values
+        entered.append(values if keep is None else values[np.repeat(keep, column.counts)])
+    return np.concatenate(entered).astype(">i4").tobytes()
 
 
 def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> Piece:
@@ -133,7 +146,11 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> 
         else:
             ticket.reason, ticket.conflict = Reason.LOCK, conflict
             (doubtful if conflict > place.high_water_mark else refused).append(ticket)
-    return Piece(encode_singles(kept) if kept else None, doubtful, refused)
+    if not kept:
+        return Piece(None, doubtful, refused)
+    messages = [ticket.message for ticket in kept]
+    locks = [lock for each in messages for lock in (*each.write_locks, *each.append_locks)]
+    return Piece(encode_singles(kept), doubtful, refused, struct.pack(f">{len(locks)}i", *locks))
 
 
 # Id, and what it was refused for: an id, or AHEAD.

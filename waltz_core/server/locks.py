@@ -21,6 +21,8 @@ Rules (correctness.md, rows 25-30 and "Room for our rules"; interop.md section 6
        its own batch have entered.
     6. last writer(lock) <= estimate(lock) <= highest id given out; with nothing in flight no
        estimate is above the high-water mark.
+    7. After `reset` no slot is below the mark; `refine` lets them go down as far as every writer
+       above is known (`refill.py`). A slot above the floor was entered, and stays.
 """
 
 from collections.abc import Sequence
@@ -213,6 +215,19 @@ class LockTable:
     def reset(self, high_water_mark: TransactionId) -> None:
         """Know nothing but that all writes lie at or below the mark."""
         self._slots.fill(high_water_mark)
+
+    def refine(
+        self, floor: TransactionId, lower_floor: TransactionId, locks: I32, ids: I64
+    ) -> None:
+        """Learn all locks of the transactions above a lower floor, up to the floor.
+
+        The floor is the least that any slot holds, since nothing more was known of what lies there
+        or below. `ids` has for each lock an id not below that of its writer.
+        """
+        assert lower_floor < floor
+        np.putmask(self._slots, self._slots <= floor, lower_floor)
+        slots = indices(locks, int(self._slot_count))
+        np.maximum.at(self._slots, slots.ravel(), np.tile(ids, HASH_COUNT))
 
     # -----------------------------------------------------------------------------------------
     # figures

@@ -25,15 +25,9 @@ from typing import assert_never
 
 from waltz_core import errors
 from waltz_core.machine import Report, Wakeup, earliest
-from waltz_core.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    Generation,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, Generation, SessionId, TransactionId
 from waltz_core.replication import events as replication
-from waltz_core.server import answers, append, feed
+from waltz_core.server import answers, feed, outcomes
 from waltz_core.server.append import AppendPipeline
 from waltz_core.server.cache import FeedCache, TransactionCache
 from waltz_core.server.events import (
@@ -86,7 +80,7 @@ class Partition:
         self._store = store
         self._limits = limits
         self._mounts = Mounts(limits.fences_max)
-        self.pipeline = AppendPipeline(limits, self._mounts, pace)
+        self.pipeline = AppendPipeline(limits, self._mounts, pace, identity.partition_id)
         self.reads = Reads(identity.partition_id, limits, transactions, feed_cache)
         self.feed = Feed(limits, self.reads)
         self._proofs: Proofs[Received | Ticket] = Proofs(limits.session_timer_ms)
@@ -177,10 +171,8 @@ class Partition:
                 self.feed.congested(event.connection)
             case Drained():
                 self.feed.drained(event.connection)
-            case Fetched():
-                self._route_reads(self.reads.fetched(event.token, event.message, now_ms), out)
-            case FetchFailed():
-                self._route_reads(self.reads.failed(event.token, event.reason, now_ms), out)
+            case Fetched() | FetchFailed():
+                self._fetched(event, out)
             case Wakeup():
                 self._wake(out)
             case replication.Own():
@@ -207,6 +199,15 @@ class Partition:
             self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms), out)
         self._feed_turn(out)
 
+    def _fetched(self, event: Fetched | FetchFailed, out: list[Effect]) -> None:
+        if isinstance(event, FetchFailed):
+            out += self.pipeline.refill.failed(event.token, self._now_ms)
+            self._route_reads(self.reads.failed(event.token, event.reason, self._now_ms), out)
+        elif isinstance(event.message, messages.LockBlocks):
+            self.pipeline.refill.fetched(event.token, event.message)
+        else:
+            self._route_reads(self.reads.fetched(event.token, event.message, self._now_ms), out)
+
     # -----------------------------------------------------------------------------------------
     # clients
 
@@ -215,10 +216,10 @@ class Partition:
         if not self._is_owned:
             out.append(answers.not_owned(event, self._place))
         elif isinstance(message, messages.AppendRequest | messages.AppendBatch):
-            outcomes = self.pipeline.receive(
+            received = self.pipeline.receive(
                 event.connection, message, cost_bytes=event.cost_bytes, now_ms=self._now_ms
             )
-            self._route(outcomes, out)
+            self._route(received, out)
         elif isinstance(message, messages.FlushRequest):
             token = next(self._tokens)
             self._flushing[token] = event
@@ -424,12 +425,14 @@ class Partition:
         if not unbroken:
             self.reads.forget_all()
         self.reads.replicas = self._store.readable_replicas
-        outcomes = self.pipeline.settled(
+        settled = self.pipeline.settled(
             opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
         )
+        replicas, refill = self.reads.replicas, self.pipeline.refill
+        out += refill.ask(opened.session_id, replicas, self._now_ms, holds=not unbroken)
         self.feed.advanced(opened.session_id, mark)
         self._route_reads(self.reads.opened(opened.session_id, mark), out)
-        self._route(outcomes, out)
+        self._route(settled, out)
         out.append(
             Report("session_opened", (("session", opened.session_id), ("high_water_mark", mark)))
         )
@@ -441,11 +444,11 @@ class Partition:
         assert self._is_open
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
-        outcomes = self.pipeline.committed(event.last, event.chain, now_ms=self._now_ms)
+        landed = self.pipeline.committed(event.last, event.chain, now_ms=self._now_ms)
         # All parts know the new mark before a mount that has waited for it goes on.
         self.reads.advanced(event.last)
         self.feed.advanced(self._session_id, event.last)
-        self._route(outcomes, out)
+        self._route(landed, out)
         if self.pipeline.proved_ms is not None:
             self._proofs.confirm(self.pipeline.proved_ms)
         self._feed_turn(out)
@@ -522,7 +525,7 @@ class Partition:
         """Answer everything that waits: the partition is no longer served here."""
         self._is_owned = self._is_open = False
         self._opening = None
-        queued, in_flight, outcomes = self.pipeline.abandon()
+        queued, in_flight, reached = self.pipeline.abandon()
         where = f"{self._place}: {reason}"
         gone = errors.NotOwned(where)
         unknown = errors.OutcomeUnknown(f"{where}; the append may or may not be in the log")
@@ -539,29 +542,29 @@ class Partition:
         self._mounting.clear()
         self._mounts.clear()
         out.extend(answers.refuse(question, gone) for question in waiting)
-        assert all(isinstance(outcome, append.Reached) for outcome in outcomes)
+        assert all(isinstance(outcome, outcomes.Reached) for outcome in reached)
 
     # -----------------------------------------------------------------------------------------
     # routing between the parts
 
-    def _route(self, outcomes: Sequence[append.Outcome], out: list[Effect]) -> None:
-        for outcome in outcomes:
+    def _route(self, told: Sequence[outcomes.Outcome], out: list[Effect]) -> None:
+        for outcome in told:
             match outcome:
-                case Answer():
+                case Answer() | Fetch() | Report():
                     out.append(outcome)
-                case append.SubmitBatch():
+                case outcomes.SubmitBatch():
                     self._drive(replication.Submit(self._session_id, outcome.batch), out)
-                case append.BatchCommitted():
+                case outcomes.BatchCommitted():
                     self.reads.remember(outcome.entry, outcome.batch)
-                case append.Reached():
+                case outcomes.Reached():
                     self._reached(outcome.token, out)
-                case append.Ahead():
+                case outcomes.Ahead():
                     self._prove(outcome.ticket, out)
                 case _:
                     assert_never(outcome)
 
-    def _route_feed(self, outcomes: Sequence[feed.Outcome], out: list[Effect]) -> None:
-        for outcome in outcomes:
+    def _route_feed(self, told: Sequence[feed.Outcome], out: list[Effect]) -> None:
+        for outcome in told:
             match outcome:
                 case Answer():
                     out.append(outcome)
@@ -573,8 +576,8 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_reads(self, outcomes: Sequence[Answer | Fetch | Stretch], out: list[Effect]) -> None:
-        for outcome in outcomes:
+    def _route_reads(self, told: Sequence[Answer | Fetch | Stretch], out: list[Effect]) -> None:
+        for outcome in told:
             if isinstance(outcome, Stretch):
                 self._route_feed(self.feed.fetched(outcome), out)
             else:

@@ -16,13 +16,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
 from waltz_core.net import Link, dial
 from waltz_core.record import PartitionId, ReplicaId, SessionId
 from waltz_core.replication import events as replication
 from waltz_core.wire.messages import (
+    LockBlocks,
+    LockBlocksRequest,
     Message,
     Nack,
     OpenRequest,
@@ -38,6 +40,7 @@ _log = logging.getLogger(__name__)
 DIAL_TIMEOUT_S: Final = 3.0
 READ_TIMEOUT_S: Final = 15.0
 _NOBODY: Final = -1
+_Answer: TypeAlias = RangeBytes | LockBlocks
 
 
 class Tasks(Protocol):
@@ -140,7 +143,7 @@ class SessionLinks:
 @dataclass(slots=True)
 class _ReadLink:
     link: Link
-    waiting: dict[tuple[PartitionId, int], asyncio.Future[RangeBytes]] = field(default_factory=dict)
+    waiting: dict[tuple[PartitionId, int], asyncio.Future[_Answer]] = field(default_factory=dict)
 
 
 class ReadLinks:
@@ -152,15 +155,15 @@ class ReadLinks:
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialling: dict[ReplicaId, asyncio.Lock] = {}
 
-    async def fetch(self, replica: ReplicaId, message: RangeRaw) -> RangeBytes:
-        """Ask a storage for a range; partition and sequence must be unique among those waiting.
+    async def fetch(self, replica: ReplicaId, message: RangeRaw | LockBlocksRequest) -> _Answer:
+        """Ask a storage; partition and sequence must be unique among those waiting.
 
         Raises Unreachable, or the error that the storage answered with.
         """
         read_link = await self._link(replica)
         key = (PartitionId(message.partition_id), message.sequence)
         assert key not in read_link.waiting
-        answer: asyncio.Future[RangeBytes] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         read_link.waiting[key] = answer
         read_link.link.send(message)
         try:
@@ -209,7 +212,7 @@ def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Messa
         answer = read_link.waiting.get((PartitionId(message.partition_id), message.sequence))
         if answer is None or answer.done():
             continue
-        if isinstance(message, RangeBytes):
+        if isinstance(message, RangeBytes | LockBlocks):
             answer.set_result(message)
         elif isinstance(message, Nack):
             answer.set_exception(from_code(message.error_code, f"{replica}: {message.message}"))

@@ -5,9 +5,12 @@ promised asks the budget (`budget.py`) first.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from waltz_core.lock_blocks import LogEnd, encode
+from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
 from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.disk import SECTOR_BYTES, Contents, SimDisk, Survival
 from waltz_core.sim.disk import Fault as DiskFault
@@ -16,6 +19,7 @@ from waltz_core.sim.striking import any_storage, counted, keep_down
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME
 from waltz_core.storage.engine import STORAGE_ID_NAME
 from waltz_core.storage.format import SLOT_BLOCK_BYTES
+from waltz_core.storage.lock_file import LOCKS_NAME
 
 if TYPE_CHECKING:
     from random import Random
@@ -265,6 +269,49 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
     return _spoil(cluster, rng, spoil, names=(SLOTS_NAME,))
 
 
+def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
+    """The lock files are lost, cut, mixed up, old or another log's: nobody may mind."""
+    storage = any_storage(cluster, rng)
+    disk = storage.disk
+    paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_NAME)]
+    paths = [path for path in paths if disk.content(path)]
+    if not paths:
+        return False
+    path = rng.choice(paths)
+    content = disk.content(path)
+    how = rng.choice(("lost", "cut", "old", "mixed", "foreign"))
+    if how in ("lost", "foreign"):
+        last = storage.log.max_id if storage.log is not None else BEFORE_FIRST
+        storage.kill()
+        keep_down(cluster, storage, rng, 300)
+        disk.remove(path)
+        if how == "foreign":
+            disk.put(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
+    elif how == "cut":
+        disk.cut(path, rng.randrange(len(content)))
+    elif how == "old":
+        after_us = rng.randrange(50, 1_000) * MS
+        cluster.world.after(after_us, lambda: _restore(disk, path, content))
+    else:
+        start = rng.randrange(len(content))
+        disk.overwrite(path, rng.randrange(len(content)), content[start : start + 200])
+    cluster.checks.count(f"locks {how}")
+    return True
+
+
+def _foreign_blocks(last: TransactionId, rng: "Random") -> bytes:
+    """Return the lock blocks of another log, whose transactions have taken no locks."""
+    ends = [LogEnd(TransactionId(each), Chain(rng.randbytes(16))) for each in range(-1, last + 1)]
+    return b"".join(encode(end.last, end, before.chain, b"") for before, end in pairwise(ends))
+
+
+def _restore(disk: SimDisk, path: Path, content: bytes) -> None:
+    """A file is as it was: what came since is not there, what was cut from the log is again."""
+    if disk.exists(path):
+        disk.cut(path, len(content))
+        disk.overwrite(path, 0, content)
+
+
 def scrub(cluster: SimCluster, rng: "Random") -> bool:
     """Somebody asks for a whole log to be read again."""
     storage = any_storage(cluster, rng)
@@ -298,6 +345,8 @@ def _files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[Path]:
     for path in sorted(storage.disk.files()):
         if path.parent not in {HOME, HOME / "0"} or path.name.endswith(".reserve"):
             continue
+        if path.name.startswith(LOCKS_NAME):
+            continue  # No promise depends on them: see `spoiled_locks`.
         if not names or path.name in names:
             kinds.setdefault(path.suffix if path.parent != HOME else CONTROL_NAME, []).append(path)
     most = max((len(paths) for paths in kinds.values()), default=0)

@@ -85,6 +85,7 @@ KINDS: Final[dict[str, Strike]] = {
         disk_faults.cut_file,
         disk_faults.spoiled_slot,
         disk_faults.scrub,
+        disk_faults.spoiled_locks,
         zookeeper_faults.lost_answers,
         zookeeper_faults.zookeeper_away,
         zookeeper_faults.zookeeper_restart,

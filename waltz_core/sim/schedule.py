@@ -13,7 +13,7 @@ Rules:
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from waltz_core.sim.world import chance_of
 FORMAT: Final = 1
 DURATION_MS: Final = 6_000
 STEPS: Final = 2_000
+LATER_KINDS: Final = ("spoiled_locks",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Setup:
             open_wait_ms=2_000,
             checkpoint_interval_count=self.checkpoint_interval_count,
             checkpoint_interval_ms=200,
+            lock_tail_bytes_max=8 * 1024,
         )
 
     def store_limits(self) -> StoreLimits:
@@ -167,10 +169,9 @@ def schedule_of(
         scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
     )
     share = rng.choice((0.3, 0.6, 0.9))
-    kinds = [kind for kind in weights if rng.random() < share]
-    if only is not None:
-        allowed = set(only)
-        kinds = [kind for kind in kinds if kind in allowed]
+    allowed = set(weights if only is None else only)
+    kinds = [kind for kind in weights if kind not in LATER_KINDS and rng.random() < share]
+    kinds = [kind for kind in kinds if kind in allowed]
     gap_us = rng.choice((30, 100, 300)) * 1_000
     faults: list[Fault] = []
     at_us = gap_us
@@ -178,4 +179,17 @@ def schedule_of(
         (kind,) = rng.choices(kinds, [weights[each] for each in kinds])
         faults.append(Fault(at_us, kind, rng.getrandbits(32)))
         at_us += rng.randrange(1, 2 * gap_us)
-    return Schedule(seed, setup, tuple(faults))
+    later = [kind for kind in LATER_KINDS if kind in weights and kind in allowed]
+    faults += _later_faults(seed, setup, later)
+    return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_us)))
+
+
+def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
+    """Draw kinds that came later from a stream of their own: see `has_large_batches`."""
+    rng = chance_of(seed ^ 0x10CC5)
+    faults: list[Fault] = []
+    for kind in kinds:
+        for _ in range(rng.choice((0, 0, 2, 8))):
+            at_us = rng.randrange(setup.duration_ms * 1_000)
+            faults.append(Fault(at_us, kind, rng.getrandbits(32)))
+    return faults

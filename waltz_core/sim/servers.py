@@ -44,6 +44,7 @@ from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
     ClientMessage,
+    LockBlocks,
     Message,
     Nack,
     OpenRequest,
@@ -411,7 +412,7 @@ class SimServer(Process):
         if found is None:
             return
         token = found[2].token
-        if isinstance(message, RangeBytes):
+        if isinstance(message, RangeBytes | LockBlocks):
             self.step(Fetched(token, message))
         else:
             assert isinstance(message, Nack)

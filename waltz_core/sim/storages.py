@@ -46,6 +46,7 @@ RESTART_MS: Final = (1, 400)
 OPEN_AGAIN_US: Final = 200_000
 LEAVING_AGAIN_US: Final = 1_000_000
 NO_CONTENTS: Final = Contents({}, frozenset())
+LOCK_FILE_BYTES_MAX: Final = 2 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +221,7 @@ class SimStorage(Process):
             self.after(OPEN_AGAIN_US, self.follow)
             return
         self.refused = None
+        log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
         assert self.service is not None
         self._checks.log_opened(self, log, bytes_before)
         self._step(service.Opened(log))

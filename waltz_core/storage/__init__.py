@@ -6,6 +6,7 @@
     <directory>/waltz-x.scrub         where the scrub is; worth nothing but time
     <directory>/<p>/waltz-x.ctl       two slots: promise, marks, acked marker, damage, intent
     <directory>/<p>/waltz-x.wipe      while the files of a partition are being deleted
+    <directory>/<p>/waltz-x.lck       locks of the newest batches, never synced (and `.old`)
     <directory>/<p>/<first>.seg       records back to back, up to about a gigabyte
     <directory>/<p>/<first>.idx       where each record starts; a cache
     <directory>/<p>/<first>.chn       one entry for each batch that ends in the segment

@@ -19,7 +19,7 @@ from waltz_core.storage.format import NOBODYS_NONCE
 from waltz_core.storage.partition_log import PartitionLog
 from waltz_core.storage.scrub import Piece
 from waltz_core.storage.work import ConnectionId, Request, Work
-from waltz_core.wire.messages import AppendRaw, RangeRaw, Repair, StorageMessage
+from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
 
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
 # What a request counts for in the queue beside the bytes that it carries or asks for.
@@ -83,7 +83,7 @@ def queue_bytes(message: StorageMessage) -> int:
     match message:
         case AppendRaw() | Repair():
             return _REQUEST_BYTES + len(message.records) + len(message.lengths)
-        case RangeRaw():
+        case RangeRaw() | LockBlocksRequest():
             return _REQUEST_BYTES + max(0, message.bytes_max)
         case _:
             return _REQUEST_BYTES

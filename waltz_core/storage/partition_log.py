@@ -110,6 +110,7 @@ class PartitionLog:
         self._settings = settings
         self._engaged = NO_SESSION
         self._failed = False
+        self.lock_file = segments.lock_file
         self.is_broken = False  # the disk has refused a cut; nothing until it is opened again
         self._synced_chain = segments.chain
         self._marked_ms = settings.now_ms()

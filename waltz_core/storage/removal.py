@@ -34,9 +34,10 @@ from waltz_core.storage.format import (
     checked_body,
     with_crc,
 )
+from waltz_core.storage.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
 
 WIPE_NAME: Final = "waltz-x.wipe"
-_LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", TEMPORARY_SUFFIX)
+_LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", LOCKS_NAME, OLDER_LOCKS_NAME, TEMPORARY_SUFFIX)
 
 # waltz-x.wipe: version, partition, is held (3 x int32), promise (int64), nonce (16 bytes), CRC
 _WIPE = struct.Struct(">iiiq16s")

@@ -34,6 +34,7 @@ from waltz_core.record import (
 )
 from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import IdRange, SegmentHeader, first_of_name
+from waltz_core.storage.lock_file import LockFile
 from waltz_core.storage.segment import Segment
 
 I64 = npt.NDArray[np.int64]
@@ -49,6 +50,7 @@ class Segments:
         assert segments
         assert segments[0].first == 0
         self.all = segments
+        self.lock_file = LockFile(disk, directory)
         self._disk = disk
         self._directory = directory
         self._blank = blank
@@ -251,6 +253,7 @@ class Segments:
 
     def close(self) -> None:
         """Close all files."""
+        self.lock_file.close()
         for segment in self.all:
             segment.close()
 

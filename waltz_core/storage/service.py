@@ -58,6 +58,7 @@ from waltz_core.wire.messages import (
     Heartbeat,
     HeartbeatAnswer,
     LineageRequest,
+    LockBlocksRequest,
     Nack,
     OpenRequest,
     Prepare,
@@ -315,7 +316,7 @@ class StorageService:
                 if request.connection not in self._readers:
                     _check_owner(lane, request)
                 self._answer(request, HeartbeatAnswer(*_prefix(message)))
-            case RangeRaw() if message.reader:
+            case RangeRaw(reader=True) | LockBlocksRequest():
                 lane = self._lane(message)
                 self._check_reader(lane, request)
                 self._queue(lane, lane.reads, request)

@@ -57,6 +57,8 @@ from waltz_core.wire.messages import (
     Engage,
     LineageRequest,
     LineageResponse,
+    LockBlocks,
+    LockBlocksRequest,
     Prepare,
     Prepared,
     RangeBytes,
@@ -210,6 +212,8 @@ class Work:
                 last = message.first + len(message.lengths) // 4 - 1
                 result.mended = IdRange(TransactionId(message.first), TransactionId(last))
                 return state
+            case LockBlocksRequest():
+                return _lock_blocks(self.log, message)
             case _:
                 return _change(self.log, message)
 
@@ -262,6 +266,7 @@ def _append_group(
         started_s = clock_s()
         synced_max = log.sync()
         result.sync_s = clock_s() - started_s
+        log.lock_file.append([append.locks for append in written if append.locks])
         for append in written:
             assert append.lineage[-1].last <= synced_max, "rule 2"
             result.appended_count += len(append.lengths) // 4
@@ -390,6 +395,11 @@ def _nothing(message: RangeRaw) -> RangeBytes:
 def _lineage(log: PartitionLog, message: LineageRequest) -> LineageResponse:
     chain_before, entries = log.lineage(TransactionId(message.first), TransactionId(message.last))
     return LineageResponse(*_prefix(message), chain_before, entries)
+
+
+def _lock_blocks(log: PartitionLog, message: LockBlocksRequest) -> LockBlocks:
+    bytes_max = min(max(0, message.bytes_max), RANGE_BYTES_MAX)
+    return LockBlocks(*_prefix(message), log.lock_file.newest(bytes_max))
 
 
 def _prefix(message: StorageMessage) -> tuple[int, int, int]:

@@ -620,7 +620,11 @@ class Engage(StorageMessage):
 
 @value(frozen=True, slots=True)
 class AppendRaw(StorageMessage):
-    """Append records as they will lie on disk, one or more whole batches (`lineage`)."""
+    """Append records as they will lie on disk, one or more whole batches (`lineage`).
+
+    `locks` is the batch's lock block (`lock_blocks.py`), which the storage keeps for the next
+    owner; empty where the sender does not know the locks.
+    """
 
     code = 70
     since = 1
@@ -630,6 +634,7 @@ class AppendRaw(StorageMessage):
     records_crc: Crc32
     chain_before: Raw16
     lineage: Lineage
+    locks: Blob = b""
 
 
 @value(frozen=True, slots=True)
@@ -722,6 +727,24 @@ class HeartbeatAnswer(StorageMessage):
 
     code = 78
     since = 1
+
+
+@value(frozen=True, slots=True)
+class LockBlocksRequest(StorageMessage):
+    """Ask for the newest lock blocks, as a reader does: this storage must be engaged."""
+
+    code = 81
+    since = 1
+    bytes_max: Int32
+
+
+@value(frozen=True, slots=True)
+class LockBlocks(StorageMessage):
+    """The newest bytes of the lock files, as they are: the log has to prove what they say."""
+
+    code = 82
+    since = 1
+    blocks: Blob
 
 
 @value(frozen=True, slots=True)

@@ -292,7 +292,7 @@ async def test_a_full_window_waits_and_drops_nothing():
 
 @told
 async def test_a_server_that_takes_less_in_a_frame_gets_less():
-    limits = Limits(lock_slot_count=10_007, batch_rows_max=30)
+    limits = Limits(lock_slot_count=10_007, lock_refill_count_max=0, batch_rows_max=30)
     async with (
         memory_cluster(limits=limits) as cluster,
         cluster.client().opened() as client,

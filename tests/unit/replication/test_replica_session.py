@@ -113,13 +113,15 @@ def test_appends_follow_one_another_and_count_until_they_are_answered(one, outbo
     marked(one)
     window = Window(-1, GENESIS_CHAIN)
     first = window.add(make_batch(0, [1, 2], 7), 5, 1)
-    second = window.add(make_batch(2, [3], 7), 5, 1)
+    second = window.add(make_batch(2, [3], 7)._replace(locks=b"lock"), 5, 1)
     one.append_flight(first, 1)
     one.append_flight(second, 1)
     size = first.size_bytes + second.size_bytes
     assert (one.next_id, one.next_chain, one.unanswered_bytes) == (3, window.chain, size)
     sent = outbox[-2].message
     assert (sent.first, sent.chain_before, sent.lineage) == (0, GENESIS_CHAIN, (first.entry,))
+    assert [each.message.locks for each in outbox[-2:]] == [b"", second.locks]
+    assert second.locks
     request = one.take(wire.Appended(5, 1, 2, 1))
     one.appended(request.message, wire.Appended(5, 1, 2, 1))
     assert (one.synced_last, one.unanswered_bytes) == (1, second.size_bytes)

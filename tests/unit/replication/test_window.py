@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.replication.model_storage import make_batch
+from waltz_core.lock_blocks import Blocks, LogEnd
 from waltz_core.record import GENESIS_CHAIN, next_chain
 from waltz_core.replication.window import Window
 
@@ -24,6 +25,15 @@ def test_batches_follow_one_another_and_carry_the_chain():
     assert window.chain == second.entry.chain
     assert window.at(1) is None
     assert (window.first, window.last, window.committed) == (0, 2, -1)
+
+
+def test_a_batch_whose_locks_are_known_has_a_block_of_them():
+    window = filled(2)
+    assert window.at(0).locks == b""
+    before = window.chain
+    flight = window.add(make_batch(2, [1, 2], 7)._replace(locks=b"lock"), 3, 100)
+    block = Blocks(flight.locks).below(LogEnd(3, window.chain), 1)
+    assert (block.first, block.chain_before, bytes(block.locks)) == (2, before, b"lock")
 
 
 def test_a_gap_is_our_own_bug():

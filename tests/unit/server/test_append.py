@@ -1,5 +1,6 @@
 """The way of appends: judged, joined, sent as batches, and answered when they are final."""
 
+import struct
 import sys
 import zlib
 from collections.abc import Sequence
@@ -9,34 +10,32 @@ import pytest
 
 from waltz_core import errors, raw_records
 from waltz_core.batches import encode_append
+from waltz_core.lock_blocks import LogEnd, encode
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     ClientId,
     Generation,
     PartitionId,
+    ReplicaId,
     ReqId,
     SessionId,
     TransactionId,
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.append import (
-    Ahead,
-    AppendPipeline,
-    BatchCommitted,
-    Outcome,
-    Reached,
-    SubmitBatch,
-)
-from waltz_core.server.events import Answer, ConnectionId, Limits
+from waltz_core.server.append import AppendPipeline
+from waltz_core.server.events import Answer, ConnectionId, Fetch, Limits
 from waltz_core.server.mounts import Mounts
+from waltz_core.server.outcomes import Ahead, BatchCommitted, Outcome, Reached, SubmitBatch
 from waltz_core.server.pace import LARGE_BYTES, PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
+from waltz_core.server.refill import HELD_MS_MAX
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
     AppendResult,
     ErrorResponse,
+    LockBlocks,
     Reason,
 )
 
@@ -53,7 +52,7 @@ class World:
         self.mounts = Mounts(100)
         self.pace = Pace()
         limits = limits or Limits(lock_slot_count=1009)
-        self.pipeline = AppendPipeline(limits, self.mounts, self.pace)
+        self.pipeline = AppendPipeline(limits, self.mounts, self.pace, PartitionId(0))
         self.session = 0
         self.now_ms = 0
         self.submitted: list[Batch] = []
@@ -855,3 +854,45 @@ def test_no_chain_of_ours_but_the_log_s() -> None:
     with pytest.raises(AssertionError):
         world.pipeline.committed(TransactionId(0), GENESIS_CHAIN, now_ms=0)
     assert BEFORE_FIRST == -1
+
+
+def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
+    world = World()
+    world.single(write=[1], read=[8], append=[2])
+    world.batch([b"x", b"y"], write=[[3], [4]])
+    world.single(write=[5])
+    (batch,) = world.turns()
+    assert batch.locks == struct.pack(">5i", 1, 2, 3, 4, 5)
+    world.single()
+    (batch,) = world.turns()
+    assert batch.locks == b""
+
+
+def test_nothing_is_judged_before_the_lock_table_is_filled() -> None:
+    world = World(is_open=False)
+    world.open(5, unbroken=False)
+    refill = world.pipeline.refill
+    (fetch,) = refill.ask(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
+    assert isinstance(fetch, Fetch)
+    world.single(write=[1], mark=3)
+    world.single(write=[2], mark=4)
+    assert not world.wants_turn
+    end, before = LogEnd(TransactionId(5), GENESIS_CHAIN), bytes([7] * 16)
+    block = encode(TransactionId(3), end, before, struct.pack(">i", 2))
+    refill.fetched(fetch.token, LockBlocks(1, fetch.token, 0, block))
+    assert world.wants_turn
+    (batch,) = world.turns()
+    assert (batch.first, batch.last, batch.locks) == (6, 6, struct.pack(">i", 1))
+
+
+def test_who_waits_for_the_lock_table_waits_no_longer_than_so() -> None:
+    world = World(is_open=False)
+    world.open(5, unbroken=False)
+    world.pipeline.refill.ask(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
+    world.single(write=[1], mark=3)
+    world.single(write=[1], mark=5)
+    assert world.pipeline.turn_at_ms(0) == HELD_MS_MAX
+    world.now_ms = HELD_MS_MAX
+    assert world.wants_turn
+    (batch,) = world.turns()
+    assert batch.last == 6

@@ -10,8 +10,8 @@ from tests.unit.server.test_append import (
     results,
 )
 from waltz_core.record import BEFORE_FIRST
-from waltz_core.server.append import Reached
 from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN
+from waltz_core.server.outcomes import Reached
 
 HOT, COLD = 5, 6
 

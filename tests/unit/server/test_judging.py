@@ -1,5 +1,6 @@
 """Rows judged and encoded: whole, in pieces, and one by one, with one and the same result."""
 
+import struct
 import zlib
 
 import pytest
@@ -107,6 +108,47 @@ def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.M
     assert [ticket.reason for ticket in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
     assert piece.doubtful == [group[0], group[1], group[2], group[4]]
     assert piece.refused == [group[3]]
+
+
+@pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
+def test_the_locks_of_what_was_accepted_are_told(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "FEW", few)
+    writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
+    group = [
+        SingleTicket(
+            A,
+            100,
+            AppendRequest(REQ, -1, tuple(write), tuple(read), tuple(append), 0, b"", 0),
+            Epoch(),
+            0,
+        )
+        for write, read, append in zip(writes, reads, appends, strict=True)
+    ]
+    place = Place(BEFORE_FIRST, TransactionId(0))
+    piece = judge_singles(group, LockTable(1009, BEFORE_FIRST), place)
+    assert [ticket.reason for ticket in group] == [COMMITTED, LOCK, COMMITTED]
+    assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
+    payload = encode_append(
+        [0, 0, 0], [b""] * 3, write_locks=writes, read_locks=reads, append_locks=appends
+    )
+    asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
+    ticket = BatchTicket(A, 1_000, asked, REQ, Epoch(), 0)
+    ticket.open(decode(asked, LIMITS))
+    piece = judge_rows(ticket, 3, LockTable(1009, BEFORE_FIRST), place)
+    assert ticket.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
+    assert sorted(struct.unpack(">4i", piece.locks)) == [-2, 1, 6, 7]
+
+
+def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_told() -> None:
+    payload = encode_append(
+        [0, 0], [b""] * 2, write_locks=[[1], [2]], read_locks=[[9], []], append_locks=[[], [3]]
+    )
+    asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
+    ticket = BatchTicket(A, 1_000, asked, REQ, Epoch(), 0)
+    ticket.open(decode(asked, LIMITS))
+    place = Place(BEFORE_FIRST, TransactionId(0))
+    piece = judge_rows(ticket, 2, LockTable(1009, BEFORE_FIRST), place)
+    assert struct.unpack(">3i", piece.locks) == (1, 2, 3)
 
 
 def test_what_was_damaged_on_the_way_is_refused() -> None:

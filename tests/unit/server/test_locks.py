@@ -235,3 +235,18 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
         assert found.accepted_count == (1 if hot else found.accepted_count)
         counts.append(calls)
     assert counts[1] <= 2 * counts[0]
+
+
+def test_what_is_learnt_lets_slots_go_down_and_no_lock_below_its_writer() -> None:
+    table = table_at(9)
+    judge(table, {"w": [3]}, mark=9, high=9)
+    ids = np.array([9, 7, 7], dtype=np.int64)
+    table.refine(TransactionId(9), TransactionId(6), np.array([1, 2, 3], dtype=np.int32), ids)
+    assert [table.estimate(lock) for lock in (1, 2, 3, 4)] == [9, 7, 10, 6]
+    table.refine(
+        TransactionId(6),
+        TransactionId(-1),
+        np.array([1, 4], dtype=np.int32),
+        np.array([5, 5], dtype=np.int64),
+    )
+    assert [table.estimate(lock) for lock in (1, 2, 3, 4, 5)] == [9, 7, 10, 5, -1]

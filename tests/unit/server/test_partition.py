@@ -10,7 +10,8 @@ import pytest
 from waltz_core import errors, raw_records
 from waltz_core.batches import encode_append
 from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
-from waltz_core.machine import Wakeup
+from waltz_core.lock_blocks import LogEnd, encode
+from waltz_core.machine import Report, Wakeup
 from waltz_core.record import (
     GENESIS_CHAIN,
     ClientId,
@@ -73,7 +74,7 @@ class FakeStore:
 class World:
     def __init__(self, **limits: int) -> None:
         self.store = FakeStore()
-        self.limits = Limits(lock_slot_count=1009, **limits)
+        self.limits = Limits(**{"lock_slot_count": 1009, "lock_refill_count_max": 0, **limits})
         self.partition = Partition(
             Identity(PartitionId(0), 4, KEY),
             self.store,
@@ -1003,3 +1004,46 @@ def test_what_is_no_request_is_told() -> None:
     world = ready()
     req_id = world.send(A, messages.HighWaterMarkResponse(world.req_id(ALICE), 3))
     assert world.error(req_id) == errors.BadRequest.code
+
+
+def test_a_new_owner_asks_for_the_locks_and_takes_what_it_is_sent() -> None:
+    world = World(lock_refill_count_max=100)
+    world.open(5, unbroken=False)
+    (fetch,) = world.fetches
+    assert fetch.replica == REPLICAS[0]
+    assert isinstance(fetch.message, messages.LockBlocksRequest)
+    world.mount()
+    appended = world.append(mark=5)
+    world.run()
+    assert not world.store.of(replication.Submit)
+    world.step(FetchFailed(fetch.token, "away"))
+    assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
+    end = LogEnd(TransactionId(5), world.chain)
+    block = encode(TransactionId(0), end, world.chain, b"")
+    asked = world.fetches[-1]
+    world.step(Fetched(asked.token, messages.LockBlocks(1, asked.token, 0, block)))
+    world.run()
+    assert world.store.of(replication.Submit)
+    assert Report("locks.refilled", (("known_from", 0), ("mark", 5))) in world.rest
+    world.commit()
+    assert world.reason(appended) is Reason.COMMITTED
+
+
+def test_an_owner_that_goes_on_alone_asks_nobody() -> None:
+    world = World(lock_refill_count_max=100)
+    world.open(-1, unbroken=False)
+    world.mount()
+    world.fill(3)
+    world.close()
+    world.open(2)
+    assert world.fetches == []
+
+
+def test_a_partition_that_is_given_up_forgets_whom_it_has_asked() -> None:
+    world = World(lock_refill_count_max=100)
+    world.open(5, unbroken=False)
+    (fetch,) = world.fetches
+    world.step(replication.Disown())
+    world.step(FetchFailed(fetch.token, "away"))
+    assert world.fetches == [fetch]
+    assert world.partition.wake_at_ms is None

@@ -11,6 +11,7 @@ from waltz_core.storage import removal
 from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import create_durably
 from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot
+from waltz_core.storage.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
 from waltz_core.storage.removal import WIPE_NAME, Wipe
 
 ROOT = Path("/storage")
@@ -36,7 +37,8 @@ def control(disk):
     control.set_marks(2, 8, 40)
     SlotFile.create(disk, HOME, Slot(2, promised=9, low_water_mark=40)).close()
     names = [f"{first:019d}{suffix}" for first in (0, 7) for suffix in (".seg", ".idx", ".chn")]
-    create_durably(disk, HOME, [(name, b"x") for name in (*names, "left.tmp", "notes.txt")])
+    names += [LOCKS_NAME, OLDER_LOCKS_NAME, "left.tmp", "notes.txt"]
+    create_durably(disk, HOME, [(name, b"x") for name in names])
     return control
 
 

@@ -29,6 +29,8 @@ from waltz_core.wire.messages import (
     HeartbeatAnswer,
     LineageRequest,
     LineageResponse,
+    LockBlocks,
+    LockBlocksRequest,
     Nack,
     OpenRequest,
     Prepare,
@@ -501,6 +503,19 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
     bench.step(service.Disconnected(1))  # the owner is gone, the log is what it was
     assert bench.ask(7, range_of(Owner(6), 0, 0, reader=True)).count == 1
+
+
+def test_lock_blocks_are_told_to_readers_of_the_engaged_session(bench):
+    owner = bench.owned(5)
+    bench.ask(1, dataclasses.replace(owner.append(3), locks=b"block"))
+    request = Owner(5).make(LockBlocksRequest, 100)
+    assert bench.refusal(7, request) is errors.BadRequest  # it has not said which cluster
+    bench.ask(7, open_request())
+    assert bench.ask(7, request) == LockBlocks(5, request.sequence, 0, b"block")
+    assert bench.refusal(7, Owner(4).make(LockBlocksRequest, 100)) is errors.SessionFenced
+    assert bench.service.queued_bytes == 0
+    bench.send(7, Owner(5).make(LockBlocksRequest, 100))
+    assert bench.service.queued_bytes == 512 + 100
 
 
 def test_a_reader_never_sees_what_is_not_synced(bench):

@@ -21,6 +21,8 @@ from waltz_core.wire.messages import (
     ENTRIES_MAX,
     Appended,
     LineageRequest,
+    LockBlocks,
+    LockBlocksRequest,
     RangeBytes,
     RangeForm,
     RangeRaw,
@@ -59,6 +61,23 @@ def test_a_group_counts_what_it_has_appended_and_times_its_one_sync(log):
     assert (result.appended_count, result.appended_bytes) == (5, 5 * 44)
     assert result.sync_s == 0.5
     assert result.failure is None
+
+
+def test_the_lock_blocks_of_a_group_are_kept_and_told(log):
+    owner = Owner(5)
+    group = [
+        dataclasses.replace(owner.append(2), locks=b"one "),
+        owner.append(),
+        dataclasses.replace(owner.append(), locks=b"two "),
+    ]
+    wrong = dataclasses.replace(owner.append(), locks=b"wrong", records=b"")
+    assert isinstance(run(log, *group, wrong).outcomes[-1], ChecksumMismatch)
+    ask = LockBlocksRequest(5, 9, 0, 100)
+    assert run(log, ask).outcomes == [LockBlocks(5, 9, 0, b"one two ")]
+    (short,) = run(log, dataclasses.replace(ask, bytes_max=6)).outcomes
+    assert short.blocks == b"e two "
+    (none,) = run(log, dataclasses.replace(ask, bytes_max=-1)).outcomes
+    assert none.blocks == b""
 
 
 def test_a_group_that_was_refused_whole_is_not_synced(log):

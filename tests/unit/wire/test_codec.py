@@ -80,7 +80,7 @@ def test_every_message_of_the_table_has_a_plan_in_each_version_it_exists_in():
             for message_class in codec._plans(surface, version).values():
                 assert message_class.magic == surface.magic
     assert len(codec._plans(Surface.CLIENT, 5)) == 33
-    assert len(codec._plans(Surface.STORAGE, 1)) == 19
+    assert len(codec._plans(Surface.STORAGE, 1)) == 21
     assert len(codec._plans(Surface.STORAGE, 0)) == 2
 
 

@@ -39,6 +39,8 @@ SOMETIMES: Final = (
     "replica.refused",
     "session.abandoned",
     "coordinator.away",
+    "locks.refilled",
+    "locks.refilled_in_part",
     "released",
 )
 # Reports of machines under the names above.

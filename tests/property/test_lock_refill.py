@@ -1,0 +1,137 @@
+"""What a new owner learns is true: whatever the storages have kept, no lock is below its writer.
+
+Random logs with lost ends, written to the files of three replicas that miss blocks, come back old
+or are torn; an owner begins at the log's end and appends while it learns.
+"""
+
+import struct
+from random import Random
+
+import pytest
+
+from waltz_core.lock_blocks import LogEnd, encode
+from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.server import refill as module
+from waltz_core.server.events import Fetch, Limits
+from waltz_core.server.locks import LockTable
+from waltz_core.server.refill import Refill
+from waltz_core.wire.messages import LockBlocks
+
+SEEDS = range(300)
+SLOTS = 10_007
+LOCKS = 12
+GENESIS = LogEnd(TransactionId(-1), bytes(16))
+
+
+class History:
+    """A log, and what three replicas have kept of its locks."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng = rng
+        self.ends = [GENESIS]
+        self.writes: list[tuple[int, int]] = []  # id, lock
+        self.files = [bytearray() for _ in range(3)]
+        self.old = [b""] * 3
+
+    @property
+    def end(self) -> LogEnd:
+        return self.ends[-1]
+
+    def append(self) -> None:
+        rng, before = self.rng, self.end
+        first = before.last + 1
+        last = first + rng.choice((0, 0, 2))
+        end = LogEnd(TransactionId(last), rng.randbytes(16))
+        locks = [(each, rng.randrange(LOCKS)) for each in range(first, last + 1)]
+        packed = struct.pack(f">{len(locks)}i", *(lock for _, lock in locks))
+        block = encode(TransactionId(first), end, before.chain, packed)
+        for file in self.files:
+            if rng.random() < 0.9:
+                file.extend(block)
+        self.writes += locks
+        self.ends.append(end)
+
+    def lose_end(self) -> None:
+        """The last batches are cut from the log; the lock files know nothing of that."""
+        keep = max(1, len(self.ends) - self.rng.randrange(3))
+        del self.ends[keep:]
+        self.writes = [each for each in self.writes if each[0] <= self.end.last]
+
+    def spoil(self) -> None:
+        rng, place = self.rng, self.rng.randrange(3)
+        file = self.files[place]
+        how = rng.choice(("keep", "old", "flip", "cut", "again"))
+        if how == "keep":
+            self.old[place] = bytes(file)
+        elif how == "old":
+            file[:] = self.old[place]
+        elif how == "flip" and file:
+            file[rng.randrange(len(file))] ^= 1 << rng.randrange(8)
+        elif how == "cut" and file:
+            del file[rng.randrange(len(file)) :]
+        elif how == "again":
+            file += self.old[place]
+
+    def last_writer(self, lock: int) -> int:
+        return max((each for each, written in self.writes if written == lock), default=-1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_lock_is_below_its_writer(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = Random(seed)
+    monkeypatch.setattr(module, "SLICE_BLOCKS_MAX", rng.choice((1, 3, 100)))
+    history = History(rng)
+    for _ in range(rng.randrange(40)):
+        rng.choice((history.append, history.append, history.append, history.lose_end))()
+        if rng.random() < 0.1:
+            history.spoil()
+    mark = history.end
+    table = LockTable(SLOTS, mark.last)
+    refill = Refill(PartitionId(0), Limits(lock_slot_count=SLOTS))
+    refill.begin(table, mark)
+    replicas = [ReplicaId(str(each)) for each in range(3)]
+    asked = refill.ask(SessionId(1), replicas, 0, holds=True)
+    next_id = mark.last + 1
+    while asked or refill.turn_at_ms(0) == 0:
+        for fetch in asked:
+            if isinstance(fetch, Fetch):
+                data = bytes(history.files[int(fetch.replica)])
+                refill.fetched(fetch.token, LockBlocks(1, fetch.token, 0, data))
+        if rng.random() < 0.3:
+            lock = rng.randrange(LOCKS)
+            table.judge_one(
+                ([], [], [lock]),
+                mark.last,
+                high_water_mark=mark.last,
+                next_id=TransactionId(next_id),
+            )
+            history.writes.append((next_id, lock))
+            next_id += 1
+        asked = refill.turn(0)
+        for lock in range(LOCKS):
+            assert history.last_writer(lock) <= table.estimate(lock) < next_id
+    assert refill.floor <= mark.last
+    if refill.floor == -1:
+        unknown = [lock for lock in range(LOCKS) if history.last_writer(lock) == -1]
+        assert all(table.estimate(lock) == -1 for lock in unknown)
+
+
+def test_most_of_it_is_learnt_where_little_is_lost() -> None:
+    """The test above is worth something only if the way down is gone."""
+    floors = []
+    for seed in SEEDS:
+        history = History(Random(seed))
+        for _ in range(20):
+            history.append()
+        table = LockTable(SLOTS, history.end.last)
+        refill = Refill(PartitionId(0), Limits(lock_slot_count=SLOTS))
+        refill.begin(table, history.end)
+        asked = refill.ask(SessionId(1), [ReplicaId(str(each)) for each in range(3)], 0, holds=True)
+        while asked or refill.turn_at_ms(0) == 0:
+            for fetch in asked:
+                if isinstance(fetch, Fetch):
+                    data = bytes(history.files[int(fetch.replica)])
+                    refill.fetched(fetch.token, LockBlocks(1, fetch.token, 0, data))
+            asked = refill.turn(0)
+        floors.append(refill.floor / history.end.last)
+    assert sum(floor < 0.5 for floor in floors) > 100

@@ -1,0 +1,256 @@
+"""The way down: what a new owner learns of the locks, and when appends may go on."""
+
+import struct
+
+import pytest
+
+from waltz_core.lock_blocks import LogEnd, encode
+from waltz_core.machine import Report
+from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.server import refill as module
+from waltz_core.server.events import Fetch, Limits
+from waltz_core.server.locks import LockTable
+from waltz_core.server.refill import HELD_MS_MAX, RETRY_MS, UNDER_WAY_MAX, Refill
+from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
+
+MARK = 9
+REPLICAS = (ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1"))
+SESSION = SessionId(4)
+
+
+def end(last: int, history: int = 0) -> LogEnd:
+    return LogEnd(TransactionId(last), bytes([last % 256, history]) * 8)
+
+
+def block(last: int, *locks: int, first: int | None = None, history: int = 0) -> bytes:
+    """A block of one transaction, if not told otherwise; it writes the lock of its own id, too."""
+    low = last if first is None else first
+    packed = struct.pack(f">{len(locks) + 1}i", 1_000 + last, *locks)
+    return encode(TransactionId(low), end(last, history), end(low - 1).chain, packed)
+
+
+def blocks(first: int, last: int) -> bytes:
+    return b"".join(block(each) for each in range(first, last + 1))
+
+
+class World:
+    def __init__(self, **limits: int) -> None:
+        self.limits = Limits(lock_slot_count=100_003, **limits)
+        self.table = LockTable(100_003, TransactionId(MARK))
+        self.refill = Refill(PartitionId(2), self.limits)
+        self.refill.begin(self.table, end(MARK))
+        self.now_ms = 1_000
+        self.fetches: list[Fetch] = []
+        self.reports: list[Report] = []
+
+    def take(self, said: list[Fetch | Report]) -> None:
+        for each in said:
+            (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
+
+    def ask(self, session: int = SESSION, *, holds: bool = True) -> None:
+        self.take(self.refill.ask(SessionId(session), REPLICAS, self.now_ms, holds=holds))
+
+    def answer(self, data: bytes, fetch: Fetch | None = None) -> None:
+        asked = (fetch or self.fetches[-1]).message
+        self.refill.fetched(asked.sequence, LockBlocks(asked.session_id, asked.sequence, 2, data))
+
+    def fail(self) -> None:
+        self.take(self.refill.failed(self.fetches[-1].token, self.now_ms))
+
+    def run(self) -> int:
+        count = 0
+        while self.refill.turn_at_ms(self.now_ms) == self.now_ms:
+            self.take(self.refill.turn(self.now_ms))
+            count += 1
+        return count
+
+    def written(self, *ids: int) -> list[int]:
+        return [self.table.estimate(1_000 + each) for each in ids]
+
+
+def test_a_replica_that_has_all_is_enough() -> None:
+    world = World()
+    world.ask()
+    (fetch,) = world.fetches
+    assert fetch.replica == REPLICAS[0]
+    assert fetch.message == LockBlocksRequest(SESSION, fetch.token, 2, 8 << 20)
+    assert fetch.token < 0
+    assert world.refill.holds(world.now_ms)
+    assert world.table.estimate(77) == MARK
+    world.answer(blocks(0, MARK))
+    world.run()
+    assert not world.refill.holds(world.now_ms)
+    assert world.written(*range(10)) == list(range(10))
+    assert world.table.estimate(77) == -1
+    assert world.refill.floor == -1
+    assert world.reports == [Report("locks.refilled", (("known_from", 0), ("mark", MARK)))]
+    assert len(world.fetches) == 1
+    assert world.refill.turn_at_ms(world.now_ms) is None
+
+
+def test_a_lock_is_as_young_as_its_last_transaction_and_no_younger_than_its_batch() -> None:
+    world = World()
+    world.ask()
+    world.answer(blocks(0, 3) + block(6, 5, first=4) + block(7, 5) + block(8) + block(9, 1_002))
+    world.run()
+    assert world.table.estimate(5) == 7
+    assert world.written(6, 2) == [6, 9]
+
+
+def test_it_goes_down_as_far_as_is_wanted() -> None:
+    world = World(lock_refill_count_max=3)
+    world.ask()
+    world.answer(blocks(0, MARK))
+    world.run()
+    assert world.refill.floor == 6
+    assert world.written(5, 6, 7, 8) == [6, 6, 7, 8]
+    assert world.reports[0].name == "locks.refilled"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"junk" * 40, blocks(0, 8), blocks(0, 8) + block(9, history=1), blocks(0, 9)[:-1]],
+    ids=["nothing", "junk", "too short", "another log", "torn"],
+)
+def test_what_the_log_does_not_prove_is_not_learnt(data: bytes) -> None:
+    world = World()
+    world.ask()
+    for replica in REPLICAS:
+        assert world.fetches[-1].replica == replica
+        world.answer(data)
+        world.run()
+    assert world.refill.floor == MARK
+    assert world.table.estimate(77) == MARK
+    assert not world.refill.holds(world.now_ms)
+    assert world.reports == [
+        Report("locks.refilled_in_part", (("known_from", MARK + 1), ("mark", MARK)))
+    ]
+
+
+def test_what_one_replica_lacks_the_next_one_has() -> None:
+    world = World()
+    world.ask()
+    world.answer(blocks(0, 3) + blocks(6, 9))
+    world.run()
+    assert world.refill.floor == 5
+    assert world.written(3, 5, 6) == [5, 5, 6]
+    assert world.refill.holds(world.now_ms)
+    world.answer(blocks(0, 9))
+    world.run()
+    assert world.written(0, 3, 5, 6) == [0, 3, 5, 6]
+    assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
+
+
+def test_what_was_entered_meanwhile_stays() -> None:
+    world = World()
+    world.ask(holds=False)
+    assert not world.refill.holds(world.now_ms)
+    world.table.judge_one(
+        ([1_005], [], []),
+        MARK,
+        high_water_mark=TransactionId(MARK),
+        next_id=TransactionId(MARK + 1),
+    )
+    world.answer(blocks(0, MARK))
+    world.run()
+    assert world.written(4, 5, 6) == [4, MARK + 1, 6]
+
+
+def test_nobody_is_held_for_long_and_what_comes_later_is_used() -> None:
+    world = World()
+    world.ask()
+    assert world.refill.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
+    world.now_ms += HELD_MS_MAX
+    assert not world.refill.holds(world.now_ms)
+    assert world.refill.turn_at_ms(world.now_ms) is None
+    world.answer(blocks(0, MARK))
+    world.run()
+    assert world.refill.floor == -1
+
+
+def test_who_fails_is_asked_again_a_while_later() -> None:
+    world = World()
+    world.ask()
+    for _ in REPLICAS:
+        world.fail()
+    assert [each.replica for each in world.fetches] == list(REPLICAS)
+    assert world.refill.turn_at_ms(world.now_ms) == world.now_ms + RETRY_MS
+    world.now_ms += RETRY_MS
+    world.run()
+    assert [each.replica for each in world.fetches] == [*REPLICAS, REPLICAS[0]]
+    world.answer(blocks(0, MARK))
+    world.run()
+    assert world.refill.floor == -1
+
+
+def test_who_fails_until_nobody_is_held_any_more_is_left_alone() -> None:
+    world = World()
+    world.ask()
+    world.now_ms += HELD_MS_MAX
+    for _ in REPLICAS:
+        world.fail()
+    assert len(world.fetches) == len(REPLICAS)
+    assert world.reports[0].name == "locks.refilled_in_part"
+    assert world.refill.turn_at_ms(world.now_ms) is None
+
+
+def test_a_session_that_nobody_else_has_come_between_goes_on() -> None:
+    world = World()
+    world.ask()
+    world.answer(blocks(6, MARK))
+    world.run()
+    late = world.fetches[-1]
+    world.refill.stop()
+    world.ask(SESSION + 1, holds=False)
+    world.answer(blocks(0, MARK), late)
+    assert world.run() == 0
+    assert world.refill.floor == 5
+    world.answer(blocks(0, MARK + 3))
+    world.run()
+    assert world.refill.floor == -1
+    world.ask(SESSION + 2)
+    assert world.fetches[-1].message.session_id == SESSION + 1
+    assert not world.refill.holds(world.now_ms)
+
+
+def test_what_never_answers_is_not_asked_for_ever() -> None:
+    world = World()
+    for session in range(UNDER_WAY_MAX + 3):
+        world.ask(session)
+    assert len(world.fetches) == UNDER_WAY_MAX
+    assert not world.refill.holds(world.now_ms)
+    world.take(world.refill.failed(world.fetches[0].token, world.now_ms))
+    world.ask(99)
+    assert len(world.fetches) == UNDER_WAY_MAX + 1
+
+
+@pytest.mark.parametrize("limit", ["SLICE_BLOCKS_MAX", "SLICE_LOCKS_MAX"])
+def test_a_turn_takes_a_slice(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(module, limit, 2)
+    world = World()
+    world.ask()
+    world.answer(blocks(0, MARK))
+    assert world.run() == 5
+    assert world.written(*range(10)) == list(range(10))
+
+
+def test_what_lies_above_the_floor_is_passed_over_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SLICE_BLOCKS_MAX", 2)
+    world = World()
+    world.ask()
+    world.answer(blocks(0, MARK + 4))
+    assert world.run() > 5
+    assert world.refill.floor == -1
+
+
+def test_nothing_is_asked_of_an_empty_log_or_when_nothing_is_wanted() -> None:
+    world = World()
+    world.refill.begin(world.table, LogEnd(TransactionId(-1), bytes(16)))
+    world.ask()
+    assert world.fetches == []
+    world = World(lock_refill_count_max=0)
+    world.ask()
+    assert world.fetches == []
+    assert not world.refill.holds(world.now_ms)

@@ -1,0 +1,77 @@
+"""The lock files: the newest bytes, whatever becomes of the rest."""
+
+from tests.unit.storage.logs import ROOT, new_disk
+from waltz_core.sim.disk import Fault
+from waltz_core.storage.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME, LockFile
+
+
+def new_file(disk, file_bytes_max=100):
+    made = LockFile(disk, ROOT)
+    made.file_bytes_max = file_bytes_max
+    return made
+
+
+def test_what_was_appended_is_there_newest_last():
+    locks = new_file(new_disk())
+    locks.append([b"one", b"two"])
+    locks.append([b"three"])
+    assert locks.newest(100) == b"onetwothree"
+    assert locks.newest(8) == b"twothree"
+    assert locks.newest(0) == b""
+
+
+def test_a_full_file_takes_the_place_of_the_other():
+    disk = new_disk()
+    locks = new_file(disk, 10)
+    for number in range(7):
+        locks.append([b"%d...." % number])
+    kept = locks.newest(1_000)
+    assert kept == b"".join(b"%d...." % number for number in range(4, 7))
+    assert disk.content(ROOT / OLDER_LOCKS_NAME) == b"4....5...."
+    assert disk.content(ROOT / LOCKS_NAME) == b"6...."
+    assert locks.newest(7) == b"..6...."
+
+
+def test_it_goes_on_after_a_restart():
+    disk = new_disk()
+    first = new_file(disk)
+    first.append([b"before"])
+    first.close()
+    first.append([b"nobody"])
+    second = new_file(disk)
+    second.append([b"after"])
+    assert second.newest(100) == b"beforeafter"
+
+
+def test_nothing_is_written_to_disk_for_nothing():
+    disk = new_disk()
+    new_file(disk).append([])
+    assert disk.files() == {}
+
+
+def test_after_an_error_there_is_silence():
+    disk = new_disk()
+    locks = new_file(disk)
+    locks.append([b"one"])
+    disk.plan(disk.step_count + 1, Fault.FAILS)
+    locks.append([b"two"])
+    locks.append([b"three"])
+    assert locks.newest(100) == b""
+    assert new_file(disk).newest(100).startswith(b"one")
+    assert b"three" not in new_file(disk).newest(100)
+
+
+def test_a_read_that_fails_is_an_empty_answer():
+    disk = new_disk()
+    locks = new_file(disk)
+    locks.append([b"one"])
+    disk.plan_read(1)
+    assert locks.newest(100) == b""
+
+
+def test_a_disk_without_room_hinders_nobody():
+    disk = new_disk()
+    locks = new_file(disk)
+    disk.capacity_bytes = 0
+    locks.append([b"one"])
+    assert locks.newest(100) == b""

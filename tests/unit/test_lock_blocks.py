@@ -1,0 +1,125 @@
+"""Lock blocks: what is believed of them, and what is not."""
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.lock_blocks import LOCKS_BYTES_MAX, TRAILER_BYTES, Block, Blocks, LogEnd, encode
+
+START = LogEnd(-1, bytes(16))
+
+
+def end(last, history=0):
+    return LogEnd(last, bytes([last % 256, history]) * 8)
+
+
+def locks_of(*values):
+    return struct.pack(f">{len(values)}i", *values)
+
+
+def block(first, last, *values, before=None, history=0):
+    if before is None:
+        before = START if first == 0 else end(first - 1, history)
+    return encode(first, end(last, history), before.chain, locks_of(*values))
+
+
+def believed(data, at, steps_max=1_000):
+    """Return first, last and locks of all blocks that are believed below an end of the log."""
+    blocks, found = Blocks(data), []
+    while (one := blocks.below(at, steps_max)) is not None:
+        found.append((one.first, one.end.last, bytes(one.locks)))
+        at = one.before
+    return found
+
+
+def test_the_bytes_of_a_block():
+    made = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258))
+    assert made[:8] == bytes.fromhex("ffffffff00000102")
+    assert made[8:-4] == b"WLB1" + struct.pack(">qq", 5, 6) + b"b" * 16 + b"c" * 16 + b"\0\0\0\2"
+    assert len(made) == 8 + TRAILER_BYTES == 68
+    found = Blocks(made).below(LogEnd(6, b"c" * 16), 1)
+    assert found == Block(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8])
+    assert found.before == LogEnd(4, b"b" * 16)
+
+
+def test_blocks_are_followed_down_to_the_first():
+    data = block(0, 0, 7) + block(1, 3, 1, 2, 3) + block(4, 4)
+    assert believed(data, end(4)) == [
+        (4, 4, b""),
+        (1, 3, locks_of(1, 2, 3)),
+        (0, 0, locks_of(7)),
+    ]
+
+
+def test_what_was_lost_or_comes_twice_is_passed_over():
+    lost = block(1, 2, 9, history=1, before=end(0))
+    data = block(0, 0, 7) + lost + block(1, 1, 8) + block(1, 1, 8) + block(2, 2) + lost
+    assert believed(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
+
+
+def test_another_history_of_the_same_ids_is_not_believed():
+    data = block(0, 0, 7) + block(1, 1, 8, history=1)
+    assert believed(data, end(1)) == []
+
+
+def test_nothing_is_believed_below_a_gap():
+    data = block(0, 0, 7) + block(2, 2, 9)
+    assert believed(data, end(2)) == [(2, 2, locks_of(9))]
+    blocks = Blocks(data)
+    blocks.below(end(2), 9)
+    assert not blocks.is_spent
+    assert blocks.below(end(1), 9) is None
+    assert blocks.is_spent
+
+
+def test_a_search_may_be_cut_short_and_go_on():
+    data = block(0, 0, 7) + b"".join(block(each, each) for each in range(1, 10))
+    blocks = Blocks(data)
+    assert blocks.below(end(0), 9) is None
+    assert not blocks.is_spent
+    assert blocks.below(end(0), 9).first == 0
+
+
+def test_too_many_locks_are_not_told():
+    assert encode(0, end(0), bytes(16), bytes(LOCKS_BYTES_MAX))
+    assert encode(0, end(0), bytes(16), bytes(LOCKS_BYTES_MAX + 4)) == b""
+
+
+@pytest.mark.parametrize("count", [0, 1, 59, 60, 61, 200])
+def test_what_is_no_block_ends_it(count):
+    data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
+    expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
+    assert believed(data, end(1)) == expected
+
+
+@given(data=st.binary(max_size=300), last=st.integers(-1, 5))
+def test_noise_is_not_believed(data, last):
+    assert believed(data, end(last)) == []
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=6),
+    damage=st.data(),
+)
+def test_whatever_is_spoiled_the_rest_is_right_and_without_a_gap(sizes, damage):
+    parts, first = [], 0
+    for size in sizes:
+        parts.append(
+            (first, first + size - 1, block(first, first + size - 1, *range(first, first + size)))
+        )
+        first += size
+    data = bytearray(b"".join(each for _, _, each in parts))
+    place = damage.draw(st.integers(0, len(data) - 1))
+    how = damage.draw(st.sampled_from(("flip", "cut", "drop")))
+    if how == "flip":
+        data[place] ^= damage.draw(st.integers(1, 255))
+    elif how == "cut":
+        del data[place:]
+    else:
+        del data[place : place + damage.draw(st.integers(1, 80))]
+    found = believed(bytes(data), end(first - 1))
+    truth = [(low, high, locks_of(*range(low, high + 1))) for low, high, _ in reversed(parts)]
+    assert found == truth[: len(found)]
+    assert len(found) < len(truth)

@@ -1,0 +1,176 @@
+"""The workload `move-refusals`: who is refused without a conflict when a partition moves.
+
+Why it stands alone: it kills servers of a local cluster, and spoils what storages keep, to measure
+what a new owner knows of the locks that were written before its time.
+
+Rules:
+    1. Rows ask for locks that nobody ever wrote, at marks that lie so many transactions behind: all
+       refusals are false ones. Even locks are written, odd ones are asked for.
+    2. Before each measurement as many transactions are written as the longest lag, each with a lock
+       of its own, so that the three measurements have the same log behind them.
+    3. `after` is measured from the first answer of the new owner on. `without_file` is the same
+       after the storages' lock files were emptied: the new owner has its mark and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from random import Random
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from waltz_core.batches import encode_append
+from waltz_core.client import AsyncWaltzClient, Reason
+from waltz_core.cluster.zookeeper import connected
+from waltz_core.errors import BadConfig, Unavailable, WaltzError
+from waltz_core.record import PartitionId
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_core.client import BatchOutcome
+    from waltz_core.cluster.coordinator import Coordinator
+    from waltz_core.local import LocalCluster
+
+LAGS = (0, 1_000, 10_000, 50_000, 100_000)
+ASKS = 3
+PARTITION = 0
+WAIT_S_MAX = 60.0
+LOOK_S = 0.02
+# Whether one of these was told says nothing about locks.
+_JUDGED = (Reason.COMMITTED, Reason.LOCK)
+
+
+class _Run:
+    """One partition, its log, and who is asked about it."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        client: AsyncWaltzClient,
+        coordinator: Coordinator,
+        batch_rows: int,
+    ) -> None:
+        self.rows = 0
+        self._cluster = cluster
+        self._client = client
+        self._coordinator = coordinator
+        self._batch_rows = batch_rows
+        self._chance = Random(7)  # noqa: S311 - test data
+
+    async def rates(self, *, moves: bool, with_file: bool = True) -> dict[str, float]:
+        """Write, move the partition if that is wanted, and ask (rules 2 and 3)."""
+        mark = await self._client.high_water_mark(PARTITION)
+        until = mark + max(LAGS)
+        while mark < until:
+            mark = (await self._append(mark, is_writer=True)).high_water_mark
+        if not moves:
+            return {str(lag): await self._rate(mark - lag) for lag in LAGS}
+        owner = await self._owner()
+        await asyncio.to_thread(self._cluster.kill, owner)
+        if not with_file:  # Not before: a replica that lags would still get blocks.
+            self._empty_lock_files()
+        found = {str(lag): await self._rate(mark - lag) for lag in LAGS}
+        await asyncio.to_thread(self._cluster.start, owner)
+        await self.await_whole()
+        return found
+
+    async def _rate(self, mark: int) -> float:
+        """Return the share of rows that are refused to a writer at a mark (rule 1)."""
+        refused = asked = 0
+        for _ in range(ASKS):
+            outcome = await self._append(mark, is_writer=False)
+            refused += int((outcome.reasons == Reason.LOCK).sum())
+            asked += self._batch_rows
+        return refused / asked
+
+    async def _append(self, mark: int, *, is_writer: bool) -> BatchOutcome:
+        """Append a batch, again and again until its rows were judged."""
+        count = self._batch_rows
+        none: list[list[int]] = [[] for _ in range(count)]
+        locks = [[2 * self._chance.randrange(1 << 30) + (not is_writer)] for _ in range(count)]
+        payload = encode_append(
+            [0] * count,
+            [b""] * count,
+            write_locks=locks if is_writer else none,
+            read_locks=none if is_writer else locks,
+            append_locks=none,
+        )
+        until = time.perf_counter() + WAIT_S_MAX
+        while time.perf_counter() < until:
+            try:
+                outcome = await (
+                    await self._client.append_batch(
+                        PARTITION, payload, count, client_high_water_mark=mark
+                    )
+                )
+            except WaltzError:
+                continue
+            if all(Reason(each) in _JUDGED for each in set(outcome.reasons.tolist())):
+                self.rows += count
+                return outcome
+        raise Unavailable(f"partition {PARTITION}: no judgement within {WAIT_S_MAX:.0f} s")
+
+    async def _owner(self) -> str:
+        view = await self._coordinator.read_servers()
+        port = view.servers[view.owners[PartitionId(PARTITION)].server_id].port
+        return next(each.name for each in self._cluster.members if each.port == port)
+
+    async def await_whole(self) -> None:
+        """Wait until all servers are registered and the partitions lie where they should."""
+        ports = {each.port for each in self._cluster.members if each.kind == "server"}
+        until = time.perf_counter() + WAIT_S_MAX
+        while time.perf_counter() < until:
+            view = await self._coordinator.read_servers()
+            if {each.port for each in view.servers.values()} == ports and view.is_settled:
+                return
+            await asyncio.sleep(LOOK_S)
+        raise Unavailable(f"the cluster was not whole within {WAIT_S_MAX:.0f} s")
+
+    def _empty_lock_files(self) -> None:
+        storages = [each.name for each in self._cluster.members if each.kind == "storage"]
+        found: list[Path] = []
+        for name in storages:
+            found += (self._cluster.directory / name / str(PARTITION)).glob("waltz-x.lck*")
+        if not found:
+            raise Unavailable(
+                f"no lock files of partition {PARTITION} in {self._cluster.directory}"
+            )
+        for path in found:
+            os.truncate(path, 0)
+
+
+def move_refusals(load: Load, meter: Meter) -> Measured:
+    """Measure false refusals by lag: before a move, after it, and after one without lock files."""
+    return uvloop.run(_move_refusals(load, meter))
+
+
+async def _move_refusals(load: Load, meter: Meter) -> Measured:
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+
+    if meter.cluster is None:
+        raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")
+    async with (
+        AsyncWaltzClient.connect(load.connect) as client,
+        connected(load.connect) as coordinator,
+    ):
+        run = _Run(meter.cluster, client, coordinator, load.batch_rows)
+        await run.await_whole()
+        began = time.perf_counter()
+        refused = {
+            "before": await run.rates(moves=False),
+            "after": await run.rates(moves=True),
+            "without_file": await run.rates(moves=True, with_file=False),
+        }
+        took = time.perf_counter() - began
+    return Measured(
+        rows=run.rows,
+        seconds=took,
+        bytes=0,
+        acknowledged=run.rows,
+        extra={"refused_by_lag": refused},
+    )

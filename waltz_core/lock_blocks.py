@@ -1,0 +1,106 @@
+"""Lock blocks: which locks the transactions of one batch have entered, and which batch that was.
+
+Why it stands alone: the owner of a partition writes them, storages keep them unread, and the next
+owner believes them. Whatever makes one believable is here, and nowhere else.
+
+    | lock hashes (4 bytes each) | mark | first | last | chain before | chain | count | CRC |
+
+All integers are big-endian, as everywhere. A block ends with its trailer, so that a run of blocks
+is read from its end, where the newest ones are.
+
+Rules:
+    1. A block holds the write and append locks of all transactions first..last. Each of them was
+       entered by one of these, so `last` is not below the last writer that the block knows of.
+    2. The chain is that of the log after `last` (replication/window.py): it covers all that the
+       log holds up to there. Who knows the log's chain at `last` and finds it in a block knows that
+       the block is of this very log, and with `chain before` the log's chain before `first`.
+    3. So blocks are believed from a known end of the log downwards, each by the one above it. What
+       ends higher than it should is passed over: its batch was lost, or it comes twice. What ends
+       lower shows that a block is missing.
+    4. Nothing older than the first bytes that are no block, or than a gap, is believed.
+"""
+
+import struct
+from typing import Final, NamedTuple
+
+from waltz_core.checksum import crc32
+from waltz_core.record import Chain, TransactionId
+
+Buffer = bytes | memoryview
+
+HASH_BYTES: Final = 4
+# More locks than this in one batch are not told: the frame that they go in has room for so much.
+LOCKS_BYTES_MAX: Final = 1024 * 1024
+
+_TRAILER: Final = struct.Struct(">4sqq16s16sII")
+_MARK: Final = b"WLB1"
+_CRC_BYTES: Final = 4
+TRAILER_BYTES: Final = _TRAILER.size
+
+
+class LogEnd(NamedTuple):
+    """Where the log ends, or ended once: the last id of a batch, and the chain there."""
+
+    last: TransactionId
+    chain: Chain
+
+
+class Block(NamedTuple):
+    """One block; `locks` are big-endian int32."""
+
+    first: TransactionId
+    end: LogEnd
+    chain_before: Chain
+    locks: Buffer
+
+    @property
+    def before(self) -> LogEnd:
+        """Where the log ended before it."""
+        return LogEnd(TransactionId(self.first - 1), self.chain_before)
+
+
+def encode(first: TransactionId, end: LogEnd, chain_before: Chain, locks: Buffer) -> bytes:
+    """Return the bytes of a block; none where there are too many locks."""
+    if len(locks) > LOCKS_BYTES_MAX:
+        return b""
+    count = len(locks) // HASH_BYTES
+    block = bytearray(locks)
+    block += _TRAILER.pack(_MARK, first, end.last, chain_before, end.chain, count, 0)
+    block[-_CRC_BYTES:] = crc32(memoryview(block)[:-_CRC_BYTES]).to_bytes(_CRC_BYTES, "big")
+    return bytes(block)
+
+
+class Blocks:
+    """A run of blocks that is read from its end; see rules 3 and 4."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = memoryview(data)
+        self._end = len(self._data)
+        self.is_spent = False  # there is no block any more that could be believed
+
+    def below(self, end: LogEnd, steps_max: int) -> Block | None:
+        """Return the block that ends where the log does, if it comes within so many blocks."""
+        for _ in range(steps_max):
+            block = self._take()
+            if block is None or block.end.last < end.last:
+                self.is_spent = True
+                return None
+            if block.end == end:
+                return block
+        return None
+
+    def _take(self) -> Block | None:
+        """Return the last block that was not taken yet, whatever log it is of."""
+        start = self._end - TRAILER_BYTES
+        if start < 0:
+            return None
+        mark, first, last, before, chain, count, crc = _TRAILER.unpack_from(self._data, start)
+        start -= count * HASH_BYTES
+        if mark != _MARK or start < 0 or not 0 <= first <= last:
+            return None
+        block = self._data[start : self._end]
+        if crc32(block[:-_CRC_BYTES]) != crc:
+            return None
+        self._end = start
+        end = LogEnd(TransactionId(last), Chain(chain))
+        return Block(TransactionId(first), end, Chain(before), block[: count * HASH_BYTES])
