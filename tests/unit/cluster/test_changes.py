@@ -1,7 +1,7 @@
 """Steps of replica changes: single cases, and every plan against an owner that follows them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from waltz_core import errors
@@ -168,6 +168,7 @@ def journeys(draw):
 
 
 @given(journeys())
+@example((["A", "B", "E", "F"], ["A", "B", "C", "D", "F"], ["A", "A", "E", "F"]))
 def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
     before, wanted, away = journey
     held = {name: ((0,) if name in before else ()) for name in NAMES}
