@@ -15,12 +15,13 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Final, Protocol, TypeAlias
 
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
 from waltz_core.net import Link, dial
-from waltz_core.record import PartitionId, ReplicaId, SessionId
+from waltz_core.record import ReplicaId, SessionId
 from waltz_core.replication import events as replication
 from waltz_core.wire.messages import (
     LockBlocks,
@@ -143,7 +144,7 @@ class SessionLinks:
 @dataclass(slots=True)
 class _ReadLink:
     link: Link
-    waiting: dict[tuple[PartitionId, int], asyncio.Future[_Answer]] = field(default_factory=dict)
+    waiting: dict[int, asyncio.Future[_Answer]] = field(default_factory=dict)  # by sequence
 
 
 class ReadLinks:
@@ -154,25 +155,28 @@ class ReadLinks:
         self._opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialling: dict[ReplicaId, asyncio.Lock] = {}
+        # Ours, whatever whoever asks counts by: a late answer must not be taken for another's.
+        self._numbers = count(1)
 
     async def fetch(self, replica: ReplicaId, message: RangeRaw | LockBlocksRequest) -> _Answer:
-        """Ask a storage; partition and sequence must be unique among those waiting.
+        """Ask a storage; the answer echoes the message's sequence.
 
         Raises Unreachable, or the error that the storage answered with.
         """
-        read_link = await self._link(replica)
-        key = (PartitionId(message.partition_id), message.sequence)
-        assert key not in read_link.waiting
-        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-        read_link.waiting[key] = answer
-        read_link.link.send(message)
+        number = next(self._numbers)
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                return await answer
+                read_link = await self._link(replica)
+                answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+                read_link.waiting[number] = answer
+                read_link.link.send(replace(message, sequence=number))
+                try:
+                    found = await answer
+                finally:
+                    read_link.waiting.pop(number, None)
         except TimeoutError as error:
             raise Unreachable(f"{replica}: no answer within {READ_TIMEOUT_S} s") from error
-        finally:
-            read_link.waiting.pop(key, None)
+        return replace(found, sequence=message.sequence)
 
     def close(self) -> None:
         """Drop all links."""
@@ -181,7 +185,7 @@ class ReadLinks:
 
     async def _link(self, replica: ReplicaId) -> _ReadLink:
         lock = self._dialling.setdefault(replica, asyncio.Lock())
-        async with asyncio.timeout(READ_TIMEOUT_S), lock:
+        async with lock:
             found = self._links.get(replica)
             if found is not None:
                 return found
@@ -209,7 +213,7 @@ def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Messa
             # The answer to the opening: another cluster's storage, nothing here is for us.
             read_link.link.abort(message.message)
             return
-        answer = read_link.waiting.get((PartitionId(message.partition_id), message.sequence))
+        answer = read_link.waiting.get(message.sequence)
         if answer is None or answer.done():
             continue
         if isinstance(message, RangeBytes | LockBlocks):

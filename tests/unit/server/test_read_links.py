@@ -1,0 +1,120 @@
+"""Readers' links to storages, with real sockets: whose answer it is, and that waiting ends."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from waltz_core import net
+from waltz_core.errors import Unreachable
+from waltz_core.record import GENESIS_CHAIN, ReplicaId
+from waltz_core.server import replicas
+from waltz_core.server.replicas import ReadLinks
+from waltz_core.wire.messages import OpenRequest, RangeBytes, RangeForm, RangeRaw, Surface
+
+KEY = bytes(16)
+
+
+def on_loop(story):
+    """Run a coroutine function as a test, within 20 s."""
+
+    def run():
+        async def bounded():
+            async with asyncio.timeout(20):
+                await story()
+
+        net.run(bounded())
+
+    return run
+
+
+def request(sequence: int, first: int) -> RangeRaw:
+    return RangeRaw(-1, sequence, 3, first, first, 100, RangeForm.WHOLE, False, True)
+
+
+def answer_to(asked: RangeRaw) -> RangeBytes:
+    place = (asked.session_id, asked.sequence, asked.partition_id, asked.first, 0)
+    return RangeBytes(*place, RangeForm.WHOLE, b"", b"", 0, GENESIS_CHAIN, ())
+
+
+class Storage:
+    """Takes requests and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.links: list[net.Link] = []
+        self.asked: list[RangeRaw] = []
+
+    def accept(self, link: net.Link) -> None:
+        self.links.append(link)
+        link.start(self.take, lambda _reason: None)
+
+    def take(self, messages) -> None:
+        self.asked += [each for each in messages if not isinstance(each, OpenRequest)]
+
+
+@contextlib.asynccontextmanager
+async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
+    made = Storage()
+    listener = await net.listen(Surface.STORAGE, "127.0.0.1", 0, made.accept)
+    try:
+        yield made, ReplicaId(f"127.0.0.1:{listener.port}")
+    finally:
+        await listener.close()
+
+
+async def until(condition) -> None:
+    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
+        await asyncio.sleep(0.002)
+
+
+@on_loop
+async def test_who_counts_alike_gets_his_own_answer():
+    """A partition that is lost and owned again counts from the beginning, and may still wait."""
+    async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
+        links = ReadLinks(KEY, 4)
+        fetches = [tasks.create_task(links.fetch(replica, request(1, each))) for each in (10, 20)]
+        await until(lambda: len(there.asked) == 2)
+        for asked in reversed(there.asked):
+            there.links[0].send(answer_to(asked))
+        found = [await each for each in fetches]
+        assert [(each.first, each.sequence) for each in found] == [(10, 1), (20, 1)]
+        links.close()
+
+
+@on_loop
+async def test_an_answer_that_comes_too_late_is_nobodys():
+    async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
+        links = ReadLinks(KEY, 4)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(replicas, "READ_TIMEOUT_S", 0.05)
+            with pytest.raises(Unreachable, match="no answer within 0.05 s"):
+                await links.fetch(replica, request(1, 10))
+        again = tasks.create_task(links.fetch(replica, request(1, 20)))
+        await until(lambda: len(there.asked) == 2)
+        for asked in there.asked:
+            there.links[0].send(answer_to(asked))
+        assert (await again).first == 20
+        links.close()
+
+
+@on_loop
+async def test_who_waits_for_somebody_elses_dial_is_told_in_time():
+    with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # takes connections, and says nothing
+        patched.setattr(replicas, "READ_TIMEOUT_S", 0.05)
+        replica = ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
+        links = ReadLinks(KEY, 4)
+        told = []
+
+        async def fetch(sequence):
+            with pytest.raises(Unreachable) as failure:
+                await links.fetch(replica, request(sequence, 10))
+            told.append(str(failure.value))
+
+        async with asyncio.TaskGroup() as tasks:
+            for sequence in (1, 2, 3):
+                tasks.create_task(fetch(sequence))
+        assert told == [f"{replica}: no answer within 0.05 s"] * 3
