@@ -89,7 +89,7 @@ async def test_an_answer_that_comes_too_late_is_nobodys():
         links = ReadLinks(KEY, 4)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(replicas, "READ_TIMEOUT_S", 0.05)
-            with pytest.raises(Unreachable, match="no answer within 0.05 s"):
+            with pytest.raises(Unreachable, match="no answer within"):
                 await links.fetch(replica, request(1, 10))
         again = tasks.create_task(links.fetch(replica, request(1, 20)))
         await until(lambda: len(there.asked) == 2)
