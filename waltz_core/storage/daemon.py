@@ -431,10 +431,17 @@ class StorageDaemon:
 
     def _hop(self, work: Work, future: "Future[WorkResult]") -> None:
         """Go back to the loop's thread; this runs on the pool's."""
-        self._loop.call_soon_threadsafe(self._work_done, work, future)
+        self._back(self._work_done, work, future)
 
     def _hop_with_room(self, future: "Future[None]") -> None:
-        self._loop.call_soon_threadsafe(self._looked_for_room, future)
+        self._back(self._looked_for_room, future)
+
+    def _back(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():  # Else the process is at its end; nobody waits.
+                raise
 
     def _looked_for_room(self, future: "Future[None]") -> None:
         error = future.exception()
