@@ -19,6 +19,7 @@ from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from
 from waltz_core.net import Link
 from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.wire.messages import (
+    DamageFound,
     Message,
     Nack,
     OpenRequest,
@@ -119,6 +120,8 @@ class ReplicaLink:
             async with asyncio.timeout(ANSWER_S):
                 while len(answers) < len(requests):
                     for message in await self._link.receive():
+                        if isinstance(message, DamageFound):
+                            continue  # nobody has asked for that
                         if not isinstance(message, StorageMessage):
                             raise self._unexpected(message)
                         answers.append(message)

@@ -102,7 +102,7 @@ class _Watch:
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)
                 refusals = refusals + 1 if is_refused and was_connected else 0
                 if refusals < REFUSALS:
-                    await self._pause(REFUSED_PAUSE_S if was_connected else OTHER_PAUSE_S)
+                    await self._pause(REFUSED_PAUSE_S if refusals else OTHER_PAUSE_S)
                     continue
                 # Should it live in spite of that, it has to be reached once more to be judged.
                 refusals, was_connected = 0, not await self._is_taken_out()

@@ -228,7 +228,12 @@ class RealFile:
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes."""
-        fd = self._use()
+        try:
+            fd = self._use()
+        except DiskFailed as error:
+            if self._is_closed:
+                raise
+            raise ReadFailed(str(error)) from error  # it could not be opened again
         try:
             data = os.pread(fd, size, offset)
             if len(data) in {size, 0}:

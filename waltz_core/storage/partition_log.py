@@ -34,6 +34,7 @@ from waltz_core.errors import (
     NoSpace,
     ReplicaSuspect,
     SessionFenced,
+    WaltzError,
 )
 from waltz_core.record import (
     NO_SESSION,
@@ -435,7 +436,7 @@ class PartitionLog:
                 # A roll has moved the marker into what is cut now; none of it was answered.
                 self._write_slot(replace(self.slot, acked=Marker(last, chain)))
             self._segments.cut(last, None)
-        except (DiskFailed, NoSpace) as error:
+        except WaltzError as error:  # A rotten index is no less in the way than a failing disk.
             failure = self._break(f"what was written after {last} cannot be cut away")
             self._write_slot(replace(self.slot, suspect=True))
             raise failure from error
@@ -492,8 +493,8 @@ class PartitionLog:
         self._write_slot(replace(self.slot, truncate=intent, acked=marker, provisional=provisional))
         try:
             recovery.finish_truncation(self._segments, intent)
-        except (DiskFailed, NoSpace) as error:
-            # The intent is durable: the next open carries it out.
+        except WaltzError as error:
+            # The intent is durable, and stays: the next open carries it out before anything else.
             self._failed = self.is_broken = True
             raise DiskFailed(f"partition {self.partition_id}: truncating: {error}") from error
         self.synced_max = self.max_id

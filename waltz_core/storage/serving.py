@@ -115,7 +115,10 @@ class Serving:
             leaving = await self._leaving()
             async with self._alone:
                 held = self._engine.assigned()  # somebody may have given one up meanwhile
-                wanted = (*self._wanted(), *(each for each in leaving if each in held))
+                kept = [
+                    each for each in leaving if each in held and self._engine.is_available(each)
+                ]
+                wanted = (*self._wanted(), *kept)
                 for partition_id in [each for each in self.logs if each not in wanted]:
                     await self._drop(partition_id)
                 for partition_id in [each for each in wanted if each not in self.logs]:

@@ -27,7 +27,7 @@ from waltz_core.record import (
 )
 from waltz_core.storage.control_file import ControlFile
 from waltz_core.storage.disk import RealDisk, RealFile
-from waltz_core.storage.format import IdRange
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
 
 KEY = bytes(range(16))
@@ -680,3 +680,45 @@ def test_the_calls_for_ten_thousand_records_are_at_most_twice_those_for_a_hundre
     assert append_and_read(10_000) <= 2 * few
     world.log.abandon()
     world.control.close()
+
+
+# ---- an index that is wrong where the log is cut
+
+
+def spoil_offset(world, transaction_id):
+    """Have the index of the first segment say that a record begins at 0."""
+    path = world.directory / "0" / "0000000000000000000.idx"
+    with path.open("r+b") as file:
+        file.seek(SEGMENT_HEADER_BYTES + 8 * transaction_id)
+        file.write(bytes(8))
+
+
+def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_else(world):
+    written = world.append([1] * 10, size=20)
+    record_bytes = len(written) // 10
+    spoil_offset(world, 6)
+    world.log.prepare(2, NONCE)
+    base = world.log.chain_at(5)
+    with pytest.raises(DiskFailed, match=r"truncating: .* wrong from record 6 on"):
+        world.log.truncate(2, 5, 5, base)
+    # The intent is durable: a session that kept all ten would lose them at the next opening.
+    with pytest.raises(DiskFailed, match="until it is opened again"):
+        world.log.prepare(3, NONCE)
+    world.crash()
+    assert world.everything() == written[: 6 * record_bytes]
+    assert world.log.slot.truncate is None
+
+
+def test_what_a_failed_sync_leaves_is_not_counted_though_a_wrong_index_keeps_it_there(world):
+    world.append([1] * 5)
+    records, lengths = make_records(5, [20] * 3)
+    entries = make_entries(records, lengths, 5, world.log.chain, 1, [3])
+    world.log.append(1, 5, lengths, records, world.log.chain, entries)
+    spoil_offset(world, 5)
+    world.disk.fail[("sync", ".seg")] = DiskFailed
+    with pytest.raises(DiskFailed, match="cannot be cut away"):
+        world.log.sync()
+    world.disk.fail.clear()
+    with pytest.raises(DiskFailed, match="until it is opened again"):
+        world.log.prepare(2, NONCE)
+    assert world.log.synced_max == 4
