@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import ports
+
 # The machine may be busy, so a slow example is no failure; pytest-timeout ends what hangs.
 settings.register_profile(
     "quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
@@ -20,6 +22,7 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 # Most of Spark's time here is its start, when the second compiler costs more than it gives back.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
+ports.keep_apart()
 
 _left_open: list[str] = []
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-import socket
 import threading
 from collections.abc import Callable
 from typing import Self
+
+from tests.ports import free_port
 
 
 class Gate:
@@ -17,9 +18,7 @@ class Gate:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gate")
         self._server: asyncio.Server | None = None
         self._carrying: set[asyncio.Task[None]] = set()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from waltz_core.zookeeper_process import command, zookeeper_config
 
 READY_S = 40
@@ -19,9 +20,7 @@ class ZooKeeperProcess:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.config = directory / "zoo.cfg"
         self.config.write_text(zookeeper_config(directory / "data", self.port))
         self.process: subprocess.Popen[bytes] | None = None

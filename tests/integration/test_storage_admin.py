@@ -11,13 +11,13 @@ import pytest
 from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_storage_daemon import (
     config_for,
-    free_port,
     new_cluster,
     on_loop,
     running,
     serving,
     session,
 )
+from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.storage_admin import administered, copy_partition

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from uuid import UUID
 import pytest
 
 from tests.integration.run_storage import KEY, PARTITION_COUNT
+from tests.ports import free_port
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors, net
 from waltz_core.cluster import model
@@ -296,12 +296,6 @@ def test_readers_and_metrics(tmp_path):
     health = json.loads(pages["/health"])
     assert health["is_well"] is True
     assert health["partitions"] == [0, 2]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_later_session_closes_the_connection_of_an_earlier_one(tmp_path):

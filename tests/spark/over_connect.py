@@ -27,6 +27,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
 import waltz_spark
+from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.client import WaltzClient
 from waltz_spark import LagListener, lag_of
@@ -36,12 +37,6 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 SERVER = "org.apache.spark.sql.connect.service.SparkConnectServer"
 ACCOUNTS = "id long, owner string, balance decimal(12,2), opened date, seen timestamp"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,37 @@
+"""Ports for daemons that tests start, kill and start again: no other test process draws them."""
+
+import os
+import random
+import socket
+from typing import Final
+
+from waltz_core import local
+
+# Workers of one run share the machine's ports, and a port is nobody's while its daemon is away.
+_WORKER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_WORKERS: Final = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_SHARE: Final = (local.PORT_LAST - local.PORT_FIRST) // _WORKERS
+_FIRST: Final = local.PORT_FIRST + _WORKER * _SHARE
+_drawn: set[int] = set()
+
+
+def keep_apart() -> None:
+    """Have clusters in this process draw from its share of the ports."""
+    local.PORT_FIRST, local.PORT_LAST = _FIRST, _FIRST + _SHARE - 1
+
+
+def free_port() -> int:
+    """Return a port of this process's share that nobody listens at, never the same one twice."""
+    chooser = random.SystemRandom()
+    while True:
+        port = chooser.randrange(_FIRST, _FIRST + _SHARE)
+        if port in _drawn:
+            continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _drawn.add(port)
+        return port
