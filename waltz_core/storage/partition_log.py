@@ -45,6 +45,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.storage import damage, recovery
+from waltz_core.storage.batch_checks import check_batches
 from waltz_core.storage.control_file import ControlFile, SlotFile
 from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import (
@@ -337,7 +338,7 @@ class PartitionLog:
                 f"partition {self.partition_id}: expected an append at {self.max_id + 1} after "
                 f"chain {self.chain.hex()}, found one at {first} after {chain_before.hex()}"
             )
-        recovery.check_batches(first, lengths, records, chain_before, entries, records_crc)
+        check_batches(first, lengths, records, chain_before, entries, records_crc)
         self._confirm(session)
         before = (self.max_id, self.chain)
         try:

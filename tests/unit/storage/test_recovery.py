@@ -12,20 +12,18 @@ from tests.unit.storage.logs import (
     KEY,
     ROOT,
     forge_log,
-    make_batches,
     make_segments,
     new_disk,
 )
 from waltz_core.errors import (
     BadFormat,
-    BadRequest,
-    ChecksumMismatch,
     DiskFailed,
     MissingSegment,
 )
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage import recovery
+from waltz_core.storage.batch_checks import check_chain, check_repaired
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
@@ -41,13 +39,7 @@ from waltz_core.storage.format import (
     TruncateIntent,
     segment_name,
 )
-from waltz_core.storage.recovery import (
-    check_batches,
-    check_chain,
-    check_repaired,
-    cut_of,
-    open_log,
-)
+from waltz_core.storage.recovery import cut_of, open_log
 from waltz_core.storage.segment import Segment
 
 RECORD_BYTES = 60
@@ -498,41 +490,6 @@ def test_five_thousand_segments_are_opened_and_read_with_64_descriptors_and_100_
     assert read_mib < 100
 
 
-# ---- what is appended
-
-
-def test_a_chain_is_followed_to_the_first_batch_that_does_not_go_on():
-    records, lengths, entries = make_batches(4, [3, 2, 1], KEY)
-    check_batches(4, lengths, records, KEY, entries)
-    segments, _, whole = make_segments(new_disk(), [3, 2, 1])
-    crcs = segments.record_crcs(0, 5)
-    assert check_chain(whole, 0, GENESIS_CHAIN, crcs) is None
-    assert check_chain(whole, 0, KEY, crcs) == 0
-    assert check_chain([whole[0], whole[2]], 0, GENESIS_CHAIN, crcs) == 1
-    assert check_chain(whole, 0, GENESIS_CHAIN, crcs[:-4]) == 2
-    lied = [whole[0], whole[1]._replace(session_id=7), whole[2]]
-    assert check_chain(lied, 0, GENESIS_CHAIN, crcs) == 1
-
-
-def test_a_run_that_is_not_what_it_says_is_refused():
-    records, lengths, entries = make_batches(4, [3, 2], KEY)
-    bad = bytearray(records)
-    bad[2 * RECORD_BYTES + 44] ^= 1
-    with pytest.raises(ChecksumMismatch, match="append at 4: record 6"):
-        check_batches(4, lengths, bytes(bad), KEY, entries)
-    refused = [
-        (5, lengths, records, KEY, entries),
-        (4, lengths, records, KEY, []),
-        (4, lengths[:-1], records, KEY, entries),
-        (4, lengths, records, KEY, entries[:1]),
-        (4, lengths, records, GENESIS_CHAIN, entries),
-        (4, lengths[:0], b"", KEY, entries),
-    ]
-    for first, sizes, run, chain, batches in refused:
-        with pytest.raises(BadRequest, match="append at"):
-            check_batches(first, sizes, run, chain, batches)
-
-
 # ---- batches that are lost, or left over
 
 
@@ -558,13 +515,3 @@ def test_batches_behind_the_last_record_are_cut():
     assert slots.slot.suspect
     assert (segments.last, segments.chain) == (2, entries[0].chain)
     assert content(segments) == records[: 3 * RECORD_BYTES]
-
-
-def test_the_batch_behind_repaired_records_is_not_held_against_them():
-    disk = new_disk()
-    segments, _, entries = make_segments(disk, [3], [4], [2])
-    segments.all[1].lineage.cut(0)
-    segments.all[2].rewrite_lineage_header(entries[0].chain)
-    check_repaired(segments, IdRange(3, 6), ())
-    with pytest.raises(ChecksumMismatch):
-        check_repaired(segments, IdRange(3, 7), ())
