@@ -21,6 +21,10 @@ Rules:
     7. What a killed process has written is found, and may not be durable: it is synced before it is
        believed, names included. What nothing vouches for is written once more before that: after a
        sync that failed the cache shows what the disk does not have, and calls it clean.
+    8. A directory that is gone or empty, of which the control file knows a session, has lost its
+       log and its promise: it begins empty and suspect, and refuses sessions as in rule 5. Both
+       are durable with its first slot. (A log that was thrown away on purpose is forgotten by the
+       control file before, see `removal.py`.)
 """
 
 from contextlib import suppress
@@ -136,9 +140,10 @@ def _open_slots(
         raise BadFormat(f"{directory}: expected {SLOTS_NAME} beside .chn files, found none")
     # An older sequence number than the original's says "adopt", also after a crash on the way.
     sequence = info.sequence - 1 if has_segments else info.sequence
-    return SlotFile.create(
-        disk, directory, Slot(blank.partition_id, original_sequence=sequence, dirty=True)
-    )
+    slot = Slot(blank.partition_id, original_sequence=sequence, dirty=True)
+    if not has_segments and info.session_id != NO_SESSION:  # rule 8
+        slot = replace(_promised_to_nobody(slot, info.session_id), suspect=True)
+    return SlotFile.create(disk, directory, slot)
 
 
 def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:

@@ -361,6 +361,42 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
     assert (slot.suspect, slot.original_sequence) == (False, 9)
 
 
+# ---- a directory that is gone (rule 8)
+
+KNOWN = INFO._replace(session_id=7, low_water_mark=3, local_low_water_mark=3, sequence=9)
+
+
+def test_a_log_that_is_gone_where_a_session_was_promised_begins_suspect_and_promises_nothing_twice():
+    disk = new_disk()
+    segments, slots = opened(disk, info=KNOWN)
+    slot = slots.slot
+    assert (segments.last, slot.suspect, slot.low_water_mark) == (BEFORE_FIRST, True, BEFORE_FIRST)
+    assert (slot.promised, slot.nonce, slot.last_session) == (8, NOBODYS_NONCE, NO_SESSION)
+    slots.close()
+    again = opened(disk, info=KNOWN)[1].slot
+    assert (again.promised, again.nonce, again.suspect) == (8, NOBODYS_NONCE, True)
+
+
+def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
+    for step in range(1, 80):
+        disk = new_disk()
+        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        try:
+            opened(disk, info=KNOWN)
+        except PowerLoss:
+            interrupted = True
+            disk.power_loss(Survival.ANY_SECTORS, Random(step))
+        else:
+            interrupted = False
+            disk.power_loss(Survival.NOTHING, Random(step))
+        slot = opened(disk, info=KNOWN)[1].slot
+        assert (slot.suspect, slot.promised, slot.nonce) == (True, 8, NOBODYS_NONCE)
+        if not interrupted:
+            assert step > 5
+            return
+    pytest.fail("it was never opened without a crash")
+
+
 # ---- a crash while it is opened
 
 
