@@ -14,7 +14,11 @@ Rules:
        that was not used for longest is closed, and opened again when its file is used. One whose
        file is locked stays open, since the lock would go with it; so does one whose file has writes
        that are not synced, since the error of a failed write-back is told to those only who had the
-       file open. These may be more than it was told.
+       file open. These may be more than it was told. A file that may be lost at any time
+       (`is_dispensable`) is never synced, and is closed like any other: nobody asks for its errors.
+    6. A file that is closed while another thread uses it keeps its descriptor until that call has
+       ended: the system would give the number to the next file that is opened.
+    7. What is said to be read soon (`will_read`) is a hint. Nothing depends on it.
 """
 
 import errno
@@ -68,8 +72,8 @@ class File(Protocol):
 class Disk(Protocol):
     """A file system as the storage uses it."""
 
-    def open(self, path: Path, *, create: bool = False) -> File:
-        """Open a file for reading and writing."""
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
+        """Open a file for reading and writing; one that is dispensable is never synced (rule 5)."""
 
     def exists(self, path: Path) -> bool:
         """Tell if there is a file or a directory of this name."""
@@ -210,14 +214,32 @@ class RealFile:
     file when a log is opened.
     """
 
-    __slots__ = ("_descriptors", "_fd", "_is_closed", "_is_locked", "_is_unsynced", "_path")
+    __slots__ = (
+        "_descriptors",
+        "_fd",
+        "_is_closed",
+        "_is_dispensable",
+        "_is_locked",
+        "_is_unsynced",
+        "_is_used",
+        "_path",
+    )
 
-    def __init__(self, path: Path, *, create: bool, descriptors: _Descriptors) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        create: bool,
+        descriptors: _Descriptors,
+        is_dispensable: bool = False,
+    ) -> None:
         self._path = path
         self._descriptors = descriptors
         self._is_closed = False
+        self._is_dispensable = is_dispensable
         self._is_locked = False
         self._is_unsynced = False
+        self._is_used = False
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         try:
             with descriptors.lock:
@@ -341,11 +363,12 @@ class RealFile:
             self._leave()
 
     def close(self) -> None:
-        """Close it, once."""
+        """Close it, once; under a call that another thread makes, when that has ended (rule 6)."""
         try:
             with self._descriptors.lock:
                 self._is_closed = True
-                self.release()
+                if not self._is_used:
+                    self.release()
         except OSError as error:
             raise _typed(error, "closing", self._path) from error
 
@@ -353,19 +376,25 @@ class RealFile:
 
     def _use(self) -> int:
         with self._descriptors.lock:
+            if self._is_closed:
+                raise DiskFailed(f"{self._path}: is closed")
             if self._fd >= 0:
                 self._descriptors.use(self)
-            elif self._is_closed:
-                raise DiskFailed(f"{self._path}: is closed")
             else:
                 with _typed_errors("opening", self._path):
                     self._fd = self._descriptors.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            self._is_used = True
             return self._fd
 
     def _leave(self) -> None:
         with self._descriptors.lock:
-            if self._fd >= 0:
-                self._descriptors.leave(self, is_kept=self._is_locked or self._is_unsynced)
+            self._is_used = False
+            if self._is_closed:
+                with suppress(OSError):  # whoever closed it has gone on
+                    self.release()
+                return
+            is_unsynced = self._is_unsynced and not self._is_dispensable
+            self._descriptors.leave(self, is_kept=self._is_locked or is_unsynced)
 
     def release(self) -> None:
         """Give up the descriptor until the file is used again; whoever calls has the lock."""
@@ -389,9 +418,11 @@ class RealDisk:
     def __init__(self, open_files_max: int = OPEN_FILES_MAX) -> None:
         self.descriptors = _Descriptors(open_files_max)
 
-    def open(self, path: Path, *, create: bool = False) -> File:
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
         """Open a file for reading and writing."""
-        return RealFile(path, create=create, descriptors=self.descriptors)
+        return RealFile(
+            path, create=create, descriptors=self.descriptors, is_dispensable=is_dispensable
+        )
 
     def exists(self, path: Path) -> bool:
         """Tell if there is something of this name."""

@@ -57,9 +57,10 @@ class CrashDisk(RealDisk):
         self.step()
         super().sync_directory(directory)
 
-    def open(self, path, *, create=False):
+    def open(self, path, *, create=False, is_dispensable=False):
         new = not path.exists()
-        file = CrashFile(path, create=create, descriptors=self.descriptors)
+        how = {"create": create, "is_dispensable": is_dispensable}
+        file = CrashFile(path, descriptors=self.descriptors, **how)
         file.disk = self
         if new:
             self.synced[path] = 0

@@ -366,7 +366,7 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
 KNOWN = INFO._replace(session_id=7, low_water_mark=3, local_low_water_mark=3, sequence=9)
 
 
-def test_a_log_that_is_gone_where_a_session_was_promised_begins_suspect_and_promises_nothing_twice():
+def test_a_log_that_is_gone_begins_suspect_and_promises_nothing_twice():
     disk = new_disk()
     segments, slots = opened(disk, info=KNOWN)
     slot = slots.slot
