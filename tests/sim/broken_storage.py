@@ -9,10 +9,10 @@ from waltz_core.storage import (
     damage,
     partition_log,
     reading,
-    recovery,
     segment,
     segments,
     service,
+    truncation,
     work,
 )
 from waltz_core.storage.format import Marker
@@ -48,7 +48,7 @@ def truncate_without_intent() -> Patches:
     """A truncation is not written down first, and not synced."""
 
     def _truncate(self, last_to_keep):
-        cut, _ = recovery.cut_of(self._segments, last_to_keep)
+        cut, _ = truncation.cut_of(self._segments, last_to_keep)
         self._segments.cut(last_to_keep, cut)
         self.synced_max = self.max_id
         self.chain = self._synced_chain = self._segments.chain

@@ -55,7 +55,6 @@ from waltz_core.storage.format import (
     PartitionInfo,
     SegmentHeader,
     Slot,
-    TruncateIntent,
     damage_until,
     first_of_name,
     segment_name,
@@ -100,31 +99,6 @@ def open_log(
                 error.add_note(f"and then: {another}")
         raise
     return segments, slots
-
-
-def cut_of(segments: Segments, last_to_keep: TransactionId) -> tuple[LineageEntry | None, Marker]:
-    """Return the new entry of the batch that a cut goes through, and the batch end before it."""
-    entry = segments.entry_of(last_to_keep) if last_to_keep >= 0 else None
-    if entry is None or entry.last == last_to_keep:
-        return None, Marker(last_to_keep, segments.chain_at(last_to_keep) or GENESIS_CHAIN)
-    chain, _ = segments.entries(entry.last, entry.last, 1)
-    crcs = segments.record_crcs(entry.first, last_to_keep)
-    if crcs is None:
-        raise ChecksumMismatch(
-            f"records {entry.first}..{last_to_keep}: expected to cut a batch that can be read"
-        )
-    cut = entry._replace(
-        last=last_to_keep,
-        chain=next_chain(chain, entry.first, last_to_keep, entry.session_id, crcs),
-    )
-    return cut, Marker(TransactionId(entry.first - 1), chain)
-
-
-def finish_truncation(segments: Segments, intent: TruncateIntent) -> None:
-    """Carry out a truncation whose intent is durable; durable on return (rule 1)."""
-    segments.cut(*intent)
-    segments.sync()
-    segments.sync_index()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -39,8 +39,9 @@ from waltz_core.storage.format import (
     TruncateIntent,
     segment_name,
 )
-from waltz_core.storage.recovery import cut_of, open_log
+from waltz_core.storage.recovery import open_log
 from waltz_core.storage.segment import Segment
+from waltz_core.storage.truncation import cut_of
 
 RECORD_BYTES = 60
 INFO = NEW_PARTITION_INFOS[1]
@@ -293,18 +294,6 @@ def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
     assert list(again.entries_from(0)) == kept
     assert slots.slot.truncate is None
     assert not slots.slot.suspect
-
-
-def test_a_cut_in_the_middle_of_a_batch_gives_the_rest_a_chain_of_its_own():
-    segments, _, entries = make_segments(new_disk(), [3, 5])
-    assert cut_of(segments, 2) == (None, Marker(2, entries[0].chain))
-    assert cut_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
-    cut, end = cut_of(segments, 5)
-    assert end == Marker(2, entries[0].chain)
-    assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
-    crcs = segments.record_crcs(3, 5)
-    assert check_chain([cut], 3, entries[0].chain, crcs) is None
-    assert cut.chain != entries[1].chain
 
 
 # ---- what cannot be a log
