@@ -208,6 +208,10 @@ class RecordingDisk:
         """Return the names in a directory, sorted."""
         return self.inner.list(directory)
 
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Say that files will be read soon."""
+        self.inner.will_read(directory, names)
+
     def make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, durably."""
         make_with_parents(self, directory, self._make_one, self.sync_directory)

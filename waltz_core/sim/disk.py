@@ -311,6 +311,10 @@ class SimDisk:
             if path.parts[:-1] == inside
         )
 
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Do nothing: all of it is in memory."""
+        self.check_power()
+
     def make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, durably."""
         self.check_power()

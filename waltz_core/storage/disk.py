@@ -18,7 +18,8 @@ Rules:
        (`is_dispensable`) is never synced, and is closed like any other: nobody asks for its errors.
     6. A file that is closed while another thread uses it keeps its descriptor until that call has
        ended: the system would give the number to the next file that is opened.
-    7. What is said to be read soon (`will_read`) is a hint. Nothing depends on it.
+    7. What is said to be read soon (`will_read`) is a hint: the system fetches it from the disk
+       while others are still being named, many at a time. Nothing depends on it.
 """
 
 import errno
@@ -36,6 +37,10 @@ Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
 _VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
 OPEN_FILES_MAX: Final = 64
+# What `will_read` asks for: of small files all, of others these much of the beginning and the end.
+_SMALL_FILE_BYTES: Final = 64 * 1024
+_BEGINNING_BYTES: Final = 4 * 1024
+_END_BYTES: Final = 16 * 1024
 
 
 class File(Protocol):
@@ -83,6 +88,9 @@ class Disk(Protocol):
 
     def make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, unless they are there; their names are durable."""
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Say that the beginnings and the ends of files will be read soon (rule 7)."""
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file another name, in place of the one that has it."""
@@ -200,6 +208,18 @@ class _Descriptors:
         self._idle.pop(file, None)
         self._count -= 1
         os.close(fd)
+
+    @contextmanager
+    def one_beside(self) -> Iterator[None]:
+        """Leave room for one descriptor that is no file's; takes the lock itself."""
+        with self.lock:
+            self._make_room(1)
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._count -= 1
 
     def _make_room(self, wanted: int) -> None:
         while self._count + wanted > self._count_max and self._idle:
@@ -412,6 +432,19 @@ def _after(parts: list[memoryview], written: int) -> list[memoryview]:
     return []
 
 
+def _advise(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size <= _SMALL_FILE_BYTES:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+        else:
+            os.posix_fadvise(fd, 0, _BEGINNING_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, size - _END_BYTES, _END_BYTES, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(fd)
+
+
 class RealDisk:
     """The file system of this machine, with so many of its files open at one time (rule 5)."""
 
@@ -438,6 +471,13 @@ class RealDisk:
         """Return the names, sorted."""
         with _typed_errors("listing", directory):
             return sorted(os.listdir(directory))
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Have the system fetch what it does not have in memory; it is not waited for."""
+        with self.descriptors.one_beside():
+            for name in names:
+                with suppress(OSError):  # whoever reads it is told
+                    _advise(f"{directory}/{name}")
 
     def make_directory(self, directory: Path) -> None:
         """Make it and its parents; each is durable in the one above."""

@@ -77,6 +77,7 @@ def open_log(
     disk.make_directory(directory)
     remove_temporary(disk, directory)
     firsts = _firsts(disk, directory)
+    disk.will_read(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
     slots = _open_slots(disk, directory, blank, info, has_segments=bool(firsts))
     opening = _Opening(disk, directory, blank, info, slots)

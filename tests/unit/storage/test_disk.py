@@ -291,6 +291,39 @@ def test_a_file_that_is_closed_under_a_call_keeps_its_number_until_the_call_has_
         file.sync()
 
 
+def test_what_will_be_read_is_asked_for_with_one_descriptor_and_is_no_promise(
+    tmp_path, monkeypatch
+):
+    sizes = {"empty": 0, "small": 65_536, "large": 1_000_000}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    disk, asked = RealDisk(2), []
+    kept = disk.open(tmp_path / "kept", create=True)
+
+    def advised(fd, offset, size, advice):
+        assert advice == os.POSIX_FADV_WILLNEED
+        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        asked.append((name, offset, size))
+        assert open_names(tmp_path) == {"kept", name}
+        if name == "empty":
+            raise OSError(errno.EINVAL, "no such advice")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fadvise", advised)
+        disk.will_read(tmp_path, ["empty", "none", "small", "large"])
+    assert asked == [
+        ("empty", 0, 0),
+        ("small", 0, 0),
+        ("large", 0, 4_096),
+        ("large", 1_000_000 - 16_384, 16_384),
+    ]
+    assert open_names(tmp_path) == {"kept"}
+    disk.will_read(tmp_path, list(sizes))
+    assert open_names(tmp_path) == {"kept"}
+    kept.close()
+    assert disk.descriptors._count == 0
+
+
 def test_an_error_of_a_close_that_makes_room_is_nobodys(tmp_path, monkeypatch):
     disk = RealDisk(1)
     one = disk.open(tmp_path / "1", create=True)

@@ -21,7 +21,7 @@ from waltz_core.errors import (
     MissingSegment,
 )
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION
-from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
 from waltz_core.storage import recovery
 from waltz_core.storage.batch_checks import check_chain, check_repaired
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
@@ -384,6 +384,24 @@ def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
             assert step > 5
             return
     pytest.fail("it was never opened without a crash")
+
+
+def test_all_files_are_said_to_be_read_soon_before_the_first_of_them_is():
+    class Told(SimDisk):
+        told = None
+
+        def will_read(self, directory, names):
+            self.told = (self.read_count, directory, set(names))
+
+    disk = Told()
+    disk.make_directory(ROOT)
+    written(disk, [3], [2], [4])
+    disk.put(ROOT / "left.tmp", b"")
+    before = disk.read_count
+    opened(disk)
+    suffixes = (".seg", ".idx", ".chn")
+    names = {segment_name(first, suffix) for first in (0, 3, 5) for suffix in suffixes}
+    assert disk.told == (before, ROOT, names | {SLOTS_NAME})
 
 
 # ---- a crash while it is opened
