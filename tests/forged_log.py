@@ -42,8 +42,9 @@ class UnsyncedFile(RealFile):
 
 
 class UnsyncedDisk(RealDisk):
-    def open(self, path, *, create=False):
-        return UnsyncedFile(path, create=create, descriptors=self.descriptors)
+    def open(self, path, *, create=False, is_dispensable=False):
+        how = {"create": create, "is_dispensable": is_dispensable}
+        return UnsyncedFile(path, descriptors=self.descriptors, **how)
 
     def sync_directory(self, directory):
         """Nothing."""

@@ -92,9 +92,9 @@ NOT_NEEDED = {
     "room.release#1": "room may be free only when the removal is durable",
     "recovery._recover > segment.recover#1": "a segment that is not the last changes by rot only",
     "recovery._recover > segment.recover#2": "as the line before",
-    "recovery.finish_truncation > segment.sync#1": "records whose entry was cut are no part of the "
+    "truncation.carry_out > segment.sync#1": "records whose entry was cut are no part of the "
     "log, and the entries are synced",
-    "recovery.finish_truncation > segment.sync_index#1": "an index that is too long is cut by the "
+    "truncation.carry_out > segment.sync_index#1": "an index that is too long is cut by the "
     "next opening",
     "reading._note_damage#1": "the next read finds it again",
     "segments.fill > segment.fill#5": "an index that is wrong is mended by the next read",
@@ -120,7 +120,7 @@ ANY_ORDER = {
     "segments.cut > segment.remove#1": "names of one directory, the newest segment first; one sync "
     "after two removals finds them in any order, and the intent removes the rest",
     "recovery.open_segments > segment.remove#1": "as at the cut",
-    "recovery.finish_truncation > segment.sync#2": "batches and the index",
+    "truncation.carry_out > segment.sync#2": "batches and the index",
     "segments.fill > segment.fill#4": "records of a hole, whose damage is still noted",
 }
 

@@ -28,6 +28,7 @@ from waltz_core.storage import daemon
 from waltz_core.storage import serving as serving_module
 from waltz_core.storage.daemon import StaticCluster, StorageDaemon, serve
 from waltz_core.storage.engine import Engine
+from waltz_core.storage.work import Work
 from waltz_core.wire.messages import (
     Appended,
     Engage,
@@ -353,6 +354,51 @@ def test_a_bug_in_the_work_ends_the_daemon(tmp_path, monkeypatch):
     with pytest.raises(BaseExceptionGroup) as caught:
         on_loop(main())
     assert caught.group_contains(AssertionError, match="a bug")
+
+
+def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, monkeypatch):
+    """One thread: whatever else wanted it at the end would wait for ever."""
+    monkeypatch.setattr(daemon, "CLOSE_S_MAX", 0.05)
+    run, begun, may_go_on, ended = Work.run, *(threading.Event() for _ in range(3))
+
+    def slow(self, clock_s):
+        if self.is_append:
+            begun.set()
+            assert may_go_on.wait(READY_S)
+        try:
+            return run(self, clock_s)
+        finally:
+            if self.is_append:
+                ended.set()
+
+    monkeypatch.setattr(Work, "run", slow)
+    storages = []
+
+    async def main():
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        storage = StorageDaemon(config_for(tmp_path, writer_threads_count=1), CLUSTER, None)
+        storages.append(storage)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storage.serve(stop, ready.set_result))
+            async with session(await ready, 5) as owner:
+                await owner.prepare()
+                await owner.engage()
+                owner.link.send(owner.owner.append())
+                await asyncio.to_thread(begun.wait, READY_S)
+                stop.set()
+
+    on_loop(main())
+    (storage,) = storages
+    with pytest.raises(errors.DiskFailed, match="another process has this storage directory"):
+        storage._open_engine()
+    may_go_on.set()
+    assert ended.wait(READY_S)
+    log = storage._engine.logs[0]
+    assert (log.synced_max, log.slot.dirty) == (0, True)
+    storage._engine.abandon()  # as the end of the process does
+    engine = storage._open_engine()
+    assert engine.logs[0].max_id == 0
+    engine.close()
 
 
 def test_an_unreachable_zookeeper_is_told_in_a_sentence(tmp_path):

@@ -5,7 +5,16 @@ from dataclasses import replace
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.errors import DiskFailed
 from waltz_core.record import BEFORE_FIRST
-from waltz_core.storage import damage, reading, recovery, segment, segments, service, work
+from waltz_core.storage import (
+    damage,
+    partition_log,
+    reading,
+    segment,
+    segments,
+    service,
+    truncation,
+    work,
+)
 from waltz_core.storage.format import Marker
 from waltz_core.storage.index import LineageFile
 from waltz_core.storage.partition_log import PartitionLog
@@ -39,7 +48,7 @@ def truncate_without_intent() -> Patches:
     """A truncation is not written down first, and not synced."""
 
     def _truncate(self, last_to_keep):
-        cut, _ = recovery.cut_of(self._segments, last_to_keep)
+        cut, _ = truncation.cut_of(self._segments, last_to_keep)
         self._segments.cut(last_to_keep, cut)
         self.synced_max = self.max_id
         self.chain = self._synced_chain = self._segments.chain
@@ -352,7 +361,7 @@ def repaired_without_check() -> Patches:
 @switch
 def appends_unchecked() -> Patches:
     """Appended records are not held against their checksums, their ids and their chain."""
-    yield instead(recovery, "check_batches", nothing)
+    yield instead(partition_log, "check_batches", nothing)
 
 
 @switch

@@ -191,9 +191,9 @@ class RecordingDisk:
         """Return a disk on which all this is durable."""
         return cls(changes_of(contents), site)
 
-    def open(self, path: Path, *, create: bool = False) -> "File":
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> "File":
         """Open a file for reading and writing."""
-        file = self.inner.open(path, create=create)
+        file = self.inner.open(path, create=create, is_dispensable=is_dispensable)
         if path not in self._files:
             self._files[path] = self._next
             self._next += 1
@@ -207,6 +207,10 @@ class RecordingDisk:
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
         return self.inner.list(directory)
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Say that files will be read soon."""
+        self.inner.will_read(directory, names)
 
     def make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, durably."""

@@ -137,10 +137,13 @@ class _NameChange:
 class SimFile:
     """An open file of a `SimDisk`."""
 
-    def __init__(self, disk: "SimDisk", path: Path, inode: _Inode) -> None:
+    def __init__(
+        self, disk: "SimDisk", path: Path, inode: _Inode, *, is_dispensable: bool = False
+    ) -> None:
         self._disk = disk
         self._path = path
         self._inode = inode
+        self._is_dispensable = is_dispensable
         self._boot = disk.boot_count
         self._is_open = True
         disk.open_count += 1
@@ -195,6 +198,7 @@ class SimFile:
     def sync(self) -> None:
         """Make the file's bytes and size durable (rules 1 and 4)."""
         self._check()
+        assert not self._is_dispensable, f"{self._path} may be lost, and is synced"
         inode = self._inode
         fault = self._disk.step("sync", self._path)
         if fault is None:
@@ -279,7 +283,7 @@ class SimDisk:
 
     # ---- Disk
 
-    def open(self, path: Path, *, create: bool = False) -> "File":
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> "File":
         """Open a file for reading and writing."""
         self.check_power()
         inode = self._names.get(path)
@@ -289,7 +293,7 @@ class SimDisk:
             self.strike(self.step("create", path), "create", path)
             inode = _Inode()
             self._change(_NameChange(path, inode))
-        return SimFile(self, path, inode)
+        return SimFile(self, path, inode, is_dispensable=is_dispensable)
 
     def exists(self, path: Path) -> bool:
         """Tell if there is a file or a directory of this name."""
@@ -306,6 +310,10 @@ class SimDisk:
             for path in paths
             if path.parts[:-1] == inside
         )
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Do nothing: all of it is in memory."""
+        self.check_power()
 
     def make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, durably."""

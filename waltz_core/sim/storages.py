@@ -229,11 +229,7 @@ class SimStorage(Process):
     def _open_log(self, engine: Engine) -> PartitionLog:
         """As the daemon does: a full disk still has room for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
-        try:
-            return engine.assign(partition_id)
-        except NoSpace:
-            engine.room.release()
-            return engine.assign(partition_id)
+        return engine.room.with_reserve(partial(engine.assign, partition_id))
 
     def died(self) -> None:
         """The process is gone; its files are as the kernel has them."""

@@ -224,13 +224,15 @@ class SlotFile:
 
         Raises:
             BadFormat: no slot is valid, or it is of another partition.
+            ReadFailed: the disk does not give them; an older one is not taken for the newer.
         """
         path = directory / SLOTS_NAME
         file = disk.open(path)
-        found: list[tuple[int, Slot]] = []
-        for place in range(SLOT_COUNT):
-            with suppress(BadFormat, ChecksumMismatch):
-                found.append((place, Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * place))))
+        try:
+            found = _readable_slots(file)
+        except BaseException:
+            file.close()
+            raise
         valid = [
             (slot.sequence, place, slot)
             for place, slot in found
@@ -256,6 +258,14 @@ class SlotFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _readable_slots(file: File) -> list[tuple[int, Slot]]:
+    found: list[tuple[int, Slot]] = []
+    for place in range(SLOT_COUNT):
+        with suppress(BadFormat, ChecksumMismatch):
+            found.append((place, Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * place))))
+    return found
 
 
 def _block_of(sequence: int) -> int:

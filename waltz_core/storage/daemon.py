@@ -11,7 +11,8 @@ Rules:
     4. Who asks before the partitions are open waits until they are: the answer that they are not
        here would keep an owner away for long.
     5. At the end: read no more, let work under way end, sync, leave the directory marked as clean.
-       After a failure of the disk it is left as it is.
+       After a failure of the disk it is left as it is. So it is when work under way does not end in
+       time: then files and locks go with the process, and the next one does not begin beside it.
 """
 
 import asyncio
@@ -140,6 +141,7 @@ class StorageDaemon:
         self._is_assigned = asyncio.Event()
         self._early: list[Link] = []
         self._works_count = 0
+        self._is_left = False  # work was under way at the end, and may still be
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         # Set with what ends the process (service.py, rule 6; or a bug of ours).
@@ -167,7 +169,8 @@ class StorageDaemon:
                 raise
             raise _first_of(told) from group
         finally:
-            await self._in_thread(engine.close if is_clean else engine.abandon)
+            if not self._is_left:
+                await self._in_thread(engine.close if is_clean else engine.abandon)
             self._pool.shutdown(wait=False)
 
     def _open_engine(self) -> Engine:
@@ -238,7 +241,8 @@ class StorageDaemon:
                     await self._until(stop, tasks)
                     await self._end(serving)
             except* _End:
-                await self._in_thread(partial(self._write_places, machine.scrub_places))
+                if not self._is_left:  # else no thread may be free
+                    await self._in_thread(partial(self._write_places, machine.scrub_places))
                 _log.info("storage.ended address=%s", self.address)
 
     async def _make_machine(self, engine: Engine, identity: Identity) -> StorageService:
@@ -331,6 +335,7 @@ class StorageDaemon:
                 await serving.stand_still()
                 await self._is_idle.wait()
         except TimeoutError:
+            self._is_left = True
             _log.warning("storage.busy_at_end works=%d", self._works_count)
         raise _End
 

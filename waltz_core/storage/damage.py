@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.record import TransactionId
+from waltz_core.storage.batch_checks import check_repaired
 from waltz_core.storage.format import IdRange, Slot, without_damage
-from waltz_core.storage.recovery import check_repaired
 from waltz_core.storage.segments import Segments, first_wrong
 
 I64 = npt.NDArray[np.int64]

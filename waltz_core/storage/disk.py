@@ -14,7 +14,12 @@ Rules:
        that was not used for longest is closed, and opened again when its file is used. One whose
        file is locked stays open, since the lock would go with it; so does one whose file has writes
        that are not synced, since the error of a failed write-back is told to those only who had the
-       file open. These may be more than it was told.
+       file open. These may be more than it was told. A file that may be lost at any time
+       (`is_dispensable`) is never synced, and is closed like any other: nobody asks for its errors.
+    6. A file that is closed while another thread uses it keeps its descriptor until that call has
+       ended: the system would give the number to the next file that is opened.
+    7. What is said to be read soon (`will_read`) is a hint: the system fetches it from the disk
+       while others are still being named, many at a time. Nothing depends on it.
 """
 
 import errno
@@ -32,6 +37,10 @@ Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
 _VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
 OPEN_FILES_MAX: Final = 64
+# What `will_read` asks for: of small files all, of others these much of the beginning and the end.
+_SMALL_FILE_BYTES: Final = 64 * 1024
+_BEGINNING_BYTES: Final = 4 * 1024
+_END_BYTES: Final = 16 * 1024
 
 
 class File(Protocol):
@@ -68,8 +77,8 @@ class File(Protocol):
 class Disk(Protocol):
     """A file system as the storage uses it."""
 
-    def open(self, path: Path, *, create: bool = False) -> File:
-        """Open a file for reading and writing."""
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
+        """Open a file for reading and writing; one that is dispensable is never synced (rule 5)."""
 
     def exists(self, path: Path) -> bool:
         """Tell if there is a file or a directory of this name."""
@@ -79,6 +88,9 @@ class Disk(Protocol):
 
     def make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, unless they are there; their names are durable."""
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Say that the beginnings and the ends of files will be read soon (rule 7)."""
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file another name, in place of the one that has it."""
@@ -197,6 +209,18 @@ class _Descriptors:
         self._count -= 1
         os.close(fd)
 
+    @contextmanager
+    def one_beside(self) -> Iterator[None]:
+        """Leave room for one descriptor that is no file's; takes the lock itself."""
+        with self.lock:
+            self._make_room(1)
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._count -= 1
+
     def _make_room(self, wanted: int) -> None:
         while self._count + wanted > self._count_max and self._idle:
             with suppress(OSError):  # all that was written is synced, so nothing can be lost
@@ -210,14 +234,32 @@ class RealFile:
     file when a log is opened.
     """
 
-    __slots__ = ("_descriptors", "_fd", "_is_closed", "_is_locked", "_is_unsynced", "_path")
+    __slots__ = (
+        "_descriptors",
+        "_fd",
+        "_is_closed",
+        "_is_dispensable",
+        "_is_locked",
+        "_is_unsynced",
+        "_is_used",
+        "_path",
+    )
 
-    def __init__(self, path: Path, *, create: bool, descriptors: _Descriptors) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        create: bool,
+        descriptors: _Descriptors,
+        is_dispensable: bool = False,
+    ) -> None:
         self._path = path
         self._descriptors = descriptors
         self._is_closed = False
+        self._is_dispensable = is_dispensable
         self._is_locked = False
         self._is_unsynced = False
+        self._is_used = False
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         try:
             with descriptors.lock:
@@ -341,11 +383,12 @@ class RealFile:
             self._leave()
 
     def close(self) -> None:
-        """Close it, once."""
+        """Close it, once; under a call that another thread makes, when that has ended (rule 6)."""
         try:
             with self._descriptors.lock:
                 self._is_closed = True
-                self.release()
+                if not self._is_used:
+                    self.release()
         except OSError as error:
             raise _typed(error, "closing", self._path) from error
 
@@ -353,19 +396,25 @@ class RealFile:
 
     def _use(self) -> int:
         with self._descriptors.lock:
+            if self._is_closed:
+                raise DiskFailed(f"{self._path}: is closed")
             if self._fd >= 0:
                 self._descriptors.use(self)
-            elif self._is_closed:
-                raise DiskFailed(f"{self._path}: is closed")
             else:
                 with _typed_errors("opening", self._path):
                     self._fd = self._descriptors.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            self._is_used = True
             return self._fd
 
     def _leave(self) -> None:
         with self._descriptors.lock:
-            if self._fd >= 0:
-                self._descriptors.leave(self, is_kept=self._is_locked or self._is_unsynced)
+            self._is_used = False
+            if self._is_closed:
+                with suppress(OSError):  # whoever closed it has gone on
+                    self.release()
+                return
+            is_unsynced = self._is_unsynced and not self._is_dispensable
+            self._descriptors.leave(self, is_kept=self._is_locked or is_unsynced)
 
     def release(self) -> None:
         """Give up the descriptor until the file is used again; whoever calls has the lock."""
@@ -383,15 +432,30 @@ def _after(parts: list[memoryview], written: int) -> list[memoryview]:
     return []
 
 
+def _advise(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size <= _SMALL_FILE_BYTES:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+        else:
+            os.posix_fadvise(fd, 0, _BEGINNING_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, size - _END_BYTES, _END_BYTES, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(fd)
+
+
 class RealDisk:
     """The file system of this machine, with so many of its files open at one time (rule 5)."""
 
     def __init__(self, open_files_max: int = OPEN_FILES_MAX) -> None:
         self.descriptors = _Descriptors(open_files_max)
 
-    def open(self, path: Path, *, create: bool = False) -> File:
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
         """Open a file for reading and writing."""
-        return RealFile(path, create=create, descriptors=self.descriptors)
+        return RealFile(
+            path, create=create, descriptors=self.descriptors, is_dispensable=is_dispensable
+        )
 
     def exists(self, path: Path) -> bool:
         """Tell if there is something of this name."""
@@ -407,6 +471,13 @@ class RealDisk:
         """Return the names, sorted."""
         with _typed_errors("listing", directory):
             return sorted(os.listdir(directory))
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Have the system fetch what it does not have in memory; it is not waited for."""
+        with self.descriptors.one_beside():
+            for name in names:
+                with suppress(OSError):  # whoever reads it is told
+                    _advise(f"{directory}/{name}")
 
     def make_directory(self, directory: Path) -> None:
         """Make it and its parents; each is durable in the one above."""

@@ -20,6 +20,7 @@ Rules:
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,7 @@ from waltz_core.errors import (
     BadRequest,
     ChecksumMismatch,
     DiskFailed,
+    NoSpace,
     ReplicaSuspect,
     UnknownPartition,
     WaltzError,
@@ -52,7 +54,7 @@ from waltz_core.storage.format import (
 )
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
 from waltz_core.storage.removal import Wipe
-from waltz_core.storage.room import Room
+from waltz_core.storage.room import Room, append_bytes
 from waltz_core.wire.admin_messages import Copy
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
@@ -263,13 +265,16 @@ class Engine:
     def put_copy(self, copy: Copy) -> TransactionId:
         """Put whole batches of another replica behind a log that is not served; the last id.
 
-        Nothing is cut, and no mark is set: what the replica can vouch for stays what it was.
+        Nothing is cut, and no mark is set: what the replica can vouch for stays what it was. The
+        reserve is not for this (`room.py`, rule 2).
 
         Raises:
+            NoSpace: there is not enough room beside the reserve; nothing of it was written.
             BadRequest: they do not go on from where the log ends.
             ChecksumMismatch: they are not what was sent.
         """
-        log = self.assign(PartitionId(copy.partition_id))
+        assign = partial(self.assign, PartitionId(copy.partition_id))
+        log = self.room.with_reserve(assign)
         provisional = log.slot.provisional
         if provisional is not None and provisional.session_id == log.promised:
             raise BadRequest(  # An append would confirm a mark of which nobody knows if it holds.
@@ -282,15 +287,21 @@ class Engine:
             raise ChecksumMismatch(
                 f"copy from {copy.first}: expected CRC {copy.records_crc:08x}, found {found:08x}"
             )
-        log.append(
-            log.promised,
-            TransactionId(copy.first),
-            lengths,
-            copy.records,
-            Chain(copy.chain_before),
-            copy.lineage,
-            records_crc=found,
-        )
+        size = append_bytes(len(copy.records), int(lengths.size), len(copy.lineage))
+        self.room.check(size)
+        try:
+            log.append(
+                log.promised,
+                TransactionId(copy.first),
+                lengths,
+                copy.records,
+                Chain(copy.chain_before),
+                copy.lineage,
+                records_crc=found,
+            )
+        except NoSpace:
+            self.room.lacked(size)
+            raise
         return log.sync()
 
     def _check_held(self, partition_id: PartitionId) -> None:

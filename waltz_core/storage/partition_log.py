@@ -15,7 +15,8 @@ Rules (numbers in brackets: correctness.md 2.4):
     6. A failed write or sync is final for its file: what was not synced is cut away, and the log
        goes on in a new segment once a session prepares it again. When the cut or a slot fails too,
        nothing is answered until the log is opened again [7].
-    7. A truncation writes its intent first and is carried to its end by the next open [12].
+    7. A truncation writes its intent first; what it finds no room for is done again, by the next
+       open if need be [9, 12].
     8. Damaged ids stay in the log and are known in the slot; reading them is an error [5].
 """
 
@@ -44,7 +45,8 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage import damage, recovery
+from waltz_core.storage import damage, recovery, truncation
+from waltz_core.storage.batch_checks import check_batches
 from waltz_core.storage.control_file import ControlFile, SlotFile
 from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import (
@@ -53,8 +55,6 @@ from waltz_core.storage.format import (
     Marker,
     SegmentHeader,
     Slot,
-    TruncateIntent,
-    damage_until,
 )
 from waltz_core.storage.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
 from waltz_core.storage.segments import Segments
@@ -111,6 +111,7 @@ class PartitionLog:
         self._settings = settings
         self._engaged = NO_SESSION
         self._failed = False
+        self._is_half_cut = False  # there was no room to carry out an intent that is durable
         self.lock_file = segments.lock_file
         self.is_broken = False  # the disk has refused a cut; nothing until it is opened again
         self._synced_chain = segments.chain
@@ -337,7 +338,7 @@ class PartitionLog:
                 f"partition {self.partition_id}: expected an append at {self.max_id + 1} after "
                 f"chain {self.chain.hex()}, found one at {first} after {chain_before.hex()}"
             )
-        recovery.check_batches(first, lengths, records, chain_before, entries, records_crc)
+        check_batches(first, lengths, records, chain_before, entries, records_crc)
         self._confirm(session)
         before = (self.max_id, self.chain)
         try:
@@ -458,10 +459,15 @@ class PartitionLog:
         """Cut everything after an id, durably; return the last id and the chain there (rule 7).
 
         Raises:
+            NoSpace: call it once more when there is room; nothing else is done meanwhile.
             SessionFenced: the session is not the promised one.
             DataLoss: the id is below the confirmed low-water mark.
             BadRequest: `base` is no batch end here with this chain, or is above `last_to_keep`.
         """
+        intent = self.slot.truncate if self._is_half_cut else None
+        if intent is not None and (session, last_to_keep) == (self.promised, intent.last_to_keep):
+            self._truncate(last_to_keep)
+            return self.max_id, self.chain
         self._check_session(session)
         if last_to_keep < self.slot.low_water_mark:
             raise DataLoss(
@@ -484,29 +490,26 @@ class PartitionLog:
         return self._segments.chain_at(transaction_id)
 
     def _truncate(self, last_to_keep: TransactionId) -> None:
-        cut, end = recovery.cut_of(self._segments, last_to_keep)
-        marker = self.slot.acked if self.slot.acked.transaction_id <= end.transaction_id else end
-        intent = TruncateIntent(last_to_keep, cut)
-        provisional = self.slot.provisional
-        if provisional is not None and provisional.low_water_mark > last_to_keep:
-            provisional = None  # the log will not reach it any more, so nothing may confirm it
-        self._write_slot(replace(self.slot, truncate=intent, acked=marker, provisional=provisional))
+        was_half_cut = self._is_half_cut
+        if not was_half_cut:
+            intended = truncation.intended(self.slot, self._segments, last_to_keep)
+            self._write_slot(intended, may_be_full=True)
+        intent = self.slot.truncate
+        assert intent is not None
+        self._failed = self.is_broken = True  # until it is carried out
         try:
-            recovery.finish_truncation(self._segments, intent)
+            truncation.carry_out(self._segments, intent)
+            self._slots.write(truncation.finished(self.slot, self._segments))
         except WaltzError as error:
             # The intent is durable, and stays: the next open carries it out before anything else.
-            self._failed = self.is_broken = True
+            self._is_half_cut = isinstance(error, NoSpace) and not was_half_cut
+            if self._is_half_cut:
+                raise
             raise DiskFailed(f"partition {self.partition_id}: truncating: {error}") from error
+        self._is_half_cut = self._failed = self.is_broken = False
+        self.sync_count += 1
         self.synced_max = self.max_id
         self.chain = self._synced_chain = self._segments.chain
-        self._write_slot(
-            replace(
-                self.slot,
-                truncate=None,
-                acked=Marker(self.max_id, self.chain),
-                damaged=damage_until(self.slot.damaged, last_to_keep),
-            )
-        )
 
     # ---- reading
 
@@ -581,11 +584,13 @@ class PartitionLog:
         self._segments.close()
         self._slots.close()
 
-    def _write_slot(self, slot: Slot) -> None:
+    def _write_slot(self, slot: Slot, *, may_be_full: bool = False) -> None:
         try:
             self._slots.write(slot)
             self.sync_count += 1
         except (DiskFailed, NoSpace) as error:
+            if may_be_full and isinstance(error, NoSpace):
+                raise  # Nothing was written.
             raise self._break(f"control slots: {error}") from error
 
     def _break(self, reason: str) -> DiskFailed:

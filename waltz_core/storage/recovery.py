@@ -21,25 +21,18 @@ Rules:
     7. What a killed process has written is found, and may not be durable: it is synced before it is
        believed, names included. What nothing vouches for is written once more before that: after a
        sync that failed the cache shows what the disk does not have, and calls it clean.
+    8. A directory that is gone or empty, of which the control file knows a session, has lost its
+       log and its promise: it begins empty and suspect, and refuses sessions as in rule 5. Both
+       are durable with its first slot. (A log that was thrown away on purpose is forgotten by the
+       control file before, see `removal.py`.)
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from waltz_core import raw_records
-from waltz_core.errors import (
-    BadFormat,
-    BadRequest,
-    ChecksumMismatch,
-    MissingSegment,
-    WaltzError,
-)
+from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, WaltzError
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -51,18 +44,17 @@ from waltz_core.record import (
     TransactionId,
     next_chain,
 )
+from waltz_core.storage.batch_checks import check_chain, entry_before
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.disk import Disk, create_durably, remove_temporary
 from waltz_core.storage.format import (
     NO_NONCE,
     NOBODYS_NONCE,
-    IdRange,
     LineageHeader,
     Marker,
     PartitionInfo,
     SegmentHeader,
     Slot,
-    TruncateIntent,
     damage_until,
     first_of_name,
     segment_name,
@@ -72,7 +64,6 @@ from waltz_core.storage.index import LineageFile
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
 
-I64 = npt.NDArray[np.int64]
 ADOPTED_BATCH_IDS: Final = 1024
 
 
@@ -86,6 +77,7 @@ def open_log(
     disk.make_directory(directory)
     remove_temporary(disk, directory)
     firsts = _firsts(disk, directory)
+    disk.will_read(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
     slots = _open_slots(disk, directory, blank, info, has_segments=bool(firsts))
     opening = _Opening(disk, directory, blank, info, slots)
@@ -110,101 +102,6 @@ def open_log(
     return segments, slots
 
 
-def check_chain(
-    entries: Sequence[LineageEntry], first: TransactionId, chain: Chain, record_crcs: bytes
-) -> int | None:
-    """Return the index of the first batch that does not go on from the one before, else None."""
-    next_id = first
-    for index, entry in enumerate(entries):
-        crcs = record_crcs[4 * (entry.first - first) : 4 * (entry.last - first + 1)]
-        if entry.first != next_id or len(crcs) != 4 * (entry.last - entry.first + 1):
-            return index
-        chain = next_chain(chain, entry.first, entry.last, entry.session_id, crcs)
-        if chain != entry.chain:
-            return index
-        next_id = TransactionId(entry.last + 1)
-    return None
-
-
-def check_batches(
-    first: TransactionId,
-    lengths: I64,
-    records: bytes | memoryview,
-    chain_before: Chain,
-    entries: Sequence[LineageEntry],
-    records_crc: int | None = None,
-) -> None:
-    """Check that a run of records is what it says, and that its batches cover it.
-
-    `records_crc` is that of all bytes, where a pass over them has been made already.
-
-    Raises:
-        BadRequest: the ids, the batches or their chain do not fit the records.
-        ChecksumMismatch: a record's CRC does not fit.
-    """
-    where = f"append at {first}"
-    if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
-        raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
-    crcs = raw_records.proven_crcs(records, lengths, first, records_crc=records_crc)
-    if crcs is None:
-        bad = raw_records.first_bad_record(records, lengths)
-        if bad is not None:
-            raise ChecksumMismatch(f"{where}: record {first + bad} is not what was sent")
-        gap = raw_records.first_gap(records, lengths, first)
-        assert gap is not None
-        raise BadRequest(f"{where}: expected id {first + gap} in its place, found another")
-    wrong = check_chain(entries, first, chain_before, crcs)
-    if wrong is not None or entries[-1].last != first + lengths.size - 1:
-        raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")
-
-
-def check_repaired(segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]) -> None:
-    """Check the chain of each repaired batch that has no damage left.
-
-    Raises:
-        ChecksumMismatch: the records are not those that a batch was made of.
-    """
-    for entry in segments.entries(*repaired, repaired.last - repaired.first + 1)[1]:
-        is_damaged = any(one.first <= entry.last and entry.first <= one.last for one in damaged)
-        if is_damaged or entry.first > repaired.last:  # then those of what was repaired are gone
-            continue
-        before = _entry_before(segments, entry.first)
-        if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
-            continue  # Its chain is not made of these records, nor is that of the next.
-        chain, _ = segments.entries(entry.last, entry.last, 1)
-        crcs = segments.record_crcs(entry.first, entry.last)
-        if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
-            raise ChecksumMismatch(
-                f"records {repaired.first}..{repaired.last} are not those that batch "
-                f"{entry.first}..{entry.last} was made of"
-            )
-
-
-def cut_of(segments: Segments, last_to_keep: TransactionId) -> tuple[LineageEntry | None, Marker]:
-    """Return the new entry of the batch that a cut goes through, and the batch end before it."""
-    entry = segments.entry_of(last_to_keep) if last_to_keep >= 0 else None
-    if entry is None or entry.last == last_to_keep:
-        return None, Marker(last_to_keep, segments.chain_at(last_to_keep) or GENESIS_CHAIN)
-    chain, _ = segments.entries(entry.last, entry.last, 1)
-    crcs = segments.record_crcs(entry.first, last_to_keep)
-    if crcs is None:
-        raise ChecksumMismatch(
-            f"records {entry.first}..{last_to_keep}: expected to cut a batch that can be read"
-        )
-    cut = entry._replace(
-        last=last_to_keep,
-        chain=next_chain(chain, entry.first, last_to_keep, entry.session_id, crcs),
-    )
-    return cut, Marker(TransactionId(entry.first - 1), chain)
-
-
-def finish_truncation(segments: Segments, intent: TruncateIntent) -> None:
-    """Carry out a truncation whose intent is durable; durable on return (rule 1)."""
-    segments.cut(*intent)
-    segments.sync()
-    segments.sync_index()
-
-
 # ---------------------------------------------------------------------------------------------
 # slots
 
@@ -218,9 +115,10 @@ def _open_slots(
         raise BadFormat(f"{directory}: expected {SLOTS_NAME} beside .chn files, found none")
     # An older sequence number than the original's says "adopt", also after a crash on the way.
     sequence = info.sequence - 1 if has_segments else info.sequence
-    return SlotFile.create(
-        disk, directory, Slot(blank.partition_id, original_sequence=sequence, dirty=True)
-    )
+    slot = Slot(blank.partition_id, original_sequence=sequence, dirty=True)
+    if not has_segments and info.session_id != NO_SESSION:  # rule 8
+        slot = replace(_promised_to_nobody(slot, info.session_id), suspect=True)
+    return SlotFile.create(disk, directory, slot)
 
 
 def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
@@ -495,7 +393,7 @@ class _Opening:
         # not go back: what stands before is the nearest that is known.
         session_id, stamp_ms = NO_SESSION, 0
         if not self._adopting or self.slot.suspect:
-            before = _entry_before(segments, first)
+            before = entry_before(segments, first)
             session_id, stamp_ms = MADE_UP, 0 if before is None else before.stamp_ms
         place = 0
         while first <= last:
@@ -557,14 +455,6 @@ class _Opening:
             damaged=damage_until(slot.damaged, segments.last),
             original_sequence=max(self._info.sequence, self.slot.original_sequence),
         )
-
-
-def _entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:
-    """Return the batch that ends before an id; None if there is none that can be read."""
-    with suppress(BadFormat, ChecksumMismatch):
-        found = segments.entry_of(TransactionId(first - 1)) if first else None
-        return found if found is not None and found.last < first else None
-    return None
 
 
 def _last_true_end(segments: Segments) -> TransactionId:

@@ -149,9 +149,9 @@ class Serving:
 
     async def _open(self, partition_id: PartitionId) -> None:
         try:
-            log = await self._in_thread(
-                partial(self._with_reserve, partial(self._engine.assign, partition_id))
-            )
+            # A full disk still has room for that.
+            assign = partial(self._engine.assign, partition_id)
+            log = await self._in_thread(partial(self._engine.room.with_reserve, assign))
         except errors.WaltzError as error:
             # One partition that cannot be served is no reason not to serve the others.
             fields = (("partition", partition_id), ("error", error))
@@ -161,14 +161,6 @@ class Serving:
         self._on_opened(log)
         self._post(service.Opened(log))
         _log.info("storage.partition_opened partition=%s last=%s", partition_id, log.synced_max)
-
-    def _with_reserve(self, call: Callable[[], ResultT]) -> ResultT:
-        """Call, on a thread of the pool; a full disk still has room for that."""
-        try:
-            return call()
-        except errors.NoSpace:
-            self._engine.room.release()
-            return call()
 
     async def _drop(self, partition_id: PartitionId) -> None:
         """Serve a partition no longer; its files stay, and stay open until they are changed."""
@@ -200,7 +192,7 @@ class Serving:
                     if not ends_session:
                         raise errors.Unavailable(f"partition {partition_id} came online meanwhile")
                     await self._drop(partition_id)
-                return await self._in_thread(partial(self._with_reserve, call))
+                return await self._in_thread(call)
             finally:
                 if ends_session:
                     self.look_again()

@@ -5,6 +5,7 @@ both have to do the same.
 """
 
 from contextlib import suppress
+from functools import partial
 from typing import assert_never
 
 from waltz_core.errors import WaltzError
@@ -26,9 +27,23 @@ def partition_of(change: Change) -> PartitionId:
 def carry_out(engine: Engine, change: Change) -> object:
     """Change a partition that nobody is at, durably; blocks. Its log is open again afterwards.
 
-    Raises what the engine does, and then the change may have been begun.
+    A full disk has room for that in its reserve, but for a copy. Raises what the engine does, and
+    then the change may have been begun.
     """
-    found: object = None
+    if isinstance(change, errands.PutCopy):
+        return engine.put_copy(change.batches)
+    engine.room.with_reserve(partial(_carry_out, engine, change))
+    if change.partition_id in engine.assigned():
+        # What was changed is durable; why it does not open is in `failed`.
+        with suppress(WaltzError):
+            engine.room.with_reserve(partial(engine.assign, change.partition_id))
+    return None
+
+
+def _carry_out(
+    engine: Engine,
+    change: errands.Hold | errands.GiveUp | errands.Switch | errands.Doubt | errands.Empty,
+) -> None:
     match change:
         case errands.Hold():
             engine.assign(change.partition_id)
@@ -40,17 +55,8 @@ def carry_out(engine: Engine, change: Change) -> object:
             engine.mark_suspect(change.partition_id)
         case errands.Empty():
             engine.re_seed(change.partition_id)
-        case errands.PutCopy():
-            found = engine.put_copy(change.batches)
         case _:
             assert_never(change)
-    partition_id = partition_of(change)
-    if partition_id in engine.assigned():
-        with suppress(
-            WaltzError
-        ):  # What was changed is durable; why it does not open is in `failed`.
-            engine.assign(partition_id)
-    return found
 
 
 def held_by(engine: Engine) -> tuple[Held, ...]:

@@ -40,14 +40,9 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.format import (
-    LINEAGE_ENTRY_BYTES,
-    OFFSET_BYTES,
-    IdRange,
-    without_damage,
-)
+from waltz_core.storage.format import IdRange, without_damage
 from waltz_core.storage.partition_log import PartitionLog
-from waltz_core.storage.room import Room
+from waltz_core.storage.room import Room, append_bytes
 from waltz_core.storage.scrub import Piece, Scrubbed
 from waltz_core.values import value
 from waltz_core.wire.messages import (
@@ -237,9 +232,7 @@ def _scrub(log: PartitionLog, piece: Piece) -> Scrubbed:
 def _append_bytes(append: StorageMessage) -> int:
     """Return what an append will take on the disk."""
     assert isinstance(append, AppendRaw)
-    count = len(append.lengths) // 4
-    entries = LINEAGE_ENTRY_BYTES * len(append.lineage)
-    return len(append.records) + OFFSET_BYTES * count + entries
+    return append_bytes(len(append.records), len(append.lengths) // 4, len(append.lineage))
 
 
 def _append_group(

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from tests.unit.storage.logs import KEY, ROOT, new_disk
-from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed
+from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, ReadFailed
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import RealDisk
@@ -240,3 +240,15 @@ def test_a_slot_that_could_not_be_written_does_not_count():
         assert slots.slot.promised == 3
     disk.power_loss(Survival.NOTHING, Random(1))
     assert SlotFile.open(disk, ROOT, 2).slot.promised == 3
+
+
+def test_slots_that_cannot_be_read_leave_no_file_open():
+    disk = new_disk()
+    SlotFile.create(disk, ROOT, Slot(2)).close()
+    before = disk.open_count
+    for read in (1, 2):
+        disk.plan_read(read)
+        with pytest.raises(ReadFailed):
+            SlotFile.open(disk, ROOT, 2)
+        assert disk.open_count == before
+    SlotFile.open(disk, ROOT, 2).close()

@@ -228,6 +228,102 @@ def test_a_file_with_writes_that_are_not_synced_stays_open(tmp_path):
     assert open_names(tmp_path) == {"1", "2"}
 
 
+def test_a_file_that_may_be_lost_is_closed_with_writes_that_are_not_synced(tmp_path):
+    disk = RealDisk(2)
+    files = [
+        disk.open(tmp_path / str(place), create=True, is_dispensable=True) for place in range(6)
+    ]
+    for turn in range(3):
+        for place, file in enumerate(files):
+            file.pwrite([bytes([place])], turn)
+            assert len(open_names(tmp_path)) == 2
+    assert [file.pread(9, 0) for file in files] == [bytes([place] * 3) for place in range(6)]
+
+
+def test_the_twin_wants_no_sync_of_what_may_be_lost():
+    file = new_disk().open(ROOT / "f", create=True, is_dispensable=True)
+    file.pwrite([b"x"], 0)
+    with pytest.raises(AssertionError, match="may be lost"):
+        file.sync()
+
+
+def test_a_file_that_cannot_be_opened_again_is_a_failed_read_or_a_failed_write(tmp_path):
+    disk = RealDisk(1)
+    file = disk.open(tmp_path / "f", create=True)
+    file.pwrite([b"some bytes"], 0)
+    file.sync()
+    disk.open(tmp_path / "other", create=True)
+    (tmp_path / "f").rename(tmp_path / "elsewhere")
+    with pytest.raises(ReadFailed, match=f"opening {tmp_path}/f: No such file"):
+        file.pread(4, 0)
+    for call in (lambda: file.pwrite([b"x"], 0), file.sync, file.size, lambda: file.truncate(1)):
+        with pytest.raises(DiskFailed, match=f"opening {tmp_path}/f") as caught:
+            call()
+        assert not isinstance(caught.value, ReadFailed)
+    (tmp_path / "elsewhere").rename(tmp_path / "f")
+    assert file.pread(4, 0) == b"some"
+    file.close()
+    with pytest.raises(DiskFailed, match="is closed") as caught:
+        file.pread(4, 0)
+    assert not isinstance(caught.value, ReadFailed), "that is a bug of ours, not the disk's"
+
+
+def test_a_file_that_is_closed_under_a_call_keeps_its_number_until_the_call_has_ended(
+    tmp_path, monkeypatch
+):
+    disk = RealDisk(2)
+    file = disk.open(tmp_path / "f", create=True)
+    write, numbers = os.pwritev, []
+
+    def closed_meanwhile(fd, parts, offset):
+        file.close()  # as another thread does
+        numbers.append(os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT))
+        assert fd not in numbers
+        return write(fd, parts, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", closed_meanwhile)
+        file.pwrite([b"mine"], 0)
+    os.close(numbers[0])
+    assert (tmp_path / "f").read_bytes() == b"mine"
+    assert open_names(tmp_path) == set()
+    with pytest.raises(DiskFailed, match="is closed"):
+        file.sync()
+
+
+def test_what_will_be_read_is_asked_for_with_one_descriptor_and_is_no_promise(
+    tmp_path, monkeypatch
+):
+    sizes = {"empty": 0, "small": 65_536, "large": 1_000_000}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    disk, asked = RealDisk(2), []
+    kept = disk.open(tmp_path / "kept", create=True)
+
+    def advised(fd, offset, size, advice):
+        assert advice == os.POSIX_FADV_WILLNEED
+        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        asked.append((name, offset, size))
+        assert open_names(tmp_path) == {"kept", name}
+        if name == "empty":
+            raise OSError(errno.EINVAL, "no such advice")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fadvise", advised)
+        disk.will_read(tmp_path, ["empty", "none", "small", "large"])
+    assert asked == [
+        ("empty", 0, 0),
+        ("small", 0, 0),
+        ("large", 0, 4_096),
+        ("large", 1_000_000 - 16_384, 16_384),
+    ]
+    assert open_names(tmp_path) == {"kept"}
+    disk.will_read(tmp_path, list(sizes))
+    assert open_names(tmp_path) == {"kept"}
+    kept.close()
+    assert disk.descriptors._count == 0
+
+
 def test_an_error_of_a_close_that_makes_room_is_nobodys(tmp_path, monkeypatch):
     disk = RealDisk(1)
     one = disk.open(tmp_path / "1", create=True)

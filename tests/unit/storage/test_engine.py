@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from waltz_core.errors import (
     ClusterKeyMismatch,
     DiskFailed,
     NoSpace,
+    SessionFenced,
     UnknownPartition,
 )
 from waltz_core.sim.disk import Fault, SimDisk, Survival
@@ -113,6 +115,32 @@ def test_a_partition_that_cannot_be_opened_leaves_the_others_alone(tmp_path):
     with pytest.raises(BadFormat):
         engine.log(0)
     assert engine.log(1).max_id == -1
+    engine.close()
+
+
+def test_a_partition_whose_directory_is_gone_is_no_new_one(tmp_path):
+    engine = open_engine(tmp_path)
+    log = engine.assign(1)
+    log.prepare(6, KEY)
+    log.set_low_water_mark(6, log.max_id, log.chain)
+    engine.close()
+    shutil.rmtree(tmp_path / "1")
+    for _ in range(2):
+        engine = open_engine(tmp_path)
+        log = engine.log(1)
+        assert (log.max_id, log.suspect, log.last_session) == (-1, True, -1)
+        for session in (6, 7):
+            with pytest.raises(SessionFenced, match="expected a session above 7"):
+                log.prepare(session, KEY)
+        engine.close()
+    engine = open_engine(tmp_path)
+    assert engine.log(1).prepare(8, KEY).suspect
+    engine.close()
+    engine = open_engine(tmp_path)
+    engine.unassign(1, deletes_files=False)  # The control file forgets it: now it may be a new one.
+    shutil.rmtree(tmp_path / "1")
+    log = engine.assign(1)
+    assert (log.suspect, log.promised) == (False, -1)
     engine.close()
 
 

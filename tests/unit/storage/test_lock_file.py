@@ -1,7 +1,8 @@
 """The lock files: the newest bytes, whatever becomes of the rest."""
 
-from tests.unit.storage.logs import ROOT, new_disk
+from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.sim.disk import Fault
+from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME, LockFile
 
 
@@ -41,6 +42,19 @@ def test_it_goes_on_after_a_restart():
     second = new_file(disk)
     second.append([b"after"])
     assert second.newest(100) == b"beforeafter"
+
+
+def test_many_of_them_share_few_descriptors(tmp_path):
+    disk = RealDisk(3)
+    files = []
+    for number in range(8):
+        (tmp_path / str(number)).mkdir()
+        files.append(LockFile(disk, tmp_path / str(number)))
+    for turn in range(2):
+        for number, locks in enumerate(files):
+            locks.append([b"%d %d " % (number, turn)])
+            assert len(open_names(tmp_path)) <= 3
+    assert [locks.newest(100) for locks in files] == [b"%d 0 %d 1 " % (n, n) for n in range(8)]
 
 
 def test_nothing_is_written_to_disk_for_nothing():

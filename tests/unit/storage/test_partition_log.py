@@ -57,9 +57,10 @@ class CrashDisk(RealDisk):
         self.step()
         super().sync_directory(directory)
 
-    def open(self, path, *, create=False):
+    def open(self, path, *, create=False, is_dispensable=False):
         new = not path.exists()
-        file = CrashFile(path, create=create, descriptors=self.descriptors)
+        how = {"create": create, "is_dispensable": is_dispensable}
+        file = CrashFile(path, descriptors=self.descriptors, **how)
         file.disk = self
         if new:
             self.synced[path] = 0
@@ -109,6 +110,7 @@ class CrashFile(RealFile):
         self.disk.synced[self._path] = self.size()
 
     def truncate(self, size):
+        self.disk.trip("truncate", self._path)
         self.disk.step()
         super().truncate(size)
         self.disk.synced[self._path] = min(size, self.disk.synced.get(self._path, 0))
@@ -707,6 +709,52 @@ def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_el
     world.crash()
     assert world.everything() == written[: 6 * record_bytes]
     assert world.log.slot.truncate is None
+
+
+FULL = [("write", ".ctl"), ("truncate", ".seg"), ("truncate", ".idx"), ("write", ".chn")]
+
+
+@pytest.mark.parametrize("what", FULL, ids=str)
+def test_a_truncation_that_finds_no_room_is_done_again_and_nothing_else_before_it(world, what):
+    world.append([4, 4], size=20)
+    written = world.everything()
+    world.log.prepare(2, NONCE)
+    cut = (2, 5, 3, world.log.chain_at(3))
+    world.disk.fail[what] = NoSpace
+    with pytest.raises(NoSpace):
+        world.log.truncate(*cut)
+    world.disk.fail.clear()
+    has_begun = world.log.slot.truncate is not None
+    assert has_begun == (what != FULL[0])
+    if has_begun:
+        with pytest.raises(DiskFailed):
+            world.append([1], session=2)
+        with pytest.raises(DiskFailed, match="until it is opened again"):
+            world.log.prepare(3, NONCE)
+    assert world.log.truncate(*cut) == (5, world.log.chain)
+    assert (world.log.slot.truncate, world.log.is_broken) == (None, False)
+    kept = written[: len(written) * 6 // 8]
+    assert world.everything() == kept
+    kept += world.append([2], session=2)
+    world.crash()
+    assert world.everything() == kept
+    assert not world.log.suspect
+
+
+def test_a_truncation_that_finds_no_room_twice_waits_for_the_next_opening(world):
+    world.append([4, 4], size=20)
+    world.log.prepare(2, NONCE)
+    cut = (2, 5, 3, world.log.chain_at(3))
+    world.disk.fail[("write", ".chn")] = NoSpace
+    with pytest.raises(NoSpace):
+        world.log.truncate(*cut)
+    with pytest.raises(DiskFailed, match="partition 0: truncating"):
+        world.log.truncate(*cut)
+    world.disk.fail.clear()
+    with pytest.raises(DiskFailed):
+        world.log.truncate(*cut)
+    world.crash()
+    assert (world.log.max_id, world.log.slot.truncate) == (5, None)
 
 
 def test_what_a_failed_sync_leaves_is_not_counted_though_a_wrong_index_keeps_it_there(world):

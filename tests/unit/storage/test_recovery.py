@@ -12,20 +12,18 @@ from tests.unit.storage.logs import (
     KEY,
     ROOT,
     forge_log,
-    make_batches,
     make_segments,
     new_disk,
 )
 from waltz_core.errors import (
     BadFormat,
-    BadRequest,
-    ChecksumMismatch,
     DiskFailed,
     MissingSegment,
 )
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION
-from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
 from waltz_core.storage import recovery
+from waltz_core.storage.batch_checks import check_chain, check_repaired
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
@@ -41,14 +39,9 @@ from waltz_core.storage.format import (
     TruncateIntent,
     segment_name,
 )
-from waltz_core.storage.recovery import (
-    check_batches,
-    check_chain,
-    check_repaired,
-    cut_of,
-    open_log,
-)
+from waltz_core.storage.recovery import open_log
 from waltz_core.storage.segment import Segment
+from waltz_core.storage.truncation import cut_of
 
 RECORD_BYTES = 60
 INFO = NEW_PARTITION_INFOS[1]
@@ -303,18 +296,6 @@ def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
     assert not slots.slot.suspect
 
 
-def test_a_cut_in_the_middle_of_a_batch_gives_the_rest_a_chain_of_its_own():
-    segments, _, entries = make_segments(new_disk(), [3, 5])
-    assert cut_of(segments, 2) == (None, Marker(2, entries[0].chain))
-    assert cut_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
-    cut, end = cut_of(segments, 5)
-    assert end == Marker(2, entries[0].chain)
-    assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
-    crcs = segments.record_crcs(3, 5)
-    assert check_chain([cut], 3, entries[0].chain, crcs) is None
-    assert cut.chain != entries[1].chain
-
-
 # ---- what cannot be a log
 
 
@@ -367,6 +348,60 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
     slot = slots.slot
     assert (slot.promised, slot.last_session, slot.low_water_mark) == (5, 5, 4)
     assert (slot.suspect, slot.original_sequence) == (False, 9)
+
+
+# ---- a directory that is gone (rule 8)
+
+KNOWN = INFO._replace(session_id=7, low_water_mark=3, local_low_water_mark=3, sequence=9)
+
+
+def test_a_log_that_is_gone_begins_suspect_and_promises_nothing_twice():
+    disk = new_disk()
+    segments, slots = opened(disk, info=KNOWN)
+    slot = slots.slot
+    assert (segments.last, slot.suspect, slot.low_water_mark) == (BEFORE_FIRST, True, BEFORE_FIRST)
+    assert (slot.promised, slot.nonce, slot.last_session) == (8, NOBODYS_NONCE, NO_SESSION)
+    slots.close()
+    again = opened(disk, info=KNOWN)[1].slot
+    assert (again.promised, again.nonce, again.suspect) == (8, NOBODYS_NONCE, True)
+
+
+def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
+    for step in range(1, 80):
+        disk = new_disk()
+        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        try:
+            opened(disk, info=KNOWN)
+        except PowerLoss:
+            interrupted = True
+            disk.power_loss(Survival.ANY_SECTORS, Random(step))
+        else:
+            interrupted = False
+            disk.power_loss(Survival.NOTHING, Random(step))
+        slot = opened(disk, info=KNOWN)[1].slot
+        assert (slot.suspect, slot.promised, slot.nonce) == (True, 8, NOBODYS_NONCE)
+        if not interrupted:
+            assert step > 5
+            return
+    pytest.fail("it was never opened without a crash")
+
+
+def test_all_files_are_said_to_be_read_soon_before_the_first_of_them_is():
+    class Told(SimDisk):
+        told = None
+
+        def will_read(self, directory, names):
+            self.told = (self.read_count, directory, set(names))
+
+    disk = Told()
+    disk.make_directory(ROOT)
+    written(disk, [3], [2], [4])
+    disk.put(ROOT / "left.tmp", b"")
+    before = disk.read_count
+    opened(disk)
+    suffixes = (".seg", ".idx", ".chn")
+    names = {segment_name(first, suffix) for first in (0, 3, 5) for suffix in suffixes}
+    assert disk.told == (before, ROOT, names | {SLOTS_NAME})
 
 
 # ---- a crash while it is opened
@@ -498,41 +533,6 @@ def test_five_thousand_segments_are_opened_and_read_with_64_descriptors_and_100_
     assert read_mib < 100
 
 
-# ---- what is appended
-
-
-def test_a_chain_is_followed_to_the_first_batch_that_does_not_go_on():
-    records, lengths, entries = make_batches(4, [3, 2, 1], KEY)
-    check_batches(4, lengths, records, KEY, entries)
-    segments, _, whole = make_segments(new_disk(), [3, 2, 1])
-    crcs = segments.record_crcs(0, 5)
-    assert check_chain(whole, 0, GENESIS_CHAIN, crcs) is None
-    assert check_chain(whole, 0, KEY, crcs) == 0
-    assert check_chain([whole[0], whole[2]], 0, GENESIS_CHAIN, crcs) == 1
-    assert check_chain(whole, 0, GENESIS_CHAIN, crcs[:-4]) == 2
-    lied = [whole[0], whole[1]._replace(session_id=7), whole[2]]
-    assert check_chain(lied, 0, GENESIS_CHAIN, crcs) == 1
-
-
-def test_a_run_that_is_not_what_it_says_is_refused():
-    records, lengths, entries = make_batches(4, [3, 2], KEY)
-    bad = bytearray(records)
-    bad[2 * RECORD_BYTES + 44] ^= 1
-    with pytest.raises(ChecksumMismatch, match="append at 4: record 6"):
-        check_batches(4, lengths, bytes(bad), KEY, entries)
-    refused = [
-        (5, lengths, records, KEY, entries),
-        (4, lengths, records, KEY, []),
-        (4, lengths[:-1], records, KEY, entries),
-        (4, lengths, records, KEY, entries[:1]),
-        (4, lengths, records, GENESIS_CHAIN, entries),
-        (4, lengths[:0], b"", KEY, entries),
-    ]
-    for first, sizes, run, chain, batches in refused:
-        with pytest.raises(BadRequest, match="append at"):
-            check_batches(first, sizes, run, chain, batches)
-
-
 # ---- batches that are lost, or left over
 
 
@@ -558,13 +558,3 @@ def test_batches_behind_the_last_record_are_cut():
     assert slots.slot.suspect
     assert (segments.last, segments.chain) == (2, entries[0].chain)
     assert content(segments) == records[: 3 * RECORD_BYTES]
-
-
-def test_the_batch_behind_repaired_records_is_not_held_against_them():
-    disk = new_disk()
-    segments, _, entries = make_segments(disk, [3], [4], [2])
-    segments.all[1].lineage.cut(0)
-    segments.all[2].rewrite_lineage_header(entries[0].chain)
-    check_repaired(segments, IdRange(3, 6), ())
-    with pytest.raises(ChecksumMismatch):
-        check_repaired(segments, IdRange(3, 7), ())

@@ -1,13 +1,14 @@
 """The room of a directory: what is kept back, and when an append is refused for that."""
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from waltz_core.errors import NoSpace
 from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.room import RESERVE_NAME, SPARE_BYTES_MAX, Room
+from waltz_core.storage.room import RESERVE_NAME, SPARE_BYTES_MAX, Room, append_bytes
 
 ROOT = Path("/waltz")
 RESERVE = ROOT / RESERVE_NAME
@@ -104,6 +105,56 @@ def test_a_real_directory(tmp_path):
     assert not (tmp_path / RESERVE_NAME).exists()
     room.look_again()
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
+
+
+class Rival(SimDisk):
+    """Has another thread give the reserve back while one fills it."""
+
+    room = None
+
+    def open(self, path, **how):
+        file = super().open(path, **how)
+        if self.room is not None and path == RESERVE:
+            room, self.room = self.room, None
+            self.rival = Thread(target=room.release)
+            self.rival.start()
+            self.rival.join(0.05)  # it may not get through before the reserve is filled
+        return file
+
+
+def test_the_reserve_is_not_given_back_while_another_thread_fills_it():
+    disk = Rival(capacity_bytes=10_000)
+    disk.make_directory(ROOT)
+    room = disk.room = Room(disk, ROOT, 4_000)
+    room.fill()
+    disk.rival.join()
+    assert (room.reserved_bytes, disk.exists(RESERVE), room.is_short) == (0, False, True)
+    room.look_again()
+    assert (room.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
+
+
+def test_what_finds_no_room_is_called_once_more_with_the_reserve():
+    _, room = made()
+    calls = []
+
+    def wants_room():
+        calls.append(room.reserved_bytes)
+        if room.reserved_bytes:
+            raise NoSpace("no")
+        return "done"
+
+    assert room.with_reserve(wants_room) == "done"
+    assert calls == [4_000, 0]
+
+    def wants_more():
+        raise NoSpace("never enough")
+
+    with pytest.raises(NoSpace, match="never"):
+        room.with_reserve(wants_more)
+
+
+def test_an_append_takes_its_records_their_places_and_its_batches():
+    assert append_bytes(1_000, 10, 2) == 1_000 + 80 + 128
 
 
 class Asked(SimDisk):

@@ -89,8 +89,8 @@ class MoodyDisk(RealDisk):
         if error is not None:
             raise error
 
-    def open(self, path, *, create=False):
-        return MoodyFile(super().open(path, create=create), self)
+    def open(self, path, **how):
+        return MoodyFile(super().open(path, **how), self)
 
 
 class Bench:

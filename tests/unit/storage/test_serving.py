@@ -1,8 +1,22 @@
-"""When a storage looks at its partitions again though ZooKeeper has told of no change."""
+"""What a storage serves, and when it looks again though ZooKeeper has told of no change."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from waltz_core.storage.serving import OPEN_AGAIN_S_MAX, OPEN_AGAIN_S_MIN, look_again_s
+from waltz_core.cluster.model import ReplicaAssignments
+from waltz_core.errors import CoordinatorUnavailable
+from waltz_core.sim.disk import SimDisk
+from waltz_core.storage import service
+from waltz_core.storage.room import Room
+from waltz_core.storage.serving import (
+    OPEN_AGAIN_S_MAX,
+    OPEN_AGAIN_S_MIN,
+    Serving,
+    look_again_s,
+)
 
 
 def after(*, served, wanted, lying_here):
@@ -30,3 +44,152 @@ def test_what_lies_here_unserved_is_looked_at_seldom_but_for_ever():
     assert OPEN_AGAIN_S_MIN < OPEN_AGAIN_S_MAX
     assert after(served=(0,), wanted=(0,), lying_here=(0, 1)) == OPEN_AGAIN_S_MAX
     assert after(served=(), wanted=(), lying_here=(1,)) == OPEN_AGAIN_S_MAX
+
+
+# ---------------------------------------------------------------------------------------------
+# following
+
+
+ADDRESS = "here:1"
+
+
+class Directory:
+    """An engine of which only this is known: what lies here, and what of it is offline."""
+
+    partition_count = 4
+
+    def __init__(self, *partitions):
+        self.lying_here = set(partitions)
+        self.offline = set()
+        self.room = Room(SimDisk(), None, 0)
+        self.opened = []
+
+    def assigned(self):
+        return sorted(self.lying_here)
+
+    def is_available(self, partition_id):
+        return partition_id not in self.offline
+
+    def assign(self, partition_id):
+        self.lying_here.add(partition_id)
+        self.opened.append(partition_id)
+        return SimpleNamespace(partition_id=partition_id, synced_max=-1)
+
+
+class Metadata:
+    """ZooKeeper's word on which partitions' sessions still name this storage."""
+
+    def __init__(self, *named):
+        self.named = set(named)
+        self.meanwhile = lambda: None  # happens while it is asked
+        self.is_away = False
+
+    async def read_partition(self, partition_id):
+        self.meanwhile()
+        if self.is_away:
+            raise CoordinatorUnavailable("away")
+        states = {ADDRESS: None} if partition_id in self.named else {}
+        return SimpleNamespace(metadata=SimpleNamespace(states=states))
+
+
+class Follower:
+    """A `Serving` that follows; `looked` waits until it has served what it should."""
+
+    def __init__(self, engine, coordinator):
+        self.dropped = []
+        self._looked = asyncio.Event()
+        self.serving = Serving(
+            engine,
+            coordinator,
+            partitions=(),
+            post=self._post,
+            report=lambda _report: None,
+            in_thread=self._at_once,
+            on_opened=lambda _log: None,
+            on_dropped=self.dropped.append,
+        )
+        self.serving.address = ADDRESS
+
+    async def _at_once(self, call):
+        return call()
+
+    def _post(self, event):
+        if isinstance(event, service.Dropped):
+            self.serving.idle(event.partition_id)
+
+    async def assigned(self, *partitions):
+        self.serving.assigned(ReplicaAssignments({ADDRESS: partitions}))
+        return await self.looked()
+
+    async def looked(self):
+        self._looked.clear()
+        self.serving.look_again()
+        async with asyncio.timeout(30):
+            await self._looked.wait()
+        return sorted(self.serving.logs)
+
+    async def follow(self):
+        await self.serving.follow(self._looked.set)
+
+
+@asynccontextmanager
+async def following(engine, coordinator=None):
+    follower = Follower(engine, coordinator)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(follower.follow())
+        try:
+            yield follower
+        finally:
+            task.cancel()
+
+
+def test_what_is_offline_is_not_served_though_it_is_assigned_here():
+    async def main():
+        engine = Directory(0, 1)
+        engine.offline = {1}
+        async with following(engine) as follower:
+            assert await follower.assigned(0, 1) == [0]
+            assert (follower.serving.offline, follower.serving.not_served) == ((1,), [])
+            engine.offline = {0}
+            assert await follower.looked() == [1]
+            assert follower.dropped == [0]
+            engine.offline = set()
+            assert await follower.looked() == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_what_was_taken_away_is_served_while_a_session_names_it_unless_it_is_offline():
+    async def main():
+        engine, coordinator = Directory(0, 1, 2), Metadata(1, 2)
+        engine.offline = {2}
+        async with following(engine, coordinator) as follower:
+            assert await follower.assigned(0) == [0, 1]
+            assert engine.opened == [0, 1]
+            coordinator.is_away = True
+            assert await follower.looked() == [0, 1], "nothing changes while nobody says"
+            coordinator.is_away = False
+            coordinator.named = {2}
+            assert await follower.looked() == [0]
+            assert follower.dropped == [1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["offline", "given up"])
+def test_what_goes_while_zookeeper_is_asked_is_not_opened_again(what):
+    async def main():
+        engine, coordinator = Directory(0, 1), Metadata(1)
+
+        def gone():
+            if what == "offline":
+                engine.offline.add(1)
+            else:
+                engine.lying_here.discard(1)
+
+        coordinator.meanwhile = gone
+        async with following(engine, coordinator) as follower:
+            assert await follower.assigned(0) == [0]
+            assert engine.opened == [0], "and above all it is not held anew"
+
+    asyncio.run(main())

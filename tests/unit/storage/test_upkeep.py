@@ -1,13 +1,18 @@
 """What is told of a directory, and what changes leave, as far as the engine's tests do not say."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.storage_owner import Owner
 from tests.unit.storage.test_engine import open_engine
 from waltz_core import raw_records
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, UnknownPartition
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, NoSpace, UnknownPartition
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import errands, upkeep
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.upkeep import carry_out, facts_of, held_by
 from waltz_core.wire.admin_messages import Copy
 
@@ -108,6 +113,56 @@ def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
         carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1), **changed)))
     assert engine.log(1).max_id == BEFORE_FIRST
     assert carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1)))) == 2
+
+
+def full_engine():
+    """Return an engine with a reserve and no room beside it, and its disk."""
+    disk = SimDisk(capacity_bytes=1 << 20)
+    settings = LogSettings(bytes(16), 1 << 20, lambda: 5)
+    engine = Engine.open(
+        disk,
+        Path("/waltz"),
+        settings,
+        partition_count=2,
+        new_storage_id=bytes(16),
+        reserve_bytes=16_384,
+    )
+    carry_out(engine, errands.Hold(1))
+    disk.capacity_bytes = (1 << 20) - disk.free_bytes(Path("/waltz"))
+    return engine, disk
+
+
+def test_a_copy_leaves_the_reserve_alone():
+    engine, disk = full_engine()
+    owner = Owner(5, 1)
+    copy = copy_of(owner)
+    size = 3 * 44 + 3 * 8 + 64
+    disk.capacity_bytes += size - 1
+    with pytest.raises(NoSpace, match=f"expected {size} bytes for an append and the reserve"):
+        carry_out(engine, errands.PutCopy(copy))
+    assert (engine.log(1).max_id, engine.room.reserved_bytes) == (BEFORE_FIRST, 16_384)
+    assert engine.room.is_short
+    disk.capacity_bytes += 1
+    assert carry_out(engine, errands.PutCopy(copy)) == 2
+    assert engine.room.reserved_bytes == 16_384
+
+
+def test_a_copy_that_finds_less_room_than_there_was_leaves_the_reserve_alone():
+    engine, disk = full_engine()
+    disk.capacity_bytes += 1_000
+    disk.plan_call(("write",), Fault.DISK_FULL)
+    with pytest.raises(NoSpace):
+        carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1))))
+    assert (engine.log(1).max_id, engine.room.reserved_bytes) == (BEFORE_FIRST, 16_384)
+    assert engine.room.is_short
+    assert carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1)))) == 2
+
+
+def test_other_changes_have_the_reserve():
+    engine, _ = full_engine()
+    carry_out(engine, errands.Empty(1))
+    assert engine.room.reserved_bytes == 0
+    assert engine.log(1).suspect
 
 
 def test_no_copy_confirms_a_mark_that_nobody_has_confirmed(engine):

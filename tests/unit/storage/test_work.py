@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.storage_owner import Owner, records_of
 from waltz_core import raw_records
 from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import work
 from waltz_core.storage.disk import RealDisk, RealFile
 from waltz_core.storage.engine import Engine
@@ -305,6 +307,32 @@ def test_a_group_for_which_there_is_no_room_is_refused_whole_before_it_is_writte
     room.size += 1
     result = Work(log, appends, STORAGE_ID, room=room).run()
     assert [type(each) for each in result.outcomes] == [Appended, Appended]
+
+
+def test_a_truncation_without_room_is_done_again_with_that_of_the_reserve():
+    disk = SimDisk()
+    settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
+    engine = Engine.open(
+        disk,
+        Path("/waltz"),
+        settings,
+        partition_count=1,
+        new_storage_id=STORAGE_ID,
+        reserve_bytes=4_096,
+    )
+    log, owner = engine.assign(0), Owner(5)
+    log.prepare(5, bytes(16))
+    (appended,) = run(log, owner.append(4)).outcomes
+    assert appended.synced_max == 3
+    truncate = Request(1, owner.make(Truncate, 1, BEFORE_FIRST, GENESIS_CHAIN))
+    cuts = disk.step_count + 4  # behind the intent: the log's end is cut, and then its index
+    disk.plan(cuts, Fault.DISK_FULL)
+    result = Work(log, (truncate,), STORAGE_ID, room=engine.room).run()
+    assert isinstance(result.outcomes[0], ReplicaState), result.outcomes
+    assert (result.outcomes[0].synced_max, result.failure) == (1, None)
+    assert (result.has_released, engine.room.reserved_bytes) == (True, 0)
+    assert (log.max_id, log.is_broken, log.slot.truncate) == (1, False, None)
+    engine.close()
 
 
 def test_a_repair_without_room_is_done_again_with_that_of_the_reserve(log, monkeypatch):

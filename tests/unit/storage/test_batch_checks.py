@@ -1,0 +1,93 @@
+"""Batches: whole, in their places, with the chain that they state; or wrong, and told where."""
+
+import pytest
+
+from tests.unit.storage.logs import KEY, ROOT, make_batches, make_segments, new_disk
+from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.record import GENESIS_CHAIN, MADE_UP
+from waltz_core.storage.batch_checks import (
+    check_batches,
+    check_chain,
+    check_repaired,
+    entry_before,
+)
+from waltz_core.storage.format import (
+    LINEAGE_ENTRY_BYTES,
+    LINEAGE_HEADER_BYTES,
+    IdRange,
+    segment_name,
+)
+
+RECORD_BYTES = 60
+
+
+def test_a_chain_is_followed_to_the_first_batch_that_does_not_go_on():
+    records, lengths, entries = make_batches(4, [3, 2, 1], KEY)
+    check_batches(4, lengths, records, KEY, entries)
+    segments, _, whole = make_segments(new_disk(), [3, 2, 1])
+    crcs = segments.record_crcs(0, 5)
+    assert check_chain(whole, 0, GENESIS_CHAIN, crcs) is None
+    assert check_chain(whole, 0, KEY, crcs) == 0
+    assert check_chain([whole[0], whole[2]], 0, GENESIS_CHAIN, crcs) == 1
+    assert check_chain(whole, 0, GENESIS_CHAIN, crcs[:-4]) == 2
+    lied = [whole[0], whole[1]._replace(session_id=7), whole[2]]
+    assert check_chain(lied, 0, GENESIS_CHAIN, crcs) == 1
+
+
+def test_a_run_that_is_not_what_it_says_is_refused():
+    records, lengths, entries = make_batches(4, [3, 2], KEY)
+    bad = bytearray(records)
+    bad[2 * RECORD_BYTES + 44] ^= 1
+    with pytest.raises(ChecksumMismatch, match="append at 4: record 6"):
+        check_batches(4, lengths, bytes(bad), KEY, entries)
+    refused = [
+        (5, lengths, records, KEY, entries),
+        (4, lengths, records, KEY, []),
+        (4, lengths[:-1], records, KEY, entries),
+        (4, lengths, records, KEY, entries[:1]),
+        (4, lengths, records, GENESIS_CHAIN, entries),
+        (4, lengths[:0], b"", KEY, entries),
+    ]
+    for first, sizes, run, chain, batches in refused:
+        with pytest.raises(BadRequest, match="append at"):
+            check_batches(first, sizes, run, chain, batches)
+
+
+def test_the_batch_behind_repaired_records_is_not_held_against_them():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [3], [4], [2])
+    segments.all[1].lineage.cut(0)
+    segments.all[2].rewrite_lineage_header(entries[0].chain)
+    check_repaired(segments, IdRange(3, 6), ())
+    with pytest.raises(ChecksumMismatch):
+        check_repaired(segments, IdRange(3, 7), ())
+
+
+def test_a_chain_that_was_made_up_proves_nothing_of_records_nor_does_the_next():
+    segments, _, entries = make_segments(new_disk(), [3, 4, 2])
+    segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY)])
+    with pytest.raises(ChecksumMismatch, match=r"records 0\.\.4 .* batch 0\.\.2 was made of"):
+        check_repaired(segments, IdRange(0, 4), ())
+    segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY, session_id=MADE_UP)])
+    check_repaired(segments, IdRange(0, 4), ())
+
+
+def test_a_batch_with_damage_left_waits_for_the_rest_of_it():
+    disk = new_disk()
+    segments, _, _ = make_segments(disk, [3, 4])
+    disk.flip(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
+    check_repaired(segments, IdRange(3, 3), [IdRange(4, 4)])
+    with pytest.raises(ChecksumMismatch, match=r"records 3\.\.3"):
+        check_repaired(segments, IdRange(3, 3), ())
+
+
+def test_the_batch_before_an_id_is_the_one_that_ends_there():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [3, 2], [4])
+    assert entry_before(segments, 0) is None
+    assert entry_before(segments, 3) == entries[0]
+    assert entry_before(segments, 5) == entries[1]
+    assert entry_before(segments, 4) is None, "no batch ends at 3"
+    place = LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
+    disk.flip(ROOT / segment_name(0, ".chn"), place)
+    assert entry_before(segments, 5) is None, "it cannot be read"

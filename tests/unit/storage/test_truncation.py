@@ -1,0 +1,73 @@
+"""A truncation: its intent, its end, and that it may be done twice."""
+
+import pytest
+
+from tests.unit.storage.logs import ROOT, make_segments, new_disk
+from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.sim.disk import Fault
+from waltz_core.storage import truncation
+from waltz_core.storage.batch_checks import check_chain
+from waltz_core.storage.format import IdRange, Mark, Marker, Slot, TruncateIntent, segment_name
+from waltz_core.storage.truncation import cut_of
+
+RECORD_BYTES = 60
+
+
+def test_a_cut_in_the_middle_of_a_batch_gives_the_rest_a_chain_of_its_own():
+    segments, _, entries = make_segments(new_disk(), [3, 5])
+    assert cut_of(segments, 2) == (None, Marker(2, entries[0].chain))
+    assert cut_of(segments, BEFORE_FIRST) == (None, Marker(BEFORE_FIRST, GENESIS_CHAIN))
+    cut, end = cut_of(segments, 5)
+    assert end == Marker(2, entries[0].chain)
+    assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
+    crcs = segments.record_crcs(3, 5)
+    assert check_chain([cut], 3, entries[0].chain, crcs) is None
+    assert cut.chain != entries[1].chain
+
+
+def test_what_will_not_hold_behind_the_cut_goes_with_the_intent():
+    segments, _, entries = make_segments(new_disk(), [3, 5], [2])
+    ends = [Marker(one.last, one.chain) for one in entries]
+    slot = Slot(2, acked=ends[2], provisional=Mark(4, 9), damaged=(IdRange(1, 6),))
+    cut, _ = cut_of(segments, 5)
+    found = truncation.intended(slot, segments, 5)
+    assert found.truncate == TruncateIntent(5, cut)
+    assert (found.acked, found.provisional, found.damaged) == (ends[0], None, slot.damaged)
+    kept = Slot(2, acked=ends[0], provisional=Mark(4, 5))
+    found = truncation.intended(kept, segments, 7)
+    assert (found.truncate, found.acked) == (TruncateIntent(7, None), ends[0])
+    assert found.provisional == Mark(4, 5)
+
+
+def test_a_batch_that_cannot_be_read_is_not_cut_in_its_middle():
+    disk = new_disk()
+    segments, _, _ = make_segments(disk, [3, 5])
+    disk.flip(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
+    with pytest.raises(ChecksumMismatch, match=r"records 3\.\.5: .* a batch that can be read"):
+        truncation.intended(Slot(2), segments, 5)
+    assert truncation.intended(Slot(2), segments, 2).truncate == TruncateIntent(2, None)
+
+
+def test_it_is_carried_out_again_wherever_there_was_no_room():
+    lacked = 0
+    for step in range(1, 40):
+        disk = new_disk()
+        segments, records, entries = make_segments(disk, [3, 5], [2], [4])
+        slot = truncation.intended(Slot(2, damaged=(IdRange(4, 9),)), segments, 5)
+        disk.plan(disk.step_count + step, Fault.DISK_FULL)
+        try:
+            truncation.carry_out(segments, slot.truncate)
+        except NoSpace:
+            lacked += 1
+            truncation.carry_out(segments, slot.truncate)
+        except DiskFailed:
+            continue  # a sync that finds no room has failed for good
+        else:
+            break
+        assert segments.read(0, 5)[0] == records[: 6 * RECORD_BYTES]
+        assert list(segments.entries_from(0)) == [entries[0], slot.truncate.cut]
+        after = truncation.finished(slot, segments)
+        assert (after.truncate, after.damaged) == (None, (IdRange(4, 5),))
+        assert after.acked == Marker(5, slot.truncate.cut.chain)
+    assert lacked > 6
