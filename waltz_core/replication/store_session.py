@@ -435,7 +435,7 @@ class StoreSession:
             self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._met_rival(each, reason, now_ms)
-        elif self.repairs.mend_refused(request.ticket, each):
+        elif self.repairs.mend_refused(request.ticket, each, reason, now_ms):
             self._report("replica.not_mended", replica=each.replica, reason=reason)
         elif not self.repairs.source_refused(request.ticket, each, reason, now_ms):
             self._refuse(each, reason, now_ms, error_code=nack.error_code)
