@@ -230,6 +230,8 @@ class Repair:
         theirs = dict(_points(self._source))
         for last, chain in reversed(_points(self._own)):
             if theirs.get(last) == chain and last < self.last:
+                if last < self._floor:
+                    raise self._lost_batches(self._own)
                 return Cut(last, last, chain)
         # Neither window reached down to where they part: look further down.
         seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
@@ -341,6 +343,14 @@ class Repair:
     def _forget(self) -> None:
         self._own = self._source = self._ceiling = None
         self._fetched = None
+
+    def _lost_batches(self, own: LineageResponse) -> DataLoss:
+        if all(entry.session_id != MADE_UP for entry in own.lineage):
+            return self._diverged()
+        return DataLoss(
+            f"the batches up to {self.last} are lost from below the confirmed low-water mark "
+            f"{self._floor} on; restart its storage, which takes that mark back, to have them copied"
+        )
 
     def _diverged(self) -> DataLoss:
         return DataLoss(

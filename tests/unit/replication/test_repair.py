@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.replication.model_storage import ModelStorage, make_batch
+from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.record import GENESIS_CHAIN, MADE_UP, LineageEntry, next_chain
 from waltz_core.replication.repair import (
@@ -441,6 +441,43 @@ def test_a_lineage_that_does_not_cover_the_question_is_refused():
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
             repair.heard_source(answer, first=step.first, last=step.last)
+
+
+def without_batches(one, first, last):
+    """Let a replica have lost the batches of some ids, and have made up one for them."""
+    entries = one.disk.entries
+    lost = [each for each in entries if first <= each.lineage.first <= last]
+    place = entries.index(lost[0])
+    line = LineageEntry(first, last, MADE_UP, 0, b"made-up chain...")
+    entries[place : place + len(lost)] = [
+        Entry(line, tuple(record for each in lost for record in each.records))
+    ]
+
+
+@pytest.mark.parametrize("mark", [-1, 2])
+def test_what_a_replica_cannot_compare_is_cut_to_its_last_true_batch_and_copied(mark):
+    one, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
+    without_batches(one, 3, 5)
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert [step.last_to_keep for step in steps if isinstance(step, Cut)] == [5, 2]
+    assert one.payloads() == source.payloads()
+    assert one.chain == source.chain
+
+
+def test_a_mark_within_lost_batches_is_not_cut_through():
+    one, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
+    without_batches(one, 3, 5)
+    repair = repair_of(one)
+    with pytest.raises(DataLoss, match=r"up to 5 are lost from below .* 4 on; restart its storage"):
+        walk(repair, one, source, Goal(5, source.chain))
+    assert one.last == 5
+
+
+def test_a_mark_within_a_batch_of_another_history_is_not_cut_through():
+    one, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
+    with pytest.raises(DataLoss, match="nothing in common"):
+        walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert one.last == 5
 
 
 def test_a_cut_that_cut_elsewhere_is_refused():
