@@ -349,7 +349,7 @@ class Repair:
             return self._diverged()
         return DataLoss(
             f"the batches up to {self.last} are lost from below the confirmed low-water mark "
-            f"{self._floor} on; restart its storage, which takes that mark back, to have them copied"
+            f"{self._floor} on; restart its storage, and it takes that mark back"
         )
 
     def _diverged(self) -> DataLoss:
