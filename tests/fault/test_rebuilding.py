@@ -1,4 +1,4 @@
-"""ZooKeeper's data is lost, then all replicas are suspect, then all disks but one are lost.
+"""ZooKeeper's data is lost, a disk has lied, all replicas are suspect, all disks but one are lost.
 
 The tests go on from one another: each leaves a cluster that takes appends.
 """
@@ -6,14 +6,15 @@ The tests go on from one another: each leaves a cluster that takes appends.
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.fault.changing import address, begin, check_level, does, end, refuses, replicas
 from tests.fault.conftest import SESSION_MS
-from tests.fault.load import Story, wait_until
+from tests.fault.load import Story, all_engaged, wait_until
 from waltz_core.client import WaltzClient
-from waltz_core.local import running
+from waltz_core.local import Member, running
 
 pytestmark = pytest.mark.fault
 STORAGES = ("storage-1", "storage-2", "storage-3")
@@ -60,6 +61,56 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     story.check_agrees()
     story.check_whole()
     assert "nothing is to rebuild" in refuses(cluster, *rebuild)
+
+
+def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Story, tmp_path: Path):
+    """A disk goes back to what it had when it stopped to sync, within a session.
+
+    With one other replica away, its word would be half of the decision, and acknowledged rows lost.
+    """
+    cluster = story.cluster
+    lying, absent = cluster.member("storage-3"), cluster.member("storage-1")
+    with story.load() as load:
+        load.goes_on()
+    wait_until("all replicas are engaged", lambda: all_engaged(cluster))
+    process = lying.process()
+    assert process is not None
+    process.suspend()
+    shutil.copytree(cluster.directory / lying.name, tmp_path / "synced")
+    process.resume()
+    with story.load() as load:
+        load.goes_on()
+    for name in ("server-1", "server-2", lying.name):
+        cluster.kill(name)
+    cluster.kill(absent.name, signal.SIGTERM)  # Killed, it could not vouch for its own log either.
+    shutil.rmtree(cluster.directory / lying.name)
+    shutil.copytree(tmp_path / "synced", cluster.directory / lying.name)
+    said = unknown_replicas(story, lying)
+    for name in (lying.name, "server-1", "server-2"):
+        cluster.start(name)
+    wait_until(
+        "its word is not taken in any partition",
+        lambda: len(unknown_replicas(story, lying) - said) == cluster.partition_count,
+    )
+    assert not_passed(story)
+    cluster.start(absent.name)
+    with story.load() as load:
+        load.goes_on()
+    check_level(story)
+    story.check_agrees()
+    story.check_whole()
+
+
+def unknown_replicas(story: Story, member: Member) -> set[str]:
+    """Return the servers' lines that tell of a storage whose word is not taken."""
+    of_member = f"127.0.0.1:{member.port}"
+    lines: set[str] = set()
+    for server in ("server-1", "server-2"):
+        text = story.cluster.log_path(server).read_text(encoding="utf-8")
+        lines |= {
+            line for line in text.splitlines() if "replica.unknown" in line and of_member in line
+        }
+    return lines
 
 
 def test_replicas_that_are_all_suspect_are_accepted_by_command(story: Story):

@@ -22,7 +22,8 @@ class Limits:
     coordinator that is away. `redial_ms_...`: how often an absent storage is dialled.
     `refused_retry_ms`: after a storage or the metadata was refused and a human may have to help.
     `grace_ms`: how long a session that could open waits for replicas that are nearly ready.
-    `answer_ms_max`: a replica that owes an answer for longer is given up while it is repaired.
+    `answer_ms_max`: a replica that owes an answer for longer is given up until a session has opened
+    and is settled; after that, another source is asked for what it should have given.
     `quorum_ms_max`: without a quorum for so long the partition is released; 0 for never.
     `proof_ms_max`: how long a proof of the mark waits. `stable_ms`: a session that lived so long
     was no failure. `rejoin_ms_min`: a replica that came back makes a new session no earlier than

@@ -20,11 +20,13 @@ The steps, each decided from what is known and never twice in flight:
     longer than the mark   own lineage at the mark, and its newest batch -> Cut
     chain unlike the goal  the source's chain at my end; if unlike, both lineages, newest first
                            -> Cut to where they part (rule 6)
-    damaged                Fetch -> Mend; below the mark it had, also later, when somebody has it
+    damaged                Fetch -> Mend; what is below the mark it had holds up nothing: it is
+                           mended before the mark when somebody has it then, or after it
     shorter                Fetch -> Append
     equal                  SetMark
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -102,6 +104,8 @@ class SetMark(NamedTuple):
     chain: Chain
 
 
+# Whether another replica has the records of a damaged range.
+CanMend: TypeAlias = Callable[[TransactionId, TransactionId], bool]
 Step: TypeAlias = OwnLineage | SourceLineage | Cut | Fetch | Append | Mend | SetMark
 
 
@@ -140,10 +144,9 @@ class Repair:
     # -----------------------------------------------------------------------------------------
     # what to do next
 
-    def next_step(self, goal: Goal, *, can_mend: bool) -> Step | None:
-        """Return the next thing to do; None when done, or while the goal's chain is unknown.
-
-        `can_mend` tells whether another replica has what is damaged first.
+    def next_step(self, goal: Goal, *, can_mend: CanMend) -> Step | None:
+        """Return the next thing to do; None when done, or while something has to be waited for:
+        the goal's chain, or a replica that has what must be mended.
         """
         if self.is_set:
             return None
@@ -151,7 +154,7 @@ class Repair:
         self._wants_newest = isinstance(step, Cut) and self.newest is None
         return OwnLineage(self.last, self.last) if self._wants_newest else step
 
-    def _step(self, goal: Goal, *, can_mend: bool) -> Step | None:
+    def _step(self, goal: Goal, *, can_mend: CanMend) -> Step | None:
         if self.last > goal.mark:
             return self._shorten(goal.mark)
         if goal.chain is None:
@@ -173,19 +176,23 @@ class Repair:
         assert damaged in self.damaged
         return self._mend(*damaged)
 
-    def _complete(self, mark: TransactionId, chain: Chain, *, can_mend: bool) -> Step:
+    def _complete(self, mark: TransactionId, chain: Chain, *, can_mend: CanMend) -> Step | None:
         """The log is the goal's as far as it goes: mend it, fill it up, mark it."""
         assert self.last <= mark
         self.damaged = [(first, last) for first, last in self.damaged if first <= self.last]
-        # What was whole when its last mark was set is elsewhere too: it holds up no session.
-        must_mend = any(last > self._old_mark for _, last in self.damaged)
-        if self.damaged and (can_mend or must_mend):
-            first, last = self.damaged[0]
-            return self._mend(first, min(last, self.last))
+        for first, last in self.damaged:
+            if can_mend(first, last):
+                return self._mend(first, min(last, self.last))
+        if any(self._must_mend(last) for _, last in self.damaged):
+            return None
         if self.last < mark:
             return self._copy(mark)
         assert self.chain == chain, "rule 5"
         return SetMark(mark, chain)
+
+    def _must_mend(self, last: TransactionId) -> bool:
+        # What was whole when its last mark was set is elsewhere too: it holds up no session.
+        return not self.is_set and last > self._old_mark
 
     def _shorten(self, mark: TransactionId) -> Step:
         if mark == BEFORE_FIRST:
@@ -223,6 +230,8 @@ class Repair:
         theirs = dict(_points(self._source))
         for last, chain in reversed(_points(self._own)):
             if theirs.get(last) == chain and last < self.last:
+                if last < self._floor:
+                    raise self._lost_batches(self._own)
                 return Cut(last, last, chain)
         # Neither window reached down to where they part: look further down.
         seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
@@ -236,8 +245,9 @@ class Repair:
         return Mend(self._fetched)
 
     def _copy(self, mark: TransactionId) -> Step:
-        if self._fetched is None:
-            return Fetch(TransactionId(self.last + 1), mark, whole_batches=True)
+        first = TransactionId(self.last + 1)
+        if self._fetched is None or self._fetched.first != first:
+            return Fetch(first, mark, whole_batches=True)
         return Append(self._fetched, self._fetched_chain)
 
     # -----------------------------------------------------------------------------------------
@@ -305,10 +315,17 @@ class Repair:
                 left.append((TransactionId(max(first, mended_last + 1)), last))
         self.damaged, self._fetched = left, None
 
-    def not_mended(self, step: Mend) -> None:
-        """The replica has refused these records; it may have told of other damage meanwhile."""
-        self.damaged = [one for one in self.damaged if one[0] != step.answer.first]
+    def not_mended(self, step: Mend) -> bool:
+        """The replica has refused these records; tell whether it needs them before its mark.
+
+        It may have told of other damage meanwhile. What can wait is let be until it is told again.
+        """
+        refused = [one for one in self.damaged if one[0] == step.answer.first]
+        is_needed = any(self._must_mend(last) for _, last in refused)
+        if not is_needed:
+            self.damaged = [one for one in self.damaged if one not in refused]
         self._fetched = None
+        return is_needed
 
     def marked(self) -> None:
         """Session and mark are durable: the replica is ready."""
@@ -326,6 +343,14 @@ class Repair:
     def _forget(self) -> None:
         self._own = self._source = self._ceiling = None
         self._fetched = None
+
+    def _lost_batches(self, own: LineageResponse) -> DataLoss:
+        if all(entry.session_id != MADE_UP for entry in own.lineage):
+            return self._diverged()
+        return DataLoss(
+            f"the batches up to {self.last} are lost from below the confirmed low-water mark "
+            f"{self._floor} on; restart its storage, and it takes that mark back"
+        )
 
     def _diverged(self) -> DataLoss:
         return DataLoss(

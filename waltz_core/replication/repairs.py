@@ -15,7 +15,8 @@ Rules:
     5. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
     6. Damage is mended in the session in which it is found, and it holds up nothing: a replica that
-       is marked goes on, whatever becomes of its old records.
+       is marked goes on, whatever becomes of its old records. Only what is damaged above the mark
+       that it had keeps it from being marked, until somebody's records are taken.
 """
 
 from collections.abc import Mapping
@@ -83,6 +84,7 @@ class Repairs:
         self._outbox = outbox
         self._limits = limits
         self._errands: dict[int, Errand] = {}
+        self._mends_from: dict[ReplicaId, ReplicaId] = {}  # whose records a replica was given last
         self._ticket = 0
         self._shunned_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
 
@@ -132,9 +134,10 @@ class Repairs:
 
     def _next_step(self, each: ReplicaSession, repair: Repair, now_ms: int) -> None:
         assert self.goal is not None
-        can_mend = (
-            bool(repair.damaged) and self._source(each, *repair.damaged[0], now_ms) is not None
-        )
+
+        def can_mend(first: TransactionId, last: TransactionId) -> bool:
+            return self._source(each, first, last, now_ms) is not None
+
         try:
             step = repair.next_step(self.goal, can_mend=can_mend)
         except WaltzError as error:
@@ -271,7 +274,7 @@ class Repairs:
             if errand.asked is errand.wanting or oldest_ms is None:
                 continue
             if oldest_ms + self._limits.answer_ms_max <= now_ms:
-                self._shun(ticket, "no answer", now_ms)
+                self._shun(ticket, errand.asked.replica, "no answer", now_ms)
 
     def lost(self, each: ReplicaSession) -> None:
         """A connection is gone, and all errands with it (rule 1)."""
@@ -284,17 +287,20 @@ class Repairs:
         errand = self._errands.get(ticket)
         if errand is None or errand.asked is not each or errand.wanting is each:
             return False
-        self._shun(ticket, reason, now_ms)
+        self._shun(ticket, each.replica, reason, now_ms)
         return True
 
-    def mend_refused(self, ticket: int, each: ReplicaSession) -> bool:
-        """Tell whether a marked replica refused to be mended, and let its damage be."""
+    def mend_refused(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
+        """Tell whether a replica refused to be mended; it goes on without (rule 6)."""
         errand = self._errands.get(ticket)
-        if errand is None or not each.is_marked or not isinstance(errand.step, Mend):
+        if errand is None or not isinstance(errand.step, Mend):
             return False
         assert each.repair is not None
-        each.repair.not_mended(errand.step)
-        self._drop(ticket)
+        if each.repair.not_mended(errand.step):
+            # It may be the fault of the records: others may have better ones.
+            self._shun(ticket, self._mends_from[each.replica], reason, now_ms)
+        else:
+            self._drop(ticket)
         return True
 
     def damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
@@ -309,12 +315,12 @@ class Repairs:
         each.repair.damage_found(damaged)
         self._report("replica.damaged", each, damaged)
 
-    def _shun(self, ticket: int, reason: str, now_ms: int) -> None:
-        wanting, asked, _ = self._errands[ticket]
-        fields = (("replica", asked.replica), ("wanting", wanting.replica), ("reason", reason))
+    def _shun(self, ticket: int, source: ReplicaId, reason: str, now_ms: int) -> None:
+        wanting = self._errands[ticket].wanting
+        fields = (("replica", source), ("wanting", wanting.replica), ("reason", reason))
         self._outbox.append(Report("replica.no_source", fields))
         until_ms = now_ms + self._limits.answer_ms_max
-        self._shunned_until_ms[wanting.replica, asked.replica] = until_ms
+        self._shunned_until_ms[wanting.replica, source] = until_ms
         self._drop(ticket)
 
     def _drop(self, ticket: int) -> None:
@@ -343,9 +349,9 @@ class Repairs:
         assert wanting.ticket == ticket
         if isinstance(step, SourceLineage | Fetch):
             try:
-                self._supplied(wanting, step, answer, now_ms)
+                self._supplied(wanting, asked.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
-                self._shun(ticket, str(error), now_ms)
+                self._shun(ticket, asked.replica, str(error), now_ms)
                 return
         else:
             self._done(wanting, step, answer)
@@ -355,6 +361,7 @@ class Repairs:
     def _supplied(
         self,
         wanting: ReplicaSession,
+        asked: ReplicaId,
         step: SourceLineage | Fetch,
         answer: StorageMessage,
         now_ms: int,
@@ -370,6 +377,7 @@ class Repairs:
         if isinstance(step, Fetch):
             assert isinstance(answer, messages.RangeBytes)
             repair.fetched(answer, step)
+            self._mends_from[wanting.replica] = asked
         else:
             assert isinstance(answer, messages.LineageResponse)
             repair.heard_source(answer, first=step.first, last=step.last)

@@ -11,8 +11,8 @@ Rules (correctness.md 2.1, letters C to K):
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
     6. The loss of an engaged replica, or of one that may be written down as engaged, ends the
        session (K). The loss of any other one does not.
-    7. A slow replica is fed from memory, then from another replica's log; it holds up nobody, but
-       that the one which is asked to settle the past has to answer in time.
+    7. A slow replica is fed from memory, then from another replica's log; it holds up nobody, and
+       may join late as slowly as it can. Until the past is settled each has to answer in time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,6 +64,7 @@ _ABSENT: Final = Stage.ABSENT
 _ENGAGED: Final = Stage.ENGAGED
 _READY: Final = Stage.READY
 _SYNCED_LAST: Final = attrgetter("synced_last")
+_AT_WORK: Final = (Stage.REPAIRING, Stage.READY, Stage.ENGAGED)
 _NEARLY: Final = (Stage.PREPARING, Stage.REPAIRING)
 
 
@@ -378,8 +379,11 @@ class StoreSession:
         return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
 
     def _has_time(self, each: ReplicaSession) -> bool:
-        """Whether a replica may be slow: not while nothing can be appended before it answers."""
-        return each.stage is _ENGAGED and self.is_settled
+        """Whether a replica may be slow: not while nothing can be appended before it answers.
+
+        A late one that is given up for that would end the session by its return, again and again.
+        """
+        return self.is_settled and each.stage in _AT_WORK
 
     def _returned(self, each: ReplicaSession, now_ms: int) -> None:
         """A replica is back whose old connection may still carry changes: only a new session."""
@@ -435,7 +439,7 @@ class StoreSession:
             self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._met_rival(each, reason, now_ms)
-        elif self.repairs.mend_refused(request.ticket, each):
+        elif self.repairs.mend_refused(request.ticket, each, reason, now_ms):
             self._report("replica.not_mended", replica=each.replica, reason=reason)
         elif not self.repairs.source_refused(request.ticket, each, reason, now_ms):
             self._refuse(each, reason, now_ms, error_code=nack.error_code)

@@ -17,18 +17,30 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.client import events as client_events
 from waltz_core.cluster.model import PartitionMetadata
+from waltz_core.cluster.rebuilding import Verdict
 from waltz_core.errors import BadFormat
-from waltz_core.record import BEFORE_FIRST, RECORD_PREFIX, ReplicaId
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, ReplicaId
 from waltz_core.replication import events
+from waltz_core.replication.recovery import NO_STORAGE_ID
+from waltz_core.sim.administration import Operator
 from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.disk import SimDisk, Survival
+from waltz_core.sim.peer import Answers, Peer
+from waltz_core.sim.rescue import Rescue
 from waltz_core.sim.schedule import Schedule, Setup
 from waltz_core.sim.servers import SimServer
 from waltz_core.sim.storages import SimStorage
 from waltz_core.sim.telling import Telling
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES
-from waltz_core.wire.messages import Reason
+from waltz_core.wire.admin_messages import (
+    AdminMessage,
+    MarkSuspect,
+    Refused,
+    ReSeed,
+    SetAvailable,
+)
+from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
 
 if TYPE_CHECKING:
     from waltz_core.sim.workload import Locks
@@ -147,7 +159,7 @@ class Stage:
         """Take a storage's power: what was not synced is lost."""
         storage = self._storage(name)
         self.cluster.held_down[storage.name] = None
-        storage.lose_power(Survival.NOTHING)
+        storage.lose_power(Survival.NOTHING, with_lies=True)
 
     def start(self, name: str) -> None:
         """Start it again."""
@@ -251,6 +263,69 @@ class Stage:
             offset += RECORD_PREFIX.size + 4 + RECORD_PREFIX.unpack_from(content, offset)[3]
         assert RECORD_PREFIX.unpack_from(content, offset)[0] == int(transaction_id)
         disk.flip(path, offset + RECORD_PREFIX.size)
+
+    def lie(self, name: str) -> None:
+        """Let a disk say from now on that it has synced, and not do it."""
+        self._storage(name).disk.is_lying = True
+
+    def trust_no_syncs(self, name: str) -> None:
+        """Have a storage's operator know of such disks, at its next start."""
+        self._storage(name).trusts_fsync = False
+
+    def scrub(self, name: str) -> None:
+        """Have all records read again."""
+        self._storage(name).scrub_now()
+
+    # ---- administration
+
+    def administer(self, name: str, message: AdminMessage) -> None:
+        """Ask a storage for something by its administration port."""
+
+        def told(answer: AdminMessage) -> None:
+            if isinstance(answer, Refused):
+                self.telling.tell(f"{name} does not do that: {answer.text}")
+
+        Operator(self.cluster, self._storage(name), told).ask(message)
+
+    def doubt(self, name: str) -> None:
+        """`storage mark-suspect`."""
+        self.administer(name, MarkSuspect(1, self.cluster.partition_id, is_forced=False))
+
+    def set_available(self, name: str, how: str) -> None:
+        """`storage availability`."""
+        is_online = how == "online"
+        self.administer(name, SetAvailable(1, (self.cluster.partition_id,), is_online))
+
+    def empty(self, name: str) -> None:
+        """`storage re-seed`."""
+        self.administer(name, ReSeed(1, self.cluster.partition_id, is_forced=False))
+
+    def declare(self) -> None:
+        """Have the storages' logs decide what ZooKeeper has to hold."""
+
+        def told(verdict: Verdict) -> None:
+            log = self.telling.span(0, verdict.log.synced_max)
+            self.telling.tell(f"the log of {verdict.source} is the log: {log}")
+
+        Rescue(self.cluster, told)
+
+    def stranger_asks(self, name: str, session_id: str) -> None:
+        """Let somebody who owns nothing ask a storage for a session."""
+        identity = (bytes(16), NO_STORAGE_ID, self.cluster.key, 1)
+        self._stranger(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
+
+    def stranger_appends(self, name: str, session_id: str) -> None:
+        """Let somebody who has not asked for a session append in it."""
+        nothing = (0, b"", b"", 0, GENESIS_CHAIN, ())
+        self._stranger(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
+
+    def _stranger(self, name: str, request: StorageMessage) -> None:
+        def told(answers: Answers) -> None:
+            for each in answers:
+                what = each.message if isinstance(each, Nack) else "as you say"
+                self.telling.tell(f"{name} to a stranger: {what}")
+
+        Peer(self.cluster, "stranger").ask(self._storage(name), [request], told)
 
     # ---- the application
 
@@ -368,6 +443,15 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"make room in ([A-E])": Stage.make_room,
     r"let a sync fail in ([A-E])": Stage.fail_sync,
     r"let ([A-E]) rot at (\d+)": Stage.rot,
+    r"let the disk of ([A-E]) lie": Stage.lie,
+    r"trust no syncs in ([A-E])": Stage.trust_no_syncs,
+    r"scrub ([A-E])": Stage.scrub,
+    r"doubt ([A-E])": Stage.doubt,
+    r"take ([A-E]) (offline|online)": Stage.set_available,
+    r"empty ([A-E])": Stage.empty,
+    r"declare what the storages have": Stage.declare,
+    r"let a stranger ask ([A-E]) for session (\d+)": Stage.stranger_asks,
+    r"let a stranger append to ([A-E]) in session (\d+)": Stage.stranger_appends,
     r"append (\d+)( at once)?": Stage.append,
     r"writes go on": Stage.writes_go_on,
     r"writes end": Stage.writes_end,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.replication.model_storage import ModelStorage, make_batch
+from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
 from waltz_core.record import GENESIS_CHAIN, MADE_UP, LineageEntry, next_chain
 from waltz_core.replication.repair import (
@@ -46,7 +46,15 @@ def repair_of(one):
     return Repair(prepared(one))
 
 
-def walk(repair, one, source, goal, *, can_mend=True):
+def somebody(_first, _last):
+    return True
+
+
+def nobody(_first, _last):
+    return False
+
+
+def walk(repair, one, source, goal, *, can_mend=somebody):
     """Carry the steps out until nothing is left to do; return them."""
     steps = []
     while (step := repair.next_step(goal, can_mend=can_mend)) is not None:
@@ -133,7 +141,7 @@ def test_the_newest_batch_is_known_before_anything_is_cut():
     one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
     repair = repair_of(one)
     goal = Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_mend=True), Cut):
+    while not isinstance(step := repair.next_step(goal, can_mend=somebody), Cut):
         assert step.last in (5, 7)
         take(repair, one, source, step)
     assert repair.newest == 8
@@ -229,7 +237,7 @@ def test_a_log_that_a_later_source_has_is_not_cut():
     repair, goal = repair_of(one), Goal(4, usher.chain)
     steps = []
     for source in (first, one, usher, usher, usher, usher):
-        steps.append(repair.next_step(goal, can_mend=True))
+        steps.append(repair.next_step(goal, can_mend=somebody))
         take(repair, one, source, steps[-1])
     assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]
     assert "Cut" not in kinds(steps)
@@ -258,15 +266,15 @@ def test_a_mark_that_is_not_confirmed_protects_nothing():
 
 def test_nothing_is_done_while_the_goals_chain_is_unknown():
     one = storage(*OLD[:2])
-    assert repair_of(one).next_step(Goal(5, None), can_mend=True) is None
+    assert repair_of(one).next_step(Goal(5, None), can_mend=somebody) is None
 
 
 def test_a_new_goal_forgets_what_was_learnt_for_the_old_one():
     one, source = storage(*OLD[:1]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_mend=True)
+    step = repair.next_step(Goal(5, source.chain), can_mend=somebody)
     take(repair, one, source, step)
-    assert isinstance(repair.next_step(Goal(5, source.chain), can_mend=True), Fetch)
+    assert isinstance(repair.next_step(Goal(5, source.chain), can_mend=somebody), Fetch)
     other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
     walk(repair, one, other, Goal(5, other.chain))
     assert one.payloads() == other.payloads()
@@ -288,15 +296,36 @@ def test_old_damage_does_not_hold_up_a_session_when_nobody_can_mend_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1}
     repair = repair_of(one)
-    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_mend=False)) == ["SetMark"]
+    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_mend=nobody)) == ["SetMark"]
     assert repair.mend_step((1, 1)) == Fetch(1, 1, whole_batches=False)
 
 
-def test_damage_above_the_old_mark_is_mended_first_in_any_case():
+def test_damage_above_the_old_mark_waits_for_somebody_who_can_mend_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
-    step = repair_of(one).next_step(Goal(5, source.chain), can_mend=False)
+    repair = repair_of(one)
+    assert repair.next_step(Goal(5, source.chain), can_mend=nobody) is None
+    step = repair.next_step(Goal(5, source.chain), can_mend=somebody)
     assert step == Fetch(4, 4, whole_batches=False)
+
+
+def test_damage_that_nobody_can_mend_does_not_hold_up_the_mending_of_other_damage():
+    one, source = storage(*OLD, mark=3), storage(*OLD)
+    one.disk.damaged = {1, 4}
+    repair = repair_of(one)
+    steps = walk(repair, one, source, Goal(5, source.chain), can_mend=lambda first, _: first == 4)
+    assert kinds(steps) == ["Fetch", "Mend", "SetMark"]
+    assert one.disk.damaged == {1}
+
+
+def test_records_for_a_mend_that_has_become_needless_are_not_appended():
+    one, source = storage(*OLD[:2], mark=2), storage(*OLD)
+    one.disk.damaged = {1}
+    repair, goal = repair_of(one), Goal(5, source.chain)
+    while not isinstance(step := repair.next_step(goal, can_mend=somebody), Fetch):
+        take(repair, one, source, step)
+    take(repair, one, source, step)
+    assert repair.next_step(goal, can_mend=nobody) == Fetch(3, 5, whole_batches=True)
 
 
 def test_a_mend_takes_from_the_damage_that_is_known_when_it_is_done():
@@ -407,17 +436,54 @@ def test_a_batch_of_another_session_has_another_chain():
 def test_a_lineage_that_does_not_cover_the_question_is_refused():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_mend=True)
+    step = repair.next_step(Goal(5, source.chain), can_mend=somebody)
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
             repair.heard_source(answer, first=step.first, last=step.last)
 
 
+def without_batches(one, first, last):
+    """Let a replica have lost the batches of some ids, and have made up one for them."""
+    entries = one.disk.entries
+    lost = [each for each in entries if first <= each.lineage.first <= last]
+    place = entries.index(lost[0])
+    line = LineageEntry(first, last, MADE_UP, 0, b"made-up chain...")
+    entries[place : place + len(lost)] = [
+        Entry(line, tuple(record for each in lost for record in each.records))
+    ]
+
+
+@pytest.mark.parametrize("mark", [-1, 2])
+def test_what_a_replica_cannot_compare_is_cut_to_its_last_true_batch_and_copied(mark):
+    one, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
+    without_batches(one, 3, 5)
+    steps = walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert [step.last_to_keep for step in steps if isinstance(step, Cut)] == [5, 2]
+    assert one.payloads() == source.payloads()
+    assert one.chain == source.chain
+
+
+def test_a_mark_within_lost_batches_is_not_cut_through():
+    one, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
+    without_batches(one, 3, 5)
+    repair = repair_of(one)
+    with pytest.raises(DataLoss, match=r"up to 5 are lost from below .* 4 on; restart its storage"):
+        walk(repair, one, source, Goal(5, source.chain))
+    assert one.last == 5
+
+
+def test_a_mark_within_a_batch_of_another_history_is_not_cut_through():
+    one, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
+    with pytest.raises(DataLoss, match="nothing in common"):
+        walk(repair_of(one), one, source, Goal(5, source.chain))
+    assert one.last == 5
+
+
 def test_a_cut_that_cut_elsewhere_is_refused():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
-    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_mend=True), Cut):
+    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_mend=somebody), Cut):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
         repair.cut(4, bytes(16), step)

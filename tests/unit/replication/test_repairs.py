@@ -174,6 +174,100 @@ def test_a_marked_replica_that_cannot_be_mended_stays():
     assert B not in bench.store.readable_replicas or bench.reports("replica.not_mended")
 
 
+def refuses_mends(bench, replica):
+    """Let a replica refuse to be mended, until what is returned is set back."""
+    storage = bench.storages[replica]
+    real = storage.handle
+
+    def handle(message):
+        if isinstance(message, wire.Repair):
+            prefix = (message.session_id, message.sequence, 0)
+            return wire.Nack(*prefix, BadRequest.code, message.session_id, "no")
+        return real(message)
+
+    storage.handle = handle
+    return real
+
+
+def with_marks(*, above=3):
+    """Return a bench whose replicas have their marks at 5, and so many batches above them."""
+    bench = Bench()
+    bench.open()
+    for _ in range(3):
+        bench.submit(2)
+    bench.run()
+    bench.step(events.Checkpoint())
+    bench.reopen()
+    for _ in range(above):
+        bench.submit(2)
+    bench.run()
+    bench.wait(1000)
+    bench.run()
+    assert [one.disk.confirmed for one in bench.storages.values()] == [5, 5, 5]
+    bench.sent.clear()
+    return bench
+
+
+def test_what_lies_below_the_old_mark_and_cannot_be_mended_holds_up_no_mark():
+    bench = with_marks()
+    bench.storages[B].disk.damaged = {1}
+    real = refuses_mends(bench, B)
+    bench.step(events.Checkpoint())
+    bench.reopen()
+    assert bench.store.readable_replicas == [A, B, C]
+    assert [one["replica"] for one in bench.reports("replica.not_mended")] == [B]
+    assert not bench.reports("replica.refused")
+    # It is tried again when the replica tells of it again.
+    bench.storages[B].handle = real
+    tells_of_damage(bench, B)
+    bench.run()
+    assert not bench.storages[B].disk.damaged
+
+
+def test_what_lies_above_the_old_mark_is_mended_from_another_source_before_the_mark():
+    bench = with_marks()
+    bench.storages[B].disk.damaged = {7}
+    real = refuses_mends(bench, B)
+    bench.step(events.Checkpoint())
+    bench.reopen()
+    bench.wait(LIMITS.answer_ms_max // 2)
+    bench.run()
+    # It was offered what each of the others has, and is not marked: nobody vouches for it.
+    assert len(bench.all_sent(wire.Repair, B)) == 2
+    assert bench.all_sent(wire.RangeRaw, A)
+    assert bench.all_sent(wire.RangeRaw, C)
+    assert not bench.all_sent(wire.SetLowWaterMark, B)
+    assert bench.store.readable_replicas == [A, C]
+    # It stays, and is asked again after a while.
+    assert not bench.reports("replica.refused")
+    bench.storages[B].handle = real
+    bench.wait(LIMITS.answer_ms_max)
+    bench.run()
+    bench.wait(1000)
+    bench.run()
+    assert not bench.storages[B].disk.damaged
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+def test_damage_that_grew_while_a_mend_was_under_way_is_mended_from_its_new_beginning():
+    bench = with_marks()
+    storage = bench.storages[B]
+    storage.disk.damaged = {7}
+    bench.step(events.Checkpoint())
+    while run_until(bench, wire.Repair) != B:
+        bench.deliver(B)
+    real = refuses_mends(bench, B)
+    tells_of_damage(bench, B, 6)
+    bench.deliver(B)
+    storage.handle = real
+    bench.run()
+    assert [one.first for one in bench.all_sent(wire.Repair, B)] == [7, 6, 7]
+    assert not storage.disk.damaged
+    bench.wait(1000)
+    bench.run()
+    assert bench.store.readable_replicas == [A, B, C]
+
+
 # ---------------------------------------------------------------------------------------------
 # damage that is found in a running session
 

@@ -316,6 +316,37 @@ def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_knows():
     assert bench.logs()[C] == bench.logs()[A]
 
 
+@pytest.mark.parametrize("step", [wire.AppendRaw, wire.SetLowWaterMark])
+def test_a_late_replica_may_be_slow_while_it_catches_up(step):
+    bench = Bench()
+    bench.down = {C}
+    bench.open()
+    for _ in range(20):
+        bench.submit(2)
+    bench.run()
+    session = bench.store.open_session
+    bench.down, bench.silent = set(), {C}
+    bench.wait(3000)
+    bench.run()
+    while not isinstance(bench.requests[C][0], step):
+        bench.silent = set()
+        bench.deliver(C)
+        bench.silent = {C}
+        bench.run()
+    for _ in range(4):
+        bench.wait(LIMITS.answer_ms_max)
+        bench.submit()
+        bench.run()
+    # Were it given up, it could only come back into another session.
+    assert bench.store.open_session == session
+    assert not [one for one in bench.reports("replica.lost") if one["reason"] == "no answer"]
+    bench.silent = set()
+    bench.run()
+    assert bench.store.open_session == session
+    assert bench.store.readable_replicas == [A, B, C]
+    assert bench.logs()[C] == bench.logs()[A]
+
+
 def test_the_loss_of_a_late_replica_ends_nothing_but_its_return_needs_a_new_session():
     bench = Bench()
     bench.down = {C}

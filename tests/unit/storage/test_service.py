@@ -1,6 +1,7 @@
 """The session rules of a storage, over a real directory; pieces of work run when the test says."""
 
 import dataclasses
+import itertools
 import time
 import zlib
 from contextlib import contextmanager
@@ -331,12 +332,24 @@ def test_nothing_is_done_on_a_connection_that_has_not_prepared_the_session(bench
 
 def test_a_message_of_another_session_is_refused_with_the_promised_one(bench):
     owner = bench.owned(5)
-    for session_id in (4, 6):
-        message = dataclasses.replace(owner.make(Heartbeat), session_id=session_id)
-        answer = bench.ask(1, message)
-        assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
-        assert answer.session_id == session_id
+    requests = (
+        owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN),
+        owner.make(Truncate, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN),
+        owner.make(Engage, BEFORE_FIRST),
+        owner.make(Heartbeat),
+        owner.make(LineageRequest, 0, 0),
+        owner.make(Repair, 0, b"", b"", 0),
+        range_of(owner, 0, 0),
+        owner.append(),
+    )
+    for request, session_id in itertools.product(requests, (-1, 4, 6, 1 << 62)):
+        for connection in (1, 2):
+            message = dataclasses.replace(request, session_id=session_id)
+            answer = bench.ask(connection, message)
+            assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
+            assert answer.session_id == session_id
     assert bench.log.promised == 5
+    assert isinstance(bench.ask(1, owner.make(Heartbeat)), HeartbeatAnswer)
 
 
 def test_what_is_no_request_is_refused(bench):

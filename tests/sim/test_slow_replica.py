@@ -1,0 +1,113 @@
+"""One replica of three is slow: what that costs appends, in virtual time.
+
+Its disk takes half a second where others take half a millisecond, so it falls behind by more than
+is kept for it, and is fed from another replica's log.
+"""
+
+from functools import cache
+
+import pytest
+
+from waltz_core.record import BEFORE_FIRST
+from waltz_core.sim.checkers import Checks
+from waltz_core.sim.cluster import MS, SimCluster
+from waltz_core.sim.schedule import Schedule, Setup
+from waltz_core.wire.messages import RangeRaw, Reason
+
+DURATION_MS = 2_000
+WRITE_EVERY_MS = 3
+SLOW_US = 500_000
+SLOWER_MAX = 2.0
+NO_LOCKS = ((), (), ())
+SETUP = Setup(
+    spare_storages=0,
+    servers=1,
+    clients=1,
+    segment_bytes_max=1 << 20,
+    checkpoint_interval_count=1 << 30,
+    duration_ms=DURATION_MS,
+)
+
+
+class Counting(Checks):
+    """All checkers, and a count of what one replica has read for another."""
+
+    def worked(self, storage, work, result, before) -> None:
+        super().worked(storage, work, result, before)
+        for request in work.requests:
+            if isinstance(request.message, RangeRaw) and not request.message.reader:
+                self.count("copied from a log")
+
+
+class Writer:
+    """Appends a row every few milliseconds, whatever is under way, and times the answers."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self.cluster = cluster
+        self.client = cluster.clients[0]
+        self.sent_us: dict[int, int] = {}
+        self.took_us: list[int] = []
+        self.client.on_settled = self.settled
+        self.client.started()
+        self.client.subscribe(BEFORE_FIRST)
+        self.tick()
+
+    def tick(self) -> None:
+        """Let time be looked at, also when nothing happens."""
+        self.cluster.world.after(50 * MS, self.tick)
+
+    def append(self) -> None:
+        world, workload = self.cluster.world, self.cluster.workload
+        if world.now_ms < DURATION_MS:
+            parcel = workload.parcel(self.client, [NO_LOCKS], self.client.mark)
+            self.sent_us[parcel.token] = world.now_us
+            self.client.append(parcel)
+            world.after(WRITE_EVERY_MS * MS, self.append)
+
+    def settled(self, effect) -> None:
+        self.cluster.workload.ended(effect.token)
+        assert effect.outcome.reasons.tolist() == [Reason.COMMITTED]
+        self.took_us.append(self.cluster.world.now_us - self.sent_us[effect.token])
+
+    def percentile_ms(self, share: float) -> float:
+        return sorted(self.took_us)[int(share * len(self.took_us))] / MS
+
+
+def written(seed: int, slow: str | None = None, *, from_the_start: bool = False) -> Writer:
+    """Let a cluster run with one storage slow, or none; nothing ends because of it."""
+    cluster = SimCluster(Schedule(seed, SETUP), checks=Counting)
+    for storage in cluster.storages.values():
+        storage.fsync_us = 500
+    if slow is not None and from_the_start:
+        cluster.storages[slow].fsync_us = SLOW_US
+    writer = Writer(cluster)
+    assert cluster.world.run(1_000 * MS, until=lambda: cluster.checks.counts["session opened"] > 0)
+    if slow is not None:
+        cluster.storages[slow].fsync_us = SLOW_US
+    writer.append()
+    cluster.world.run((DURATION_MS + 200) * MS - cluster.world.now_us)
+    assert cluster.checks.counts["session closed"] == 0
+    assert len(writer.took_us) == len(writer.sent_us) > 500
+    if slow is not None:
+        behind, last = cluster.storages[slow].log.synced_max, len(writer.sent_us) - 1
+        assert behind < last - 50, "it is not slow"
+        assert cluster.checks.counts["copied from a log"], "it was always fed from memory"
+    cluster.run_healed()
+    return writer
+
+
+@cache
+def calm() -> Writer:
+    return written(0)
+
+
+@pytest.mark.parametrize("slow", ["storage0:1", "storage2:1"])
+def test_a_slow_replica_costs_appends_little_and_ends_no_session(slow: str):
+    laden = written(0, slow)
+    for share in (0.5, 0.99):
+        assert laden.percentile_ms(share) <= SLOWER_MAX * calm().percentile_ms(share)
+
+
+def test_a_replica_that_is_too_slow_to_join_ends_no_session():
+    laden = written(0, "storage0:1", from_the_start=True)
+    assert laden.percentile_ms(0.99) <= SLOWER_MAX * calm().percentile_ms(0.99)
