@@ -143,8 +143,6 @@ class Membership:
         try:
             for _ in range(WRITE_ATTEMPTS_MAX):
                 await self._wait_for_owners()
-                if self._descriptor is None:
-                    raise errors.CoordinatorUnavailable("this server is leaving the cluster")
                 self._descriptor = descriptor
                 try:
                     if await self._has_preferred(descriptor, partition_count):
@@ -161,7 +159,7 @@ class Membership:
         )
 
     async def _wait_for_owners(self) -> None:
-        """Return once nobody has to be waited for (rule 5)."""
+        """Return once nobody has to be waited for (rule 5); raises when this process leaves."""
         signal = self._nodes.znodes.new_signal()
         try:
             while self._waits(await self._read_membership(signal), signal):
@@ -170,6 +168,8 @@ class Membership:
         finally:
             self._waiting.pop(signal, None)
             self._nodes.znodes.drop_signal(signal)
+        if self._descriptor is None:
+            raise errors.CoordinatorUnavailable("this server is leaving the cluster")
 
     async def _has_preferred(
         self, descriptor: model.ServerDescriptor, partition_count: int

@@ -890,6 +890,32 @@ async def test_replicas_that_are_not_there_are_done_without():
         assert [c.count for c in chunks] == [1]
 
 
+@told
+async def test_replicas_of_the_own_group_are_nearby():
+    async def groups(storages):
+        return dict.fromkeys(storages, 7)
+
+    async with memory_cluster() as cluster:
+        made = cluster.client(replace(QUICK, group=7))
+        with mock.patch.object(made.directory, "groups", side_effect=groups) as asked:
+            async with made.opened() as ours:
+                (replica,) = (await ours.replicas(0)).replicas
+                assert (await ours.replicas(0)).nearby == (replica,)
+                sets = await ours.replica_sets([0, 1], group=8)
+                assert [each.nearby for each in sets.values()] == [(), ()]
+                asked.side_effect = errors.CoordinatorUnavailable("ZooKeeper is away")
+                found = await ours.replicas(0)
+                assert (found.replicas, found.nearby) == ((replica,), ())
+
+
+@told
+async def test_who_is_in_no_group_asks_for_none():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        with mock.patch.object(client.directory, "groups") as asked:
+            assert (await client.replicas(0)).nearby == ()
+        asked.assert_not_called()
+
+
 # ---------------------------------------------------------------------------------------------
 # told where everything is
 
