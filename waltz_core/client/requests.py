@@ -35,6 +35,8 @@ from waltz_core.wire.messages import ClientMessage
 
 _log = logging.getLogger(__name__)
 
+# Answers that have a connection of their own (connections.py, rule 4).
+_LARGE = (messages.RangeData, messages.TransactionDataResponse)
 # Who only asks needs no client id of his own (interop.md 2.1).
 NO_CLIENT_ID = -1
 
@@ -92,7 +94,7 @@ class Requests:
     ) -> AnswerT:
         owner = await self._directory.owner(partition_id, after_failure=is_again)
         try:
-            link = await self._links.get(owner.address)
+            link = await self._links.get(owner.address, is_bulk=answer in _LARGE)
         except errors.RemoteProtocolError as error:
             # Somebody else has the address now, so the server is not there.
             raise errors.Unreachable(str(error)) from error

@@ -967,6 +967,29 @@ async def test_connections_are_shared_and_so_is_the_wait_for_one():
 
 
 @told
+async def test_what_is_large_has_a_connection_of_its_own():
+    async with memory_cluster(partition_count=8) as cluster:
+        (server,) = cluster.servers
+        async with cluster.client().opened() as client:
+            for partition in range(8):
+                await (await client.append(b"x", partition=partition))
+            assert len(server.links) == 1
+            (stream,) = server.links
+            for partition in range(8):
+                assert [c.count async for c in client.read_range(partition, 0, 0)] == [1]
+                assert await client.requests.data(partition, 0) == b"x"
+            assert len(server.links) == 2
+            # Marks and flushes are short: nothing large is before them.
+            await client.high_water_marks(linearizable=True)
+            await client.flush(3)
+            assert len(server.links) == 2
+            assert stream in server.links
+        async with cluster.client().opened() as reader:
+            async for _ in reader.read_range(0, 0, 0):
+                assert len(server.links) == 1  # none for appends where nothing is appended
+
+
+@told
 async def test_of_two_writers_with_one_id_the_later_attempt_wins():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount()
