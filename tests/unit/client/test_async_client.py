@@ -984,6 +984,20 @@ async def test_what_is_large_has_a_connection_of_its_own():
             await client.flush(3)
             assert len(server.links) == 2
             assert stream in server.links
+            (bulk,) = (link for number, link in server.links.items() if number != stream)
+            bulk.pause_reading()
+
+            async def read():
+                return [c.count async for c in client.read_range(3, 0, 0)]
+
+            async with asyncio.TaskGroup() as tasks:
+                stuck = tasks.create_task(read())
+                for mark in range(1, 5):
+                    assert await (await client.append(b"y", partition=3)) == mark
+                    assert await client.high_water_mark(3) == mark
+                assert not stuck.done()
+                bulk.resume_reading()
+            assert stuck.result() == [1]
         async with cluster.client().opened() as reader:
             async for _ in reader.read_range(0, 0, 0):
                 assert len(server.links) == 1  # none for appends where nothing is appended
