@@ -44,9 +44,8 @@ def log() -> Iterator[LocalCluster]:
                     client.append_batch(partition, payload, BATCH, client_high_water_mark=-1)
                     for payload in (batch(partition, first) for first in range(0, ROWS, BATCH))
                 ]
-                assert [each.result(PATIENCE_S).committed_count for each in futures] == [
-                    BATCH
-                ] * len(futures)
+                committed = [each.result(PATIENCE_S).committed_count for each in futures]
+                assert committed == [BATCH] * len(futures)
         yield cluster
 
 
@@ -163,7 +162,9 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
         rows = table.select("partition", "transaction_id", "data").collect()
         seen.extend((row.partition, row.transaction_id, bytes(row.data)) for row in rows)
 
-    def owned_by(name: str) -> None:
+    def owned_by(name: str, other: str) -> None:
+        # Of two that want the same partitions the older one would have them.
+        does(log, "unprefer", "all", address(log, other))
         assert does(log, "prefer", "all", address(log, name))["owns"] == [0, 1]
 
     query = (
@@ -176,10 +177,10 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
     )
     try:
         query.processAllAvailable()
-        owned_by("server-1")
+        owned_by("server-1", "server-2")
         with Writer(log.connect) as writer:
             for number, event in enumerate(
-                (lambda: owned_by("server-2"), lambda: log.kill("server-2"))
+                (lambda: owned_by("server-2", "server-1"), lambda: log.kill("server-2"))
             ):
                 place = tmp_path / str(number)
                 assert read_while(spark, log, place, event, readFrom="server") == EXPECTED
