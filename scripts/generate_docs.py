@@ -11,10 +11,10 @@ from waltz_core.cluster.paths import ZNODES
 from waltz_core.config import KINDS
 from waltz_core.settings import sample_toml
 from waltz_core.zookeeper_process import zookeeper_config
-from waltz_spark.options import OPTIONS
+from waltz_spark.option_table import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONS_BEGIN = "<!-- options: written by `make docs` from waltz_spark/options.py -->"
+OPTIONS_BEGIN = "<!-- options: written by `make docs` from waltz_spark/option_table.py -->"
 OPTIONS_END = "<!-- /options -->"
 NODES_BEGIN = "<!-- nodes: written by `make docs` from waltz_core/cluster/paths.py -->"
 NODES_END = "<!-- /nodes -->"

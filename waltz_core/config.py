@@ -24,6 +24,7 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 PORT_MAX = 65_535
 MS_MAX = 24 * 60 * 60 * 1000
+NO_GROUP = -1
 
 
 def _connect() -> Any:  # noqa: ANN401 - see `setting`
@@ -36,6 +37,10 @@ def _connect() -> Any:  # noqa: ANN401 - see `setting`
 
 def _port(default: int, doc: str) -> Any:  # noqa: ANN401 - see `setting`
     return setting(default, doc, least=0, most=PORT_MAX)
+
+
+def _group(doc: str) -> Any:  # noqa: ANN401 - see `setting`
+    return setting(NO_GROUP, doc, least=NO_GROUP, most=(1 << 31) - 1)
 
 
 def _bytes(default: int, doc: str, *, least: int = KIB, most: int = 1024 * GIB) -> Any:  # noqa: ANN401 - see `setting`
@@ -269,6 +274,10 @@ class ServerConfig(ZooKeeperConfig):
     range_bytes_max: int = _bytes(
         4 * MIB, "Records of one answer to a reader.", least=64 * KIB, most=8 * MIB
     )
+    group: int = _group(
+        "The group of storages that this server is in. What it reads from a storage it reads from "
+        "one of these where it can. -1: from all of them in turn."
+    )
     partition_fetches_max: int = setting(
         8, "Reads from storages at one time for one partition.", least=1, most=1_024
     )
@@ -353,6 +362,10 @@ class ClientConfig(ZooKeeperConfig):
     )
     range_bytes_max: int = _bytes(
         4 * MIB, "Records asked for at once when reading.", least=64 * KIB, most=8 * MIB
+    )
+    group: int = _group(
+        "The group of storages that this client is in: ranges that are read from replicas come "
+        "from these where they can. -1: from any."
     )
     feed_ahead_count_max: int = setting(
         100_000,

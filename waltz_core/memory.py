@@ -20,7 +20,7 @@ Rules:
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
@@ -255,6 +255,10 @@ class _MemoryDirectory:
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the partition's server."""
         return self.owners[partition_id]
+
+    async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
+        """There are no storages, and no groups."""
+        return dict.fromkeys(storages, 0)
 
     async def next_client_id(self) -> int:
         """Take a client id that nobody had before."""

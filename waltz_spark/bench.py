@@ -33,7 +33,8 @@ from pyspark.sql.types import StructType
 from waltz_spark.api import session, snapshot
 from waltz_spark.connections import close_clients
 from waltz_spark.functions import lock
-from waltz_spark.options import LOG_COLUMNS, TASK_TRANSACTIONS_MAX
+from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
+from waltz_spark.options import LOG_COLUMNS
 from waltz_spark.rows import read_schema
 
 PARTITION = 0

@@ -46,23 +46,31 @@ def client_at(layout: Layout) -> WaltzClient:
 
 
 def sources_of(
-    connect: str, choose: Callable[[int], Sequence[int]], *, linearizable: bool
+    connect: str,
+    choose: Callable[[int], Sequence[int]],
+    *,
+    linearizable: bool,
+    group: int | None = None,
 ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
     """Return the client, and marks and replicas of the partitions that are chosen of so many.
 
-    They are asked for at once. A client that knows another cluster, one that was there before, is
-    replaced.
+    They are asked for at once; replicas of the group are nearby. A client that knows another
+    cluster, one that was there before, is replaced.
 
     Raises:
         BadConfig, CoordinatorUnavailable: as `client_of`.
         Unavailable: a partition does not answer.
     """
     client = client_of(connect)
-    sources = client.replica_sets(choose(client.partition_count), linearizable=linearizable)
+    sources = client.replica_sets(
+        choose(client.partition_count), linearizable=linearizable, group=group
+    )
     if any(each.cluster_key != client.cluster().key for each in sources.values()):
         close_client(connect)
         client = client_of(connect)
-        sources = client.replica_sets(choose(client.partition_count), linearizable=linearizable)
+        sources = client.replica_sets(
+            choose(client.partition_count), linearizable=linearizable, group=group
+        )
     return client, sources
 
 

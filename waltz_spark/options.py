@@ -1,8 +1,8 @@
-"""Every option of `format("waltz")`: its name, its default, its bounds, and how a text becomes it.
+"""The options of `format("waltz")`: their bounds, and how a text becomes a value.
 
 Why it stands alone: Spark hands options over as a bag of lower-cased texts and ignores what nobody
 asks for. Here a misspelt name is an error with the nearest right one, on the driver, before any
-task starts; and the table below is the one source for the code and for `docs/spark.md`.
+task starts. Which options there are says `option_table.py`.
 
 Rules:
     1. An option that is not in the table, and not one of Spark's own keys, is refused.
@@ -21,230 +21,21 @@ from datetime import UTC, datetime
 from enum import Enum
 
 from waltz_core.errors import BadConfig
+from waltz_spark.option_table import (
+    BY_KEY,
+    CONNECT_ENVIRONMENT,
+    OPTIONS,
+    TASK_TRANSACTIONS_MAX,
+    TRIGGER_TRANSACTIONS_MAX,
+    Use,
+)
 
-CONNECT_ENVIRONMENT = "WALTZ_CONNECT"
 # Keys that Spark itself adds to the options of a source or a sink.
 ENGINE_KEYS = frozenset({"path", "checkpointlocation", "queryname", "provider", "owner"})
 LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_time", "data")
-TASK_TRANSACTIONS_MAX = 1_000_000
-TRIGGER_TRANSACTIONS_MAX = 1_000_000
 DATA_FORMATS = ("msgpack", "json")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
-
-
-class Use(Enum):
-    """When an option means something."""
-
-    BOTH = "reading and writing"
-    READ = "reading"
-    BATCH = "reading a batch"
-    STREAM = "reading a stream"
-    WRITE = "writing"
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One row of the table."""
-
-    name: str
-    use: Use
-    default: str
-    text: str
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option(
-        "connect",
-        Use.BOTH,
-        f"the path of load() or save(), else ${CONNECT_ENVIRONMENT}",
-        "The cluster: ZooKeeper's hosts, then the cluster's root: `zk1:2181,zk2:2181/waltz/pay`.",
-    ),
-    Option(
-        "dataFormat",
-        Use.BOTH,
-        "none",
-        "`msgpack` or `json`. Writing: every column that is no column of the log is packed by name "
-        "into `data`. Reading: `data` is unpacked into the columns of the schema you give.",
-    ),
-    Option(
-        "startingHighWaterMarks",
-        Use.READ,
-        "earliest (batch), latest (stream)",
-        '`earliest`, `latest`, or JSON by partition, `{"0": 41}`: the read starts AFTER it. A '
-        "stream that has a checkpoint goes on from there.",
-    ),
-    Option(
-        "startingTimestamp",
-        Use.READ,
-        "none",
-        "In place of the marks: start with the first transaction that was committed at or after "
-        "`2026-11-21T10:00:00Z` (UTC where no offset is given), or so many ms since 1970.",
-    ),
-    Option(
-        "endingHighWaterMarks",
-        Use.BATCH,
-        "latest",
-        "`latest`, or JSON by partition, inclusive. `latest` is resolved once, on the driver.",
-    ),
-    Option("partitions", Use.READ, "all", "Which partitions of the log to read: `0,3,5`."),
-    Option(
-        "columns",
-        Use.BOTH,
-        "all",
-        "Which columns to fetch, in this order; without `data` only headers travel. In SQL also "
-        "what `INSERT INTO` a view takes.",
-    ),
-    Option(
-        "transactionIds",
-        Use.READ,
-        "all",
-        "Ranges of transaction IDs to fetch: `1000-1999,5000`; applied in every partition read.",
-    ),
-    Option(
-        "headers",
-        Use.READ,
-        "all",
-        "Application headers to fetch, filtered by the server: `7,9`.",
-    ),
-    Option(
-        "minPartitions",
-        Use.READ,
-        "1",
-        "Split the read into at least this many tasks.",
-    ),
-    Option(
-        "maxTransactionsPerTask",
-        Use.READ,
-        str(TASK_TRANSACTIONS_MAX),
-        "A task reads at most this many transactions.",
-    ),
-    Option(
-        "maxTransactionsPerTrigger",
-        Use.STREAM,
-        str(TRIGGER_TRANSACTIONS_MAX),
-        "A micro-batch reads at most this many transactions, shared out by how far each partition "
-        "lags.",
-    ),
-    Option(
-        "pollInterval",
-        Use.STREAM,
-        "100",
-        "The marks are asked for at most once in so many milliseconds; Spark would ask ninety "
-        "times a second. `0` where `processAllAvailable` must see what was written a moment ago.",
-    ),
-    Option(
-        "failOnDataLoss",
-        Use.READ,
-        "true",
-        "A mark past the end of the log is an error; `false` reads what is there.",
-    ),
-    Option(
-        "mode",
-        Use.READ,
-        "FAILFAST",
-        "A payload that cannot be unpacked into your schema: `FAILFAST` fails and names it, "
-        "`PERMISSIVE` gives nulls, `DROPMALFORMED` leaves the row out.",
-    ),
-    Option(
-        "columnNameOfCorruptRecord",
-        Use.READ,
-        "_corrupt_record",
-        "A column of this name in your schema, string or binary, has the payloads that could not "
-        "be unpacked (with `PERMISSIVE`).",
-    ),
-    Option(
-        "readFrom",
-        Use.READ,
-        "replica",
-        "`replica`: tasks pull ranges straight from a storage, and fall back to the server; "
-        "`server`: always through the server.",
-    ),
-    Option(
-        "partitionBy",
-        Use.WRITE,
-        "the first lock, else round robin",
-        "A column whose hash chooses the partition of rows that name none.",
-    ),
-    Option(
-        "clientHighWaterMarks",
-        Use.WRITE,
-        "the marks when the job started",
-        "JSON by partition: the marks that the rows were computed from.",
-    ),
-    Option(
-        "onLockFailure",
-        Use.WRITE,
-        "fail",
-        "`fail`: the job aborts at the first refused row and says what is in the log by then. "
-        "`reject`: a refused row is final and comes back in the results as REJECTED. `retry`: it "
-        "comes back as RETRY, with the mark from which to compute it again; or `recompute` does "
-        "that at once.",
-    ),
-    Option(
-        "recompute",
-        Use.WRITE,
-        "none",
-        "With `onLockFailure=retry`: `module:function`, called in the task with the refused rows "
-        "and the transactions since their mark, two Arrow tables; it returns the rows anew.",
-    ),
-    Option(
-        "maxRetries",
-        Use.WRITE,
-        "10",
-        "A row is computed again at most so many times, 1 to 1,000; then it is REJECTED.",
-    ),
-    Option(
-        "retryBackoff",
-        Use.WRITE,
-        "50",
-        "Milliseconds before a row is computed again, doubled each time up to 5 s, with jitter.",
-    ),
-    Option(
-        "identityColumns",
-        Use.WRITE,
-        "none",
-        "Packed columns that tell which row it is and that `recompute` leaves alone: a task that "
-        "is run again finds its rows in the log by them.",
-    ),
-    Option(
-        "resultsPath",
-        Use.WRITE,
-        "none",
-        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens. A "
-        "directory for one write at a time.",
-    ),
-    Option(
-        "resultColumns",
-        Use.WRITE,
-        "all but data",
-        "The input columns that the results carry: `id,tail`.",
-    ),
-    Option("batchSize", Use.WRITE, "4000", "Rows in one append, 1 to 10,000 (and at most 4 MiB)."),
-    Option("maxInFlight", Use.WRITE, "8", "Appends that a task keeps in flight, 1 to 64."),
-    Option(
-        "exactlyOnce",
-        Use.WRITE,
-        "true",
-        "A task that is run again finds in the log what its earlier attempts have written, and "
-        "writes the rest. `false`: a task that is run again writes all of its rows again.",
-    ),
-    Option(
-        "writeId",
-        Use.WRITE,
-        "new for each write",
-        "Names the write, so that the whole job can be run again: what it has written stays "
-        "written once, and a write that is done appends nothing. In `foreachBatch` with `batchId`.",
-    ),
-    Option(
-        "batchId",
-        Use.WRITE,
-        "none",
-        "The number that `foreachBatch` hands over; it tells the batches of one `writeId` apart.",
-    ),
-    Option("writeRetention", Use.WRITE, "7", "For so many days a named write is remembered."),
-)
-_BY_KEY = {option.name.lower(): option for option in OPTIONS}
 
 
 class OnCorrupt(Enum):
@@ -282,6 +73,7 @@ class ReadOptions:
     task_transactions_max: int = TASK_TRANSACTIONS_MAX
     fail_on_data_loss: bool = True
     from_replica: bool = True
+    group: int | None = None
     trigger_transactions_max: int = TRIGGER_TRANSACTIONS_MAX
     poll_ms: int = 100
     data_format: str | None = None
@@ -323,13 +115,13 @@ def check_names(options: Mapping[str, str]) -> None:
         BadConfig: names the option and the nearest right one.
     """
     for key in options:
-        if key.lower() in _BY_KEY or key.lower() in ENGINE_KEYS or key.startswith("option."):
+        if key.lower() in BY_KEY or key.lower() in ENGINE_KEYS or key.startswith("option."):
             continue
         if key == "paths":  # Spark's own name for load() of a list
             raise BadConfig("load() takes one connect string: a read is of one cluster")
-        near = difflib.get_close_matches(key.lower(), list(_BY_KEY), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key.lower(), list(BY_KEY), n=1, cutoff=0.5)
         if near:
-            mend = f"did you mean {_BY_KEY[near[0]].name!r}?"
+            mend = f"did you mean {BY_KEY[near[0]].name!r}?"
         else:
             mend = "the options are " + ", ".join(option.name for option in OPTIONS)
         raise BadConfig(f"format 'waltz' has no option {key!r}; {mend}")
@@ -368,6 +160,7 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
         task_transactions_max=bag.integer("maxTransactionsPerTask", 1, 1 << 40),
         fail_on_data_loss=bag.choice("failOnDataLoss", ("true", "false")) == "true",
         from_replica=bag.choice("readFrom", ("replica", "server")) == "replica",
+        group=bag.group(),
         trigger_transactions_max=bag.integer("maxTransactionsPerTrigger", 1, 1 << 40),
         poll_ms=bag.integer("pollInterval", 0, 3_600_000),
         data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
@@ -434,7 +227,7 @@ class _Bag:
     def __init__(self, options: Mapping[str, str], use: Use) -> None:
         self._values = {key.lower(): value for key, value in options.items()}
         for key in self._values:
-            option = _BY_KEY.get(key)
+            option = BY_KEY.get(key)
             if option is not None and option.use not in _ALLOWED[use]:
                 raise BadConfig(
                     f"option {option.name!r} is for {option.use.value}, this is {use.value}"
@@ -482,7 +275,7 @@ class _Bag:
         return value
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:
-        value = (self.text(name) or _BY_KEY[name.lower()].default).lower()
+        value = (self.text(name) or BY_KEY[name.lower()].default).lower()
         if value not in words:
             raise BadConfig(f"option {name!r} is one of {', '.join(words)}; found {value!r}")
         return value
@@ -491,7 +284,7 @@ class _Bag:
         return None if self.text(name) is None else self.choice(name, words)
 
     def integer(self, name: str, minimum: int, maximum: int) -> int:
-        value = self.text(name) or _BY_KEY[name.lower()].default
+        value = self.text(name) or BY_KEY[name.lower()].default
         try:
             number = int(value)
         except ValueError:
@@ -501,6 +294,15 @@ class _Bag:
                 f"option {name!r} is a whole number from {minimum} to {maximum}; found {value!r}"
             )
         return number
+
+    def group(self) -> int | None:
+        if self.text("group") is None:
+            return None
+        if self.choice("readFrom", ("replica", "server")) != "replica":
+            raise BadConfig(
+                "option 'group' is for readFrom=replica: a server has its own (setting group)"
+            )
+        return self.integer("group", 0, (1 << 31) - 1)
 
     def ints(self, name: str, minimum: int = -(1 << 31)) -> tuple[int, ...] | None:
         value = self.text(name)

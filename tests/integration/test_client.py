@@ -24,6 +24,7 @@ from waltz_core.client import (
     WaltzClient,
     lock,
 )
+from waltz_core.client.ranges import ReplicaLink, ReplicaSet
 from waltz_core.config import ClientConfig
 from waltz_core.local import LocalCluster, running
 from waltz_core.raw_records import HEADER_DTYPE, headers_of
@@ -104,6 +105,30 @@ def test_replicas_give_the_same_bytes_as_the_server(client: WaltzClient):
         theirs = [bytes(c.records) for c in client.read_range(1, 0, last, form=form)]
         assert b"".join(ours) == b"".join(theirs)
         assert len(ours) > len(theirs) or form is RangeForm.HEADERS
+
+
+def test_the_replica_of_the_own_group_is_the_one_that_is_read(
+    client: WaltzClient, monkeypatch: pytest.MonkeyPatch
+):
+    client.append(b"x", partition=3).result()
+    asked: list[str] = []
+    open_link = ReplicaLink.open
+
+    async def noted(address: str, replicas: ReplicaSet, *, timeout_s: float) -> ReplicaLink:
+        asked.append(address)
+        return await open_link(address, replicas, timeout_s=timeout_s)
+
+    monkeypatch.setattr(ReplicaLink, "open", noted)
+    near = [client.replicas(3, group=group).nearby for group in range(4)]
+    # Each storage of this cluster is a group of its own.
+    assert sorted(len(each) for each in near) == [0, 1, 1, 1]
+    assert {each[0] for each in near if each} == set(client.replicas(3).replicas)
+    for group, nearby in enumerate(near):
+        asked.clear()
+        replicas = client.replicas(3, group=group)
+        assert sum(c.count for c in client.read_range(3, 0, 0, replicas=replicas)) == 1
+        assert tuple(asked) == nearby or not nearby
+        assert len(asked) == 1
 
 
 def test_a_layout_travels_and_opens_a_client_elsewhere(client: WaltzClient):

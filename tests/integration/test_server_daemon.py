@@ -57,7 +57,10 @@ class World:
             "test",
             partition_count,
             UUID(int=7),
-            tuple(NewStorage(ReplicaId(each.address), 1, 0) for each in self.storages),
+            # Each is a group of its own.
+            tuple(
+                NewStorage(ReplicaId(each.address), 1, n) for n, each in enumerate(self.storages)
+            ),
             {
                 ReplicaId(each.address): tuple(map(PartitionId, range(partition_count)))
                 for each in self.storages
@@ -229,6 +232,32 @@ def test_what_the_server_does_not_remember_comes_from_a_storage() -> None:
             found = await client.ask(newest)
             assert isinstance(found, messages.RangeData)
             assert sum(each.counts["RangeRaw"] for each in world.storages) == 1
+
+    run(main())
+
+
+def test_a_server_reads_from_its_own_group_while_that_takes_part() -> None:
+    async def main() -> None:
+        async with cluster(transaction_cache_bytes=1 << 20, group=1) as (world, server):
+            client = await connect(server)
+            await client.mount()
+            for _ in range(4):
+                await client.append(100, size=4_000)
+
+            async def read(first: int) -> None:
+                number = client.req_id()
+                ask = messages.RangeRequest(number, first, first + 9, 1 << 20, RangeForm.WHOLE, ())
+                found = await client.ask(ask)
+                assert isinstance(found, messages.RangeData)
+                assert found.count == 10
+
+            for first in range(0, 60, 10):
+                await read(first)
+            assert [each.counts["RangeRaw"] for each in world.storages] == [0, 6, 0]
+            await world.storages[1].stop()
+            await read(70)
+            assert world.storages[1].counts["RangeRaw"] == 6
+            assert sum(each.counts["RangeRaw"] for each in world.storages) == 7
 
     run(main())
 

@@ -29,7 +29,8 @@ from waltz_core.client.connections import ServerLink
 from waltz_core.local import LocalCluster
 from waltz_spark.connections import close_client
 from waltz_spark.datasource.batch import WaltzBatchReader
-from waltz_spark.options import Use, parse_read
+from waltz_spark.option_table import Use
+from waltz_spark.options import parse_read
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from waltz_spark.options import LOG_COLUMNS, OPTIONS
+from waltz_spark.option_table import OPTIONS
+from waltz_spark.options import LOG_COLUMNS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kafka.md"
 CELL = re.compile(r"(?<!\\)\|")

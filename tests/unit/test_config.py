@@ -50,7 +50,9 @@ def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
         if each.type is int:
             least, most = each.metadata["least"], each.metadata["most"]
             assert least <= each.default <= most, each.name
-            assert each.name.endswith((*UNITS, "port")), f"{each.name} does not end with its unit"
+            assert each.name.endswith((*UNITS, "port", "group")), (
+                f"{each.name} does not end with its unit"
+            )
 
 
 @pytest.mark.parametrize("config_type", KINDS.values(), ids=KINDS)

@@ -38,6 +38,7 @@ from waltz_core.client.feed import Consumer, LoopConsumer
 from waltz_core.client.opening import Opening
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.ranges import (
+    NO_REPLICAS,
     RangeChunk,
     RangeQuery,
     ReplicaReader,
@@ -294,16 +295,24 @@ class AsyncWaltzClient:
         wanted = self._all_or(None)
         return await by_partition(wanted, partial(self._ask_mark, linearizable=linearizable))
 
-    async def replicas(self, partition: int, *, linearizable: bool = False) -> ReplicaSet:
-        """Return the session, its mark and the replicas to read a partition from."""
-        return await self.requests.replicas(self._checked(partition), linearizable=linearizable)
+    async def replicas(
+        self, partition: int, *, linearizable: bool = False, group: int | None = None
+    ) -> ReplicaSet:
+        """Return session, mark and replicas of a partition; those of the `group` are nearby."""
+        found = await self.replica_sets([partition], linearizable=linearizable, group=group)
+        return found[partition]
 
     async def replica_sets(
-        self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
+        self,
+        partitions: Iterable[int] | None = None,
+        *,
+        linearizable: bool = False,
+        group: int | None = None,
     ) -> dict[int, ReplicaSet]:
         """Return what `replicas` does of many partitions (all by default), asked at once."""
-        ask = partial(self.requests.replicas, linearizable=linearizable)
-        return await by_partition(self._all_or(partitions), ask)
+        wanted = self._all_or(partitions)
+        near = self.config.group if group is None else group
+        return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until every append made before is final; return the partition's mark."""
@@ -492,13 +501,9 @@ class AsyncWaltzClient:
         async def from_server(rest: RangeQuery) -> RangeChunk:
             return await self.requests.range(partition_id, rest)
 
-        if replicas is None:
-            async for chunk in read_chunks(partition_id, query, from_server, self._start):
-                yield chunk
-            return
         reader = ReplicaReader(
             partition_id,
-            replicas,
+            replicas or NO_REPLICAS,
             from_server,
             timeout_s=self.config.dial_timeout_ms / 1000,
             random=self.random,

@@ -1,4 +1,4 @@
-"""The client's connections: one to each server, shared by all partitions that it owns.
+"""The client's connections: two to each server at most, shared by all partitions that it owns.
 
 Why it stands alone: many partitions speak over one connection, some requests are answered once and
 others for ever. Which message belongs to whom is decided here, by request id and partition.
@@ -9,6 +9,9 @@ Rules:
     2. Whoever waits for an answer waits under a timeout, and is told when the connection breaks.
     3. A dial is shared by all who want the address meanwhile, and nobody's cancellation is
        another's: when the one that dials is cancelled, one of those that wait dials again.
+    4. What is large has a connection of its own: a range on its way holds up whatever comes behind
+       it, and a server reads no appends from who does not take its answers. Each of the two is made
+       when it is first needed (docs/decisions/014).
 """
 
 import asyncio
@@ -25,6 +28,7 @@ _SEQUENCE_MIN = -(1 << 31)
 
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
+_Key = tuple[str, bool]  # the server's address, and whether it is for large answers
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
 
@@ -158,43 +162,47 @@ class ServerLink:
 
 
 class ServerLinks:
-    """The connections of one client, by the server's address."""
+    """The connections of one client, by the server's address and what they are for."""
 
     def __init__(self, *, dial_timeout_s: float, late_answers_s: float) -> None:
         self._dial_timeout_s = dial_timeout_s
         self._late_answers_s = late_answers_s
-        self._links: dict[str, ServerLink] = {}
+        self._links: dict[_Key, ServerLink] = {}
         self._open: dict[int, ServerLink] = {}
-        self._dialling: dict[str, asyncio.Future[None]] = {}
+        self._dialling: dict[_Key, asyncio.Future[None]] = {}
         self._count = 0
         self._is_closed = False
 
-    async def get(self, address: str, *, but: Container[int] = ()) -> ServerLink:
+    async def get(
+        self, address: str, *, is_bulk: bool = False, but: Container[int] = ()
+    ) -> ServerLink:
         """Return the open connection to a server, dialling when there is none `but` those.
 
+        `is_bulk`: the one for large answers (rule 4).
         Raises Unreachable, or RemoteProtocolError when somebody else answers at the address.
         """
+        key = (address, is_bulk)
         while True:
-            found = self._links.get(address)
+            found = self._links.get(key)
             if found is not None and not found.is_closed:
                 if found.number not in but:
                     return found
                 found.retire(self._late_answers_s)
-                del self._links[address]
-            under_way = self._dialling.get(address)
+                del self._links[key]
+            under_way = self._dialling.get(key)
             if under_way is None:
-                return await self._dial_for_all(address)
+                return await self._dial_for_all(key)
             # NB: to await a future is to cancel it when one is cancelled; `wait` leaves it alone.
             await asyncio.wait([under_way])
             if not under_way.cancelled():
                 under_way.result()
 
-    async def _dial_for_all(self, address: str) -> ServerLink:
-        """Dial; whoever asks for the address meanwhile shares the outcome (rule 3)."""
+    async def _dial_for_all(self, key: _Key) -> ServerLink:
+        """Dial; whoever wants the same meanwhile shares the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._dialling[address] = outcome
+        self._dialling[key] = outcome
         try:
-            made = await self._dial(address)
+            made = await self._dial(key)
         except errors.WaltzError as error:
             outcome.set_exception(error)
             outcome.exception()  # nobody may be waiting
@@ -203,17 +211,18 @@ class ServerLinks:
             outcome.set_result(None)
             return made
         finally:
-            del self._dialling[address]
+            del self._dialling[key]
             outcome.cancel()  # unless it is done: the dial was given up
 
-    async def _dial(self, address: str) -> ServerLink:
+    async def _dial(self, key: _Key) -> ServerLink:
+        address = key[0]
         link = await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)
         if self._is_closed:
             link.abort("the client was closed")
             raise errors.Unreachable(f"{address}: the client was closed")
         self._count += 1
-        made = ServerLink(self._count, link, lambda gone: self._forget(address, gone))
-        self._links[address] = self._open[made.number] = made
+        made = ServerLink(self._count, link, lambda gone: self._forget(key, gone))
+        self._links[key] = self._open[made.number] = made
         return made
 
     async def close(self, reason: str) -> None:
@@ -225,7 +234,7 @@ class ServerLinks:
         for link in links:
             await link.wait_closed()
 
-    def _forget(self, address: str, link: ServerLink) -> None:
+    def _forget(self, key: _Key, link: ServerLink) -> None:
         self._open.pop(link.number, None)
-        if self._links.get(address) is link:
-            del self._links[address]
+        if self._links.get(key) is link:
+            del self._links[key]

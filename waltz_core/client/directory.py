@@ -9,10 +9,11 @@ Rules:
     3. A fixed directory asks ZooKeeper when what it was told has failed, and never before.
     4. A question is shared by all who have it meanwhile, and nobody's cancellation is another's:
        when the one that asks is cancelled, one of those that wait asks again.
+    5. Groups are read once, and again when a storage turns up that is in none of them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -84,6 +85,9 @@ class Directory(Protocol):
         `after_failure`: what was told before did not work.
         """
 
+    async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
+        """Return the groups of storages, of these at least, as far as they have any."""
+
     async def next_client_id(self) -> int:
         """Take a client id that nobody had before."""
 
@@ -108,6 +112,7 @@ class ZooKeeperDirectory:
         self._coordinator = coordinator
         self._cluster: ClusterInfo | None = None
         self._owners: dict[PartitionId, Owner] = {}
+        self._groups: Mapping[str, int] = {}
         self._changed: Changed | None = None
         self._refreshing: asyncio.Future[None] | None = None
 
@@ -164,6 +169,13 @@ class ZooKeeperDirectory:
                 f"no live server owns partition {partition_id} of {self.coordinator.where}"
             )
         return found
+
+    async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
+        """Return the groups of storages (rule 5)."""
+        if not all(each in self._groups for each in storages):
+            found = await self._in_time(self.coordinator.read_groups())
+            self._groups = {str(each): group for each, group in found.groups.items()}
+        return self._groups
 
     async def next_client_id(self) -> int:
         """Take a client id that nobody had before."""
@@ -263,6 +275,11 @@ class FixedDirectory:
         found = await self._fallback.owner(partition_id, after_failure=True)
         self._told[partition_id] = found
         return found
+
+    async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
+        """Return the groups of storages, from ZooKeeper."""
+        await self._open_fallback()
+        return await self._fallback.groups(storages)
 
     async def next_client_id(self) -> int:
         """Take a client id that nobody had before, from ZooKeeper."""

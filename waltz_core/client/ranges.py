@@ -11,6 +11,8 @@ Rules:
        committed. Whatever it answers but the records: the server is asked instead.
     4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
     5. Nothing beyond the last id asked for is believed: it may not be committed.
+    6. Replicas that are nearby are asked before others, and no replica but those that the server
+       named: a storage that is near and not engaged is not asked.
 """
 
 import asyncio
@@ -26,6 +28,7 @@ import numpy.typing as npt
 from waltz_core import errors, net, raw_records
 from waltz_core.checksum import crc32
 from waltz_core.record import (
+    BEFORE_FIRST,
     NO_SESSION,
     LineageEntry,
     PartitionId,
@@ -159,6 +162,10 @@ class ReplicaSet:
     session_id: int
     high_water_mark: int
     replicas: tuple[str, ...]
+    nearby: tuple[str, ...] = ()  # those of them that are of the reader's own group
+
+
+NO_REPLICAS = ReplicaSet(b"", 0, NO_SESSION, BEFORE_FIRST, ())
 
 
 class ReplicaLink:
@@ -292,9 +299,10 @@ class ReplicaReader:
         self._replicas = replicas
         self._fallback = fallback
         self._timeout_s = timeout_s
-        # Readers of one range each begin at another replica.
+        # Readers of one range each begin at another replica; rule 6.
         self._addresses = list(replicas.replicas)
         random.shuffle(self._addresses)
+        self._addresses.sort(key=lambda each: each not in replicas.nearby)
         self._link: ReplicaLink | None = None
         self._is_closed = False
         self.from_replica_count = 0

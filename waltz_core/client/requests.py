@@ -7,10 +7,14 @@ Rules:
     1. What is asked here changes nothing, so it may be asked any number of times.
     2. Retriable errors are retried with a pause that doubles, and ZooKeeper is asked again where
        the partition is; the last error is told when the request timeout has passed.
+    3. Which replicas are nearby is a preference: where it cannot be found out, none is.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -24,11 +28,15 @@ from waltz_core.client.ranges import (
     chunk_of_server,
     server_request,
 )
-from waltz_core.config import ClientConfig
+from waltz_core.config import NO_GROUP, ClientConfig
 from waltz_core.record import PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
 
+_log = logging.getLogger(__name__)
+
+# Answers that have a connection of their own (connections.py, rule 4).
+_LARGE = (messages.RangeData, messages.TransactionDataResponse)
 # Who only asks needs no client id of his own (interop.md 2.1).
 NO_CLIENT_ID = -1
 
@@ -86,7 +94,7 @@ class Requests:
     ) -> AnswerT:
         owner = await self._directory.owner(partition_id, after_failure=is_again)
         try:
-            link = await self._links.get(owner.address)
+            link = await self._links.get(owner.address, is_bulk=answer in _LARGE)
         except errors.RemoteProtocolError as error:
             # Somebody else has the address now, so the server is not there.
             raise errors.Unreachable(str(error)) from error
@@ -126,6 +134,27 @@ class Requests:
             answer.high_water_mark,
             answer.replicas,
         )
+
+    async def replica_sets(
+        self, partition_ids: Iterable[PartitionId], *, linearizable: bool, group: int
+    ) -> dict[int, ReplicaSet]:
+        """Return what `replicas` does, with those nearby that are of a group (rule 3)."""
+        ask = partial(self.replicas, linearizable=linearizable)
+        found = await by_partition(partition_ids, ask)
+        if group == NO_GROUP:
+            return found
+        try:
+            told = {address for each in found.values() for address in each.replicas}
+            groups = await self._directory.groups(told)
+        except errors.WaltzError as error:
+            _log.warning("requests.groups_unknown error=%s", error)
+            return found
+        return {
+            partition: replace(
+                each, nearby=tuple(one for one in each.replicas if groups.get(one) == group)
+            )
+            for partition, each in found.items()
+        }
 
     async def range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
         """Return a stretch of the log from the server, checked.

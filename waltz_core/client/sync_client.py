@@ -188,15 +188,26 @@ class WaltzClient:
         """Return the marks of all partitions, asked at once."""
         return self._call(self._client.high_water_marks(linearizable=linearizable))
 
-    def replicas(self, partition: int, *, linearizable: bool = False) -> ReplicaSet:
-        """Return the session, its mark and the replicas to read a partition from."""
-        return self._call(self._client.replicas(partition, linearizable=linearizable))
+    def replicas(
+        self, partition: int, *, linearizable: bool = False, group: int | None = None
+    ) -> ReplicaSet:
+        """Return the session, its mark and the replicas to read a partition from.
+
+        `read_range` asks those of the `group` first; by default that of the client's settings.
+        """
+        return self._call(self._client.replicas(partition, linearizable=linearizable, group=group))
 
     def replica_sets(
-        self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
+        self,
+        partitions: Iterable[int] | None = None,
+        *,
+        linearizable: bool = False,
+        group: int | None = None,
     ) -> dict[int, ReplicaSet]:
         """Return what `replicas` does of many partitions (all by default), asked at once."""
-        return self._call(self._client.replica_sets(partitions, linearizable=linearizable))
+        return self._call(
+            self._client.replica_sets(partitions, linearizable=linearizable, group=group)
+        )
 
     def flush(self, partition: int) -> TransactionId:
         """Wait until every append made before is final; return the partition's mark."""

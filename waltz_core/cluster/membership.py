@@ -14,7 +14,8 @@ Rules:
     5. When ZooKeeper has been away, sessions may end though nobody has died. So for one session
        time-out after its return the lead moves nothing away from servers that are not registered
        again yet, unless it knows that they are dead: this process has seen it (`take_out`), or
-       another one is registered at their address. Otherwise it acts at once.
+       another one is registered at their address. Otherwise it acts at once. A server that changes
+       its own preferences makes an assignment too, and waits as the lead does.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,10 +89,10 @@ class Membership:
         # What this process wants to be registered as; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
         # For rule 5: where servers were last registered, who of them is known to be dead, and
-        # what wakes the lead that waits.
+        # what wakes those who wait.
         self._addresses: dict[ServerId, str] = {}
         self._dead: set[ServerId] = set()
-        self._signal: Signal | None = None
+        self._waiting: dict[Signal, None] = {}
 
     async def register(self, descriptor: model.ServerDescriptor) -> None:
         """Make this process known as a live server, or change how it is known.
@@ -134,31 +135,49 @@ class Membership:
     async def prefer(self, descriptor: model.ServerDescriptor) -> None:
         """Register with other preferences, and have them in force at once (interop.md 4.5).
 
-        Both change in one write, so nobody sees one without the other. Raises
+        Both change in one write, so nobody sees one without the other; rule 5 may delay it. Raises
         CoordinatorUnavailable when it cannot be written; nothing has changed then.
         """
-        before, self._descriptor = self._descriptor, descriptor
+        partition_count = await self._read_partition_count()
+        before = self._descriptor
         try:
-            partition_count = await self._read_partition_count()
             for _ in range(WRITE_ATTEMPTS_MAX):
+                await self._wait_for_owners()
+                self._descriptor = descriptor
                 try:
                     if await self._has_preferred(descriptor, partition_count):
                         return
                 except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                     await self._nodes.znodes.sync()
-        except errors.WaltzError:
-            self._descriptor = before
+        except BaseException:  # also when whoever asks is cancelled
+            if self._descriptor is not None:
+                self._descriptor = before
             raise
         self._descriptor = before
         raise errors.CoordinatorUnavailable(
             f"{self._nodes.paths.servers} changes faster than it can be written"
         )
 
+    async def _wait_for_owners(self) -> None:
+        """Return once nobody has to be waited for (rule 5); raises when this process leaves."""
+        signal = self._nodes.znodes.new_signal()
+        try:
+            while self._waits(await self._read_membership(signal), signal):
+                await signal.wait()
+                signal.clear()
+        finally:
+            self._waiting.pop(signal, None)
+            self._nodes.znodes.drop_signal(signal)
+        if self._descriptor is None:
+            raise errors.CoordinatorUnavailable("this server is leaving the cluster")
+
     async def _has_preferred(
         self, descriptor: model.ServerDescriptor, partition_count: int
     ) -> bool:
-        """Write descriptor and assignment; False when this process had to register first."""
+        """Write descriptor and assignment; False when something has to come first."""
         membership = await self._read_membership()
+        if self._grace_left_ms(membership) > 0:
+            return False
         own = self._own_nodes(membership, descriptor.server_id)
         if len(own) != 1:
             await self._ensure_registered(membership, descriptor)
@@ -241,19 +260,26 @@ class Membership:
 
     def _note_dead(self, server_id: ServerId) -> None:
         self._dead.add(server_id)
-        if self._signal is not None:
-            self._signal.set()
+        for signal in list(self._waiting):
+            signal.set()
 
     def _waits(self, membership: _Membership, signal: Signal) -> bool:
         """Tell whether owners may be about to register again; then the signal comes."""
+        left_ms = self._grace_left_ms(membership)
+        if left_ms <= 0:
+            self._waiting.pop(signal, None)
+            return False
+        self._waiting[signal] = None
+        self._nodes.znodes.set_later(signal, left_ms)
+        return True
+
+    def _grace_left_ms(self, membership: _Membership) -> int:
+        """Return for how long owners may still register again; 0 when nobody is awaited."""
         back_ms = self._nodes.contact.back_ms
         grace_ms = max(self._nodes.znodes.session_timeout_ms, RETURN_MS_MIN)
         if back_ms is None or back_ms >= grace_ms or not self._awaited(membership):
-            self._signal = None
-            return False
-        self._signal = signal
-        self._nodes.znodes.set_later(signal, grace_ms - back_ms)
-        return True
+            return 0
+        return grace_ms - back_ms
 
     def _awaited(self, membership: _Membership) -> list[ServerId]:
         """Return the owners that are not registered, and not known to be dead (rule 5)."""

@@ -25,7 +25,7 @@ from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.zookeeper import connected
-from waltz_core.config import ServerConfig
+from waltz_core.config import NO_GROUP, ServerConfig
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, ServerId
 from waltz_core.replication.limits import Limits as StoreLimits
@@ -129,6 +129,7 @@ class Server:
         self._read_links = ReadLinks(self._cluster_key, self.partition_count)
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
+        self._nearby: set[ReplicaId] = set()  # storages of this server's own group
         self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
@@ -229,8 +230,9 @@ class Server:
         """A storage that was replaced at its address is one of those that are assigned anew."""
         try:
             await self._refresh_storage_ids()
+            await self._refresh_nearby()
         except errors.WaltzError as error:
-            _log.warning("server.storage_ids_unread error=%r", error)
+            _log.warning("server.storages_unread error=%r", error)
         if assignments is self._newest_assignments:
             self._assignments = assignments
             self._own_what_is_ours()
@@ -278,6 +280,7 @@ class Server:
             FeedCache(self._feed_cache_bytes),
             self._pace,
         )
+        partition.reads.nearby = self._nearby
         surroundings = Surroundings(
             coordinator=self._coordinator,
             tasks=self._tasks,
@@ -293,6 +296,12 @@ class Server:
     async def _refresh_storage_ids(self) -> None:
         found = await self._coordinator.read_storage_ids()
         self._storage_ids.update((each, uuid.bytes) for each, uuid in found.items())
+
+    async def _refresh_nearby(self) -> None:
+        if self._config.group != NO_GROUP:
+            groups = (await self._coordinator.read_groups()).groups
+            self._nearby.clear()
+            self._nearby.update(each for each in groups if groups[each] == self._config.group)
 
     async def prefer(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]

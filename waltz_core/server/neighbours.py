@@ -12,6 +12,7 @@ Rules:
        with several addresses.
     3. Being wrong costs a move of partitions and no more: a server that lives registers again, and
        the storages fence whoever was replaced. Nothing else may rely on this judgement.
+    4. A server that changes its preferences is the same process: what is known of it stays.
 """
 
 import asyncio
@@ -53,15 +54,22 @@ class Neighbours:
         self._server_id = server_id
         self._tasks = tasks
         self._take_out = take_out
-        self._watches: dict[ServerDescriptor, _Watch] = {}
+        self._watches: dict[tuple[ServerId, str], _Watch] = {}
 
     def follow(self, view: ServersView) -> None:
         """Look after exactly the other servers of this view."""
-        others = {each for each in view.servers.values() if each.server_id != self._server_id}
-        for descriptor in self._watches.keys() - others:
-            self._watches.pop(descriptor).stop()
-        for descriptor in others - self._watches.keys():
-            watch = self._watches[descriptor] = _Watch(descriptor, self._take_out)
+        others = {
+            (each.server_id, each.address): each
+            for each in view.servers.values()
+            if each.server_id != self._server_id
+        }
+        for key in self._watches.keys() - others.keys():
+            self._watches.pop(key).stop()
+        for key, descriptor in others.items():
+            if key in self._watches:
+                self._watches[key].descriptor = descriptor  # rule 4
+                continue
+            watch = self._watches[key] = _Watch(descriptor, self._take_out)
             self._tasks.create_task(watch.run())
 
     def stop(self) -> None:
@@ -79,7 +87,7 @@ class _Watch:
         descriptor: ServerDescriptor,
         take_out: Callable[[ServerDescriptor], Awaitable[None]],
     ) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._take_out = take_out
         self._stopped = asyncio.Event()
         self._link: net.Link | None = None
@@ -96,7 +104,7 @@ class _Watch:
         while not self._stopped.is_set():
             try:
                 self._link = await net.dial(
-                    Surface.CLIENT, self._descriptor.address, timeout_s=DIAL_TIMEOUT_S
+                    Surface.CLIENT, self.descriptor.address, timeout_s=DIAL_TIMEOUT_S
                 )
             except WaltzError as error:
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)
@@ -114,7 +122,7 @@ class _Watch:
                 await self._link.wait_closed()
 
     async def _is_taken_out(self) -> bool:
-        dead = self._descriptor
+        dead = self.descriptor
         try:
             await self._take_out(dead)
         except WaltzError as error:

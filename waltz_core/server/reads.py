@@ -10,10 +10,12 @@ Rules:
     3. What a storage sends is checked whole before it goes on: first id, density, every CRC.
     4. At most `fetches_max` fetches are under way; the others wait in order.
     5. What was asked for while a session ends is asked again in the next one.
+    6. Replicas that are nearby are asked before the others, in turn; those that the session does
+       not have are never asked, however near.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
@@ -118,6 +120,8 @@ class Reads:
         self._token = 0
         self._turn = 0
         self.replicas: Sequence[ReplicaId] = ()
+        # Who is of this server's own group; may change at any time (rule 6).
+        self.nearby: Container[ReplicaId] = ()
         self.fetches = 0
         self.failed_fetches = 0
 
@@ -360,7 +364,8 @@ class Reads:
 
     def _ask(self, job: _Job) -> Fetch:
         untried = [replica for replica in self.replicas if replica not in job.tried]
-        choice = untried or list(self.replicas)
+        untried = untried or list(self.replicas)
+        choice = [replica for replica in untried if replica in self.nearby] or untried
         replica = choice[self._turn % len(choice)]
         self._turn += 1
         self._token += 1

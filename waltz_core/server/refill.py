@@ -16,6 +16,9 @@ Rules:
        first to be judged are those who were behind when the partition moved. What comes later is
        used all the same.
     5. A turn takes a slice: a whole table's worth of locks would stop everything else for too long.
+    6. A replica that had no block at the floor will never have one there: what it gets later is
+       newer. It is asked again only when another one has let the floor go down, or when it sent
+       nothing at all, as it does after an error of its disk. A checkpoint costs no 8 MiB then.
 """
 
 from collections.abc import Sequence
@@ -61,6 +64,9 @@ class Refill:
         self._session_id = NO_SESSION
         self._left: list[ReplicaId] = []
         self._failed: list[ReplicaId] = []
+        # For rule 6: who had nothing at which floor.
+        self._lacking: dict[ReplicaId, TransactionId] = {}
+        self._sender: ReplicaId | None = None  # whose blocks are looked at
         self._asked: Fetch | None = None
         self._asked_count = 0
         self._under_way: set[int] = set()
@@ -79,6 +85,7 @@ class Refill:
     def begin(self, table: LockTable, mark: LogEnd) -> None:
         """A table knows nothing but the mark."""
         self._table, self._floor, self._mark = table, mark, mark.last
+        self._lacking.clear()
         self._wanted = TransactionId(
             max(BEFORE_FIRST, mark.last - self._limits.lock_refill_count_max)
         )
@@ -88,10 +95,11 @@ class Refill:
     ) -> list[Fetch | Report]:
         """A session has opened: ask its replicas for what the table lacks (rules 3 and 4)."""
         self.stop()
-        if self._is_done:
+        left = [each for each in replicas if self._lacking.get(each) != self.floor]
+        if self._is_done or not left:
             return []
         self._session_id, self._asked_count = session_id, 0
-        self._left = list(replicas)
+        self._left = left
         self._held_until_ms = now_ms + HELD_MS_MAX if holds else None
         return self._ask_next(now_ms)
 
@@ -118,6 +126,7 @@ class Refill:
         """A replica has sent its newest blocks; the turns take them in."""
         self._under_way.discard(token)
         if self._asked is not None and token == self._asked.token:
+            self._sender = self._asked.replica if message.blocks else None
             self._asked = None
             self._blocks = Blocks(message.blocks)
 
@@ -138,6 +147,8 @@ class Refill:
                 return self._finish("locks.refilled")
             if not has_more:
                 self._blocks = None
+                if self._sender is not None:
+                    self._lacking[self._sender] = self.floor
                 return self._ask_next(now_ms)
         elif self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
             self._retry_at_ms = None

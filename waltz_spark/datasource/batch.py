@@ -60,7 +60,10 @@ class WaltzBatchReader(DataSourceReader):
         # A mark that was given may be later than what a server knows that was the owner just now.
         is_given = not (isinstance(options.starting, str) and isinstance(options.ending, str))
         client, sources = sources_of(
-            options.connect, partial(planning.chosen_partitions, options), linearizable=is_given
+            options.connect,
+            partial(planning.chosen_partitions, options),
+            linearizable=is_given,
+            group=options.group,
         )
         marks = {each: int(source.high_water_mark) for each, source in sources.items()}
         whole = planning.spans(

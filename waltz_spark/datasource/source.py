@@ -21,10 +21,10 @@ from pyspark.sql.types import BinaryType, StringType, StructType
 
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_spark.failures import plainly
+from waltz_spark.option_table import Use
 from waltz_spark.options import (
     LOG_COLUMNS,
     ReadOptions,
-    Use,
     WriteOptions,
     check_names,
     parse_read,

@@ -181,6 +181,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._options.connect,
             choose if partitions is None else lambda _: partitions,
             linearizable=linearizable,
+            group=self._options.group,
         )
         key = client.cluster().key
         if self._cluster_key not in (None, key):

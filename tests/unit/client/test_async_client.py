@@ -890,6 +890,32 @@ async def test_replicas_that_are_not_there_are_done_without():
         assert [c.count for c in chunks] == [1]
 
 
+@told
+async def test_replicas_of_the_own_group_are_nearby():
+    async def groups(storages):
+        return dict.fromkeys(storages, 7)
+
+    async with memory_cluster() as cluster:
+        made = cluster.client(replace(QUICK, group=7))
+        with mock.patch.object(made.directory, "groups", side_effect=groups) as asked:
+            async with made.opened() as ours:
+                (replica,) = (await ours.replicas(0)).replicas
+                assert (await ours.replicas(0)).nearby == (replica,)
+                sets = await ours.replica_sets([0, 1], group=8)
+                assert [each.nearby for each in sets.values()] == [(), ()]
+                asked.side_effect = errors.CoordinatorUnavailable("ZooKeeper is away")
+                found = await ours.replicas(0)
+                assert (found.replicas, found.nearby) == ((replica,), ())
+
+
+@told
+async def test_who_is_in_no_group_asks_for_none():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        with mock.patch.object(client.directory, "groups") as asked:
+            assert (await client.replicas(0)).nearby == ()
+        asked.assert_not_called()
+
+
 # ---------------------------------------------------------------------------------------------
 # told where everything is
 
@@ -938,6 +964,43 @@ async def test_connections_are_shared_and_so_is_the_wait_for_one():
         await until(lambda: not cluster.servers[0].links)
         assert len(await client.high_water_marks()) == 8
         await until(lambda: len(cluster.servers[0].links) == 1)
+
+
+@told
+async def test_what_is_large_has_a_connection_of_its_own():
+    async with memory_cluster(partition_count=8) as cluster:
+        (server,) = cluster.servers
+        async with cluster.client().opened() as client:
+            for partition in range(8):
+                await (await client.append(b"x", partition=partition))
+            assert len(server.links) == 1
+            (stream,) = server.links
+            for partition in range(8):
+                assert [c.count async for c in client.read_range(partition, 0, 0)] == [1]
+                assert await client.requests.data(partition, 0) == b"x"
+            assert len(server.links) == 2
+            # Marks and flushes are short: nothing large is before them.
+            await client.high_water_marks(linearizable=True)
+            await client.flush(3)
+            assert len(server.links) == 2
+            assert stream in server.links
+            (bulk,) = (link for number, link in server.links.items() if number != stream)
+            bulk.pause_reading()
+
+            async def read():
+                return [c.count async for c in client.read_range(3, 0, 0)]
+
+            async with asyncio.TaskGroup() as tasks:
+                stuck = tasks.create_task(read())
+                for mark in range(1, 5):
+                    assert await (await client.append(b"y", partition=3)) == mark
+                    assert await client.high_water_mark(3) == mark
+                assert not stuck.done()
+                bulk.resume_reading()
+            assert stuck.result() == [1]
+        async with cluster.client().opened() as reader:
+            async for _ in reader.read_range(0, 0, 0):
+                assert len(server.links) == 1  # none for appends where nothing is appended
 
 
 @told

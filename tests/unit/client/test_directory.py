@@ -14,7 +14,8 @@ from waltz_core.client.directory import (
     ZooKeeperDirectory,
 )
 from waltz_core.cluster.membership import Ownership, ServersView
-from waltz_core.cluster.model import ServerDescriptor
+from waltz_core.cluster.model import GroupDescriptor, ServerDescriptor
+from waltz_core.record import ReplicaId
 
 CLUSTER = ClusterInfo("shop", bytes(16), 3)
 LAYOUT = Layout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})
@@ -137,3 +138,31 @@ def test_another_cluster_at_the_same_place_answers_nobody(monkeypatch):
     monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", connect)
     asyncio.run(ask_twice())
     assert Elsewhere.open_count == 0
+
+
+class Grouped:
+    """A ZooKeeper that counts who asks for groups."""
+
+    def __init__(self):
+        self.count = 0
+        self.groups = {ReplicaId("s1:1"): 1, ReplicaId("s2:1"): 2}
+
+    async def read_groups(self):
+        self.count += 1
+        return GroupDescriptor(dict(self.groups))
+
+
+def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
+    zookeeper = Grouped()
+    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+
+    async def ask(*storages):
+        return await directory.groups(storages)
+
+    for _ in range(3):
+        assert asyncio.run(ask("s1:1", "s2:1")) == {"s1:1": 1, "s2:1": 2}
+    assert zookeeper.count == 1
+    zookeeper.groups[ReplicaId("s3:1")] = 2
+    assert asyncio.run(ask("s2:1", "s3:1"))["s3:1"] == 2
+    assert asyncio.run(ask("s1:1", "s3:1"))["s1:1"] == 1
+    assert zookeeper.count == 2

@@ -1,7 +1,9 @@
 """What a reader believes of an answer."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from waltz_core.client.ranges import (
     RangeChunk,
     RangeQuery,
     ReplicaLink,
+    ReplicaReader,
+    ReplicaSet,
     chunk_of_server,
     read_chunks,
 )
@@ -213,3 +217,78 @@ def test_a_log_that_ends_too_early_is_a_loss():
 
     with pytest.raises(errors.DataLoss, match=r"expected transactions 10\.\.14.*ends at 20"):
         asyncio.run(read())
+
+
+REPLICAS = ("s1:1", "s2:1", "s3:1", "s4:1")
+
+
+def asked_for_a_range(
+    monkeypatch: pytest.MonkeyPatch,
+    nearby: tuple[str, ...],
+    *,
+    down: Collection[str] = (),
+    seed: int = 0,
+) -> list[str]:
+    """Return who was asked for 10..14, in order, "server" for the server."""
+    asked: list[str] = []
+
+    class Link:
+        is_closed = False
+
+        def __init__(self, address: str) -> None:
+            self.address = address
+
+        async def fetch(self, *_: object, **__: object) -> RangeChunk:
+            return chunk_of_server(P, QUERY, answer())
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    async def open_link(address: str, _replicas: ReplicaSet, *, timeout_s: float) -> Link:
+        assert timeout_s == 5
+        asked.append(address)
+        if address in down:
+            raise errors.Unreachable(f"{address} is down")
+        return Link(address)
+
+    async def from_server(query: RangeQuery) -> RangeChunk:
+        asked.append("server")
+        return chunk_of_server(P, query, answer())
+
+    async def read() -> None:
+        replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS, nearby)
+        reader = ReplicaReader(P, replicas, from_server, timeout_s=5, random=Random(seed))
+        for _ in range(2):
+            assert (await reader.fetch(QUERY)).next == 15
+
+    monkeypatch.setattr(ReplicaLink, "open", open_link)
+    asyncio.run(read())
+    return asked
+
+
+def test_a_replica_nearby_is_asked_before_the_others(monkeypatch: pytest.MonkeyPatch):
+    for seed in range(20):
+        assert asked_for_a_range(monkeypatch, ("s3:1",), seed=seed) == ["s3:1"]
+    both = {asked_for_a_range(monkeypatch, ("s1:1", "s3:1"), seed=seed)[0] for seed in range(20)}
+    assert both == {"s1:1", "s3:1"}  # they share the work
+    anyone = {asked_for_a_range(monkeypatch, (), seed=seed)[0] for seed in range(40)}
+    assert anyone == set(REPLICAS)
+
+
+def test_without_those_nearby_the_others_are_asked_and_then_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    near = ("s1:1", "s3:1")
+    one, two, three = asked_for_a_range(monkeypatch, near, down=near)
+    assert {one, two} == set(near)
+    assert three in {"s2:1", "s4:1"}
+    all_of_them = asked_for_a_range(monkeypatch, near, down=REPLICAS)
+    assert set(all_of_them[:2]) == set(near)
+    assert set(all_of_them[2:4]) == {"s2:1", "s4:1"}
+    assert all_of_them[4:] == ["server", "server"]
+
+
+def test_a_storage_that_is_near_and_not_engaged_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+    asked = asked_for_a_range(monkeypatch, ("s9:1",), down=REPLICAS)
+    assert sorted(asked[:4]) == sorted(REPLICAS)
+    assert asked[4:] == ["server", "server"]

@@ -435,3 +435,79 @@ async def test_a_preference_that_could_not_be_written_is_not_kept(cluster):
     async with running(member.follow(inbox)):
         view = await inbox.until(lambda view: view.is_settled)
     assert view.servers[1].preferred == ()
+
+
+@in_cluster
+async def test_a_preference_waits_for_those_who_may_be_about_to_come_back(cluster):
+    (one, first), (two, second) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two)), asyncio.TaskGroup() as tasks:
+        before = owned(await at_two.until(lambda view: len(view.servers) == 2))
+        # The first server's session ends while ZooKeeper is away; the second one is back first.
+        first.suspend()
+        await away(cluster, second, ms=60_000)
+        first.expire()
+        foreign = min(each for each, (server, _) in before.items() if server == 1)
+        wished = tasks.create_task(two.prefer(descriptor(2, preferred=[foreign])))
+        await looked(cluster)
+        cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
+        await looked(cluster)
+        assert not wished.done()
+        assert not (await two.read()).servers[2].preferred  # both, or neither
+        first.resume()
+        await wished
+        view = await at_two.until(lambda view: bool(view.servers[2].preferred))
+        gone = {each for each in before if owned(view)[each] != before[each]}
+        # What was preferred moves, and something else for it: nothing but that.
+        assert owned(view)[foreign] == (2, before[foreign][1] + 1)
+        assert all(owned(view)[each][1] <= before[each][1] + 1 for each in gone)
+        assert len(gone) <= 2
+
+
+@in_cluster
+async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
+    (one, first), (two, second) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two)), asyncio.TaskGroup() as tasks:
+        await at_two.until(lambda view: len(view.servers) == 2)
+        first.suspend()
+        await away(cluster, second, ms=60_000)
+        first.expire()
+        wished = tasks.create_task(two.prefer(descriptor(2, preferred=[3])))
+        await looked(cluster)
+        assert not wished.done()
+        # Both who wait are woken when its own neighbours tell that the owner is dead.
+        await two.take_out(descriptor(1))
+        await wished
+        view = await at_two.until(lambda view: list(view.servers) == [2])
+    assert view.servers[2].preferred == (3,)
+
+
+async def refused(wish):
+    with pytest.raises(errors.CoordinatorUnavailable) as caught:
+        await wish
+    return str(caught.value)
+
+
+@in_cluster
+async def test_a_server_that_leaves_while_it_waits_does_not_register_again(cluster):
+    (one, first), (two, second) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two)), asyncio.TaskGroup() as tasks:
+        await at_two.until(lambda view: len(view.servers) == 2)
+        first.suspend()
+        await away(cluster, second, ms=60_000)
+        first.expire()
+        wished = tasks.create_task(refused(two.prefer(descriptor(2, preferred=[3]))))
+        await looked(cluster)
+        await two.unregister()
+        cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
+        assert "is leaving" in await wished
+        await looked(cluster)
+        assert cluster.registered() == []

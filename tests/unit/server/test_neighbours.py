@@ -11,7 +11,7 @@ from waltz_core import net
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ServerDescriptor
 from waltz_core.errors import CoordinatorUnavailable
-from waltz_core.record import ServerId
+from waltz_core.record import PartitionId, ServerId
 from waltz_core.server import neighbours
 from waltz_core.server.neighbours import Neighbours
 from waltz_core.wire.messages import Surface
@@ -119,6 +119,20 @@ async def test_whoever_listens_no_more_is_taken_out_once():
         await until(lambda: len(here.links) == 2)
         await listener.close()
         await until(lambda: len(here.taken_out) == 2)
+
+
+@on_loop
+async def test_whoever_changes_its_preferences_and_dies_is_taken_out_as_it_is_known_now():
+    async with world() as here:
+        listener = await here.listen(0)
+        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        await until(lambda: here.links)
+        now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
+        here.neighbours.follow(view_of(now))
+        await listener.close()
+        await until(lambda: here.taken_out)
+        assert here.taken_out == [now]
+        assert len(here.links) == 1
 
 
 @on_loop

@@ -93,6 +93,28 @@ def test_replicas_take_turns() -> None:
     assert sorted(asked) == sorted(2 * REPLICAS)
 
 
+def test_replicas_nearby_are_asked_first_and_none_that_the_session_does_not_have() -> None:
+    each = reads()
+    each.nearby = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
+    fetches = [fetch_of(ask(each, 10 * place, 10 * place + 9)) for place in range(4)]
+    assert [fetch.replica for fetch in fetches] == 4 * [REPLICAS[1]]
+    fetch = fetch_of(each.failed(fetches[0].token, "gone", 0))
+    other = fetch_of(each.failed(fetch.token, "gone", 0))
+    assert {fetch.replica, other.replica} == {REPLICAS[0], REPLICAS[2]}
+    # The next session is without the one that is near.
+    each.closed()
+    each.replicas = [REPLICAS[0], REPLICAS[2]]
+    assert each.opened(SessionId(5), TransactionId(999)) == []
+    assert fetch_of(ask(each, 500, 509)).replica in each.replicas
+
+
+def test_replicas_nearby_take_turns() -> None:
+    each = reads()
+    each.nearby = set(REPLICAS[:2])
+    asked = [fetch_of(ask(each, 10 * place, 10 * place + 9)).replica for place in range(6)]
+    assert sorted(asked) == sorted(3 * REPLICAS[:2])
+
+
 def test_a_failed_fetch_goes_to_every_replica_and_then_waits() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))

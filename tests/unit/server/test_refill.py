@@ -213,6 +213,50 @@ def test_a_session_that_nobody_else_has_come_between_goes_on() -> None:
     assert not world.refill.holds(world.now_ms)
 
 
+def test_what_is_known_to_be_missing_is_not_asked_for_again() -> None:
+    world = World()
+    world.ask()
+    for data in (blocks(8, MARK), blocks(6, MARK), blocks(0, 3) + blocks(6, MARK)):
+        world.answer(data)
+        world.run()
+    assert world.refill.floor == 5
+    # The first one was asked at another floor, the other two have nothing at this one.
+    world.refill.stop()
+    world.ask(SESSION + 1, holds=False)
+    assert [each.replica for each in world.fetches[3:]] == [REPLICAS[0]]
+    world.answer(blocks(8, MARK + 2))
+    world.run()
+    reports = len(world.reports)
+    for session in range(SESSION + 2, SESSION + 9):
+        world.refill.stop()
+        world.ask(session, holds=False)
+        assert world.refill.turn_at_ms(world.now_ms) is None
+    assert len(world.fetches) == 4
+    assert len(world.reports) == reports
+    # After somebody else has had the log all of it is unknown again.
+    world.refill.begin(world.table, end(MARK))
+    world.ask(SESSION + 9)
+    assert world.fetches[4].replica == REPLICAS[0]
+    assert world.refill.holds(world.now_ms)
+
+
+def test_who_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
+    world = World()
+    world.ask()
+    world.answer(b"")
+    world.run()
+    world.now_ms += HELD_MS_MAX
+    world.fail()
+    world.answer(blocks(8, MARK))
+    world.run()
+    assert world.refill.floor == 7
+    world.refill.stop()
+    world.ask(SESSION + 1, holds=False)
+    world.answer(b"")
+    world.run()
+    assert [each.replica for each in world.fetches[3:]] == list(REPLICAS[:2])
+
+
 def test_what_never_answers_is_not_asked_for_ever() -> None:
     world = World()
     for session in range(UNDER_WAY_MAX + 3):

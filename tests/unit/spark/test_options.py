@@ -3,9 +3,9 @@
 import pytest
 
 from waltz_core.errors import BadConfig
+from waltz_spark.option_table import OPTIONS
 from waltz_spark.options import (
     LOG_COLUMNS,
-    OPTIONS,
     OnCorrupt,
     OnLockFailure,
     check_names,
@@ -61,6 +61,17 @@ def test_defaults_of_a_read() -> None:
     assert options.partitions is None
     assert options.from_replica
     assert options.fail_on_data_loss
+
+
+def test_a_group_is_a_number_and_for_replicas_only() -> None:
+    assert parse_read(CLUSTER).group is None
+    assert parse_read({**CLUSTER, "group": "0"}).group == 0
+    assert parse_read({**CLUSTER, "group": "7", "readFrom": "replica"}).group == 7
+    with pytest.raises(BadConfig, match="'group' is for readFrom=replica"):
+        parse_read({**CLUSTER, "group": "7", "readFrom": "server"})
+    for value in ("-1", "dc1", str(1 << 31)):
+        with pytest.raises(BadConfig, match="option 'group' is a whole number from 0"):
+            parse_read({**CLUSTER, "group": value})
 
 
 def test_marks_are_json_by_partition() -> None:

@@ -38,9 +38,15 @@ class Cluster:
         )
 
     def sources(
-        self, _connect: str, choose: Callable[[int], Sequence[int]], *, linearizable: bool
+        self,
+        _connect: str,
+        choose: Callable[[int], Sequence[int]],
+        *,
+        linearizable: bool,
+        group: int | None,
     ) -> tuple[SimpleNamespace, dict[int, ReplicaSet]]:
         del linearizable
+        assert group is None
         count = len(self.marks)
         chosen = choose(count)
         return self.client(), {

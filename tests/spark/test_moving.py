@@ -1,0 +1,242 @@
+"""Servers and storages go while Spark reads: what is read is the log, and no task has failed.
+
+The session is `local[2]`, where the first task that fails ends its job: a job that has ended well
+had none.
+"""
+
+import threading
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pytest
+from pyspark import TaskContext
+from pyspark.sql import DataFrame, SparkSession
+
+import waltz_core.local
+from tests.fault.changing import address, does
+from tests.fault.load import wait_until
+from waltz_core.batches import encode_append
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+PARTITIONS, TASKS = 2, 4
+# Each task reads three chunks of 4 MiB: one is looked at and one on its way when things happen.
+ROWS, ROW_BYTES, BATCH = 6_000, 4_000, 500
+PATIENCE_S = 120
+
+Rows = list[tuple[int, int, int]]
+
+
+@pytest.fixture(scope="module")
+def log() -> Iterator[LocalCluster]:
+    """A cluster of its own, with a log that takes a while to read."""
+    with waltz_core.local.running(server_count=2, partition_count=PARTITIONS) as cluster:
+        with WaltzClient(cluster.connect) as client:
+            for partition in range(PARTITIONS):
+                futures = [
+                    client.append_batch(partition, payload, BATCH, client_high_water_mark=-1)
+                    for payload in (batch(partition, first) for first in range(0, ROWS, BATCH))
+                ]
+                committed = [each.result(PATIENCE_S).committed_count for each in futures]
+                assert committed == [BATCH] * len(futures)
+        yield cluster
+
+
+def data_of(partition: int, row: int) -> bytes:
+    return b"%d:%d " % (partition, row) * (ROW_BYTES // 8)
+
+
+def batch(partition: int, first: int) -> bytes:
+    nothing: list[list[int]] = [[]] * BATCH
+    return encode_append(
+        [0] * BATCH,
+        [data_of(partition, row) for row in range(first, first + BATCH)],
+        write_locks=nothing,
+        read_locks=nothing,
+        append_locks=nothing,
+    )
+
+
+EXPECTED = [
+    (partition, row, zlib.crc32(data_of(partition, row)))
+    for partition in range(PARTITIONS)
+    for row in range(ROWS)
+]
+
+
+def gated(place: Path) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return what makes the first task say that it has begun to read, and wait to go on."""
+
+    def pass_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for each in batches:
+            context = TaskContext.get()
+            assert context is not None
+            if context.partitionId() == 0:
+                (place / "begun").touch()
+                for _ in range(50 * PATIENCE_S):
+                    if (place / "go").exists():
+                        break
+                    threading.Event().wait(0.02)
+            yield each
+
+    return pass_on
+
+
+def read_while(
+    spark: SparkSession, log: LocalCluster, place: Path, event: Callable[[], None], **options: Any
+) -> Rows:
+    """Read the log's first rows by a batch; the event comes when a task is in the midst of it."""
+    place.mkdir()
+    table = (
+        spark.read.format("waltz")
+        .options(
+            columns="partition,transaction_id,data",
+            transactionIds=f"0-{ROWS - 1}",
+            minPartitions=TASKS,
+            **options,
+        )
+        .load(log.connect)
+    )
+    table = table.mapInArrow(gated(place), table.schema)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(
+            lambda: table.selectExpr("partition", "transaction_id", "crc32(data) AS crc").collect()
+        )
+        try:
+            wait_until(
+                "a task has begun",
+                lambda: (place / "begun").exists() or found.done(),
+                seconds=PATIENCE_S,
+            )
+            event()
+        finally:
+            (place / "go").touch()
+        return sorted(
+            (row.partition, row.transaction_id, row.crc) for row in found.result(PATIENCE_S)
+        )
+
+
+class Writer:
+    """Appends to all partitions until it is stopped; `written` has what is in the log of it."""
+
+    def __init__(self, connect: str) -> None:
+        self._client = WaltzClient(connect)
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.written: list[tuple[int, int, bytes]] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Write no more."""
+        self._is_stopping.set()
+        self._thread.join()
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._is_stopping.wait(0.01):
+            for partition in range(PARTITIONS):
+                data = b"row %d" % len(self.written)
+                at = self._client.append(data, partition=partition).result(PATIENCE_S)
+                self.written.append((partition, at, data))
+
+
+def test_batches_and_a_stream_go_on_where_the_partitions_go(
+    spark: SparkSession, log: LocalCluster, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, int, bytes]] = []
+
+    def take(table: DataFrame, _number: int) -> None:
+        rows = table.select("partition", "transaction_id", "data").collect()
+        seen.extend((row.partition, row.transaction_id, bytes(row.data)) for row in rows)
+
+    def owned_by(name: str, other: str) -> None:
+        # Of two that want the same partitions the older one would have them.
+        does(log, "unprefer", "all", address(log, other))
+        assert does(log, "prefer", "all", address(log, name))["owns"] == [0, 1]
+
+    query = (
+        spark.readStream.format("waltz")
+        .options(startingHighWaterMarks="latest", readFrom="server")
+        .load(log.connect)
+        .writeStream.foreachBatch(take)
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .start()
+    )
+    try:
+        query.processAllAvailable()
+        owned_by("server-1", "server-2")
+        with Writer(log.connect) as writer:
+            for number, event in enumerate(
+                (lambda: owned_by("server-2", "server-1"), lambda: log.kill("server-2"))
+            ):
+                place = tmp_path / str(number)
+                assert read_while(spark, log, place, event, readFrom="server") == EXPECTED
+                count = len(seen)
+                wait_until(
+                    "the stream goes on",
+                    lambda at=count: len(seen) > at + 20,
+                    seconds=PATIENCE_S,
+                )
+            writer.stop()
+            query.processAllAvailable()
+        assert query.exception() is None
+        assert sorted(seen) == sorted(writer.written)
+        for partition in range(PARTITIONS):
+            ids = [at for each, at, _ in sorted(seen) if each == partition]
+            assert ids == list(range(ROWS, ROWS + len(ids)))
+    finally:
+        query.stop()
+        log.start("server-2")
+
+
+def read_bytes(log: LocalCluster, name: str) -> float:
+    """Return how much a storage has read for others."""
+    url = f"http://127.0.0.1:{log.member(name).http_port}/metrics"
+    with urllib.request.urlopen(url, timeout=30) as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(each.split()[-1]) for each in lines if each.startswith(READ_BYTES))
+
+
+READ_BYTES = "waltz_storage_read_bytes_total"
+
+
+def test_a_batch_reads_from_its_own_group_and_from_others_when_that_is_gone(
+    spark: SparkSession, log: LocalCluster, tmp_path: Path
+) -> None:
+    names = ["storage-1", "storage-2", "storage-3"]
+    near = names[1]
+    with WaltzClient(log.connect) as client:
+        # Each storage of a local cluster is a group of its own.
+        (group,) = (
+            each
+            for each in range(4)
+            if client.replicas(0, group=each).nearby == (address(log, near),)
+        )
+    before = {each: read_bytes(log, each) for each in names}
+    at_kill: dict[str, float] = {}
+
+    def kill() -> None:
+        at_kill.update({each: read_bytes(log, each) - before[each] for each in names})
+        log.kill(near)
+
+    try:
+        found = read_while(spark, log, tmp_path / "batch", kill, group=group)
+    finally:
+        log.start(near)
+    assert found == EXPECTED
+    assert at_kill[near] > 4 * ROW_BYTES
+    assert at_kill[names[0]] == at_kill[names[2]] == 0
+    assert sum(read_bytes(log, each) - before[each] for each in (names[0], names[2])) > ROW_BYTES

@@ -1,0 +1,222 @@
+"""Over real sockets: what is late on an old connection, and what a move does to order and outcomes.
+
+`test_stream.py`, `test_mounts.py` and the simulator have each rule by itself; here client and
+server meet, with what was sent before a break arriving after everything was settled without it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.unit.client.memory_cluster import MemoryCluster, MemoryServer, memory_cluster
+from tests.unit.client.test_async_client import Applying, batch_of, told, until
+from waltz_core.client import Reason
+from waltz_core.cluster import model
+
+
+class Passage:
+    """One connection through a `Way`; each direction can be held, and lets go in order."""
+
+    def __init__(self) -> None:
+        self.open = {"up": asyncio.Event(), "down": asyncio.Event()}
+        for each in self.open.values():
+            each.set()
+        self.held = {"up": 0, "down": 0}
+        self.client: asyncio.StreamWriter | None = None
+
+    def hold(self, direction: str) -> None:
+        """Keep what is sent from now on."""
+        self.open[direction].clear()
+
+    def release(self, direction: str) -> None:
+        """Let it through, late."""
+        self.open[direction].set()
+
+    def lose_client(self) -> None:
+        """Break the client's end; the server does not know, and is sent what is held."""
+        assert self.client is not None
+        self.client.transport.abort()
+
+    async def carry(
+        self, direction: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Copy until the end; the end is held, too."""
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65_536):
+                self.held[direction] += len(data)
+                await self.open[direction].wait()
+                self.held[direction] -= len(data)
+                writer.write(data)
+        await self.open[direction].wait()
+        writer.close()
+
+
+class Way:
+    """Stands before a server's port."""
+
+    def __init__(self, port_behind: int, tasks: asyncio.TaskGroup) -> None:
+        self._port_behind = port_behind
+        self._tasks = tasks
+        self.passages: list[Passage] = []
+        self.port = 0
+
+    async def enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port_behind)
+        passage = Passage()
+        passage.client = writer
+        self.passages.append(passage)
+        self._tasks.create_task(passage.carry("up", reader, back))
+        self._tasks.create_task(passage.carry("down", there, writer))
+
+
+@contextlib.asynccontextmanager
+async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Way]]:
+    """Put a way before each server of the cluster, by the server's number."""
+    made: list[Way] = []
+    async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as stack:
+        for server in cluster.servers:
+            assert server.listener is not None
+            way = Way(server.listener.port, tasks)
+            door = await stack.enter_async_context(
+                await asyncio.start_server(way.enter, "127.0.0.1", 0)
+            )
+            way.port = door.sockets[0].getsockname()[1]
+            await server.coordinator.register_server(descriptor(server, way))
+            made.append(way)
+        await cluster.settled()
+        yield made
+        for way in made:
+            for passage in way.passages:
+                passage.release("up")
+                passage.release("down")
+        for server in cluster.servers:
+            server.cut()
+
+
+def descriptor(server: MemoryServer, way: Way, *preferred: int) -> model.ServerDescriptor:
+    return model.ServerDescriptor(server.server_id, "127.0.0.1", way.port, preferred)
+
+
+async def move(cluster: MemoryCluster, there: list[Way], to: MemoryServer) -> None:
+    """Have a server own partition 0, as `cluster prefer` does."""
+    for server, way in zip(cluster.servers, there, strict=True):
+        if server is not to:
+            await server.coordinator.prefer(descriptor(server, way))
+    await to.coordinator.prefer(descriptor(to, there[cluster.servers.index(to)], 0))
+    await until(lambda: 0 in to.partitions and to.partitions[0].partition.is_open)
+    await cluster.settled()
+
+
+MOVES = pytest.mark.parametrize("moves", [0, 1, 2], ids=["stays", "moves", "moves and returns"])
+
+
+async def make_moves(cluster: MemoryCluster, there: list[Way], count: int) -> None:
+    for _ in range(count):
+        (other,) = (each for each in cluster.servers if each is not cluster.owner(0))
+        await move(cluster, there, other)
+
+
+@MOVES
+def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
+    @told
+    async def story() -> None:
+        async with (
+            memory_cluster(server_count=2) as cluster,
+            ways(cluster) as there,
+            cluster.client().opened() as client,
+        ):
+            await client.mount([0])
+            server = cluster.owner(0)
+            (old,) = there[cluster.servers.index(server)].passages
+            old.hold("up")
+            futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
+            batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
+            await until(lambda: old.held["up"])
+            await make_moves(cluster, there, moves)
+            old.lose_client()
+            # Nothing of it is in the log, so the rows are sent again and the batch is told lost.
+            assert (await batch).reasons.tolist() == [Reason.LOST] * 2
+            assert sorted([await future for future in futures]) == list(range(5))
+            assert cluster.owner(0) is server or moves == 1
+            before = server.received.count("AppendBatch") + server.received.count("AppendRequest")
+            old.release("up")
+            await until(
+                lambda: (
+                    server.received.count("AppendBatch") + server.received.count("AppendRequest")
+                    >= before + 2
+                )
+            )
+            assert await (await client.append(b"last", partition=0)) == 5
+            data = [row for _, _, row in cluster.logs[0].rows()]
+            assert data == [*(b"%d" % i for i in range(5)), b"last"]
+
+    story()
+
+
+@MOVES
+def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice(moves: int) -> None:
+    @told
+    async def story() -> None:
+        async with (
+            memory_cluster(server_count=2) as cluster,
+            ways(cluster) as there,
+            cluster.client().opened() as client,
+        ):
+            await client.mount([0])
+            server = cluster.owner(0)
+            (old,) = there[cluster.servers.index(server)].passages
+            old.hold("down")
+            futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
+            batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
+            await until(lambda: len(cluster.logs[0].rows()) == 7)
+            assert not batch.done()
+            await make_moves(cluster, there, moves)
+            old.lose_client()
+            assert (await batch).committed_count == 2
+            ids = [await future for future in futures]
+            old.release("down")
+            assert await (await client.append(b"last", partition=0)) == 7
+            data = [row for _, _, row in cluster.logs[0].rows()]
+            assert [data[each] for each in ids] == [b"%d" % i for i in range(5)]
+            assert sorted(data) == sorted([*(b"%d" % i for i in range(5)), b"a", b"b", b"last"])
+
+    story()
+
+
+@told
+async def test_moves_to_and_fro_change_no_order_and_no_outcome() -> None:
+    async with (
+        memory_cluster(server_count=2) as cluster,
+        ways(cluster) as there,
+        cluster.client().opened() as client,
+    ):
+        seen = Applying()
+        await client.subscribe(seen, [0])
+        futures, outcomes = [], []
+        for turn in range(6):
+            for i in range(40):
+                futures.append(await client.append(b"%d-%d" % (turn, i), partition=0))
+                if i % 10 == 0:
+                    payload = batch_of(b"b%d-%d" % (turn, i))
+                    outcomes.append(
+                        await client.append_batch(0, payload, 1, client_high_water_mark=-1)
+                    )
+            await make_moves(cluster, there, 1)
+        ids = [await future for future in futures]
+        data = [row for _, _, row in cluster.logs[0].rows()]
+        # Each is in the log once, where it was told to be.
+        sent = [b"%d-%d" % (turn, i) for turn in range(6) for i in range(40)]
+        assert [data[each] for each in ids] == sent
+        assert ids == sorted(ids)
+        told_of_batches = [(await each).reasons.tolist() for each in outcomes]
+        batches = [b"b%d-%d" % (turn, i) for turn in range(6) for i in range(0, 40, 10)]
+        expected = [
+            row for row, (reason,) in zip(batches, told_of_batches, strict=True) if reason == 0
+        ]
+        assert [row for row in data if row.startswith(b"b")] == expected
+        assert len(data) == len(sent) + len(expected)
+        # The feed has all of it in order, once, over all moves.
+        await until(lambda: len(seen.seen) == len(data))
+        assert seen.seen == list(range(len(data)))
