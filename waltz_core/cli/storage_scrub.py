@@ -5,10 +5,10 @@ Why it stands alone: it is the one verb that takes as long as a disk takes.
 
 import argparse
 import asyncio
-import sys
 from typing import Final
 
 from waltz_core.cli.output import say, show_json, show_table
+from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage_target import add_partitions, add_target, partitions_of, target_of
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.storage_admin import StorageAdmin, administered
@@ -63,14 +63,11 @@ async def _scrubbed(admin: StorageAdmin, partition: int) -> ScrubResponse:
     """Begin a pass and wait for its end."""
     state = await admin.ask(ScrubResponse, ScrubRequest, partition, True)  # noqa: FBT003 - the wire's
     passes_count = state.passes_count
-    while state.passes_count == passes_count:
-        if sys.stderr.isatty():
-            done = f"partition {partition}: {state.next_id} of {state.last_id + 1} read again"
-            print(f"\r{done}", end="", file=sys.stderr, flush=True)
-        await asyncio.sleep(LOOK_S)
-        state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    with ProgressLine() as line:
+        while state.passes_count == passes_count:
+            line.show(state.next_id, state.last_id + 1, f"records of partition {partition}")
+            await asyncio.sleep(LOOK_S)
+            state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
     return state
 
 
