@@ -32,17 +32,24 @@ def add(command: argparse.ArgumentParser) -> None:
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
     append = verbs.add_parser("append", help="append transactions, one for each line or argument")
     append.add_argument("data", nargs="*", help="the payloads; else the lines of standard input")
-    append.add_argument("--partition", type=int, help="else by the first lock, else in turn")
-    append.add_argument("--header", type=int, default=0)
+    append.add_argument(
+        "--partition", type=int, metavar="P", help="else by the first lock, else in turn"
+    )
+    append.add_argument("--header", type=int, default=0, help="32 bits of yours (default 0)")
     append.add_argument(
         "--write-lock", action="append", default=[], metavar="NAME:KEY", help="a key is an integer"
     )
-    append.add_argument("--high-water-mark", type=int, help="else the partition's mark now")
+    append.add_argument(
+        "--high-water-mark",
+        type=int,
+        metavar="ID",
+        help="refuse it if a lock was written after this id; else the partition's mark now",
+    )
     append.set_defaults(verb=_append)
     read = verbs.add_parser("read", help="print transactions of a partition")
-    read.add_argument("--partition", type=int, default=0)
-    read.add_argument("--first", type=int, default=BEFORE_FIRST + 1)
-    read.add_argument("--last", type=int, help="else the partition's mark")
+    read.add_argument("--partition", type=int, default=0, metavar="P", help="default 0")
+    read.add_argument("--first", type=int, default=BEFORE_FIRST + 1, metavar="ID", help="default 0")
+    read.add_argument("--last", type=int, metavar="ID", help="default: the last there is")
     read.set_defaults(verb=_read)
     watched = verbs.add_parser("watch", help="print transactions as they come, until interrupted")
     watched.add_argument("--partition", type=int, default=0, metavar="P", help="default 0")
@@ -141,7 +148,8 @@ async def _watch_one(arguments: argparse.Namespace) -> int:
     if arguments.transactions is not None and arguments.transactions < 1:
         raise BadConfig(f"--transactions: expected 1 or more, found {arguments.transactions}")
     async with AsyncWaltzClient.connect(arguments.connect) as client:
-        mark = LATEST if arguments.first is None else arguments.first - 1
+        first = arguments.first
+        mark = LATEST if first is None else client_check.mark_before(first)
         printing = _Printing(mark, arguments.transactions, as_json=arguments.json)
         await client.subscribe(printing, [arguments.partition])
         await printing.is_over.wait()

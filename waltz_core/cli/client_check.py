@@ -297,7 +297,11 @@ async def _produce(arguments: argparse.Namespace) -> int:
 async def _consume(arguments: argparse.Namespace) -> int:
     async with AsyncWaltzClient.connect(arguments.connect) as client:
         partitions = _chosen(arguments, client)
-        starts = {each: await _before(arguments, client, each) for each in partitions}
+        first: int | None = arguments.first
+        starts = {
+            each: await client.high_water_mark(each) if first is None else mark_before(first)
+            for each in partitions
+        }
         wanted: int = arguments.transactions
         check = Checking(starts, wanted)
         if not arguments.json:
@@ -314,12 +318,10 @@ async def _consume(arguments: argparse.Namespace) -> int:
     return _tell(arguments, check.wrong, told)
 
 
-async def _before(arguments: argparse.Namespace, client: AsyncWaltzClient, partition: int) -> int:
-    if arguments.first is None:
-        return await client.high_water_mark(partition)
-    if arguments.first < 0:
-        raise BadConfig(f"--first: expected an id, 0 or more, found {arguments.first}")
-    first: int = arguments.first
+def mark_before(first: int) -> int:
+    """Return the mark of who has seen all before `--first`; raises BadConfig for no id."""
+    if first < 0:
+        raise BadConfig(f"--first: expected an id, 0 or more, found {first}")
     return first - 1
 
 

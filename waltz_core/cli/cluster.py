@@ -39,7 +39,7 @@ def add(command: argparse.ArgumentParser) -> None:
     create.add_argument("--if-absent", action="store_true", help="an existing cluster is fine")
     create.set_defaults(verb=_create)
     shown = verbs.add_parser("show", help="show servers, storages and partitions")
-    shown.add_argument("--json", action="store_true")
+    shown.add_argument("--json", action="store_true", help="one JSON value on standard output")
     shown.set_defaults(verb=_show)
     protect = verbs.add_parser(
         "protect", help="let only the user of the connect string's auth file at the nodes"

@@ -61,7 +61,9 @@ def add_remove(verb: argparse.ArgumentParser) -> None:
 def add_availability(verb: argparse.ArgumentParser) -> None:
     """Declare `availability`."""
     add_partitions(verb)
-    verb.add_argument("--online", choices=("true", "false"), required=True)
+    verb.add_argument(
+        "--online", choices=("true", "false"), required=True, help="false: no server may use them"
+    )
     add_target(verb, _availability)
 
 
@@ -83,8 +85,18 @@ def add_recover(verb: argparse.ArgumentParser) -> None:
     """Declare `recover-partition`."""
     add_partitions(verb)
     source = verb.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from", dest="source", metavar="HOST:PORT", help="needs --connect")
-    source.add_argument("--from-admin", dest="source_admin", metavar="HOST:ADMIN_PORT")
+    source.add_argument(
+        "--from",
+        dest="source",
+        metavar="HOST:PORT",
+        help="the storage to copy from; needs --connect",
+    )
+    source.add_argument(
+        "--from-admin",
+        dest="source_admin",
+        metavar="HOST:ADMIN_PORT",
+        help="the same by its admin port",
+    )
     verb.add_argument(
         "--batch-bytes",
         type=int,
