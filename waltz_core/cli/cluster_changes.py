@@ -58,11 +58,21 @@ def _add_storage_verbs(verbs: Verbs) -> None:
 
 
 def _add_replica_verbs(verbs: Verbs) -> None:
-    for name, text, verb in (
-        ("add-replica", "give a storage a replica of some partitions", _add_replica),
-        ("remove-replica", "take the replica of some partitions from a storage", _remove_replica),
+    for name, also, text, verb in (
+        (
+            "add-replica",
+            "assign-partition",
+            "give a storage a replica of some partitions",
+            _add_replica,
+        ),
+        (
+            "remove-replica",
+            "unassign-partition",
+            "take the replica of some partitions from a storage",
+            _remove_replica,
+        ),
     ):
-        command = verbs.add_parser(name, help=text)
+        command = verbs.add_parser(name, aliases=[also], help=text)
         _add_partitions(command)
         command.add_argument("address", metavar="HOST:PORT", nargs="+")
         _finish(command, verb)

@@ -25,7 +25,11 @@ def add(verbs: Verbs) -> None:
     add_place(listed)
     listed.add_argument("--json", action="store_true", help="one JSON value on standard output")
     listed.set_defaults(verb=lambda arguments: net.run(_list(arguments)))
-    key = verbs.add_parser("show-key", help="print the cluster key, which every storage carries")
+    key = verbs.add_parser(
+        "show-key",
+        aliases=["show-cluster-key"],
+        help="print the cluster key, which every storage carries",
+    )
     add_place(key)
     key.add_argument("--json", action="store_true", help="one JSON value on standard output")
     key.set_defaults(verb=lambda arguments: net.run(_show_key(arguments)))
