@@ -1,8 +1,9 @@
 """`waltz-core cluster prefer | unprefer | audit`: what servers own, and the record."""
 
 import argparse
+import asyncio
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from waltz_core import net
@@ -10,13 +11,19 @@ from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import Command, Result, add_common, connected, run
 from waltz_core.cli.output import show_json, show_table
 from waltz_core.cluster import changes
-from waltz_core.errors import BadConfig, Unavailable
+from waltz_core.cluster.membership import ServersView
+from waltz_core.errors import BadConfig, Unavailable, WaltzError
+from waltz_core.record import PartitionId
 from waltz_core.wire.messages import (
     AddPreferredRequest,
     AddPreferredResponse,
+    PartitionsHealthRequest,
+    PartitionsHealthResponse,
     RemovePreferredRequest,
     RemovePreferredResponse,
 )
+
+LOOK_AGAIN_S = 0.1
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -73,7 +80,7 @@ async def _ask_to_prefer(
     answer = await ask(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:
         raise Unavailable(f"the server at {address} has refused the partitions {partitions}")
-    view = await coordinator.read_servers()
+    view = await _all_open(command, partitions)
     owned = sorted(
         partition_id
         for partition_id, owner in view.owners.items()
@@ -84,6 +91,29 @@ async def _ask_to_prefer(
         "owns": owned,
         "summary": f"{address} owns the partitions {', '.join(map(str, owned)) or 'none'} now",
     }
+
+
+async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> ServersView:
+    """Return the servers once those that own these partitions have them open."""
+    while True:
+        view = await command.coordinator.read_servers()
+        owners = {each: view.owners[each].server_id for each in partitions if each in view.owners}
+        asked = {key: await _open_at(view.servers[key].address) for key in set(owners.values())}
+        is_open = [each for each, key in owners.items() if each in asked[key]]
+        if view.is_settled and len(is_open) == len(partitions):
+            return view
+        waits = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
+        what = f"partitions to be open at their servers: {waits}"
+        command.wait_for(what, len(is_open), len(partitions))
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def _open_at(address: str) -> set[int]:
+    try:
+        told = await ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
+    except WaltzError:  # It has just gone; who comes after it is asked next time.
+        return set()
+    return {partition for partition, is_healthy in told.healthy if is_healthy}
 
 
 # --- audit

@@ -18,7 +18,6 @@ from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import add_common, connected
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.client.storage_admin import administered
 from waltz_core.cluster import changes
 from waltz_core.cluster.changes import Replicas
 from waltz_core.cluster.connect_string import split_address
@@ -223,6 +222,8 @@ async def _of_server(address: str, owned: tuple[PartitionId, ...], layout: Layou
 async def _of_storage(
     address: ReplicaId, wanted: tuple[PartitionId, ...], layout: Layout
 ) -> list[Finding]:
+    from waltz_core.client.storage_admin import administered  # noqa: PLC0415 - loads Arrow
+
     admin = f"{split_address(address)[0]}:{layout.admin_ports.get(address, 0)}"
     try:
         async with administered(admin) as storage:
