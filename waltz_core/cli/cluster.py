@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import uuid
+from typing import Any
 
 from waltz_core.cli import (
     cluster_changes,
@@ -133,7 +134,7 @@ async def _show_at(arguments: argparse.Namespace) -> int:
     async with zookeeper.connected(place_of(arguments), connect_timeout_ms=timeout_ms) as found:
         cluster = await found.read_cluster()
         servers = await found.read_servers()
-        assignment = await found.read_replica_assignment()
+        layout = await found.storages.read()
         partitions = {}
         for number in range(cluster.params.partition_count):
             partition = PartitionId(number)
@@ -152,8 +153,11 @@ async def _show_at(arguments: argparse.Namespace) -> int:
             int(key): f"{server.host}:{server.port}" for key, server in servers.servers.items()
         },
         "storages": {
-            str(address): [int(p) for p in held] for address, held in assignment.partitions.items()
+            str(address): [int(p) for p in held]
+            for address, held in layout.assignment.partitions.items()
         },
+        "groups": dict(layout.groups),
+        "admin_ports": dict(layout.admin_ports),
         "partitions": partitions,
     }
     if arguments.json:
@@ -179,10 +183,21 @@ def _partition(owner: str | None, metadata: PartitionMetadata | None) -> dict[st
     }
 
 
-def _print(summary: dict[str, object]) -> None:
+def _print(summary: dict[str, Any]) -> None:
     show(f"{summary['name']}  key {summary['cluster_key']}")
-    partitions = summary["partitions"]
-    assert isinstance(partitions, dict)
+    storages = summary["storages"]
+    show_table(
+        ("storage", "admin port", "group", "replicas"),
+        [
+            (
+                name,
+                summary["admin_ports"].get(name, "-"),
+                summary["groups"].get(name, "-"),
+                len(held),
+            )
+            for name, held in storages.items()
+        ],
+    )
     show_table(
         ("partition", "server", "generation", "session", "engaged replicas"),
         [
@@ -193,6 +208,6 @@ def _print(summary: dict[str, object]) -> None:
                 "-" if part["session"] is None else part["session"],
                 " ".join(part["engaged"]) or "-",
             )
-            for number, part in partitions.items()
+            for number, part in summary["partitions"].items()
         ],
     )
