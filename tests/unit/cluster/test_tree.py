@@ -53,11 +53,17 @@ async def test_what_is_zookeepers_own_is_not_looked_at(it):
     assert await tree.find_clusters(it.session, "/") == []
 
 
-@story
-async def test_too_many_other_nodes_are_refused(it):
-    await it.session.write([Create(f"/n{number}") for number in range(tree.NODES_MAX)])
-    with pytest.raises(errors.BadRequest, match="more than 10000 nodes below /"):
-        await tree.find_clusters(it.session, "/")
+def test_too_many_other_nodes_are_refused(monkeypatch):
+    monkeypatch.setattr(tree, "NODES_MAX", 10)
+
+    async def run(it):
+        await it.session.write([Create(f"/n{number}") for number in range(9)])
+        assert await tree.find_clusters(it.session, "/") == []
+        await it.session.write([Create("/n9")])
+        with pytest.raises(errors.BadRequest, match="more than 10 nodes below /"):
+            await tree.find_clusters(it.session, "/")
+
+    asyncio.run(run(Story()))
 
 
 @story
@@ -75,15 +81,19 @@ async def test_a_deleted_cluster_leaves_nothing_and_its_neighbours_alone(it):
     await it.cluster("/a/two")
 
 
-@story
-async def test_large_clusters_are_deleted_in_steps(it):
-    await it.cluster("/w", partition_count=2 * tree.STEP_NODES_MAX)
-    steps = []
-    count = await tree.delete_tree(it.session, "/w", lambda *each: steps.append(each))
-    assert count > 2 * tree.STEP_NODES_MAX
-    assert [done for done, _ in steps] == [0, tree.STEP_NODES_MAX, 2 * tree.STEP_NODES_MAX]
-    assert {of for _, of in steps} == {count}
-    assert set(it.zookeeper.dump()) == {"/"}
+def test_large_clusters_are_deleted_in_steps(monkeypatch):
+    monkeypatch.setattr(tree, "STEP_NODES_MAX", 10)
+
+    async def run(it):
+        await it.cluster("/w", partition_count=15)
+        steps = []
+        count = await tree.delete_tree(it.session, "/w", lambda *each: steps.append(each))
+        assert 20 < count < 30
+        assert [done for done, _ in steps] == [0, 10, 20]
+        assert {of for _, of in steps} == {count}
+        assert set(it.zookeeper.dump()) == {"/"}
+
+    asyncio.run(run(Story()))
 
 
 @pytest.mark.parametrize("fault", list(WriteFault))
