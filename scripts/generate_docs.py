@@ -45,7 +45,7 @@ handlers = ["stderr"]
 level = "INFO"
 
 # kazoo tells of each lost connection at length.
-[loggers.kazoo]
+[loggers."waltz_core.kazoo"]
 level = "WARNING"
 """
 

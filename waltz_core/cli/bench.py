@@ -49,6 +49,9 @@ class Load:
     directory: str | None = None
     mib: int | None = None
     segments: int = 1
+    writers: int = 1
+    interval_ms: float = 0.0
+    lock_pool: int = 0
 
     @property
     def batch_rows(self) -> int:
@@ -163,6 +166,21 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--segments", type=int, default=1, help="storage-open: at least so many segments (1)"
     )
+    command.add_argument(
+        "--writers", type=int, default=1, help="test-producers: so many at once (1)"
+    )
+    command.add_argument(
+        "--interval-ms",
+        type=float,
+        default=0.0,
+        help="test-producers: pause of a writer after each transaction (0)",
+    )
+    command.add_argument(
+        "--lock-pool",
+        type=int,
+        default=0,
+        help="test-producers: write locks are drawn from so many (0: no locks)",
+    )
     command.add_argument("--rows", type=int, default=500_000, help="rows, where a number is asked")
     command.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     command.set_defaults(verb=_bench)
@@ -184,11 +202,15 @@ def _workload(name: str) -> Workload:
 
 def _bench(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments.workload)
-    for name in ("seconds", "batch", "in_flight", "rows", "mib", "segments"):
+    for name in ("seconds", "batch", "in_flight", "rows", "mib", "segments", "writers"):
         given = getattr(arguments, name)
         if given is not None and given <= 0:
             flag = name.replace("_", "-")
             raise BadConfig(f"--{flag}: expected more than 0, found {given}")
+    for name in ("interval_ms", "lock_pool"):
+        if getattr(arguments, name) < 0:
+            flag, found = name.replace("_", "-"), getattr(arguments, name)
+            raise BadConfig(f"--{flag}: expected 0 or more, found {found}")
     with ExitStack() as stack:
         cluster: LocalCluster | None = None
         if arguments.workload in workloads.WITHOUT_CLUSTER:
@@ -211,6 +233,9 @@ def _bench(arguments: argparse.Namespace) -> int:
             None if arguments.directory is None else str(arguments.directory),
             arguments.mib,
             arguments.segments,
+            arguments.writers,
+            arguments.interval_ms,
+            arguments.lock_pool,
         )
         meter = Meter(cluster)
         say(f"running {arguments.workload}")

@@ -17,8 +17,8 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from waltz_core import net
@@ -29,9 +29,10 @@ from waltz_core.cluster.audit import DONE, AuditEntry
 from waltz_core.cluster.changes import Plan
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.storages import Progress
-from waltz_core.errors import Unavailable, WaltzError
+from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 TIMEOUT_S = 600.0
+BROKEN_OFF = "failed: broken off"
 CONNECT_WAIT_S = 10.0
 
 Result = Mapping[str, object]
@@ -88,6 +89,31 @@ def add_common(verb: argparse.ArgumentParser, *, changes: bool = True) -> None:
         )
 
 
+def add_place(verb: argparse.ArgumentParser) -> None:
+    """Declare the cluster as an argument, too: `cluster create CONNECT` and its like."""
+    verb.add_argument(
+        "connect",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="CONNECT",
+        help="the cluster, zk1:2181,zk2:2181/waltz/payments",
+    )
+    verb.add_argument(
+        "--connect",
+        metavar="CONNECT",
+        default=os.environ.get("WALTZ_CONNECT"),
+        help="the same as an option (default $WALTZ_CONNECT)",
+    )
+
+
+def place_of(arguments: argparse.Namespace) -> str:
+    """Return the cluster that `add_place` was told; raises BadConfig for none."""
+    place: str | None = arguments.connect
+    if place is None:
+        raise BadConfig("expected a cluster, such as zk1:2181,zk2:2181/waltz/payments, found none")
+    return place
+
+
 def run(arguments: argparse.Namespace, work: Callable[[Command], Awaitable[Result | None]]) -> int:
     """Run a command that changes the cluster; see the module's rules."""
     return net.run(_run(arguments, work))
@@ -112,17 +138,27 @@ async def _run(
 async def _on_record(
     command: Command, work: Callable[[Command], Awaitable[Result | None]]
 ) -> Result | None:
-    """Rule 1; a command that makes the cluster's nodes has nowhere to write before it has."""
-    audit, entry = command.coordinator.audit, _entry()
-    path = None if command.arguments.creates else await audit.begin(entry)
-    outcome = DONE
-    try:
+    async with recorded(command.coordinator, creates=command.arguments.creates):
         return await _in_time(command, work)
+
+
+@asynccontextmanager
+async def recorded(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
+    """Have the block on record (rule 1).
+
+    `creates`: it makes the cluster's nodes, or deletes them, so they may be there only before or
+    after it; the record is made when it is over, where there is a cluster then.
+    """
+    audit, entry, outcome = coordinator.audit, _entry(), BROKEN_OFF
+    path = None if creates else await audit.begin(entry)
+    try:
+        yield
+        outcome = DONE
     except WaltzError as error:
         outcome = f"failed: {error}"
         raise
     finally:
-        if path is None and await _has_cluster(command.coordinator):
+        if path is None and await _has_cluster(coordinator):
             path = await audit.begin(entry)
         if path is not None:
             await audit.end(path, entry, outcome, _now_ms())

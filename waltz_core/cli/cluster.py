@@ -1,10 +1,19 @@
-"""`waltz-core cluster create | show | protect`, and the verbs that change what ZooKeeper holds."""
+"""`waltz-core cluster create | show | protect`, and the verbs of the files beside it."""
 
 import argparse
 import asyncio
 import uuid
+from typing import Any
 
-from waltz_core.cli import cluster_changes, cluster_checks, cluster_rescue
+from waltz_core.cli import (
+    cluster_changes,
+    cluster_checks,
+    cluster_reach,
+    cluster_rescue,
+    cluster_roots,
+    cluster_verify,
+)
+from waltz_core.cli.changing import CONNECT_WAIT_S, add_place, place_of, recorded
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
@@ -12,8 +21,6 @@ from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata
 from waltz_core.errors import BadConfig
 from waltz_core.record import PartitionId, ReplicaId
-
-CONNECT_WAIT_S = 10.0
 
 
 def add(command: argparse.ArgumentParser) -> None:
@@ -33,23 +40,27 @@ def add(command: argparse.ArgumentParser) -> None:
     create.add_argument("--if-absent", action="store_true", help="an existing cluster is fine")
     create.set_defaults(verb=_create)
     shown = verbs.add_parser("show", help="show servers, storages and partitions")
-    shown.add_argument("--json", action="store_true")
+    shown.add_argument("--json", action="store_true", help="one JSON value on standard output")
     shown.set_defaults(verb=_show)
     protect = verbs.add_parser(
         "protect", help="let only the user of the connect string's auth file at the nodes"
     )
     protect.set_defaults(verb=_protect)
-    cluster_changes.add(verbs)
-    cluster_checks.add(verbs)
-    cluster_rescue.add(verbs)
     for verb in (create, shown, protect):
-        verb.add_argument("connect", help="zk1:2181,zk2:2181/waltz/payments")
+        add_place(verb)
         verb.add_argument(
             "--wait-s",
             type=float,
             default=CONNECT_WAIT_S,
-            help=f"how long to wait for ZooKeeper (default {CONNECT_WAIT_S:.0f})",
+            metavar="S",
+            help=f"wait so many seconds for ZooKeeper (default {CONNECT_WAIT_S:.0f})",
         )
+    cluster_roots.add(verbs)
+    cluster_verify.add(verbs)
+    cluster_reach.add(verbs)
+    cluster_changes.add(verbs)
+    cluster_checks.add(verbs)
+    cluster_rescue.add(verbs)
 
 
 def _create(arguments: argparse.Namespace) -> int:
@@ -64,14 +75,15 @@ def _create(arguments: argparse.Namespace) -> int:
 
 
 async def _create_at(arguments: argparse.Namespace, new: NewCluster) -> int:
-    timeout_ms = round(arguments.wait_s * 1000)
-    async with zookeeper.connected(arguments.connect, connect_timeout_ms=timeout_ms) as found:
+    timeout_ms, place = round(arguments.wait_s * 1000), place_of(arguments)
+    async with zookeeper.connected(place, connect_timeout_ms=timeout_ms) as found:
         if arguments.if_absent and await _exists(found):
-            say(f"there is a cluster at {arguments.connect} already")
+            say(f"there is a cluster at {place} already")
             return 0
-        await found.create_cluster(new)
+        async with recorded(found, creates=True):
+            await found.create_cluster(new)
         say(
-            f"created {new.name} at {arguments.connect}: {new.partition_count} partitions, "
+            f"created {new.name} at {place}: {new.partition_count} partitions, "
             f"{len(new.storages)} storages, key {new.cluster_key}"
         )
     return 0
@@ -86,11 +98,17 @@ async def _exists(coordinator: Coordinator) -> bool:
 
 
 def _protect(arguments: argparse.Namespace) -> int:
-    timeout_ms = round(arguments.wait_s * 1000)
-    count = asyncio.run(zookeeper.protect(arguments.connect, connect_timeout_ms=timeout_ms))
+    return asyncio.run(_protect_at(place_of(arguments), round(arguments.wait_s * 1000)))
+
+
+async def _protect_at(place: str, timeout_ms: int) -> int:
+    count = await zookeeper.protect(place, connect_timeout_ms=timeout_ms)
     if not count:
-        raise BadConfig(f"no cluster at {arguments.connect}: there is no such root in ZooKeeper")
-    say(f"protected {count} nodes")
+        raise BadConfig(f"no cluster at {place}: there is no such root in ZooKeeper")
+    # What was just protected is written with the same credentials.
+    connected = zookeeper.connected(place, connect_timeout_ms=timeout_ms)
+    async with connected as found, recorded(found, creates=True):
+        say(f"protected {count} nodes")
     return 0
 
 
@@ -113,10 +131,10 @@ def _show(arguments: argparse.Namespace) -> int:
 
 async def _show_at(arguments: argparse.Namespace) -> int:
     timeout_ms = round(arguments.wait_s * 1000)
-    async with zookeeper.connected(arguments.connect, connect_timeout_ms=timeout_ms) as found:
+    async with zookeeper.connected(place_of(arguments), connect_timeout_ms=timeout_ms) as found:
         cluster = await found.read_cluster()
         servers = await found.read_servers()
-        assignment = await found.read_replica_assignment()
+        layout = await found.storages.read()
         partitions = {}
         for number in range(cluster.params.partition_count):
             partition = PartitionId(number)
@@ -135,8 +153,11 @@ async def _show_at(arguments: argparse.Namespace) -> int:
             int(key): f"{server.host}:{server.port}" for key, server in servers.servers.items()
         },
         "storages": {
-            str(address): [int(p) for p in held] for address, held in assignment.partitions.items()
+            str(address): [int(p) for p in held]
+            for address, held in layout.assignment.partitions.items()
         },
+        "groups": dict(layout.groups),
+        "admin_ports": dict(layout.admin_ports),
         "partitions": partitions,
     }
     if arguments.json:
@@ -162,10 +183,21 @@ def _partition(owner: str | None, metadata: PartitionMetadata | None) -> dict[st
     }
 
 
-def _print(summary: dict[str, object]) -> None:
+def _print(summary: dict[str, Any]) -> None:
     show(f"{summary['name']}  key {summary['cluster_key']}")
-    partitions = summary["partitions"]
-    assert isinstance(partitions, dict)
+    storages = summary["storages"]
+    show_table(
+        ("storage", "admin port", "group", "replicas"),
+        [
+            (
+                name,
+                summary["admin_ports"].get(name, "-"),
+                summary["groups"].get(name, "-"),
+                len(held),
+            )
+            for name, held in storages.items()
+        ],
+    )
     show_table(
         ("partition", "server", "generation", "session", "engaged replicas"),
         [
@@ -176,6 +208,6 @@ def _print(summary: dict[str, object]) -> None:
                 "-" if part["session"] is None else part["session"],
                 " ".join(part["engaged"]) or "-",
             )
-            for number, part in partitions.items()
+            for number, part in summary["partitions"].items()
         ],
     )

@@ -8,18 +8,17 @@ import asyncio
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from waltz_core import net
+from waltz_core.cli.asking import answers
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cluster import changes
 from waltz_core.cluster.changes import Placement, Plan
 from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.storages import Layout
-from waltz_core.errors import BadConfig, BadRequest, WaltzError
+from waltz_core.errors import BadConfig, BadRequest
 from waltz_core.record import PartitionId, ReplicaId
 from waltz_core.wire.messages import Surface
 
 LOOK_AGAIN_S = 0.1
-DIAL_TIMEOUT_S = 3.0
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -59,11 +58,21 @@ def _add_storage_verbs(verbs: Verbs) -> None:
 
 
 def _add_replica_verbs(verbs: Verbs) -> None:
-    for name, text, verb in (
-        ("add-replica", "give a storage a replica of some partitions", _add_replica),
-        ("remove-replica", "take the replica of some partitions from a storage", _remove_replica),
+    for name, also, text, verb in (
+        (
+            "add-replica",
+            "assign-partition",
+            "give a storage a replica of some partitions",
+            _add_replica,
+        ),
+        (
+            "remove-replica",
+            "unassign-partition",
+            "take the replica of some partitions from a storage",
+            _remove_replica,
+        ),
     ):
-        command = verbs.add_parser(name, help=text)
+        command = verbs.add_parser(name, aliases=[also], help=text)
         _add_partitions(command)
         command.add_argument("address", metavar="HOST:PORT", nargs="+")
         _finish(command, verb)
@@ -153,7 +162,7 @@ async def _replace_in_place(
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
         raise BadRequest(f"{address} has the only replica of partition {alone[0]}")
-    if await _answers(address):
+    if await answers(Surface.STORAGE, address):
         raise BadRequest(f"{address} is alive: stop it, and give its successor an empty directory")
     without = {each: tuple(its for its in held[each] if its != address) for each in held}
     await command.carry_out(Plan.to(without, layout.assignment))
@@ -162,10 +171,10 @@ async def _replace_in_place(
 
 async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -> Result:
     """Let an empty storage take an address, and give it its replicas."""
-    if not await _answers(address):
+    if not await answers(Surface.STORAGE, address):
         await command.coordinator.storages.forget_id(address)
         command.note(f"{address} may be taken by an empty storage")
-    while not await _answers(address):
+    while not await answers(Surface.STORAGE, address):
         command.wait_for(f"a storage with an empty directory to start at {address}")
         await asyncio.sleep(LOOK_AGAIN_S)
     layout = await command.coordinator.storages.read()
@@ -181,15 +190,6 @@ async def _leave_out(command: Command, address: ReplicaId) -> None:
     await command.coordinator.storages.change(lambda old: old.without_storage(address))
     await command.coordinator.storages.forget_id(address)
     command.note(f"{address} is left out")
-
-
-async def _answers(address: ReplicaId) -> bool:
-    try:
-        link = await net.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
-    except WaltzError:
-        return False
-    link.abort("asked")
-    return True
 
 
 def _admin_port(asked: int | None, address: ReplicaId) -> int:
@@ -286,12 +286,7 @@ async def _remove_server(command: Command) -> Result:
     if not found:
         names = ", ".join(each.address for each in servers.values()) or "none"
         raise BadConfig(f"no server is registered at {address}; registered are {names}")
-    try:
-        link = await net.dial(Surface.CLIENT, address, timeout_s=DIAL_TIMEOUT_S)
-    except WaltzError:
-        pass
-    else:
-        link.abort("asked")
+    if await answers(Surface.CLIENT, address):
         raise BadRequest(f"the server at {address} answers: stop it, and it takes itself out")
     for each in found:
         await command.coordinator.take_out_server(each)

@@ -77,7 +77,7 @@ def _verb(
         metavar="P",
         help="only this one of a storage directory; give it once for each",
     )
-    verb.add_argument("--json", action="store_true")
+    verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
     verb.set_defaults(verb=run)
     return verb
 

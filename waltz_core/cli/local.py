@@ -25,7 +25,7 @@ def add(command: argparse.ArgumentParser) -> None:
     up.add_argument("--timeout-s", type=float, default=60.0, help="default 60")
     up.set_defaults(verb=_up)
     status = verbs.add_parser("status", help="show what runs")
-    status.add_argument("--json", action="store_true")
+    status.add_argument("--json", action="store_true", help="one JSON value on standard output")
     status.set_defaults(verb=_status)
     down = verbs.add_parser("down", help="end what `up` started; the data stays")
     down.set_defaults(verb=_down)

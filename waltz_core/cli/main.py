@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from waltz_core import __version__
-from waltz_core.cli.output import say
+from waltz_core.cli.output import say, show
 from waltz_core.errors import BadConfig, WaltzError
 
 # noun -> (module, one line of help); a module is imported only when its noun is asked for, so that
@@ -24,13 +24,16 @@ NOUNS: dict[str, tuple[str, str]] = {
     "local": ("waltz_core.cli.local", "a whole cluster on this machine: up, status, down"),
     "cluster": (
         "waltz_core.cli.cluster",
-        "create, show and change a cluster: its storages, replicas, preferences",
+        "create, show, check and change a cluster: its storages, replicas, preferences",
     ),
     "storage": ("waltz_core.cli.storage", "run a storage daemon, administer storages"),
-    "server": ("waltz_core.cli.server", "run a server daemon"),
+    "server": ("waltz_core.cli.server", "run a server daemon, list servers, choose what they own"),
     "disk": ("waltz_core.cli.disk", "look at a storage's files, verify them, mend an index"),
     "zookeeper": ("waltz_core.cli.zookeeper", "run the ZooKeeper that comes with PySpark"),
-    "client": ("waltz_core.cli.client", "append, read and watch from the shell"),
+    "client": (
+        "waltz_core.cli.client",
+        "append, read and watch from the shell, check what the log promises",
+    ),
     "config": ("waltz_core.cli.config", "show every setting and where it came from"),
     "simulate": (
         "waltz_core.cli.simulate",
@@ -38,18 +41,65 @@ NOUNS: dict[str, tuple[str, str]] = {
     ),
     "bench": ("waltz_core.cli.bench", "load a cluster and print one JSON line of figures"),
 }
+# What a person may copy and change; at the end of a noun's help.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "local": ("local up", "local up --zookeepers 3 --servers 3", "local status", "local down"),
+    "cluster": (
+        "cluster create zk1:2181/waltz/payments --partitions 16 --storage s1:15280:15281",
+        "cluster verify --connect zk1:2181/waltz/payments --by-partition",
+        "cluster add-replica 0-7 s4:15280 --connect zk1:2181/waltz/payments",
+    ),
+    "storage": (
+        "storage run --config conf/storage.toml",
+        "storage list --connect zk1:2181/waltz/payments",
+        "storage scrub --admin s1:15281 --partition 0-15",
+    ),
+    "server": (
+        "server run --config conf/server.toml",
+        "server list --connect zk1:2181/waltz/payments",
+        "server metrics server1:15182 --match high_water_mark",
+    ),
+    "disk": ("disk verify /var/lib/waltz", "disk dump-segment /var/lib/waltz -p 0 --first 41"),
+    "client": (
+        "client append --connect zk1:2181/waltz/payments --write-lock account:7 hello",
+        "client watch --connect zk1:2181/waltz/payments --partition 0",
+        "client validate --connect zk1:2181/waltz/payments --clients 4",
+    ),
+    "bench": (
+        "bench append-batch --seconds 5",
+        "bench test-producers --connect zk1:2181/waltz/payments --writers 8 --lock-pool 100",
+    ),
+}
+OVERVIEW = """\
+waltz-core: the quorum-replicated log with optimistic locking. To begin with:
+
+  export WALTZ_CONNECT=$(waltz-core local up)         start a cluster on this machine
+  waltz-core client append --partition 0 hello world  append two transactions to it
+  waltz-core client read --partition 0                read them
+  waltz-core cluster show                             see its servers, storages, partitions
+  waltz-core cluster verify                           see whether all is well
+
+`waltz-core --help` lists all commands, `waltz-core cluster --help` those for a cluster."""
+VERBS_COLUMN = 28
+NO_COMMAND = 2
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(words[0] if words else None)
+    if not words:
+        show(OVERVIEW)
+        return NO_COMMAND
+    noun = next((word for word in words if word in NOUNS), "")
+    parser = parser_for(noun)
+    if words == [noun] and verbs_of(verbs_of(parser)[noun]):
+        words.append("--help")
     arguments = parser.parse_args(words)
     verb = getattr(arguments, "verb", None)
     if verb is None:
         parser.print_help()
-        return 2
+        return NO_COMMAND
     try:
         _start_logging(arguments.logging)
         result = verb(arguments)
@@ -66,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result
 
 
-def _parser(noun: str | None) -> argparse.ArgumentParser:
+def parser_for(noun: str) -> argparse.ArgumentParser:
+    """Return the parser of all nouns, of which this one's verbs are declared."""
     parser = argparse.ArgumentParser(
         prog="waltz-core", description="The quorum-replicated log with optimistic locking."
     )
@@ -74,11 +125,47 @@ def _parser(noun: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--logging", type=Path, help="a logging.toml (conf/logging.toml)")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, (module, text) in NOUNS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=_sentence(text))
         if name == noun:
             import_module(module).add(command)
+            _describe_verbs(command)
+        if name in EXAMPLES:
+            lines = [f"  waltz-core {each}" for each in EXAMPLES[name]]
+            command.epilog = "\n".join(["examples:", *lines])
         command.set_defaults(parser=command)
+    for command in (parser, *commands.choices.values()):
+        command.formatter_class = _Formatter
     return parser
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Room for the longest names, and examples as they are written."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=VERBS_COLUMN)
+
+
+def _describe_verbs(command: argparse.ArgumentParser) -> None:
+    """Have a verb's own help begin with what its noun's says of it."""
+    verbs = verbs_of(command)
+    for action in command._actions:
+        for told in getattr(action, "_choices_actions", ()):
+            verbs[told.dest].description = _sentence(told.help or "")
+    for verb in verbs.values():
+        verb.formatter_class = _Formatter
+
+
+def verbs_of(command: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return a noun's verbs, aliases among them (none: it is one itself); or all nouns."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    for action in command._actions:  # argparse tells it nowhere else
+        if isinstance(action, argparse._SubParsersAction):
+            found |= action.choices
+    return found
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _start_logging(path: Path | None) -> None:

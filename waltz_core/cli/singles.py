@@ -82,14 +82,14 @@ async def _append_one(load: Load, meter: Meter) -> Measured:
                 await peer.publish(payload)
                 theirs.append(time.perf_counter() - sent)
         meter.stop()
-        lost, doubled = await _check(client, starts, {0: ids})
+        lost, doubled = await check_ids(client, starts, {0: ids})
     extra: dict[str, object] = {}
     if theirs:
         extra = {
             f"{load.peer}_p{share}_ms": percentile_ms(theirs, share / 100) for share in (50, 99)
         }
         extra["p50_ratio"] = round(float(np.median(own) / np.median(theirs)), 2)
-    return _measured(load, ids, own, took=took, wrong=(lost, doubled), extra=extra)
+    return measured(load, ids, own, took=took, wrong=(lost, doubled), extra=extra)
 
 
 def append_single(load: Load, meter: Meter) -> Measured:
@@ -122,9 +122,9 @@ async def _append_single(load: Load, meter: Meter) -> Measured:
                 latencies.append(time.perf_counter() - sent)
         took = time.perf_counter() - began
         meter.stop()
-        lost, doubled = await _check(client, starts, ids)
+        lost, doubled = await check_ids(client, starts, ids)
     rows = [each for part in ids.values() for each in part]
-    return _measured(load, rows, latencies, took=took, wrong=(lost, doubled), extra={})
+    return measured(load, rows, latencies, took=took, wrong=(lost, doubled), extra={})
 
 
 def conditional(load: Load, meter: Meter) -> Measured:
@@ -172,9 +172,9 @@ async def _conditional(load: Load, meter: Meter) -> Measured:
                 group.create_task(write(client, number, began + load.seconds))
         took = time.perf_counter() - began
         meter.stop()
-        lost, doubled = await _check(client, starts, {partition: ids})
+        lost, doubled = await check_ids(client, starts, {partition: ids})
     extra: dict[str, object] = {"writers": WRITERS, "refused": refused}
-    return _measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
+    return measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
 
 
 class _Increment(TransactionContext):
@@ -234,12 +234,12 @@ async def _hot_lock(load: Load, meter: Meter) -> Measured:
                 group.create_task(write(client, began + load.seconds))
         took = time.perf_counter() - began
         meter.stop()
-        lost, doubled = await _check(clients[0], starts, {0: ids})
+        lost, doubled = await check_ids(clients[0], starts, {0: ids})
     extra: dict[str, object] = {
         "writers": HOT_WRITERS,
         "conflicts_per_commit": round((attempts - len(ids)) / max(len(ids), 1), 2),
     }
-    return _measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
+    return measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
 
 
 class _Counting(AsyncCallbacks):
@@ -289,7 +289,7 @@ async def _feed(load: Load, meter: Meter) -> Measured:
     )
 
 
-def _measured(
+def measured(
     load: Load,
     ids: list[int],
     latencies: list[float],
@@ -298,6 +298,7 @@ def _measured(
     wrong: tuple[int, int],
     extra: dict[str, object],
 ) -> Measured:
+    """Return what single appends have come to."""
     from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
 
     return Measured(
@@ -313,7 +314,7 @@ def _measured(
     )
 
 
-async def _check(
+async def check_ids(
     client: AsyncWaltzClient, starts: Mapping[int, int], told: Mapping[int, list[int]]
 ) -> tuple[int, int]:
     """Return how many acknowledged ids are not in the log, and how many there are twice."""

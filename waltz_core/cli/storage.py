@@ -2,7 +2,7 @@
 
 import argparse
 
-from waltz_core.cli import storage_partitions, storage_scrub, storage_views
+from waltz_core.cli import http_pages, storage_partitions, storage_scrub, storage_views
 from waltz_core.cli.daemon import add_run, run_daemon
 from waltz_core.config import StorageConfig
 
@@ -10,6 +10,7 @@ from waltz_core.config import StorageConfig
 VERBS = {
     "list": (storage_views.add_list, "show which partitions storages hold, and how they stand"),
     "validate": (storage_views.add_validate, "reach every storage of a cluster at both ports"),
+    "metrics": (http_pages.add_metrics, "show the numbers of one storage"),
     "max-transaction-id": (storage_views.add_max_id, "show the last id that is on disk"),
     "add-partition": (storage_partitions.add_add, "hold partitions"),
     "remove-partition": (storage_partitions.add_remove, "hold partitions no longer"),

@@ -3,16 +3,19 @@
 Rules:
     1. One partition at a time; the first refusal ends the command, and what was done is told.
     2. What may lose data is refused by the storage, not here: tools of any age ask the same one.
+    3. What is changed is on the cluster's record, where a cluster was named.
 """
 
 import argparse
 from collections.abc import Awaitable, Callable
 
-from waltz_core.cli.output import say, show_json, show_table
+from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage_target import (
     Target,
     add_partitions,
     add_target,
+    on_record,
     partitions_of,
     read_facts,
     target_of,
@@ -58,7 +61,9 @@ def add_remove(verb: argparse.ArgumentParser) -> None:
 def add_availability(verb: argparse.ArgumentParser) -> None:
     """Declare `availability`."""
     add_partitions(verb)
-    verb.add_argument("--online", choices=("true", "false"), required=True)
+    verb.add_argument(
+        "--online", choices=("true", "false"), required=True, help="false: no server may use them"
+    )
     add_target(verb, _availability)
 
 
@@ -80,10 +85,24 @@ def add_recover(verb: argparse.ArgumentParser) -> None:
     """Declare `recover-partition`."""
     add_partitions(verb)
     source = verb.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from", dest="source", metavar="HOST:PORT", help="needs --connect")
-    source.add_argument("--from-admin", dest="source_admin", metavar="HOST:ADMIN_PORT")
+    source.add_argument(
+        "--from",
+        dest="source",
+        metavar="HOST:PORT",
+        help="the storage to copy from; needs --connect",
+    )
+    source.add_argument(
+        "--from-admin",
+        dest="source_admin",
+        metavar="HOST:ADMIN_PORT",
+        help="the same by its admin port",
+    )
     verb.add_argument(
-        "--batch-bytes", type=int, default=COPY_BYTES_MAX, help=f"default {COPY_BYTES_MAX}"
+        "--batch-bytes",
+        type=int,
+        default=COPY_BYTES_MAX,
+        metavar="BYTES",
+        help=f"bytes that are copied at once (default {COPY_BYTES_MAX})",
     )
     add_target(verb, _recover)
 
@@ -107,7 +126,7 @@ async def _each(
     target = await target_of(arguments)
     done: list[int] = []
     try:
-        async with administered(target.admin) as admin:
+        async with on_record(arguments), administered(target.admin) as admin:
             for partition in partitions:
                 await one(admin, partition)
                 done.append(partition)
@@ -174,14 +193,20 @@ async def _recover(arguments: argparse.Namespace) -> int:
         raise BadConfig(f"expected another storage to copy from, found {target} itself")
     if arguments.batch_bytes < 1:
         raise BadConfig(f"--batch-bytes: expected at least 1, found {arguments.batch_bytes}")
-    results = []
-    async with administered(source.admin) as giver, administered(target.admin) as taker:
-        for partition in partitions:
-            before = await _last_of(taker, target, partition)
-            after = await copy_partition(
-                giver, taker, partition, before + 1, bytes_max=arguments.batch_bytes
-            )
-            results.append((partition, before, after))
+    results: list[tuple[int, int, int]] = []
+    async with (
+        on_record(arguments),
+        administered(source.admin) as giver,
+        administered(target.admin) as taker,
+    ):
+        with ProgressLine() as line:
+            for partition in partitions:
+                line.show(len(results), len(partitions), f"copying partition {partition}")
+                before = await _last_of(taker, target, partition)
+                after = await copy_partition(
+                    giver, taker, partition, before + 1, bytes_max=arguments.batch_bytes
+                )
+                results.append((partition, before, after))
     titles = ("partition", "last before", "last after")
     if arguments.json:
         show_json([dict(zip(titles, row, strict=True)) for row in results])
@@ -221,21 +246,34 @@ async def _sync(arguments: argparse.Namespace) -> int:
     facts = await read_facts(arguments)
     names = facts.admin_ports if arguments.storage is None else (arguments.storage,)
     rows: list[tuple[str, str, object, str]] = []
-    for name in names:
-        target = Target(facts.admin_address(name), str(name))
-        wanted = facts.assignments.partitions.get(ReplicaId(name), ())
-        try:
-            async with administered(target.admin) as admin:
-                rows += await _synced(admin, target, [int(each) for each in wanted])
-        except WaltzError as error:
-            rows.append((str(target), "reach", "-", str(error)))
-    is_done = all(wrong == "done" for *_, wrong in rows)
+    async with on_record(arguments):
+        with ProgressLine() as line:
+            for at, name in enumerate(names):
+                target = Target(facts.admin_address(name), str(name))
+                line.show(at, len(names), f"storage {target}")
+                wanted = facts.assignments.partitions.get(ReplicaId(name), ())
+                try:
+                    async with administered(target.admin) as admin:
+                        rows += await _synced(admin, target, [int(each) for each in wanted])
+                except WaltzError as error:
+                    rows.append((str(target), "reach", "-", str(error)))
+        failed_count = sum(outcome != "done" for *_, outcome in rows)
+        _tell_synced(arguments, rows, is_done=not failed_count)
+        if failed_count:
+            raise WaltzError(f"{failed_count} of {len(rows)} steps have failed, see their outcome")
+    return 0
+
+
+def _tell_synced(
+    arguments: argparse.Namespace, rows: list[tuple[str, str, object, str]], *, is_done: bool
+) -> None:
     titles = ("storage", "step", "partition", "outcome")
     if arguments.json:
         show_json({"is_done": is_done, "steps": [dict(zip(titles, r, strict=True)) for r in rows]})
-    else:
+    elif rows:
         show_table(titles, rows)
-    return 0 if is_done else 1
+    else:
+        show("nothing to do: every storage holds what ZooKeeper assigns to it")
 
 
 async def _synced(

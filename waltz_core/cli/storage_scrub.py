@@ -5,10 +5,10 @@ Why it stands alone: it is the one verb that takes as long as a disk takes.
 
 import argparse
 import asyncio
-import sys
 from typing import Final
 
 from waltz_core.cli.output import say, show_json, show_table
+from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage_target import add_partitions, add_target, partitions_of, target_of
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.storage_admin import StorageAdmin, administered
@@ -36,17 +36,17 @@ def add_scrub(verb: argparse.ArgumentParser) -> None:
 async def _scrub(arguments: argparse.Namespace) -> int:
     partitions = partitions_of(arguments)
     target = await target_of(arguments)
-    found: list[dict[str, object]] = []
-    async with administered(target.admin) as admin:
-        if not admin.is_ours:
-            raise BadRequest(f"{target}: expected a storage that scrubs, found one of the original")
-        for partition in partitions:
-            if arguments.status:
-                state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
-            else:
-                state = await _scrubbed(admin, partition)
-            replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
-            found.append(_row(state, damaged_count(replica)))
+    with ProgressLine() as line:
+        line.show(0, len(partitions), f"waiting for {target} to answer")
+        async with administered(target.admin) as admin:
+            if not admin.is_ours:
+                raise BadRequest(
+                    f"{target}: expected a storage that scrubs, found one of the original"
+                )
+            found = [
+                await _looked_at(admin, partition, line, is_asked=not arguments.status)
+                for partition in partitions
+            ]
     if arguments.json:
         show_json({"storage": str(target), "partitions": found})
     else:
@@ -59,19 +59,18 @@ async def _scrub(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-async def _scrubbed(admin: StorageAdmin, partition: int) -> ScrubResponse:
-    """Begin a pass and wait for its end."""
-    state = await admin.ask(ScrubResponse, ScrubRequest, partition, True)  # noqa: FBT003 - the wire's
+async def _looked_at(
+    admin: StorageAdmin, partition: int, line: ProgressLine, *, is_asked: bool
+) -> dict[str, object]:
+    """Begin a pass and wait for its end, if that was asked for; tell how the partition stands."""
+    state = await admin.ask(ScrubResponse, ScrubRequest, partition, is_asked)
     passes_count = state.passes_count
-    while state.passes_count == passes_count:
-        if sys.stderr.isatty():
-            done = f"partition {partition}: {state.next_id} of {state.last_id + 1} read again"
-            print(f"\r{done}", end="", file=sys.stderr, flush=True)
+    while is_asked and state.passes_count == passes_count:
+        line.show(state.next_id, state.last_id + 1, f"records of partition {partition}")
         await asyncio.sleep(LOOK_S)
         state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    return state
+    replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+    return _row(state, damaged_count(replica))
 
 
 def _row(state: ScrubResponse, damaged: int) -> dict[str, object]:

@@ -6,9 +6,12 @@ the address that servers know it by. Both are understood wherever one is asked f
 
 import argparse
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, TypeAlias
 
+from waltz_core.cli.changing import recorded
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.coordinator import ClusterView
@@ -59,8 +62,10 @@ def add_target(verb: argparse.ArgumentParser, call: Verb, *, is_cluster: bool = 
     verb.add_argument(
         "--connect",
         metavar="CONNECT",
-        required=is_cluster,
-        help="the cluster, zk1:2181,zk2:2181/waltz/payments",
+        default=os.environ.get("WALTZ_CONNECT") if is_cluster else None,
+        required=is_cluster and "WALTZ_CONNECT" not in os.environ,
+        help="the cluster, zk1:2181,zk2:2181/waltz/payments "
+        + ("(default $WALTZ_CONNECT)" if is_cluster else "(without --admin $WALTZ_CONNECT)"),
     )
     verb.add_argument(
         "--storage", metavar="HOST:PORT", help="the storage, by the name that its cluster has"
@@ -69,20 +74,39 @@ def add_target(verb: argparse.ArgumentParser, call: Verb, *, is_cluster: bool = 
         "--wait-s",
         type=float,
         default=CONNECT_WAIT_S,
-        help=f"how long to wait for ZooKeeper (default {CONNECT_WAIT_S:.0f})",
+        metavar="S",
+        help=f"wait so many seconds for ZooKeeper (default {CONNECT_WAIT_S:.0f})",
     )
-    verb.add_argument("--json", action="store_true")
+    verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
     verb.set_defaults(verb=lambda arguments: asyncio.run(_awaited(call, arguments)))
 
 
 async def _awaited(call: Verb, arguments: argparse.Namespace) -> int:
+    if arguments.connect is None and getattr(arguments, "admin", None) is None:
+        arguments.connect = os.environ.get("WALTZ_CONNECT")
     return await call(arguments)
+
+
+@asynccontextmanager
+async def on_record(arguments: argparse.Namespace) -> AsyncIterator[None]:
+    """Have the block on record in the cluster; who names only an admin port names no cluster."""
+    if arguments.connect is None:
+        yield
+        return
+    timeout_ms = round(arguments.wait_s * 1000)
+    connected = zookeeper.connected(arguments.connect, connect_timeout_ms=timeout_ms)
+    async with connected as coordinator, recorded(coordinator):
+        yield
 
 
 def add_partitions(verb: argparse.ArgumentParser) -> None:
     """Declare how a verb is told its partitions."""
     verb.add_argument(
-        "--partition", required=True, metavar="RANGES", help="partitions, such as 0-6,7,10-16"
+        "--partition",
+        "--partitions",
+        required=True,
+        metavar="PARTITIONS",
+        help="like 3 or 0-6,9",
     )
 
 

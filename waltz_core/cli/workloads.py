@@ -28,6 +28,7 @@ from waltz_core.cli.failover import (
     zookeeper_loss,
 )
 from waltz_core.cli.flood import flood
+from waltz_core.cli.producers import producers
 from waltz_core.cli.refusals import move_refusals
 from waltz_core.cli.singles import append_one, append_single, conditional, feed, hot_lock
 from waltz_core.cli.storage_bench import storage_append, storage_open
@@ -315,6 +316,8 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "conditional": conditional,
     "hot-lock": hot_lock,
     "feed": feed,
+    "test-consumers": feed,  # as the original calls it
+    "test-producers": producers,
     "failover-kill": failover_kill,
     "failover-term": failover_term,
     "failover-freeze": failover_freeze,

@@ -51,6 +51,7 @@ The files, each using only those above it:
     changes.py         how replicas get to where they should be, one safe step at a time
     storages.py        which storages there are; carrying such steps out
     rebuilding.py      the nodes of a cluster whose ZooKeeper has lost them
+    tree.py            which clusters there are below a path, and the end of one
     coordinator.py     what servers, storages, clients and commands do here: start reading there
     memory.py          a ZooKeeper in memory, with faults on request
     zookeeper.py       a real one, through kazoo; `connect` is where a process begins

@@ -28,6 +28,7 @@ from waltz_core.cluster.membership import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.rebuilding import rebuilding_steps
 from waltz_core.cluster.storages import Storages
+from waltz_core.cluster.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.cluster.writes import WriteRegistry
 from waltz_core.cluster.znodes import (
     NO_NODE,
@@ -200,6 +201,22 @@ class Coordinator:
             return False
         store = decode_node(self.paths.store, node, model.StoreParams.from_bytes)
         return store.cluster_key == new.cluster_key
+
+    async def find_clusters(self, below: str) -> list[FoundCluster]:
+        """Return all clusters at a path of this ZooKeeper or below it."""
+        return await find_clusters(self._znodes, below)
+
+    def at(self, root: str) -> "Coordinator":
+        """Return the same session as a member of another cluster."""
+        return Coordinator(self._znodes, root)
+
+    async def delete_cluster(self, tell: Callable[[int, int], None]) -> int:
+        """Delete every node of the cluster, or what remains of one; return how many there were.
+
+        Whether anybody still needs it is for the caller to know. `tell` hears how many of how many
+        are deleted.
+        """
+        return await delete_tree(self._znodes, self.paths.root, tell)
 
     # --- ids
 

@@ -1,0 +1,113 @@
+"""Every command that a page names exists, with its options; each of the original's has one here."""
+
+import argparse
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from waltz_core.cli.main import EXAMPLES, NOUNS, OVERVIEW, parser_for, verbs_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"])
+THERE = {
+    "ZooKeeperCli": "create delete list show-cluster-key add-storage-node remove-storage-node "
+    "assign-partition unassign-partition auto-assign",
+    "StorageCli": "list add-partition remove-partition availability recover-partition "
+    "sync-partitions validate max-transaction-id",
+    "ServerCli": "list add-preferred-partition remove-preferred-partition",
+    "ClusterCli": "check-connectivity verify",
+    "ClientCli": "validate high-water-mark create-producer create-consumer",
+    "PerformanceCli": "test-producers test-consumers",
+    "DiskCli": "verify-segment segment-statistic dump-segment dump-control-file",
+}
+# A command in full, up to what a shell or a table would end it with.
+WHOLE = re.compile(r"waltz-core ((?:[a-z]+)(?:(?!waltz-core|[`|;#]|&&|\s\s\s).)*)")
+# A command by noun and verb alone, as a span of code.
+SHORT = re.compile(rf"`((?:{'|'.join(NOUNS)}) [a-z][a-z-]*(?: [^`]*)?)`")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+@cache
+def noun_parser(noun: str) -> argparse.ArgumentParser:
+    return verbs_of(parser_for(noun))[noun]
+
+
+def faults(text: str) -> list[str]:
+    """Return what is wrong with a command, without its `waltz-core`."""
+    noun, *rest = text.split()
+    if noun not in NOUNS:
+        return [f"no noun {noun!r}"]
+    parser, verbs = noun_parser(noun), verbs_of(noun_parser(noun))
+    if verbs and rest and not rest[0].startswith(("-", "NOUN", "VERB", "[")):
+        verb = rest[0].rstrip(".,:)")
+        if verb not in verbs:
+            return [f"no verb {verb!r} of {noun!r}"]
+        parser = verbs[verb]
+    known = parser._option_string_actions
+    return [f"no option {each} of it" for each in OPTION.findall(text) if each not in known]
+
+
+def commands_in(text: str) -> list[str]:
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [*WHOLE.findall(joined), *SHORT.findall(joined)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_exists(page):
+    found = commands_in(page.read_text(encoding="utf-8"))
+    wrong = [f"{each}: {fault}" for each in found for fault in faults(each)]
+    assert wrong == []
+
+
+def test_enough_commands_are_looked_at():
+    assert sum(len(commands_in(page.read_text(encoding="utf-8"))) for page in PAGES) > 100
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("cluster creat x", "no verb 'creat' of 'cluster'"),
+        ("cluster create x --partition 3", "no option --partition of it"),
+        ("bench append-one --second 3", "no option --second of it"),
+        ("disc verify x", "no noun 'disc'"),
+    ],
+)
+def test_what_is_wrong_would_be_found(text, fault):
+    assert faults(text) == [fault]
+    assert commands_in(f"say `{text}`, or\n$ waltz-core {text}  # so")[0].split() == text.split()
+
+
+@pytest.mark.parametrize("text", [each for lines in EXAMPLES.values() for each in lines])
+def test_every_example_in_a_help_can_be_given(text, monkeypatch):
+    monkeypatch.delenv("WALTZ_CONNECT", raising=False)
+    words = shlex.split(text)
+    assert parser_for(words[0]).parse_args(words).verb is not None
+
+
+def test_the_overview_names_five_commands_that_exist():
+    found = commands_in(OVERVIEW.split("\n\n")[1].replace(")", "   "))
+    assert len(found) == 5
+    assert [fault for each in found for fault in faults(each)] == []
+
+
+def test_each_command_of_the_original_has_a_row_with_one_of_ours():
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    table = page[page.index("## The 32 commands") :]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
+    wanted = [f"`{tool} {verb}`" for tool, verbs in THERE.items() for verb in verbs.split()]
+    assert [there.strip() for there, _, _ in rows] == wanted
+    assert len(wanted) == 32
+    for there, here, difference in rows:
+        assert SHORT.findall(here), there
+        assert difference.strip(), there
+
+
+def test_every_noun_has_a_row_and_every_verb_says_what_it_does():
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    for noun in NOUNS:
+        assert f"`{noun}`" in page
+        for name, verb in verbs_of(noun_parser(noun)).items():
+            assert verb.description, f"{noun} {name} has no help"

@@ -1,0 +1,69 @@
+"""Changes are on record whatever becomes of them, also those that make or delete what holds it."""
+
+import asyncio
+
+import pytest
+
+from tests.cluster_contract import KEY
+from waltz_core import errors
+from waltz_core.cli.changing import BROKEN_OFF, recorded
+from waltz_core.cluster.audit import BEGUN, DONE
+from waltz_core.cluster.creation import NewCluster
+from waltz_core.cluster.memory import MemoryZooKeeper
+
+CLUSTER = NewCluster("w", 1, KEY)
+
+
+def story(run):
+    async def with_coordinator():
+        await run(MemoryZooKeeper(asyncio.Event).coordinator("/w"))
+
+    return lambda: asyncio.run(with_coordinator())
+
+
+async def outcomes(coordinator):
+    return [each.outcome for each in await coordinator.audit.read()]
+
+
+@story
+async def test_a_change_is_on_record_while_it_goes_on_and_afterwards(coordinator):
+    await coordinator.create_cluster(CLUSTER)
+    async with recorded(coordinator):
+        assert await outcomes(coordinator) == [BEGUN]
+    assert await outcomes(coordinator) == [DONE]
+
+
+@story
+async def test_what_has_failed_says_why(coordinator):
+    await coordinator.create_cluster(CLUSTER)
+    with pytest.raises(errors.BadRequest):
+        async with recorded(coordinator):
+            raise errors.BadRequest("expected more")
+    assert await outcomes(coordinator) == ["failed: expected more"]
+
+
+@story
+async def test_what_was_interrupted_is_not_done(coordinator):
+    await coordinator.create_cluster(CLUSTER)
+    with pytest.raises(asyncio.CancelledError):
+        async with recorded(coordinator):
+            raise asyncio.CancelledError
+    assert await outcomes(coordinator) == [BROKEN_OFF]
+
+
+@story
+async def test_a_cluster_that_is_made_holds_the_record_of_its_making(coordinator):
+    async with recorded(coordinator, creates=True):
+        await coordinator.create_cluster(CLUSTER)
+    assert await outcomes(coordinator) == [DONE]
+
+
+@story
+async def test_a_cluster_that_is_deleted_comes_not_back_for_its_record(coordinator):
+    for creates in (False, True):
+        await coordinator.create_cluster(CLUSTER)
+        async with recorded(coordinator, creates=creates):
+            await coordinator.delete_cluster(lambda _done, _count: None)
+        with pytest.raises(errors.BadConfig, match="no cluster at root"):
+            await coordinator.read_cluster()
+        assert await coordinator.audit.read() == []

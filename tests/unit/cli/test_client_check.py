@@ -1,0 +1,118 @@
+"""`client validate` and its halves against a Waltz in this process: what is wrong is found."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.cli import client_check
+from waltz_core.cli.client_check import Numbered, faults_of, text_of
+from waltz_core.cli.main import main
+from waltz_core.memory import MemoryWaltz
+
+LARGE = st.integers(0, 2**62)
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """Have every command's clients be clients of one Waltz in memory."""
+
+    @contextmanager
+    def run(**knobs):
+        with MemoryWaltz(partition_count=2, **knobs) as waltz:
+            connect = lambda _place: waltz.async_client()  # noqa: E731
+            monkeypatch.setattr(client_check.AsyncWaltzClient, "connect", connect)
+            yield waltz
+
+    return run
+
+
+def told(capsys, *words):
+    code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout", "60"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, connected):
+    with connected() as waltz:
+        words = ("--clients", "3", "--transactions", "20", "--partitions", "2")
+        code, found = told(capsys, "validate", *words)
+        assert code == 0
+        assert found["is_valid"]
+        assert (found["clients"], found["written"], found["checked"]) == (3, 60, 180)
+        assert found["attempts"] > 60, "nobody was ever refused: nothing was tested"
+        assert found["ids"] == {"0": [0, 29], "1": [0, 29]}
+        data = [[each.data for each in waltz.transactions(p)] for p in (0, 1)]
+        assert data == [[text_of(number) for number in range(30)]] * 2
+
+
+def test_lost_answers_change_nothing(capsys, connected):
+    with connected(fault_rate=0.1, seed=1) as waltz:
+        code, found = told(capsys, "validate", "--clients", "2", "--transactions", "30")
+        assert waltz.fault_count > 0
+    assert (code, found["written"], found["checked"]) == (0, 60, 120)
+
+
+def test_a_log_that_does_not_refuse_is_found(capsys, connected, monkeypatch):
+    def unlocked(context, builder):
+        context.attempts += 1
+        builder.data = text_of(builder.client_high_water_mark + 1)
+        return True
+
+    monkeypatch.setattr(Numbered, "execute", unlocked)
+    with connected():
+        code, found = told(capsys, "validate", "--clients", "3", "--transactions", "20")
+    assert code == 1
+    assert not found["is_valid"]
+    assert "expected its id as data" in found["wrong"][0]
+
+
+def test_a_stranger_is_found(capsys, connected):
+    with connected() as waltz:
+        with waltz.client() as client:
+            client.append(b"not a number", partition=0).result()
+        code, found = told(capsys, "consume", "--first", "0", "--transactions", "1")
+    assert code == 1
+    assert found["wrong"] == ["partition 0, id 0: expected its id as data, found b'not a number'"]
+
+
+def test_who_produces_and_who_consumes_may_be_two(capsys, connected):
+    with connected():
+        _, made = told(capsys, "create-producer", "--transactions", "9", "--partitions", "2")
+        assert made == {"written": 9, "attempts": 9, "ids": {"0": [0, 4], "1": [0, 3]}}
+        words = ("--first", "0", "--partitions", "2", "--transactions", "9")
+        code, found = told(capsys, "create-consumer", *words)
+        assert (code, found["is_valid"], found["checked"]) == (0, True, 9)
+        code, found = told(capsys, "consume", "--first", "1", "--transactions", "2")
+        assert (code, found["checked"], found["ids"]) == (0, 2, {"0": [1, 2]})
+        assert main(["client", "consume", "--connect", "x:1/w", "--timeout", "0.2"]) == 1
+        assert "not done within 0 s: 0 of 100 were checked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["validate", "--clients", "0"], "--clients: expected 1 or more, found 0"),
+        (["validate", "--transactions", "0"], "--transactions: expected 1 or more, found 0"),
+        (["validate", "--partitions", "3"], "expected at most 2, as many as the cluster has"),
+        (["produce", "--interval-ms", "-1"], "expected no negative time"),
+        (["consume", "--first", "-1"], "--first: expected an id, 0 or more, found -1"),
+    ],
+)
+def test_what_makes_no_sense_is_told_in_a_sentence(capsys, connected, words, sentence):
+    with connected():
+        assert main(["client", *words, "--connect", "memory:1/w"]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+@given(LARGE)
+def test_an_id_is_its_data_however_large(number):
+    assert faults_of(0, number - 1, number, text_of(number)) == []
+
+
+@given(LARGE, LARGE, LARGE)
+def test_whatever_else_is_a_fault(last, number, data):
+    found = faults_of(7, last, number, text_of(data))
+    assert len(found) == (number != last + 1) + (data != number)
+    assert all(each.startswith(f"partition 7, id {number}: expected ") for each in found)

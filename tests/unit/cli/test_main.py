@@ -1,0 +1,73 @@
+"""What a person meets first: the overview, the helps, and sentences for what was not meant."""
+
+import pytest
+
+from waltz_core.cli import main as cli
+from waltz_core.cli.main import main
+
+
+def test_without_a_word_five_commands_are_shown(capsys):
+    assert main([]) == cli.NO_COMMAND
+    told = capsys.readouterr().out
+    assert told.count("waltz-core ") >= 5
+    assert "local up" in told
+
+
+@pytest.mark.parametrize("noun", ["cluster", "storage", "server", "client", "disk", "local"])
+def test_a_noun_alone_shows_its_verbs_and_examples(capsys, noun):
+    with pytest.raises(SystemExit) as ended:
+        main([noun])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert "verbs:" in told
+    assert f"examples:\n  waltz-core {noun} " in told
+
+
+def test_a_noun_that_is_a_verb_itself_is_run_and_not_explained(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench"])
+    assert ended.value.code == 2
+    assert "the following arguments are required: workload" in capsys.readouterr().err
+
+
+def test_logging_may_stand_before_the_command(tmp_path, capsys):
+    settings = tmp_path / "logging.toml"
+    settings.write_text("version = 1\ndisable_existing_loggers = false\n")
+    assert main(["--logging", str(settings), "config", "show", "local"]) == 0
+    assert "partition_count" in capsys.readouterr().out
+
+
+def test_a_verbs_help_begins_with_what_it_does(capsys):
+    with pytest.raises(SystemExit):
+        main(["cluster", "prefer", "--help"])
+    assert "Have a server own some partitions before all others." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "verb", [["show"], ["create", "--partitions", "1"], ["list"], ["show-key"]]
+)
+def test_a_cluster_is_asked_for_in_a_sentence(verb, capsys, monkeypatch):
+    monkeypatch.delenv("WALTZ_CONNECT", raising=False)
+    assert main(["cluster", *verb]) == 1
+    assert "expected a cluster, such as zk1:2181" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["show", "h:1"], ["show", "--connect", "h:1"], ["protect", "h:1"], ["show-key", "h:1"]],
+)
+def test_a_cluster_may_be_named_either_way(words, capsys, monkeypatch):
+    monkeypatch.setenv("WALTZ_CONNECT", "other:1/never/asked")
+    assert main(["cluster", *words]) == 1
+    assert "'h:1' names no cluster root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["add-replica", "assign-partition"], ["show-key", "show-cluster-key"]]
+)
+def test_names_of_the_original_lead_to_ours(words):
+    ours, theirs = (
+        cli.verbs_of(cli.verbs_of(cli.parser_for("cluster"))["cluster"])[w] for w in words
+    )
+    assert ours.description
+    assert theirs.description == ours.description

@@ -1,0 +1,170 @@
+"""Clusters are found wherever they are, and deleted whole, whatever comes in between."""
+
+import asyncio
+
+import pytest
+
+from tests.cluster_contract import KEY
+from waltz_core import errors
+from waltz_core.cluster import tree
+from waltz_core.cluster.creation import NewCluster
+from waltz_core.cluster.memory import MemoryZooKeeper, WriteFault
+from waltz_core.cluster.paths import ClusterPaths
+from waltz_core.cluster.znodes import Create
+
+
+class Story:
+    """A ZooKeeper with a session that tests write through, and clusters in it."""
+
+    def __init__(self):
+        self.zookeeper = MemoryZooKeeper(asyncio.Event)
+        self.session = self.zookeeper.session()
+
+    async def cluster(self, root, name="w", partition_count=3):
+        coordinator = self.zookeeper.coordinator(root)
+        await coordinator.create_cluster(NewCluster(name, partition_count, KEY))
+        return coordinator
+
+
+def story(run):
+    return lambda: asyncio.run(run(Story()))
+
+
+@story
+async def test_clusters_are_found_below_a_place_and_nowhere_else(it):
+    for root in ("/a/one", "/a/two", "/b"):
+        await it.cluster(root, root[-1])
+    await it.session.write([Create("/zookeeper"), Create("/a/other", b"no cluster")])
+
+    async def roots(below):
+        return [each.root for each in await tree.find_clusters(it.session, below)]
+
+    assert await roots("/") == ["/a/one", "/a/two", "/b"]
+    assert await roots("/a") == ["/a/one", "/a/two"]
+    assert await roots("/b") == ["/b"]
+    assert await roots("/a/other") == await roots("/none") == []
+    (found,) = await tree.find_clusters(it.session, "/b")
+    assert (found.params.name, found.params.partition_count) == ("b", 3)
+
+
+@story
+async def test_what_is_zookeepers_own_is_not_looked_at(it):
+    await it.cluster("/zookeeper")
+    assert await tree.find_clusters(it.session, "/") == []
+
+
+def test_too_many_other_nodes_are_refused(monkeypatch):
+    monkeypatch.setattr(tree, "NODES_MAX", 10)
+
+    async def run(it):
+        await it.session.write([Create(f"/n{number}") for number in range(9)])
+        assert await tree.find_clusters(it.session, "/") == []
+        await it.session.write([Create("/n9")])
+        with pytest.raises(errors.BadRequest, match="more than 10 nodes below /"):
+            await tree.find_clusters(it.session, "/")
+
+    asyncio.run(run(Story()))
+
+
+@story
+async def test_a_deleted_cluster_leaves_nothing_and_its_neighbours_alone(it):
+    await it.cluster("/a/one")
+    await it.cluster("/a/two")
+    kept = {path for path in it.zookeeper.dump() if not path.startswith("/a/two")}
+    before = len(it.zookeeper.dump())
+    told = []
+    count = await tree.delete_tree(it.session, "/a/two", lambda *each: told.append(each))
+    assert set(it.zookeeper.dump()) == kept
+    assert count == before - len(kept)
+    assert told[0] == (0, count)
+    assert await tree.delete_tree(it.session, "/a/two") == 0
+    await it.cluster("/a/two")
+
+
+def test_large_clusters_are_deleted_in_steps(monkeypatch):
+    monkeypatch.setattr(tree, "STEP_NODES_MAX", 10)
+
+    async def run(it):
+        await it.cluster("/w", partition_count=15)
+        steps = []
+        count = await tree.delete_tree(it.session, "/w", lambda *each: steps.append(each))
+        assert 20 < count < 30
+        assert [done for done, _ in steps] == [0, 10, 20]
+        assert {of for _, of in steps} == {count}
+        assert set(it.zookeeper.dump()) == {"/"}
+
+    asyncio.run(run(Story()))
+
+
+@pytest.mark.parametrize("fault", list(WriteFault))
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_write_of_unknown_outcome_is_looked_at_again(fault, at):
+    async def run(it):
+        await it.cluster("/w")
+        it.session.faults = [None] * at + [fault]
+        await tree.delete_tree(it.session, "/w")
+        assert set(it.zookeeper.dump()) == {"/"}
+
+    asyncio.run(run(Story()))
+
+
+@story
+async def test_what_is_made_meanwhile_goes_too(it):
+    await it.cluster("/w")
+    other = it.zookeeper.session()
+    new = [Create("/w/new"), Create("/w/new/deep")]
+
+    class Meddling:
+        def __getattr__(self, name):
+            return getattr(it.session, name)
+
+        async def write(self, operations):
+            if new:
+                await other.write([new.pop(0)])
+            return await it.session.write(operations)
+
+    await tree.delete_tree(Meddling(), "/w")
+    assert new == []
+    assert set(it.zookeeper.dump()) == {"/"}
+
+
+@story
+async def test_a_cluster_that_is_written_to_for_ever_is_told_and_is_none_any_more(it):
+    coordinator = await it.cluster("/w")
+    other, numbers = it.zookeeper.session(), iter(range(1_000))
+
+    class Meddling:
+        def __getattr__(self, name):
+            return getattr(it.session, name)
+
+        async def write(self, operations):
+            if len(operations) > 1:
+                await other.write([Create(f"/w/n{next(numbers)}")])
+            return await it.session.write(operations)
+
+    with pytest.raises(errors.CoordinatorConflict, match="is written to while it is deleted"):
+        await tree.delete_tree(Meddling(), "/w")
+    assert it.zookeeper.dump()["/w"] == b""
+    with pytest.raises(errors.BadConfig, match="no cluster at root /w"):
+        await coordinator.read_cluster()
+
+
+@story
+async def test_the_remains_of_a_cluster_go_and_what_is_somebody_elses_stays(it):
+    await it.session.write([Create("/w"), Create("/w/store"), Create("/w/store/partition")])
+    await it.session.write([Create("/a"), Create("/a/ids"), Create("/a/topics")])
+    await it.session.write([Create("/b", b"x")])
+    assert await tree.delete_tree(it.session, "/w") == 3
+    with pytest.raises(
+        errors.BadRequest, match="expected a cluster or its remains, found a node t"
+    ):
+        await tree.delete_tree(it.session, "/a")
+    with pytest.raises(errors.BadRequest, match="1 bytes of somebody else's"):
+        await tree.delete_tree(it.session, "/b")
+    assert set(it.zookeeper.dump()) == {"/", "/a", "/a/ids", "/a/topics", "/b"}
+
+
+def test_the_names_below_a_root_are_those_of_the_paths():
+    paths = ClusterPaths("/r")
+    below = [paths.ids, paths.servers, paths.store, paths.ours]
+    assert [path.removeprefix("/r/") for path in below] == list(tree.TOP_NAMES)

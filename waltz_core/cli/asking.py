@@ -1,0 +1,46 @@
+"""Asking servers themselves: one question over one connection, and whether anybody answers at all.
+
+Why it stands alone: commands that change, check and list servers put the same questions, in the
+original's messages, so that its servers understand them, too.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from waltz_core import net
+from waltz_core.errors import WaltzError
+from waltz_core.record import ReqId
+from waltz_core.wire.messages import ClientMessage, Surface
+
+ANSWER_S = 10.0
+DIAL_TIMEOUT_S = 3.0
+# What an original's tools use where no client id is given out.
+NOT_A_CLIENT = -1
+
+AnswerT = TypeVar("AnswerT", bound=ClientMessage)
+
+
+async def ask(
+    address: str, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
+) -> AnswerT:
+    """Ask the server at an address; raises what it refuses with, or Unreachable."""
+    from waltz_core.client.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
+
+    links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0)
+    try:
+        link = await links.get(address)
+        return await link.request(
+            answer, make, client_id=NOT_A_CLIENT, partition_id=0, timeout_s=ANSWER_S
+        )
+    finally:
+        await links.close("asked")
+
+
+async def answers(surface: Surface, address: str) -> bool:
+    """Return whether a process listens there and says hello."""
+    try:
+        link = await net.dial(surface, address, timeout_s=DIAL_TIMEOUT_S)
+    except WaltzError:
+        return False
+    link.abort("asked")
+    return True

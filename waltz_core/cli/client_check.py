@@ -1,0 +1,391 @@
+"""`waltz-core client validate | produce | consume`: is the log what it promises, seen from outside?
+
+Why it stands alone: each producer writes what it can only know when nobody came in between: the id
+that its transaction will have. All of them write under one lock, so each transaction is its
+client's mark + 1, or refused and computed anew. Whoever reads checks that every transaction says
+its own id, and that ids have no gap. So a refusal that is missing, a transaction that is lost,
+doubled or out of order is seen by everybody.
+
+Rules:
+    1. Nobody else writes to these partitions meanwhile; a stranger's transaction counts as wrong.
+    2. Ids are text, as long as they need to be, so that `waltz-core client read` shows them twice.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvloop
+
+from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.client import (
+    AsyncCallbacks,
+    AsyncTransaction,
+    AsyncWaltzClient,
+    PoisonPolicy,
+    TransactionBuilder,
+    TransactionContext,
+    lock,
+)
+from waltz_core.client.callbacks import policy_of
+from waltz_core.errors import BadConfig, Unavailable, WaltzError
+
+LOCK_NAME = "client validate"
+TIMEOUT_S = 600.0
+WRONG_SHOWN_MAX = 10
+
+
+def add_validate(verb: argparse.ArgumentParser) -> None:
+    """Declare `validate`."""
+    _add_load(verb)
+    verb.add_argument("--clients", type=int, default=2, metavar="N", help="clients (default 2)")
+    verb.set_defaults(verb=lambda arguments: uvloop.run(_validate(arguments)))
+
+
+def add_produce(verb: argparse.ArgumentParser) -> None:
+    """Declare `produce`."""
+    _add_load(verb)
+    verb.set_defaults(verb=lambda arguments: uvloop.run(_produce(arguments)))
+
+
+def add_consume(verb: argparse.ArgumentParser) -> None:
+    """Declare `consume`."""
+    _add_common(verb)
+    verb.add_argument(
+        "--first", type=int, metavar="ID", help="check from this id on (default: what comes now)"
+    )
+    verb.set_defaults(verb=lambda arguments: uvloop.run(_consume(arguments)))
+
+
+def _add_load(verb: argparse.ArgumentParser) -> None:
+    _add_common(verb)
+    verb.add_argument(
+        "--interval-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="pause of a client after each transaction (default 0)",
+    )
+
+
+def _add_common(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--transactions",
+        type=int,
+        default=100,
+        metavar="N",
+        help="transactions of each client (default 100)",
+    )
+    verb.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the first N partitions, by turns (default 1)",
+    )
+    verb.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="S",
+        help=f"give up after so many seconds (default {TIMEOUT_S:.0f})",
+    )
+
+
+def _chosen(arguments: argparse.Namespace, client: AsyncWaltzClient) -> list[int]:
+    """Return the partitions that are meant; raises BadConfig for numbers that make no sense."""
+    for name in ("transactions", "partitions", "clients"):
+        if getattr(arguments, name, 1) < 1:
+            raise BadConfig(f"--{name}: expected 1 or more, found {getattr(arguments, name)}")
+    if arguments.timeout <= 0 or getattr(arguments, "interval_ms", 0) < 0:
+        raise BadConfig("--timeout, --interval-ms: expected no negative time, and some to wait")
+    if arguments.partitions > client.partition_count:
+        raise BadConfig(
+            f"--partitions: expected at most {client.partition_count}, as many as the cluster has, "
+            f"found {arguments.partitions}"
+        )
+    return list(range(arguments.partitions))
+
+
+# --- what is written
+
+
+class Numbered(TransactionContext):
+    """One transaction that says which id it will have."""
+
+    def __init__(self, partition: int, timeout_s: float) -> None:
+        super().__init__()
+        self._partition = partition
+        self.timeout_ms = round(timeout_s * 1000)
+        self.attempts = 0
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return the partition that was chosen."""
+        assert self._partition < partition_count
+        return self._partition
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Write the mark + 1 under the one lock."""
+        self.attempts += 1
+        builder.data = text_of(builder.client_high_water_mark + 1)
+        builder.set_write_locks([lock(LOCK_NAME)])
+        return True
+
+
+def text_of(transaction_id: int) -> bytes:
+    """Return the data of the transaction with this id."""
+    return str(transaction_id).encode("ascii")
+
+
+@dataclass(slots=True)
+class Written:
+    """What producers have written, and how often they had to compute it anew."""
+
+    wanted: int
+    ends: dict[int, int] = field(default_factory=dict)  # the last id, by partition
+    count: int = 0
+    attempts: int = 0
+
+    def add(self, partition: int, transaction_id: int, attempts: int) -> None:
+        """Count one."""
+        self.ends[partition] = max(transaction_id, self.ends.get(partition, transaction_id))
+        self.count += 1
+        self.attempts += attempts
+
+    def __str__(self) -> str:
+        return f"{self.count} of {self.wanted} transactions are written"
+
+
+async def _write(
+    client: AsyncWaltzClient,
+    arguments: argparse.Namespace,
+    first: int,
+    written: Written,
+    line: ProgressLine,
+) -> None:
+    """Write one client's transactions, one after the other, to the partitions by turns."""
+    for turn in range(arguments.transactions):
+        partition = (first + turn) % arguments.partitions
+        context = Numbered(partition, arguments.timeout)
+        told = await (await client.submit(context))
+        assert told is not None, "it never gives up"
+        written.add(partition, told, context.attempts)
+        line.show(written.count, written.wanted, "written")
+        if arguments.interval_ms:
+            await asyncio.sleep(arguments.interval_ms / 1000)
+
+
+# --- what is read
+
+
+class Checking(AsyncCallbacks):
+    """Checks the transactions of a feed, from some marks on; `limit` of them where one is given."""
+
+    def __init__(self, marks: Mapping[int, int], limit: int | None = None) -> None:
+        self.marks = dict(marks)
+        self._limit = limit
+        self.seen_count = 0
+        self.wrong: list[str] = []
+        self.is_stopped = False
+        self._changed = asyncio.Event()
+
+    async def client_high_water_mark(self, partition: int) -> int:
+        """Return where the check begins, or has come to."""
+        return self.marks[partition]
+
+    async def apply_transaction(self, transaction: AsyncTransaction) -> None:
+        """Check one, unless enough were."""
+        if self.seen_count == self._limit:
+            return
+        partition, data = transaction.partition_id, await transaction.data()
+        last = self.marks[partition]
+        self.wrong += faults_of(partition, last, transaction.transaction_id, data)
+        self.marks[partition] = transaction.transaction_id
+        self.seen_count += 1
+        self._changed.set()
+
+    async def uncaught_exception(
+        self, partition: int, transaction_id: int, error: Exception
+    ) -> PoisonPolicy:
+        """Note what ends a feed; what is only away comes back."""
+        policy = policy_of(error)
+        if policy is PoisonPolicy.STOP:
+            self.wrong.append(f"partition {partition}, id {transaction_id}: {error}")
+            self.is_stopped = True
+            self._changed.set()
+        return policy
+
+    async def has_seen(self, count: int, tell: Callable[[], None]) -> None:
+        """Return when so many transactions were checked, or nothing more will be."""
+        while self.seen_count < count and not self.is_stopped:
+            tell()
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def has_reached(self, ends: Mapping[int, int]) -> None:
+        """Return when these ids were checked, or nothing more will be."""
+        while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def faults_of(partition: int, last: int, transaction_id: int, data: bytes) -> list[str]:
+    """Return what is wrong with a transaction that came after the one with id `last`."""
+    where = f"partition {partition}, id {transaction_id}"
+    found = []
+    if transaction_id != last + 1:
+        found.append(f"{where}: expected id {last + 1} after {last}")
+    if data != text_of(transaction_id):
+        found.append(f"{where}: expected its id as data, found {bytes(data)!r:.60}")
+    return found
+
+
+# --- the verbs
+
+
+async def _validate(arguments: argparse.Namespace) -> int:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(AsyncWaltzClient.connect(arguments.connect))
+        partitions, clients = _chosen(arguments, first), [first]
+        for _ in range(arguments.clients - 1):
+            other = AsyncWaltzClient.connect(arguments.connect)
+            clients.append(await stack.enter_async_context(other))
+        starts = {each: await first.high_water_mark(each) for each in partitions}
+        checks = [Checking(starts) for _ in clients]
+        written = Written(arguments.clients * arguments.transactions)
+
+        async def work() -> None:
+            for client, check in zip(clients, checks, strict=True):
+                await client.subscribe(check, partitions)
+            await _write_all(clients, arguments, written)
+            for check in checks:
+                await check.has_reached(written.ends)
+
+        await _in_time(arguments, work(), lambda: f"{written}, and {_behind(checks, written)}")
+    wrong = list(dict.fromkeys(fault for check in checks for fault in check.wrong))
+    strange = sum(end - starts[each] for each, end in written.ends.items()) - written.count
+    if strange:
+        wrong.append(f"{strange} transactions more than were written: by others, or doubled")
+    told = {
+        "clients": len(clients),
+        "written": written.count,
+        "attempts": written.attempts,
+        "checked": sum(check.seen_count for check in checks),
+        "ids": _spans(starts, written.ends),
+    }
+    return _tell(arguments, wrong, told)
+
+
+async def _produce(arguments: argparse.Namespace) -> int:
+    async with AsyncWaltzClient.connect(arguments.connect) as client:
+        partitions = _chosen(arguments, client)
+        starts = {each: await client.high_water_mark(each) for each in partitions}
+        written = Written(arguments.transactions)
+        await _in_time(arguments, _write_all([client], arguments, written), lambda: str(written))
+    told = {
+        "written": written.count,
+        "attempts": written.attempts,
+        "ids": _spans(starts, written.ends),
+    }
+    return _tell(arguments, None, told)
+
+
+async def _consume(arguments: argparse.Namespace) -> int:
+    async with AsyncWaltzClient.connect(arguments.connect) as client:
+        partitions = _chosen(arguments, client)
+        first: int | None = arguments.first
+        starts = {
+            each: await client.high_water_mark(each) if first is None else mark_before(first)
+            for each in partitions
+        }
+        wanted: int = arguments.transactions
+        check = Checking(starts, wanted)
+        if not arguments.json:
+            begins = ", ".join(f"{each} from id {mark + 1}" for each, mark in starts.items())
+            say(f"checking {wanted} transactions of partitions {begins}")
+
+        async def work() -> None:
+            await client.subscribe(check, partitions)
+            with ProgressLine() as line:
+                await check.has_seen(wanted, lambda: line.show(check.seen_count, wanted, "checked"))
+
+        await _in_time(arguments, work(), lambda: f"{check.seen_count} of {wanted} were checked")
+    told = {"checked": check.seen_count, "ids": _spans(starts, check.marks)}
+    return _tell(arguments, check.wrong, told)
+
+
+def mark_before(first: int) -> int:
+    """Return the mark of who has seen all before `--first`; raises BadConfig for no id."""
+    if first < 0:
+        raise BadConfig(f"--first: expected an id, 0 or more, found {first}")
+    return first - 1
+
+
+async def _write_all(
+    clients: list[AsyncWaltzClient], arguments: argparse.Namespace, written: Written
+) -> None:
+    """Have all clients write at once; raises the first of their errors when all have ended."""
+    failures: list[WaltzError] = []
+
+    async def write(number: int, client: AsyncWaltzClient, line: ProgressLine) -> None:
+        try:
+            await _write(client, arguments, number, written, line)
+        except WaltzError as error:
+            failures.append(error)
+
+    with ProgressLine() as line:
+        async with asyncio.TaskGroup() as tasks:
+            for number, client in enumerate(clients):
+                tasks.create_task(write(number, client, line))
+    if failures:
+        raise failures[0]
+
+
+async def _in_time(
+    arguments: argparse.Namespace, work: Coroutine[Any, Any, None], how_far: Callable[[], str]
+) -> None:
+    try:
+        async with asyncio.timeout(arguments.timeout):
+            await work
+    except TimeoutError:
+        raise Unavailable(f"not done within {arguments.timeout:.0f} s: {how_far()}") from None
+
+
+def _behind(checks: list[Checking], written: Written) -> str:
+    reached = [
+        all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
+    ]
+    return f"{sum(reached)} of {len(checks)} clients have seen all of them"
+
+
+def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return the first and last id by partition, without those that nothing came to."""
+    return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
+
+
+def _tell(
+    arguments: argparse.Namespace, wrong: Sequence[str] | None, told: Mapping[str, object]
+) -> int:
+    if arguments.json:
+        verdict = {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:WRONG_SHOWN_MAX]}
+        show_json({**verdict, **told})
+        return 1 if wrong else 0
+    for name, value in told.items():
+        text = value
+        if isinstance(value, dict):
+            text = ", ".join(
+                f"{first}..{last} of partition {p}" for p, (first, last) in value.items()
+            )
+        show(f"{name}: {text}")
+    if wrong is None:
+        return 0
+    for fault in wrong[:WRONG_SHOWN_MAX]:
+        show(fault)
+    if len(wrong) > WRONG_SHOWN_MAX:
+        show(f"and {len(wrong) - WRONG_SHOWN_MAX} more that are wrong")
+    show("failed" if wrong else "passed")
+    return 1 if wrong else 0

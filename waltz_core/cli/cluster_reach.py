@@ -1,0 +1,89 @@
+"""`waltz-core cluster check-connectivity`: who reaches whom, as each server itself finds it.
+
+Why it stands alone: a firewall between a server and a storage cannot be seen from here. So every
+server is asked to try every storage (the original's message 13, which its servers answer, too).
+"""
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from typing import Final, NamedTuple, TypeAlias
+
+from waltz_core import net
+from waltz_core.cli.asking import ask
+from waltz_core.cli.changing import add_common, connected
+from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.progress import ProgressLine
+from waltz_core.errors import WaltzError
+from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
+
+HERE: Final = "this command"
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class Reach(NamedTuple):
+    """Whether one reaches the other; `why_not` where that is known."""
+
+    origin: str
+    target: str
+    is_reached: bool
+    why_not: str | None = None
+
+
+def add(verbs: Verbs) -> None:
+    """Declare the verb."""
+    checked = verbs.add_parser(
+        "check-connectivity", help="see whether we reach each server, and it each storage"
+    )
+    add_common(checked, changes=False)
+    checked.set_defaults(verb=lambda arguments: net.run(_check(arguments)))
+
+
+async def _check(arguments: argparse.Namespace) -> int:
+    async with connected(arguments.connect) as coordinator:
+        servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
+        storages = [str(each) for each in (await coordinator.storages.read()).assignment.partitions]
+    with ProgressLine() as line:
+        found = await _ask_all(servers, storages, line)
+    is_well = bool(servers) and all(each.is_reached for each in found)
+    if arguments.json:
+        show_json({"is_well": is_well, "connections": [each._asdict() for each in found]})
+        return 0 if is_well else 1
+    rows = [
+        (each.origin, each.target, "reached" if each.is_reached else each.why_not or "NOT REACHED")
+        for each in found
+    ]
+    show_table(("from", "to", "found"), rows or [("-", "-", "no server is registered: start one")])
+    return 0 if is_well else 1
+
+
+async def _ask_all(servers: list[str], storages: list[str], line: ProgressLine) -> list[Reach]:
+    done: list[str] = []
+
+    async def asked(address: str) -> list[Reach]:
+        try:
+            answer = await ask(address, CheckConnectivityResponse, CheckConnectivityRequest)
+        except WaltzError as error:
+            found = [Reach(HERE, f"server {address}", is_reached=False, why_not=str(error))]
+        else:
+            found = reached_by(address, storages, dict(answer.reachable))
+        done.append(address)
+        waits = ", ".join(each for each in servers if each not in done)
+        line.show(len(done), len(servers), f"waiting for {waits}")
+        return found
+
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(asked(each), name=each) for each in servers]
+    return [reach for task in started for reach in task.result()]
+
+
+def reached_by(server: str, storages: list[str], told: Mapping[str, bool]) -> list[Reach]:
+    """Return what a server says of every storage, also of one that it has not heard of yet."""
+    name = f"server {server}"
+    found = [Reach(HERE, name, is_reached=True)]
+    for storage in dict.fromkeys([*storages, *told]):
+        unknown = None if storage in told else "it does not know this storage (yet)"
+        is_reached = told.get(storage, False)
+        found.append(Reach(name, f"storage {storage}", is_reached=is_reached, why_not=unknown))
+    return found

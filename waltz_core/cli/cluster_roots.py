@@ -1,0 +1,165 @@
+"""`waltz-core cluster list | show-key | delete`: which clusters there are, and the end of one."""
+
+import argparse
+import asyncio
+from typing import TypeAlias
+
+from waltz_core import net
+from waltz_core.cli.asking import answers
+from waltz_core.cli.changing import Command, Result, add_common, add_place, connected, place_of, run
+from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.errors import BadConfig, BadRequest, WaltzError
+from waltz_core.wire.messages import Surface
+
+# A session has a root; where only hosts are named, it is one that no cluster has.
+NO_ROOT = "/zookeeper"
+DETAILS = ("servers", "storages", "key")
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add(verbs: Verbs) -> None:
+    """Declare the verbs."""
+    listed = verbs.add_parser("list", help="list the clusters of a ZooKeeper, or below a root")
+    add_place(listed)
+    listed.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    listed.set_defaults(verb=lambda arguments: net.run(_list(arguments)))
+    key = verbs.add_parser(
+        "show-key",
+        aliases=["show-cluster-key"],
+        help="print the cluster key, which every storage carries",
+    )
+    add_place(key)
+    key.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    key.set_defaults(verb=lambda arguments: net.run(_show_key(arguments)))
+    deleted = verbs.add_parser(
+        "delete",
+        help="delete a cluster's nodes from ZooKeeper; the records stay on the storages",
+    )
+    deleted.add_argument("name", help="the cluster's name, as `cluster show` tells it")
+    deleted.add_argument(
+        "--force",
+        action="store_true",
+        help="also while servers or storages run, and what remains of a cluster half deleted",
+    )
+    add_common(deleted)
+    deleted.set_defaults(verb=_run_delete)
+
+
+# --- list, show-key
+
+
+async def _list(arguments: argparse.Namespace) -> int:
+    connect, below = _place(place_of(arguments))
+    rows: list[dict[str, object]] = []
+    async with connected(connect) as session:
+        for root, params in await session.find_clusters(below):
+            row: dict[str, object] = {
+                "root": root,
+                "name": params.name,
+                "partitions": params.partition_count,
+            }
+            try:
+                rows.append({**row, **await _told_of(session.at(root))})
+            except WaltzError as error:  # One that is half deleted hides no other.
+                rows.append({**row, **dict.fromkeys(DETAILS)})
+                say(f"{root}: {error}")
+    if arguments.json:
+        show_json(rows)
+    elif rows:
+        shown = [["-" if cell is None else cell for cell in row.values()] for row in rows]
+        show_table(tuple(rows[0]), shown)
+    else:
+        show(f"no cluster at {below} or below it")
+    return 0
+
+
+async def _told_of(cluster: Coordinator) -> dict[str, object]:
+    view = await cluster.read_cluster()
+    servers = (await cluster.read_servers()).servers
+    storages = (await cluster.storages.read()).assignment.partitions
+    values = (len(servers), len(storages), str(view.store.cluster_key))
+    return dict(zip(DETAILS, values, strict=True))
+
+
+def _place(text: str) -> tuple[str, str]:
+    """Return a connect string, and below which path of ZooKeeper to look."""
+    place, question, query = text.partition("?")
+    hosts, _, path = place.partition("/")
+    if path.strip("/"):
+        return text, "/" + path.strip("/")
+    return f"{hosts}{NO_ROOT}{question}{query}", "/"
+
+
+async def _show_key(arguments: argparse.Namespace) -> int:
+    async with connected(place_of(arguments)) as coordinator:
+        key = str((await coordinator.read_cluster()).store.cluster_key)
+    if arguments.json:
+        show_json({"cluster_key": key})
+    else:
+        show(key)
+    return 0
+
+
+# --- delete
+
+
+def _run_delete(arguments: argparse.Namespace) -> int:
+    # By force it may be the remains of a cluster, which cannot hold a record.
+    arguments.creates = arguments.force
+    return run(arguments, _delete)
+
+
+async def _delete(command: Command) -> Result:
+    coordinator, arguments = command.coordinator, command.arguments
+    key = None
+    try:
+        view = await coordinator.read_cluster()
+    except BadConfig:
+        if not arguments.force:
+            raise
+        command.note(f"there is no whole cluster at {coordinator.where}: its remains are deleted")
+    else:
+        key = str(view.store.cluster_key)
+        if view.params.name != arguments.name:
+            raise BadRequest(
+                f"expected the name of the cluster at {coordinator.where}, which is "
+                f"{view.params.name}, found {arguments.name}"
+            )
+        if not arguments.force:
+            await _expect_nobody(command)
+
+    def tell(done_count: int, count: int) -> None:
+        command.wait_for(f"the nodes of {coordinator.where} to be deleted", done_count, count)
+
+    count = await coordinator.delete_cluster(tell)
+    if not count:
+        raise BadRequest(f"there is nothing at {coordinator.where} to delete")
+    what = f"{arguments.name}, key {key}" if key else "what remained of a cluster"
+    return {
+        "name": arguments.name,
+        "cluster_key": key,
+        "nodes": count,
+        "summary": f"deleted {count} nodes: {what}. The storages' directories are as they were",
+    }
+
+
+async def _expect_nobody(command: Command) -> None:
+    """Raise BadRequest while a server is registered or a storage answers."""
+    coordinator = command.coordinator
+    servers = (await coordinator.read_servers()).servers
+    found = [f"server {each.address}" for each in servers.values()]
+    storages = list((await coordinator.storages.read()).assignment.partitions)
+    command.wait_for("the storages to be found stopped")
+    async with asyncio.TaskGroup() as tasks:
+        asked = {
+            each: tasks.create_task(answers(Surface.STORAGE, each), name=f"ask {each}")
+            for each in storages
+        }
+    found += [f"storage {each}" for each, task in asked.items() if task.result()]
+    if found:
+        raise BadRequest(
+            f"expected all servers and storages to be stopped, found {', '.join(found)}; --force "
+            "deletes the cluster under them"
+        )

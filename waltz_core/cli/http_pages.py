@@ -1,0 +1,112 @@
+"""`waltz-core server metrics | storage metrics`: a daemon's numbers, as its HTTP port tells them.
+
+Why it stands alone: it is the one place that speaks HTTP, and both kinds of daemon are asked alike.
+
+Rules:
+    1. A whole number is shown as one, however large: bytes and ids pass 2^31 soon.
+    2. `--json` has every metric under its whole name with its labels.
+"""
+
+import argparse
+import http.client
+import re
+from typing import Final, NamedTuple
+
+from waltz_core.cli.output import show_json, show_table
+from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
+from waltz_core.net import split_address
+
+ANSWER_S: Final = 10.0
+PAGE_BYTES_MAX: Final = 64 * 1024 * 1024
+_LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+# Every bucket of every histogram fills screens; `--all` shows them, and so does `--json`.
+_DETAIL: Final = ("_bucket", "_created")
+
+
+class Sample(NamedTuple):
+    """One number of a page."""
+
+    name: str
+    labels: str
+    value: int | float
+
+    @property
+    def title(self) -> str:
+        """Return name and labels as the page has them."""
+        return f"{self.name}{{{self.labels}}}" if self.labels else self.name
+
+
+def add_metrics(verb: argparse.ArgumentParser) -> None:
+    """Declare `metrics`."""
+    verb.add_argument("address", metavar="HOST:HTTP_PORT", help="setting `http_port` of the daemon")
+    verb.add_argument("--match", default="", metavar="TEXT", help="only names with this in them")
+    verb.add_argument("--all", action="store_true", help="the buckets of histograms, too")
+    verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    verb.set_defaults(verb=_metrics)
+
+
+def _metrics(arguments: argparse.Namespace) -> int:
+    samples = [
+        each
+        for each in parse(fetch(arguments.address, "/metrics"), arguments.address)
+        if arguments.match in each.title
+        and (arguments.all or arguments.json or not each.name.endswith(_DETAIL))
+    ]
+    if arguments.json:
+        show_json({each.title: each.value for each in samples})
+    else:
+        show_table(("metric", "value"), [(each.title, each.value) for each in samples])
+    return 0
+
+
+def fetch(address: str, path: str) -> str:
+    """Return a page of a daemon; raises Unreachable, or RemoteProtocolError for another answer."""
+    host, port = split_address(address)
+    if not 1 <= port <= 65_535:
+        raise BadConfig(f"{address}: expected the port of `http_port`, 1..65535, found {port}")
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read(PAGE_BYTES_MAX + 1)
+    except OSError as error:
+        raise Unreachable(f"{address}: {error}") from None
+    except http.client.HTTPException as error:
+        raise RemoteProtocolError(
+            f"{address}: expected a daemon's HTTP port (`http_port`), found one that does not "
+            f"speak HTTP ({type(error).__name__})"
+        ) from None
+    finally:
+        connection.close()
+    if answer.status != http.HTTPStatus.OK or len(body) > PAGE_BYTES_MAX:
+        raise RemoteProtocolError(
+            f"{address}{path}: expected a page, found status {answer.status} and {len(body)} bytes"
+        )
+    return body.decode("utf-8", "replace")
+
+
+def parse(page: str, address: str) -> list[Sample]:
+    """Return the numbers of a page in Prometheus's text format; raises RemoteProtocolError."""
+    lines = [line.strip() for line in page.splitlines()]
+    samples = []
+    for line in lines:
+        if line and not line.startswith("#"):
+            found = _LINE.fullmatch(line)
+            value = None if found is None else _number(found[3])
+            if found is None or value is None:
+                raise RemoteProtocolError(
+                    f"{address}/metrics: expected lines like `name 1.0`, found {line!r:.100}"
+                )
+            samples.append(Sample(found[1], found[2] or "", value))
+    return samples
+
+
+def _number(text: str) -> int | float | None:
+    """Rule 1; None for what is no number."""
+    if text.lstrip("+-").isdecimal():
+        return int(text)
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() else value

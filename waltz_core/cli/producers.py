@@ -1,0 +1,85 @@
+"""`waltz-core bench test-producers`: writers who meet on a pool of locks, as many as one likes.
+
+Why it stands alone: `conditional` and `hot-lock` are two ends of this, each with a name of its own
+so that figures can be compared; here everything between can be asked for, of any cluster.
+
+Rules:
+    1. A writer has one append outstanding; refused, it waits for the log to go on and tries again.
+    2. What was acknowledged is looked up in the log afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from waltz_core import errors
+from waltz_core.cli.singles import check_ids, measured
+from waltz_core.client import AsyncWaltzClient, lock
+from waltz_core.record import TransactionId
+
+if TYPE_CHECKING:
+    from waltz_core.cli.bench import Load, Measured, Meter
+
+
+@dataclass
+class _Told:
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    latencies_s: list[float] = field(default_factory=list)
+    refused: int = 0
+
+
+def producers(load: Load, meter: Meter) -> Measured:
+    """`--writers` append under locks from a pool of `--lock-pool`, with `--interval-ms` between."""
+    return uvloop.run(_producers(load, meter))
+
+
+async def _producers(load: Load, meter: Meter) -> Measured:
+    told = _Told()
+    async with AsyncWaltzClient.connect(load.connect) as client:
+        await client.mount()
+        starts = await client.high_water_marks()
+        meter.start()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(load.writers):
+                group.create_task(_write(client, load, number, began + load.seconds, told))
+        took = time.perf_counter() - began
+        meter.stop()
+        wrong = await check_ids(client, starts, told.ids)
+    rows = [each for its in told.ids.values() for each in its]
+    extra: dict[str, object] = {"refused": told.refused}
+    return measured(load, rows, told.latencies_s, took=took, wrong=wrong, extra=extra)
+
+
+async def _write(
+    client: AsyncWaltzClient, load: Load, number: int, until: float, told: _Told
+) -> None:
+    chance = Random(number)  # noqa: S311 - test data
+    payload = chance.randbytes(load.payload_bytes)
+    partition = number % client.partition_count
+    mark = await client.high_water_mark(partition)
+    while (sent := time.perf_counter()) < until:
+        pool = range(load.lock_count if load.lock_pool else 0)
+        locks = [lock("bench", chance.randrange(load.lock_pool)) for _ in pool]
+        try:
+            future = await client.append(
+                payload, partition=partition, write_locks=locks, client_high_water_mark=mark
+            )
+            mark = await future
+        except errors.LockFailed as failed:
+            told.refused += 1
+            later = failed.high_water_mark
+            mark = (
+                await client.high_water_mark(partition) if later is None else TransactionId(later)
+            )
+            continue
+        told.latencies_s.append(time.perf_counter() - sent)
+        told.ids.setdefault(partition, []).append(mark)
+        if load.interval_ms:
+            await asyncio.sleep(load.interval_ms / 1000)

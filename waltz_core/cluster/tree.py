@@ -1,0 +1,134 @@
+"""Clusters as whole trees of nodes: which there are below a path, and the end of one.
+
+Why it stands alone: everywhere else a node is known by its path. Here nodes are met that nobody
+has foreseen, those of clusters half made and of versions to come.
+
+Rules:
+    1. The root loses its data first: from then on it is no cluster, wherever the deletion ends.
+    2. Nodes go deepest first, each at the version that was read. What is made or changed meanwhile
+       is looked at again, and goes, too; what reappears for ever is told.
+    3. Nothing outside of the root is touched; the nodes above it stay. A root without a cluster is
+       deleted only while it has no data and no children but those of a cluster half made.
+"""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from waltz_core import errors
+from waltz_core.cluster.model import ClusterParams
+from waltz_core.cluster.znodes import Delete, Set, Znodes
+
+# ZooKeeper's own nodes.
+ITS_OWN: Final = "/zookeeper"
+# Who has more nodes that are no clusters has ZooKeeper for something else, and names a place.
+NODES_MAX: Final = 10_000
+ATTEMPTS_MAX: Final = 20
+# A deletion of a node takes about 100 bytes; a request may have 1 MiB.
+STEP_NODES_MAX: Final = 1_000
+# What lies directly below a root (paths.py).
+TOP_NAMES: Final = ("ids", "serverDescriptors", "store", "x")
+
+
+class FoundCluster(NamedTuple):
+    """A cluster: where its root is, and what the root says."""
+
+    root: str
+    params: ClusterParams
+
+
+async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
+    """Return the clusters whose root is `below` or somewhere under it, by their roots.
+
+    Raises BadRequest where there are too many other nodes.
+    """
+    await znodes.sync()
+    found: list[FoundCluster] = []
+    paths, seen_count = [below], 0
+    while paths:
+        path = paths.pop(0)
+        seen_count += 1
+        if seen_count > NODES_MAX:
+            raise errors.BadRequest(
+                f"more than {NODES_MAX} nodes below {below} of ZooKeeper {znodes.where}: name a "
+                "place further down"
+            )
+        try:
+            node = await znodes.get(path)
+            params = None if node is None else _params(node.data)
+            listing = None if params is not None else await znodes.children(path)
+        except errors.BadConfig:
+            continue  # Not for us to read, so not a cluster that we could do anything with.
+        if params is not None:
+            found.append(FoundCluster(path, params))
+        elif listing is not None:
+            paths += [each for each in _children(path, listing.names) if each != ITS_OWN]
+    return sorted(found)
+
+
+async def delete_tree(
+    znodes: Znodes, root: str, tell: Callable[[int, int], None] = lambda _done, _count: None
+) -> int:
+    """Delete a root and all below it; return how many nodes that were (0: there was none).
+
+    `tell` hears how many of how many are deleted. Raises BadRequest for nodes of somebody else,
+    CoordinatorConflict when somebody makes new ones as fast as they are deleted.
+    """
+    await _check_ours(znodes, root)
+    done_count = 0
+    for _ in range(ATTEMPTS_MAX):
+        await znodes.sync()
+        node = await znodes.get(root)
+        if node is None:
+            return done_count
+        try:
+            if node.data:
+                await znodes.write([Set(root, b"", node.stat.version)])  # rule 1
+            deletions = await _deletions(znodes, root)
+            for start in range(0, len(deletions), STEP_NODES_MAX):
+                tell(done_count, done_count + len(deletions) - start)
+                step = deletions[start : start + STEP_NODES_MAX]
+                await znodes.write(step)
+                done_count += len(step)
+        except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+            continue  # rule 2
+    raise errors.CoordinatorConflict(
+        f"{root} of ZooKeeper {znodes.where} is written to while it is deleted: stop who does that"
+    )
+
+
+async def _check_ours(znodes: Znodes, root: str) -> None:
+    """Rule 3."""
+    node, listing = await znodes.get(root), await znodes.children(root)
+    if node is None or _params(node.data) is not None:
+        return
+    names = () if listing is None else listing.names
+    strange = [name for name in names if name not in TOP_NAMES]
+    if node.data or strange:
+        what = f"a node {strange[0]}" if strange else f"{len(node.data)} bytes of somebody else's"
+        raise errors.BadRequest(
+            f"{root} of ZooKeeper {znodes.where}: expected a cluster or its remains, found {what}"
+        )
+
+
+async def _deletions(znodes: Znodes, root: str) -> list[Delete]:
+    """Return the deletion of each node, children before parents."""
+    found: list[Delete] = []
+    paths = [root]
+    while paths:
+        path = paths.pop(0)
+        node, listing = await znodes.get(path), await znodes.children(path)
+        if node is not None and listing is not None:
+            found.append(Delete(path, node.stat.version))
+            paths += _children(path, listing.names)
+    return found[::-1]
+
+
+def _children(path: str, names: tuple[str, ...]) -> list[str]:
+    return [f"{path.rstrip('/')}/{name}" for name in names]
+
+
+def _params(data: bytes) -> ClusterParams | None:
+    try:
+        return ClusterParams.from_bytes(data)
+    except errors.BadFormat:
+        return None
