@@ -53,7 +53,7 @@ class Life:
         self.name = name
         self.sent: dict[str, Sent] = {}
         self.asked: list[Asked] = []
-        self.is_killed = False
+        self.has_ended = False
         self._lines = directory / f"{name}.jsonl"
         self._feed = directory / f"{name}.feed"
         self._at = 0
@@ -203,7 +203,7 @@ def _check_feeds(lives: list[Life], log: Log, verdict: Any) -> None:
                 wrong.append(f"{life.name} was fed another one at {partition}/{transaction_id}")
             following[partition] = transaction_id + 1
         verdict.counts["fed"] += following.total()
-        if not life.is_killed:
+        if not life.has_ended:
             wrong += [
                 f"{life.name} was fed partition {partition} up to {following[partition] - 1}, "
                 f"its end is {end}"

@@ -88,14 +88,14 @@ class Applications:
         """Note a client that has ended by itself."""
         if client in self._running:
             life, child = self._running[client]
-            if not life.is_killed:
+            if not life.has_ended:
                 self.ended.append(f"{life.name} ended by itself, with {child.returncode}")
-                life.is_killed = True
+                life.has_ended = True
 
     def kill(self, client: str) -> None:
         """End a client at once."""
         life, child = self._running[client]
-        life.is_killed = True
+        life.has_ended = True
         child.kill()
         child.wait()
         for pipe in (child.stdin, child.stdout):
@@ -110,7 +110,7 @@ class Applications:
     @property
     def living(self) -> list[Life]:
         """Return the lives that go on."""
-        return [life for life, _ in self._running.values() if not life.is_killed]
+        return [life for life, _ in self._running.values() if not life.has_ended]
 
     def stop(self) -> None:
         """Have them send no more, and wait for all outcomes."""
@@ -131,10 +131,18 @@ class Applications:
             if said != answer:
                 self.ended.append(f"{life.name} said {said!r}, expected {answer!r}")
 
+    def reap(self) -> None:
+        """Forget those who have come to their end."""
+        for life, child in self._running.values():
+            life.has_ended = True
+            child.communicate(timeout=SETTLE_S)
+        self._running.clear()
+
     def down(self) -> None:
         """End whoever is left."""
         for client in self._running:
             self.kill(client)
+        self._running.clear()
 
 
 def _line_of(child: "subprocess.Popen[str]", seconds: float) -> str:
