@@ -230,6 +230,8 @@ class Application:
         pending = self._pending[partition]
         for each in [each for each in pending if each.future.done()]:
             pending.remove(each)
+            if not each.told:
+                continue  # a context whose time was over before its first try
             four_writers._decide(each)
             self._journal.write(*(self._journal.told(told) for told in each.told))
 

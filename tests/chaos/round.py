@@ -9,8 +9,10 @@ Rules:
     3. In the calm that follows, nothing is told but "committed" and "refused".
 """
 
+import contextlib
 import json
 import re
+import select
 import subprocess
 import sys
 import time
@@ -65,9 +67,11 @@ class Applications:
 
     def start(self, client: str) -> None:
         """Begin a life of a client, unless it lives."""
-        if client in self._running and self._running[client][1].poll() is None:
-            return
-        self._notice(client)
+        if client in self._running:
+            if self._running[client][1].poll() is None:
+                return
+            self._notice(client)
+            self._let_go(client)
         life = Life(f"{client}.{len(self.lives)}", self._directory)
         words = (self._cluster.connect, life.name, str(self._directory.absolute()))
         machine = self._cluster.network.machines[client]
@@ -86,21 +90,27 @@ class Applications:
 
     def _notice(self, client: str) -> None:
         """Note a client that has ended by itself."""
-        if client in self._running:
-            life, child = self._running[client]
-            if not life.has_ended:
-                self.ended.append(f"{life.name} ended by itself, with {child.returncode}")
-                life.has_ended = True
+        life, child = self._running[client]
+        if not life.has_ended:
+            self.ended.append(f"{life.name} ended by itself, with {child.returncode}")
+            life.has_ended = True
 
     def kill(self, client: str) -> None:
         """End a client at once."""
+        if client not in self._running:
+            return
         life, child = self._running[client]
         life.has_ended = True
         child.kill()
         child.wait()
+        self._let_go(client)
+
+    def _let_go(self, client: str) -> None:
+        _, child = self._running.pop(client)
         for pipe in (child.stdin, child.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
     def poll(self) -> None:
         """Read what they have written."""
@@ -121,10 +131,16 @@ class Applications:
         self._order(f"end {json.dumps(marks)}", "fed")
 
     def _order(self, order: str, answer: str) -> None:
-        for _, child in self._running.values():
+        for client in list(self._running):
+            child = self._running[client][1]
             assert child.stdin is not None
-            child.stdin.write(order + "\n")
-            child.stdin.flush()
+            try:
+                child.stdin.write(order + "\n")
+                child.stdin.flush()
+            except BrokenPipeError:
+                child.wait()
+                self._notice(client)
+                self._let_go(client)
         for life, child in self._running.values():
             assert child.stdout is not None
             said = _line_of(child, SETTLE_S)
@@ -133,22 +149,19 @@ class Applications:
 
     def reap(self) -> None:
         """Forget those who have come to their end."""
-        for life, child in self._running.values():
+        for client, (life, child) in list(self._running.items()):
             life.has_ended = True
-            child.communicate(timeout=SETTLE_S)
-        self._running.clear()
+            child.wait(SETTLE_S)
+            self._let_go(client)
 
     def down(self) -> None:
         """End whoever is left."""
-        for client in self._running:
+        for client in list(self._running):
             self.kill(client)
-        self._running.clear()
 
 
 def _line_of(child: "subprocess.Popen[str]", seconds: float) -> str:
     """Return the next line that a process says; empty when it says none in time."""
-    import select
-
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], seconds)
     return child.stdout.readline().strip() if ready else ""
@@ -283,6 +296,8 @@ class Round:
 
         while waiting() and time.monotonic() < mended_s + PROGRESS_S:
             time.sleep(POLL_S)
+        outcome.wrong += applications.ended
+        applications.ended.clear()
         if stuck := waiting():
             outcome.wrong.append(f"no progress within {PROGRESS_S:.0f} s: {'; '.join(stuck)}")
         outcome.recovered_s = time.monotonic() - mended_s
@@ -298,10 +313,9 @@ class Round:
             view = self._cluster.shown()
         except subprocess.CalledProcessError:
             return False
-        owners = {part["server"] for part in view["partitions"].values()}
         return all(
             set(each["engaged"]) == set(view["storages"]) for each in view["partitions"].values()
-        ) and len(owners) == self._schedule.world.servers
+        )
 
     def _calm(self) -> None:
         """Let them write for a while with nothing wrong (rule 3), then stop them."""
