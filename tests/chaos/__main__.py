@@ -3,6 +3,8 @@
     python -m tests.chaos --minutes 5
     python -m tests.chaos --seed 17 --rounds 1       # the same schedule again
 
+`make chaos MINUTES=5` and `make chaos SEED=17 ROUNDS=1` are the same with everything installed.
+
 Each round has a seed, and a cluster of its own. The exit code is 1 when anything was wrong; then
 the logs, journals and feeds of that round are kept.
 """
@@ -13,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from random import SystemRandom
 
 from tests.chaos.network import ROOT
 from tests.chaos.round import Outcome, play
@@ -29,16 +32,22 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Play rounds; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=5.0, help="no round begins later; default 5")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="no round begins later; default 5"
+    )
     parser.add_argument("--rounds", type=int, help="so many instead")
-    parser.add_argument("--seed", type=int, help="of the first round; default: the time")
-    parser.add_argument("--round-s", type=float, default=ROUND_S, help=f"faults last so long; default {ROUND_S:.0f}")
+    parser.add_argument("--seed", type=int, help="of the first round; default: any")
+    parser.add_argument(
+        "--round-s", type=float, default=ROUND_S, help=f"faults last so long; default {ROUND_S:.0f}"
+    )
     parser.add_argument("--processes-only", action="store_true", help="as without root")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "chaos-report.md")
     parser.add_argument("--directory", type=Path, default=ROOT / "build" / "chaos")
     arguments = parser.parse_args()
-    first = arguments.seed if arguments.seed is not None else int(time.time())
+    first = arguments.seed if arguments.seed is not None else SystemRandom().randrange(1_000_000)
     deadline_s = time.monotonic() + 60 * arguments.minutes
     outcomes: list[Outcome] = []
     while (
@@ -65,10 +74,10 @@ def main() -> int:
 
 def _again(outcome: Outcome, arguments: argparse.Namespace) -> str:
     """Return the command that plays the same schedule."""
-    words = f"python -m tests.chaos --seed {outcome.schedule.seed} --rounds 1"
-    if arguments.round_s != ROUND_S:
-        words += f" --round-s {arguments.round_s:g}"
-    return words + (" --processes-only" if arguments.processes_only else "")
+    more = [f"--round-s {arguments.round_s:g}"] if arguments.round_s != ROUND_S else []
+    more += ["--processes-only"] if arguments.processes_only else []
+    words = f"make chaos SEED={outcome.schedule.seed} ROUNDS=1"
+    return f"{words} ARGS='{' '.join(more)}'" if more else words
 
 
 def _tell(outcome: Outcome, again: str, where: Path) -> None:
@@ -100,11 +109,11 @@ def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
         faults.update(outcome.faults)
         skipped.update(outcome.skipped)
         counts.update(outcome.counts)
+    wrong = sum(bool(each.wrong) for each in outcomes)
     lines = [
         "# Chaos",
         "",
-        f"{len(outcomes)} rounds of {arguments.round_s:g} s of faults, "
-        f"{sum(bool(each.wrong) for each in outcomes)} with something wrong.",
+        f"{len(outcomes)} rounds of {arguments.round_s:g} s of faults, {wrong} with something wrong.",
         "",
         "| fault | times |",
         "|---|---|",
@@ -115,7 +124,7 @@ def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
         "|---|---|",
         *(f"| {what} | {count:,} |" for what, count in sorted(counts.items())),
         "",
-        "| seed | faults | committed | writes again after | engaged after | longest gap | verdict |",
+        "| seed | faults | committed | writes again | engaged | longest gap | verdict |",
         "|---|---|---|---|---|---|---|",
         *(
             f"| {each.schedule.seed} | {each.faults.total()} | {each.counts['committed']:,} | "

@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,7 +241,9 @@ def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: An
             )
 
 
-def longest_gap_s(lives: Iterable[Life], partition: int, *, since_s: float, until_s: float) -> float:
+def longest_gap_s(
+    lives: Iterable[Life], partition: int, *, since_s: float, until_s: float
+) -> float:
     """Return the longest time in which nobody was told a commit in a partition."""
     told = sorted(
         each.told.told_s
@@ -251,4 +254,4 @@ def longest_gap_s(lives: Iterable[Life], partition: int, *, since_s: float, unti
         and since_s <= each.told.told_s <= until_s
     )
     moments = [since_s, *told, until_s]
-    return max(later - earlier for earlier, later in zip(moments, moments[1:], strict=False))
+    return max(later - earlier for earlier, later in pairwise(moments))

@@ -157,8 +157,10 @@ class Network:
             [
                 f"rule {verb} iif {self.machines[source].gate} to {self.machines[target].address} "
                 f"pref {SLOW_RANK} lookup {SLOW_TABLE}"
-                for verb, links in (("add", slow.keys() - self._slow.keys()),
-                                    ("del", self._slow.keys() - slow.keys()))
+                for verb, links in (
+                    ("add", slow.keys() - self._slow.keys()),
+                    ("del", self._slow.keys() - slow.keys()),
+                )
                 for source, target in sorted(links)
             ]
         )
@@ -240,7 +242,10 @@ def both_ways(these: Iterable[str], those: Iterable[str]) -> list[Link]:
     """Return the links between some machines and others, there and back."""
     others = list(those)
     return [
-        link for one in these for other in others for link in ((one, other), (other, one))
+        link
+        for one in these
+        for other in others
+        for link in ((one, other), (other, one))
         if one != other
     ]
 

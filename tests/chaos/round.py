@@ -264,7 +264,7 @@ class Round:
             self._applications.start(name)
 
     def _mend(self) -> None:
-        """Undo every fault (rule 2); a member that was asked to stop has stopped by now or is ended."""
+        """Undo every fault (rule 2); whoever was asked to stop is ended if he has not yet."""
         cluster = self._cluster
         cluster.network.mend()
         for name, member in cluster.members.items():
@@ -331,9 +331,7 @@ class Round:
             for each in life.sent.values()
             if began_s <= each.told.sent_s <= ended_s
         ]
-        ill = [
-            each for each in told if each.outcome not in (four_writers.OK, four_writers.REFUSED)
-        ]
+        ill = [each for each in told if each.outcome not in (four_writers.OK, four_writers.REFUSED)]
         self.outcome.counts["told in the calm"] = len(told)
         if ill:
             self.outcome.wrong.append(

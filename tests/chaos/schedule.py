@@ -18,6 +18,7 @@ FIRST_S = 2.0
 CALM_BETWEEN_S = 1.8  # on average
 SESSION_S = SESSION_MS / 1000
 KINDS_MIN = 4
+NOT_SLOW: Final = Lag()
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Fault:
     kind: str
     targets: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
-    lag: Lag = Lag()
+    lag: Lag = NOT_SLOW
     told: str = ""
 
     def __str__(self) -> str:
@@ -71,8 +72,11 @@ def draw(seed: int, round_s: float) -> Schedule:
 
 def _lasting(chance: random.Random) -> float:
     """Draw how long: around the session time-out, where decisions are made, or far from it."""
-    return round(chance.choice((0.3, 1.0, SESSION_S, 1.5 * SESSION_S, 3 * SESSION_S))
-                 * chance.uniform(0.7, 1.3), 2)
+    return round(
+        chance.choice((0.3, 1.0, SESSION_S, 1.5 * SESSION_S, 3 * SESSION_S))
+        * chance.uniform(0.7, 1.3),
+        2,
+    )
 
 
 def _daemon(chance: random.Random, world: World) -> str:
