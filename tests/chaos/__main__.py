@@ -113,7 +113,7 @@ def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
     lines = [
         "# Chaos",
         "",
-        f"{len(outcomes)} rounds of {arguments.round_s:g} s of faults, {wrong} with something wrong.",
+        f"{len(outcomes)} rounds of {arguments.round_s:g} s of faults; something wrong in {wrong}.",
         "",
         "| fault | times |",
         "|---|---|",
