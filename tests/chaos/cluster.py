@@ -6,7 +6,8 @@ the usual ports, so that a link between two members can be cut and no other one 
 Rules:
     1. Every process ends with this one, however this one ends: Linux is asked to see to it, which
        holds for a stopped process, too. Whoever starts one must be the main thread, then.
-    2. A member that ends by itself is a finding, unless a fault has ended it; `ended` tells.
+    2. A member that ends by itself is a finding, unless a fault has ended it; `ended` tells. One
+       that has found no ZooKeeper at its start is started again, as by any supervisor.
     3. On a machine of its own a storage has a small file system of its own, which can be full.
 """
 
@@ -39,6 +40,7 @@ STORAGE_BYTES = 192 * 1024 * 1024
 RESERVE_BYTES = 4 * 1024 * 1024
 FILLER = "filler"
 READY_S = 60.0
+NOT_CONNECTED = "waltz-core: no ZooKeeper answered"
 SEGMENT_HEADER_BYTES = 128
 SETTINGS: dict[str, dict[str, object]] = {
     "server": {
@@ -158,10 +160,10 @@ class ChaosCluster:
 
     def start(self, name: str) -> None:
         """Start a member unless it runs."""
+        self.notice()
         member = self.members[name]
         if member.runs:
             return
-        self.notice()
         config = self._write_config(member)
         words = (sys.executable, "-m", "waltz_core", member.kind, "run", "--config", str(config))
         with self.log_path(name).open("ab") as log:
@@ -206,9 +208,14 @@ class ChaosCluster:
         """Note who has ended by himself (rule 2)."""
         for member in self.members.values():
             if member.is_wanted and not member.runs:
-                assert member.child is not None
-                self.ended.append(f"{member.name} ended by itself, with {member.child.returncode}")
                 member.is_wanted = False
+                assert member.child is not None
+                *_, last = ["", *self.log_path(member.name).read_text().splitlines()]
+                if last.startswith(NOT_CONNECTED):
+                    self.start(member.name)
+                else:
+                    code = member.child.returncode
+                    self.ended.append(f"{member.name} ended by itself, with {code}: {last}")
 
     # ---- disks
 

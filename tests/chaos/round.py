@@ -183,11 +183,14 @@ class Round:
         for client in self._schedule.world.names("client"):
             applications.start(client)
         try:
+            self._await_progress(time.monotonic())
             began_s = time.monotonic()
             self._strike(began_s)
             self._mend()
             mended_s = time.monotonic()
-            self._recover(mended_s)
+            self._await_progress(mended_s)
+            self.outcome.recovered_s = time.monotonic() - mended_s
+            self._await_engaged(mended_s)
             self._calm()
             self._judge(began_s, time.monotonic())
         finally:
@@ -207,6 +210,7 @@ class Round:
         for at_s, _, fault, begins in sorted(moments, key=lambda each: each[:2]):
             while (left := began_s + at_s - time.monotonic()) > 0:
                 time.sleep(min(left, TICK_S))
+            self._cluster.notice()
             if begins:
                 self._say(f"{time.monotonic() - began_s:6.1f} s  {fault}")
                 self.outcome.faults[fault.kind] += 1
@@ -280,33 +284,35 @@ class Round:
 
     # ---- afterwards
 
-    def _recover(self, mended_s: float) -> None:
-        """Wait for progress of everybody everywhere, then for equal replicas (rule 2)."""
+    def _await_progress(self, since_s: float) -> None:
+        """Wait until everybody has been told a commit everywhere (rule 2)."""
         outcome, applications = self.outcome, self._applications
         partitions = range(self._schedule.world.partitions)
 
         def waiting() -> list[str]:
+            self._cluster.notice()
             applications.poll()
             return [
                 f"{life.name} in partition {partition}"
                 for life in applications.living
                 for partition in partitions
-                if life.progress_s(partition, mended_s) is None
+                if life.progress_s(partition, since_s) is None
             ]
 
-        while waiting() and time.monotonic() < mended_s + PROGRESS_S:
+        deadline_s = time.monotonic() + PROGRESS_S
+        while (stuck := waiting()) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-        outcome.wrong += applications.ended
-        applications.ended.clear()
-        if stuck := waiting():
+        if stuck:
             outcome.wrong.append(f"no progress within {PROGRESS_S:.0f} s: {'; '.join(stuck)}")
-        outcome.recovered_s = time.monotonic() - mended_s
+
+    def _await_engaged(self, mended_s: float) -> None:
+        """Wait until ZooKeeper says of every replica that it takes part (rule 2)."""
         deadline_s = time.monotonic() + WHOLE_S
-        while not self._is_engaged() and time.monotonic() < deadline_s:
+        while not (is_engaged := self._is_engaged()) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-        if not self._is_engaged():
-            outcome.wrong.append(f"not every replica engaged within {WHOLE_S:.0f} s")
-        outcome.whole_s = time.monotonic() - mended_s
+        if not is_engaged:
+            self.outcome.wrong.append(f"not every replica engaged within {WHOLE_S:.0f} s")
+        self.outcome.whole_s = time.monotonic() - mended_s
 
     def _is_engaged(self) -> bool:
         try:
