@@ -44,6 +44,7 @@ def main() -> int:
         "--round-s", type=float, default=ROUND_S, help=f"faults last so long; default {ROUND_S:.0f}"
     )
     parser.add_argument("--processes-only", action="store_true", help="as without root")
+    parser.add_argument("--keep", action="store_true", help="the logs of good rounds, too")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "chaos-report.md")
     parser.add_argument("--directory", type=Path, default=ROOT / "build" / "chaos")
     arguments = parser.parse_args()
@@ -62,7 +63,7 @@ def main() -> int:
         outcome = play(schedule, where, say, apart=not arguments.processes_only)
         outcomes.append(outcome)
         _tell(outcome, _again(outcome, arguments), where)
-        if not outcome.wrong:
+        if not outcome.wrong and not arguments.keep:
             shutil.rmtree(where, ignore_errors=True)
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
         arguments.report.write_text(report(outcomes, arguments), encoding="utf-8")
@@ -87,8 +88,8 @@ def _tell(outcome: Outcome, again: str, where: Path) -> None:
     say(
         f"  {outcome.faults.total()} faults; committed {counts['committed']:,}, refused "
         f"{counts['refused']:,} ({counts['refused by a new session']} by a new session), "
-        f"lost {counts['lost']:,}, unknown {counts['unknown']:,}; everybody writes again after "
-        f"{outcome.recovered_s:.1f} s, all replicas are engaged after {outcome.whole_s:.1f} s, "
+        f"lost {counts['lost']:,}, unknown {counts['unknown']:,}; ZooKeeper answers after "
+        f"{outcome.zookeeper_s:.1f} s, everybody writes again {outcome.recovered_s:.1f} s later, all replicas are engaged after {outcome.whole_s:.1f} s, "
         f"longest gap {outcome.gap_s:.1f} s"
     )
     for wrong in outcome.wrong[:SHOWN_MAX]:
