@@ -10,6 +10,8 @@ SEEDS ?=
 FIRST ?= $(shell date +%s)000
 MINUTES ?= 10
 WORKLOAD ?= append-batch
+SEED ?=
+ROUNDS ?=
 ARGS ?=
 # No browser where there is no display; root, as in a container, must be allowed by name.
 LAB ?= $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-browser) \
@@ -19,13 +21,13 @@ LAB ?= $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-br
 present = $(foreach name,$(1),$(if $(shell find tests/$(name) -name 'test_*.py' 2>/dev/null),tests/$(name)))
 QUICK = $(call present,tidy unit property golden)
 SIMULATED = $(call present,sim crash)
-REAL = $(call present,integration fault)
+REAL = $(call present,integration fault chaos)
 SPARK = $(call present,notebooks spark)
 # The longest file first, so that nobody waits for it at the end. Two Sparks fit into two cores, each with a
 # cluster of its own; more would only wait. Daemons that are killed and started again run one at a time.
 TWO = -n 2 --dist loadfile
 
-.PHONY: help demo test check sim bench notebook docs local format
+.PHONY: help demo test check sim chaos bench notebook docs local format
 
 help: ## Show this list
 	@printf 'make TARGET\n\n'
@@ -58,6 +60,11 @@ sim: ## The simulator on all cores with new seeds: make sim MINUTES=60, make sim
 	@scripts/bootstrap run
 	@$(RUN) waltz-core simulate $(if $(SEEDS),--seeds $(SEEDS) --first $(FIRST),--minutes $(MINUTES)) \
 	    --report build/sim-report.md $(ARGS)
+
+chaos: ## Real daemons, cut off, frozen and killed by seeds: make chaos MINUTES=5, make chaos SEED=17 ROUNDS=1
+	@scripts/bootstrap dev
+	@$(RUN) python -m tests.chaos --minutes $(if $(filter file,$(origin MINUTES)),5,$(MINUTES)) \
+	    $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
 
 bench: ## Measure a local cluster: make bench WORKLOAD=replay ARGS='--seconds 10'
 	@scripts/bootstrap run

@@ -81,7 +81,7 @@ def places() -> Iterator[tuple[Place, Place, Place]]:
     """Give three places for the length of a `with`: one in the middle and two at the rims."""
     with contextlib.ExitStack() as stack:
         try:
-            holders = [stack.enter_context(_namespace()) for _ in range(3)]
+            holders = [stack.enter_context(namespace()) for _ in range(3)]
             hub, first, second = made = tuple(
                 Place(f"{NETWORK}.{n + 1}", holder) for n, holder in enumerate(holders)
             )
@@ -93,14 +93,18 @@ def places() -> Iterator[tuple[Place, Place, Place]]:
 
 
 @contextlib.contextmanager
-def _namespace() -> Iterator[int]:
-    """Make a network namespace; give the process that holds it."""
+def namespace(*also: str) -> Iterator[int]:
+    """Make a network namespace; give the process that holds it.
+
+    With `-m` it has mounts of its own, too: what is mounted there ends with it.
+    """
     if WANTED != "namespaces":
         raise OSError(f"WALTZ_PLACES={WANTED}")
-    with subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE) as holder:
-        own, deadline = Path("/proc/self/ns/net").readlink(), time.monotonic() + SECONDS_MAX
+    with subprocess.Popen(["unshare", "-n", *also, "cat"], stdin=subprocess.PIPE) as holder:
+        deadline = time.monotonic() + SECONDS_MAX
         try:
-            while Path(f"/proc/{holder.pid}/ns/net").readlink() == own:
+            # When it has become `cat` all is made.
+            while Path(f"/proc/{holder.pid}/comm").read_text() != "cat\n":
                 if holder.poll() is not None or time.monotonic() > deadline:
                     raise OSError("no network namespace can be made here")
                 time.sleep(0.01)

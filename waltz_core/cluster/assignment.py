@@ -77,6 +77,29 @@ def assign_partitions(
     )
 
 
+def handed_over(
+    old: PartitionAssignment, partition_id: PartitionId, generation: Generation, owner: ServerId
+) -> PartitionAssignment | None:
+    """Return the assignment with one partition given by its owner to whoever has fewest.
+
+    None when there is nobody else, or when the partition is not that owner's any more.
+    """
+    if old.servers.get(owner, {}).get(partition_id) != generation:
+        return None
+    others = [each for each in sorted(old.servers) if each != owner]
+    if not others:
+        return None
+    heir = min(others, key=lambda each: len(old.servers[each]))
+    owned = {server_id: dict(its) for server_id, its in old.servers.items()}
+    del owned[owner][partition_id]
+    owned[heir][partition_id] = _next_generation(generation, partition_id)
+    return PartitionAssignment(
+        old.cversion,
+        old.partition_count,
+        {server_id: dict(sorted(its.items())) for server_id, its in owned.items()},
+    )
+
+
 class _Deal:
     """One dealing of partitions: what is still free, and what each server has so far."""
 

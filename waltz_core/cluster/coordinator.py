@@ -41,7 +41,7 @@ from waltz_core.cluster.znodes import (
     StateCallback,
     Znodes,
 )
-from waltz_core.record import ClientId, PartitionId, ReplicaId, ServerId
+from waltz_core.record import ClientId, Generation, PartitionId, ReplicaId, ServerId
 
 __all__ = [
     "ClusterView",
@@ -406,6 +406,10 @@ class Coordinator:
     async def take_out_server(self, dead: model.ServerDescriptor) -> None:
         """Take another server out whose process is known to be dead, if it is still there."""
         await self._membership.take_out(dead)
+
+    async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
+        """Give a partition of this process to another server; False when there is nobody."""
+        return await self._membership.hand_over(partition_id, generation)
 
     async def read_servers(self) -> ServersView:
         """Read the live servers and what they own, settled or not."""

@@ -24,7 +24,7 @@ from typing import NamedTuple, Never
 
 from waltz_core import errors
 from waltz_core.cluster import model
-from waltz_core.cluster.assignment import assign_partitions, is_in_force
+from waltz_core.cluster.assignment import assign_partitions, handed_over, is_in_force
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.paths import DESCRIPTOR_PREFIX
 from waltz_core.cluster.znodes import Create, Delete, NodeStat, Operation, Set, Signal
@@ -214,6 +214,32 @@ class Membership:
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
+
+    async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
+        """Give a partition of this process to the live server that has fewest.
+
+        False when nobody else is there, or when it is not this process's any more. Raises
+        CoordinatorUnavailable when ZooKeeper does not answer.
+        """
+        partition_count = await self._read_partition_count()
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            membership = await self._read_membership()
+            descriptor = self._descriptor
+            if descriptor is None or not _view(membership, partition_count).is_settled:
+                return False  # The lead is about to write another assignment anyway.
+            assignment = handed_over(
+                membership.assignment, partition_id, generation, descriptor.server_id
+            )
+            if assignment is None:
+                return False
+            step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
+            try:
+                await self._nodes.znodes.write([step])
+            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._nodes.znodes.sync()
+            else:
+                return True
+        return False
 
     async def read(self) -> ServersView:
         """Read the live servers and what they own, settled or not."""

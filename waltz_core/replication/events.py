@@ -296,9 +296,13 @@ class MarkUnproved:
 
 @value(frozen=True, slots=True)
 class Released:
-    """The machine gives the partition up; the owner should stop serving it."""
+    """The machine gives the partition up; the owner should stop serving it.
+
+    `for_others`: it reaches no quorum of the replicas, which another server may.
+    """
 
     reason: str
+    for_others: bool = False
 
 
 Effect: TypeAlias = (

@@ -279,16 +279,16 @@ class PartitionStore:
         self._no_quorum_since_ms = None
         self._forget_question()
 
-    def _release(self, reason: str) -> None:
+    def _release(self, reason: str, *, for_others: bool = False) -> None:
         """Give the partition up until it is given again."""
         self._drop_ownership(reason)
-        self._outbox.append(Released(reason))
+        self._outbox.append(Released(reason, for_others))
 
     def _woken(self) -> None:
         now_ms = self._now_ms
         release_at_ms = self._release_at_ms()
         if release_at_ms is not None and release_at_ms <= now_ms:
-            self._release("no quorum of replicas for too long")
+            self._release("no quorum of replicas for too long", for_others=True)
             return
         if self._session is not None:
             self._session.woken(now_ms)
@@ -332,7 +332,7 @@ class PartitionStore:
         self._end_session(ending.reason, ending.error_code)
         match ending.cause:
             case Cause.STALLED:
-                self._release(ending.reason)
+                self._release(ending.reason, for_others=True)
             case Cause.REFUSED:
                 self._final_refusal = ending.reason if ending.is_final else None
                 self._refused(ending.reason)

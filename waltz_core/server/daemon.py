@@ -13,7 +13,9 @@ Rules:
 
 import asyncio
 import logging
+import math
 import signal
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -27,7 +29,7 @@ from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import NO_GROUP, ServerConfig
 from waltz_core.metrics import Health, Metrics, serve_pages
-from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, ServerId
+from waltz_core.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
 from waltz_core.replication.limits import Limits as StoreLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
@@ -48,6 +50,8 @@ SHOW_INTERVAL_S: Final = 1.0
 LAST_APPENDS_LOOKS: Final = 100
 LAST_APPENDS_LOOK_S: Final = 0.01
 UNREGISTER_S_MAX: Final = 2.0
+# A partition whose storages are away for everybody must not wander.
+HAND_OVER_PAUSE_S: Final = 60.0
 # What a record and its place in a frame take beside its data.
 _ROW_OVERHEAD_BYTES: Final = 48
 _FEED_CACHE_BYTES_MIN: Final = 20 * KIB
@@ -138,6 +142,7 @@ class Server:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferring = asyncio.Lock()
+        self._handed_over_s: dict[PartitionId, float] = {}
         self.address = ""
 
     # -----------------------------------------------------------------------------------------
@@ -287,11 +292,20 @@ class Server:
             read_links=self._read_links,
             metrics=self.metrics,
             refresh_storage_ids=self._refresh_storage_ids,
+            hand_over=self._hand_over,
             answer=self._clients.answer,
             failed=self._fail,
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
         )
         return Host(partition_id, partition, surroundings)
+
+    async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
+        """Give a partition to another server, but not again and again: all may be as badly off."""
+        now_s = time.monotonic()
+        if now_s < self._handed_over_s.get(partition_id, -math.inf) + HAND_OVER_PAUSE_S:
+            return False
+        self._handed_over_s[partition_id] = now_s
+        return await self._coordinator.hand_over(partition_id, generation)
 
     async def _refresh_storage_ids(self) -> None:
         found = await self._coordinator.read_storage_ids()
@@ -412,7 +426,7 @@ def store_limits_of(config: ServerConfig) -> StoreLimits:
         redial_ms_min=config.retry_interval_ms_min,
         redial_ms_max=min(2_000, config.retry_interval_ms_max),
         answer_ms_max=config.quorum_timeout_ms,
-        quorum_ms_max=3 * config.zookeeper_session_timeout_ms,
+        quorum_ms_max=config.quorum_timeout_ms,
         lag_bytes_max=config.replica_lag_bytes_max,
     )
 

@@ -7,7 +7,8 @@ Rules:
     1. Effects are carried out at once or as tasks of the process; every task ends in an event.
     2. A machine that raises ends the process: what it would do next cannot be trusted, and clients
        that lose their connection find out the truth elsewhere.
-    3. A partition that was released is owned again after a pause, while it is still assigned.
+    3. A partition that was released is owned again after a pause, while it is still assigned. One
+       that was released for want of a quorum is handed to another server first, if there is one.
 """
 
 import asyncio
@@ -52,6 +53,7 @@ class Surroundings:
     read_links: ReadLinks
     metrics: Metrics
     refresh_storage_ids: Callable[[], Awaitable[None]]
+    hand_over: Callable[[PartitionId, Generation], Awaitable[bool]]
     answer: Callable[[Answer], None]
     failed: Callable[[Exception], None]
     write_backlog_bytes_max: int
@@ -144,8 +146,19 @@ class Host:
 
     def _released(self, effect: replication.Released) -> None:
         _log.warning("partition.released partition=%s reason=%s", self.partition_id, effect.reason)
+        if effect.for_others:
+            self._around.tasks.create_task(self._hand_over(self.partition.generation))
         loop = asyncio.get_running_loop()
         loop.call_later(RELEASED_PAUSE_S, self._own_again)
+
+    async def _hand_over(self, generation: Generation) -> None:
+        try:
+            is_handed_over = await self._around.hand_over(self.partition_id, generation)
+        except WaltzError as error:
+            _log.warning("partition.kept partition=%s error=%r", self.partition_id, error)
+            return
+        if is_handed_over:
+            _log.warning("partition.handed_over partition=%s", self.partition_id)
 
     def _own_again(self) -> None:
         if self._driver.is_stopped or self.partition.is_owned:

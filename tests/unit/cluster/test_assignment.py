@@ -9,6 +9,7 @@ from waltz_core.cluster.assignment import (
     assign_partitions,
     assign_replicas,
     check_replica_change,
+    handed_over,
     is_in_force,
 )
 from waltz_core.cluster.model import PartitionAssignment, ReplicaAssignments, ServerDescriptor
@@ -30,6 +31,16 @@ def test_as_the_original_did_it():
     assert two == PartitionAssignment(2, 4, {1: {0: 1, 1: 1}, 2: {2: 2, 3: 2}})
     three = assigned(two, live(3), cversion=5)
     assert three == PartitionAssignment(5, 4, {3: {0: 2, 1: 2, 2: 3, 3: 3}})
+
+
+def test_one_partition_is_handed_to_whoever_has_fewest():
+    old = PartitionAssignment(7, 5, {1: {0: 3, 1: 4}, 2: {2: 1, 3: 1}, 3: {4: 9}})
+    found = handed_over(old, 1, 4, 1)
+    assert found == PartitionAssignment(7, 5, {1: {0: 3}, 2: {2: 1, 3: 1}, 3: {1: 5, 4: 9}})
+    # It is another one's by now, or has been elsewhere meanwhile, or nobody else is there.
+    assert handed_over(old, 1, 4, 2) is None
+    assert handed_over(old, 1, 3, 1) is None
+    assert handed_over(PartitionAssignment(7, 1, {1: {0: 3}}), 0, 3, 1) is None
 
 
 def test_the_remainder_goes_to_the_lowest_ids():

@@ -105,6 +105,33 @@ async def test_a_server_that_is_known_to_be_dead_is_taken_out_by_another(cluster
         await seen.until(lambda view: sorted(view.servers) == [1, 2])
 
 
+@pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
+def test_a_partition_is_handed_over_while_it_is_ones_own(faults):
+    @in_cluster
+    async def story(cluster):
+        (one, session), (two, _) = cluster.member(), cluster.member()
+        assert not await one.hand_over(0, 1)  # this process serves nothing
+        await one.register(descriptor(1))
+        seen = Inbox()
+        async with running(one.follow(seen), two.follow(Inbox())):
+            before = await seen.until(lambda view: len(view.owners) > 0)
+            generation = before.owners[0].generation
+            assert not await one.hand_over(0, generation)  # there is nobody else
+            await two.register(descriptor(2))
+            view = await seen.until(lambda view: len(view.servers) == 2)
+            generation = view.owners[0].generation
+            assert view.owners[0].server_id == 1
+            session.faults = list(faults)
+            # Of an answer that was lost nothing is known: then it is not this process's any more.
+            assert await one.hand_over(0, generation) is (WriteFault.REPLY_LOST not in faults)
+            after = await seen.until(lambda view: view.owners[0].server_id == 2)
+            assert after.owners[0].generation == generation + 1
+            assert after.is_settled
+            assert not await one.hand_over(0, generation)
+
+    story()
+
+
 @pytest.mark.parametrize("fault", WriteFault)
 def test_a_write_of_unknown_outcome_registers_once(fault):
     @in_cluster

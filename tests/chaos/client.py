@@ -1,0 +1,294 @@
+"""An application under chaos: it writes what it sends, what it is told and what it is fed.
+
+    python -m tests.chaos.client CONNECT NAME DIRECTORY
+
+Why it stands alone: it is a process of its own, on a machine of its own, and may be killed at any
+moment. So what it sends is on its way to the disk before it is sent, and whatever was not told
+before its end has an unknown outcome.
+
+Three kinds of writes, those of `examples/four_writers.py`: batches and single transactions, blind,
+under locks; and contexts that read a counter built from the feed and are tried again. Beside them
+a question now and then: what is your mark, now?
+
+Orders come by standard input: "stop" (send no more; "settled" is said when all outcomes are
+known), then "end MARKS" (as JSON; "fed" is said when the feed has reached them all).
+"""
+
+import json
+import logging
+import random
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.fault.load import four_writers
+from waltz_core.batches import encode_append
+from waltz_core.client import Transaction, TransactionBuilder, WaltzClient, lock, partition_of
+from waltz_core.config import ClientConfig
+from waltz_core.errors import WaltzError
+
+ACCOUNTS, COUNTERS = 300, 40
+PENDING_MAX = 5  # parcels of one partition under way
+BATCH_ROWS = 12
+TICK_S = 0.06
+ASK_S = 0.5
+REQUEST_TIMEOUT_MS = 12_000
+FED = struct.Struct(">iqiiii")  # partition, id, request id
+
+
+class Journal:
+    """The lines of one client."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def write(self, *lines: Sequence[Any]) -> None:
+        """Hand lines to the kernel before this returns: it outlives us."""
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        with self._lock:
+            self._file.write(text)
+            self._file.flush()
+
+    def sent(self, told: Any, mark: int, locks: list[int]) -> list[Any]:
+        """Return the line of a transaction that is about to be sent."""
+        return ["sent", told.key, told.partition, told.digest, told.sent_s, mark, locks]
+
+    def told(self, told: Any) -> list[Any]:
+        """Return the line of an outcome."""
+        return ["told", told.key, told.outcome, told.transaction_id, told.told_s, told.why]
+
+
+class Feed(four_writers.Counters):  # type: ignore[misc, name-defined]
+    """The counters as the feed has them, the marks, and the feed itself on disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.marks: dict[int, int] = {}
+        self._file = path.open("ab")
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        """Take in one transaction."""
+        super().apply_transaction(transaction)
+        partition, transaction_id = int(transaction.partition_id), int(transaction.transaction_id)
+        self._file.write(FED.pack(partition, transaction_id, *transaction.req_id))
+        self.marks[partition] = transaction_id
+
+    def flush(self) -> None:
+        """Hand it to the kernel."""
+        self._file.flush()
+
+
+class Count(four_writers.Count):  # type: ignore[misc, name-defined]
+    """Adds one to a counter, and writes every try down first."""
+
+    timeout_ms: int | None = REQUEST_TIMEOUT_MS
+
+    def __init__(self, key: str, counter: int, feed: Feed, journal: Journal) -> None:
+        super().__init__(key, counter, feed)
+        self._journal = journal
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Compute the next value."""
+        is_meant: bool = super().execute(builder)
+        mark, told = int(builder.client_high_water_mark), self.attempts[-1]
+        self._journal.write(self._journal.sent(told, mark, [self._lock]))
+        return is_meant
+
+
+class Application:
+    """One life of a client."""
+
+    def __init__(self, client: WaltzClient, name: str, where: Path) -> None:
+        self._client = client
+        self._name = name
+        self._random = random.Random(name)
+        self._journal = Journal(where / f"{name}.jsonl")
+        self._feed = Feed(where / f"{name}.feed")
+        self._keys = 0
+        count = client.partition_count
+        self._pending: dict[int, list[Any]] = {each: [] for each in range(count)}
+        accounts = _by_partition("account", ACCOUNTS, count)
+        self._accounts = [[lock("account", each) for each in some] for some in accounts]
+        self._counters = _by_partition("counter", COUNTERS, count)
+
+    def run(self, stopping: threading.Event) -> None:
+        """Send until it is stopped, then wait for all outcomes."""
+        self._client.subscribe(self._feed)
+        asker = threading.Thread(target=self._ask, args=(stopping,), daemon=True)
+        asker.start()
+        while not stopping.wait(TICK_S):
+            for partition, pending in self._pending.items():
+                self._settle(partition)
+                if len(pending) < PENDING_MAX:
+                    self._send(partition)
+            self._feed.flush()
+        while any(self._pending.values()):
+            for partition in self._pending:
+                self._settle(partition)
+            time.sleep(TICK_S)
+        asker.join(REQUEST_TIMEOUT_MS / 1000)
+
+    def follow(self, marks: dict[int, int]) -> None:
+        """Wait until the feed has reached some marks."""
+        while any(self._feed.marks.get(each, -1) < mark for each, mark in marks.items()):
+            time.sleep(TICK_S)
+        self._feed.flush()
+
+    def _ask(self, stopping: threading.Event) -> None:
+        partitions = list(self._pending)
+        while not stopping.wait(ASK_S):
+            partition, asked_s = self._random.choice(partitions), time.monotonic()
+            try:
+                mark = int(self._client.high_water_mark(partition, linearizable=True))
+            except WaltzError:
+                continue
+            self._journal.write(["mark", partition, asked_s, mark])
+
+    def _send(self, partition: int) -> None:
+        kind = self._random.randrange(3)
+        if kind == 0:
+            self._send_blind(partition, BATCH_ROWS)
+        elif kind == 1:
+            self._send_blind(partition, 1)
+        else:
+            self._count(partition)
+
+    def _key(self) -> str:
+        self._keys += 1
+        return f"{self._name}.{self._keys}"
+
+    def _send_blind(self, partition: int, count: int) -> None:
+        """Send rows under locks: one of them as a transaction, more as a batch."""
+        mark = self._feed.marks.get(partition, -1)
+        rows = [self._row(partition, mark) for _ in range(count)]
+        data = [row.to_bytes() for row in rows]
+        now_s = time.monotonic()
+        told = [
+            four_writers.Told(row.key, partition, four_writers.digest_of(each), now_s)
+            for row, each in zip(rows, data, strict=True)
+        ]
+        self._journal.write(
+            *(
+                self._journal.sent(each, mark, [*row.writes, *row.reads])
+                for each, row in zip(told, rows, strict=True)
+            )
+        )
+        if count == 1:
+            (row,) = rows
+            future: Any = self._client.append(
+                data[0],
+                partition=partition,
+                header=four_writers.PLAIN,
+                write_locks=row.writes,
+                read_locks=row.reads,
+                append_locks=row.appends,
+                client_high_water_mark=mark,
+            )
+        else:
+            payload = encode_append(
+                [four_writers.PLAIN] * count,
+                data,
+                write_locks=[row.writes for row in rows],
+                read_locks=[row.reads for row in rows],
+                append_locks=[row.appends for row in rows],
+            )
+            future = self._client.append_batch(
+                partition, payload, count, client_high_water_mark=mark
+            )
+        self._add(partition, four_writers.Pending(future, told))
+
+    def _row(self, partition: int, mark: int) -> Any:
+        kind = self._random.randrange(4)
+        write, read, append = self._random.sample(self._accounts[partition], 3)
+        return four_writers.Content(
+            key=self._key(),
+            partition=partition,
+            mark=mark,
+            writes=[write] if kind in (0, 3) else [],
+            reads=[read] if kind == 3 else [],
+            appends=[append] if kind in (1, 3) else [],
+            padding="x" * self._random.randrange(120),
+        )
+
+    def _count(self, partition: int) -> None:
+        counter = self._random.choice(self._counters[partition])
+        context = Count(self._key(), counter, self._feed, self._journal)
+        future = self._client.submit(context)
+        self._add(partition, four_writers.Pending(future, context.attempts, context))
+
+    def _add(self, partition: int, pending: Any) -> None:
+        pending.future.add_done_callback(lambda _: four_writers._stamp(pending.told))
+        self._pending[partition].append(pending)
+
+    def _settle(self, partition: int) -> None:
+        """Write down the outcomes that have come."""
+        pending = self._pending[partition]
+        for each in [each for each in pending if each.future.done()]:
+            pending.remove(each)
+            if not each.told:
+                continue  # a context whose time was over before its first try
+            four_writers._decide(each)
+            self._journal.write(*(self._journal.told(told) for told in each.told))
+
+
+def _by_partition(name: str, count: int, partitions: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(partitions)]
+    for number in range(count):
+        found[partition_of(lock(name, number), partitions)].append(number)
+    return found
+
+
+def _opened(connect: str, stopping: threading.Event) -> WaltzClient | None:
+    """Open a client, however often it takes; None when it is stopped before."""
+    config = ClientConfig(request_timeout_ms=REQUEST_TIMEOUT_MS, zookeeper_session_timeout_ms=2_000)
+    while not stopping.is_set():
+        try:
+            return WaltzClient(connect, config)
+        except WaltzError as error:
+            logging.getLogger("chaos").warning("not connected: %s", error)
+            stopping.wait(TICK_S)
+    return None
+
+
+def main(connect: str, name: str, directory: str) -> None:
+    """Live, until the orders end."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    stopping, may_end = threading.Event(), threading.Event()
+    marks: dict[int, int] = {}
+
+    def listen() -> None:
+        for line in sys.stdin:
+            word, _, rest = line.strip().partition(" ")
+            if word == "end":
+                marks.update({int(each): mark for each, mark in json.loads(rest).items()})
+                may_end.set()
+            stopping.set()
+        stopping.set()
+        may_end.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    client = _opened(connect, stopping)
+    if client is None:
+        _say("settled")
+        return
+    with client:
+        application = Application(client, name, Path(directory))
+        application.run(stopping)
+        _say("settled")
+        may_end.wait()
+        application.follow(marks)
+        _say("fed")
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(word + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,364 @@
+"""A cluster whose daemons live each on a machine of its own, as far as one machine can be several.
+
+Why it stands alone: `waltz_core.local` has all members at one address. Here each has its own, with
+the usual ports, so that a link between two members can be cut and no other one is hurt.
+
+Rules:
+    1. Every process ends with this one, however this one ends: Linux is asked to see to it, which
+       holds for a stopped process, too. Whoever starts one must be the main thread, then.
+    2. A member that ends by itself is a finding, unless a fault has ended it; `ended` tells. One
+       that has found no ZooKeeper at its start is started again, as by any supervisor.
+    3. On a machine of its own a storage has a small file system of its own, which can be full.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.network import Machine, Network, environment
+from tests.spark.places import die_with_parent
+from waltz_core.client import WaltzClient
+from waltz_core.cluster.connect_string import ConnectString
+from waltz_core.config import ClientConfig, render_toml
+from waltz_core.errors import WaltzError
+from waltz_core.zookeeper_process import Peer, write_node_number, zookeeper_config
+
+CLIENT_PORTS = {"zookeeper": 2181, "storage": 15280, "server": 15180}
+ADMIN_PORT, HTTP_PORT, QUORUM_PORT, ELECTION_PORT = 15281, 15480, 2888, 3888
+OPERATOR = "operator"
+SESSION_MS = 2_000
+# Twice the ZooKeeper session, as production has it.
+QUORUM_TIMEOUT_MS = 2 * SESSION_MS
+STORAGE_BYTES = 192 * 1024 * 1024
+RESERVE_BYTES = 4 * 1024 * 1024
+FILLER = "filler"
+READY_S = 60.0
+NOT_CONNECTED = "waltz-core: no ZooKeeper answered"
+SEGMENT_HEADER_BYTES = 128
+SETTINGS: dict[str, dict[str, object]] = {
+    "server": {
+        "zookeeper_session_timeout_ms": SESSION_MS,
+        "quorum_timeout_ms": QUORUM_TIMEOUT_MS,
+    },
+    # Small segments, so that the log has many.
+    "storage": {
+        "zookeeper_session_timeout_ms": SESSION_MS,
+        "segment_bytes_max": 4 * 1024 * 1024,
+        "reserve_bytes": RESERVE_BYTES,
+    },
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """How much of everything there is."""
+
+    zookeepers: int = 1
+    storages: int = 3
+    servers: int = 2
+    clients: int = 1
+    partitions: int = 4
+
+    def names(self, kind: str) -> list[str]:
+        """Return the members of a kind."""
+        return [f"{kind}-{number + 1}" for number in range(getattr(self, f"{kind}s"))]
+
+    @property
+    def members(self) -> list[str]:
+        """Return all daemons, in the order in which they start."""
+        return [name for kind in CLIENT_PORTS for name in self.names(kind)]
+
+
+@dataclass
+class Member:
+    """One daemon: where it lives, and its process while there is one."""
+
+    name: str
+    machine: Machine
+    child: subprocess.Popen[bytes] | None = None
+    is_frozen: bool = False
+    is_wanted: bool = False  # it should run; whatever runs not has ended by itself
+
+    @property
+    def kind(self) -> str:
+        """Return "zookeeper", "storage" or "server"."""
+        return self.name.split("-")[0]
+
+    @property
+    def address(self) -> str:
+        """Return host and port."""
+        return f"{self.machine.address}:{CLIENT_PORTS[self.kind]}"
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a living process."""
+        return self.child is not None and self.child.poll() is None
+
+
+@dataclass
+class ChaosCluster:
+    """The daemons of a world on a network; `with running(...) as cluster`."""
+
+    world: World
+    directory: Path
+    network: Network
+    members: dict[str, Member] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)  # rule 2
+
+    def __post_init__(self) -> None:
+        for name in self.world.members:
+            self.members[name] = Member(name, self.network.machines[name])
+
+    @property
+    def operator(self) -> Machine:
+        """Return the place of whoever looks at the cluster."""
+        return self.network.machines[OPERATOR]
+
+    @property
+    def connect(self) -> str:
+        """Return the connect string."""
+        hosts = tuple(self.members[name].address for name in self.world.names("zookeeper"))
+        return str(ConnectString(hosts, "/waltz/chaos", ""))
+
+    # ---- the life of it
+
+    def up(self) -> None:
+        """Start everything, and wait until every partition takes appends."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name in self.world.names("storage"):
+            self._make_disk(self.members[name])
+        for name in self.world.names("zookeeper"):
+            self.start(name)
+        self._create()
+        for name in (*self.world.names("storage"), *self.world.names("server")):
+            self.start(name)
+        self.wait_until("every partition has an owner", self.is_ready, seconds=READY_S)
+
+    def is_ready(self) -> bool:
+        """Tell whether every partition answers."""
+        try:
+            with self.client() as client:
+                client.high_water_marks(linearizable=True)
+        except WaltzError:
+            return False
+        return True
+
+    def down(self) -> None:
+        """End everything at once."""
+        for member in self.members.values():
+            member.is_wanted = False
+            if member.child is not None:
+                member.child.kill()
+                member.child.wait()
+
+    def start(self, name: str) -> None:
+        """Start a member unless it runs."""
+        self.notice()
+        member = self.members[name]
+        if member.runs:
+            return
+        config = self._write_config(member)
+        words = (sys.executable, "-m", "waltz_core", member.kind, "run", "--config", str(config))
+        with self.log_path(name).open("ab") as log:
+            member.child = subprocess.Popen(
+                member.machine.command(*words),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - rule 1
+            )
+        member.is_frozen, member.is_wanted = False, True
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """End a member by a signal."""
+        member = self.members[name]
+        self.notice()
+        member.is_wanted = False
+        if member.runs:
+            assert member.child is not None
+            member.child.send_signal(number)
+            if number == signal.SIGKILL:
+                member.child.wait(10)
+
+    def freeze(self, name: str) -> None:
+        """Stop a member where it stands."""
+        self._signal(name, signal.SIGSTOP)
+        self.members[name].is_frozen = True
+
+    def thaw(self, name: str) -> None:
+        """Let it go on."""
+        self._signal(name, signal.SIGCONT)
+        self.members[name].is_frozen = False
+
+    def _signal(self, name: str, number: int) -> None:
+        member = self.members[name]
+        if member.runs:
+            assert member.child is not None
+            member.child.send_signal(number)
+
+    def notice(self) -> None:
+        """Note who has ended by himself (rule 2)."""
+        for member in self.members.values():
+            if member.is_wanted and not member.runs:
+                member.is_wanted = False
+                assert member.child is not None
+                *_, last = ["", *self.log_path(member.name).read_text().splitlines()]
+                if last.startswith(NOT_CONNECTED):
+                    self.start(member.name)
+                else:
+                    code = member.child.returncode
+                    self.ended.append(f"{member.name} ended by itself, with {code}: {last}")
+
+    # ---- disks
+
+    def _make_disk(self, member: Member) -> None:
+        directory = self._data(member)
+        directory.mkdir(parents=True, exist_ok=True)
+        if member.machine.is_apart:
+            size = f"size={STORAGE_BYTES}"
+            member.machine.run("mount", "-t", "tmpfs", "-o", size, "tmpfs", str(directory))
+
+    def fill_disk(self, name: str) -> None:
+        """Leave a storage no room at all."""
+        path = self.files(name) / FILLER
+        with contextlib.suppress(OSError), path.open("ab", buffering=0) as filler:
+            for size in (1 << 20, 1 << 12):
+                with contextlib.suppress(OSError):
+                    while filler.write(bytes(size)):
+                        pass
+
+    def empty_disk(self, name: str) -> None:
+        """Give it its room back."""
+        (self.files(name) / FILLER).unlink(missing_ok=True)
+
+    def files(self, name: str) -> Path:
+        """Return where a storage's directory is seen from here."""
+        member = self.members[name]
+        return member.machine.path(self._data(member))
+
+    def records(self, name: str) -> dict[int, bytes]:
+        """Return the records of each partition as they lie on a storage's disk."""
+        found: dict[int, bytes] = {}
+        for directory in sorted(self.files(name).iterdir()):
+            if directory.name.isdigit():
+                segments = sorted(directory.glob("*.seg"))
+                found[int(directory.name)] = b"".join(
+                    each.read_bytes()[SEGMENT_HEADER_BYTES:] for each in segments
+                )
+        return found
+
+    # ---- looking at it
+
+    def client(self, **options: Any) -> WaltzClient:
+        """Open a client at the operator's place."""
+        with self.operator.entered():
+            return WaltzClient(self.connect, ClientConfig(request_timeout_ms=10_000, **options))
+
+    def shown(self) -> dict[str, Any]:
+        """Return what `waltz-core cluster show --json` says."""
+        return dict(json.loads(self.command("cluster", "show", self.connect, "--json")))
+
+    def command(self, *words: str) -> str:
+        """Run a command of ours at the operator's place; raises CalledProcessError."""
+        return subprocess.run(
+            self.operator.command(sys.executable, "-m", "waltz_core", *words),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=READY_S,
+            env=environment(),
+        ).stdout
+
+    def owners(self) -> dict[int, str]:
+        """Return the name of the server that owns each partition; empty for none."""
+        names = {member.address: member.name for member in self.members.values()}
+        partitions = self.shown()["partitions"]
+        return {int(each): names.get(part["server"], "") for each, part in partitions.items()}
+
+    def is_whole(self) -> bool:
+        """Tell whether every replica is engaged, and all hold the same records."""
+        view = self.shown()
+        if any(
+            set(each["engaged"]) != set(view["storages"]) for each in view["partitions"].values()
+        ):
+            return False
+        first, *others = [self.records(name) for name in self.world.names("storage")]
+        return any(first.values()) and all(other == first for other in others)
+
+    def log_path(self, name: str) -> Path:
+        """Return the log of a member."""
+        return self.directory / f"{name}.log"
+
+    @staticmethod
+    def wait_until(what: str, condition: Callable[[], object], *, seconds: float) -> float:
+        """Look at a condition until it holds; return how long it took."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() < began + seconds, f"not within {seconds:.0f} s: {what}"
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    # ---- files
+
+    def _data(self, member: Member) -> Path:
+        return (self.directory / member.name).absolute()
+
+    def _create(self) -> None:
+        storages = [self.members[name] for name in self.world.names("storage")]
+        self.command(
+            *("cluster", "create", self.connect, "--name", "chaos"),
+            *("--partitions", str(self.world.partitions)),
+            *(f"--storage={each.address}:{ADMIN_PORT}" for each in storages),
+            *("--if-absent", "--wait-s", str(READY_S / 2)),
+        )
+
+    def _write_config(self, member: Member) -> Path:
+        suffix = "cfg" if member.kind == "zookeeper" else "toml"
+        where = self.directory.absolute() / f"{member.name}.{suffix}"
+        if member.kind == "zookeeper":
+            where.write_text(self._zookeeper_config(member), encoding="utf-8")
+            return where
+        values: dict[str, object] = {
+            "connect": self.connect,
+            "listen_host": member.machine.address,
+            "port": CLIENT_PORTS[member.kind],
+            "advertised_host": member.machine.address,
+            "http_port": HTTP_PORT,
+            **SETTINGS[member.kind],
+        }
+        if member.kind == "storage":
+            values |= {"directory": str(self._data(member)), "admin_port": ADMIN_PORT}
+        where.write_text(render_toml(member.kind, values), encoding="utf-8")
+        return where
+
+    def _zookeeper_config(self, member: Member) -> str:
+        data, host = self._data(member), member.machine.address
+        names = self.world.names("zookeeper")
+        if len(names) == 1:
+            return zookeeper_config(data, CLIENT_PORTS["zookeeper"], host=host)
+        write_node_number(data, names.index(member.name) + 1)
+        ensemble = [
+            Peer(self.members[name].machine.address, QUORUM_PORT, ELECTION_PORT) for name in names
+        ]
+        return zookeeper_config(data, CLIENT_PORTS["zookeeper"], host=host, ensemble=ensemble)
+
+
+@contextlib.contextmanager
+def running(world: World, directory: Path, *, apart: bool = True) -> Iterator[ChaosCluster]:
+    """Run a cluster for the length of a `with`."""
+    names = [*world.members, *world.names("client"), OPERATOR]
+    with Network(names, wanted=apart) as network:
+        cluster = ChaosCluster(world, directory, network)
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.down()

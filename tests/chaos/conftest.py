@@ -1,0 +1,128 @@
+"""One cluster in namespaces for the tests of this folder, and an application that writes to it."""
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.cluster import ChaosCluster, World, running
+from tests.chaos.history import Life, check, longest_gap_s, read_log
+from tests.chaos.network import Network
+from tests.chaos.round import Applications
+from tests.fault.load import four_writers
+
+WORLD = World(servers=2, clients=1)
+CLIENT = "client-1"
+RECOVERY_S = 40.0
+WHOLE_S = 60.0
+
+
+class Tale:
+    """A cluster, and all that applications were told by it, over several tests."""
+
+    def __init__(self, cluster: ChaosCluster, directory: Path) -> None:
+        self.cluster = cluster
+        self.network = cluster.network
+        self.applications = Applications(cluster, directory)
+
+    @property
+    def life(self) -> Life:
+        """Return what the application of now has written down."""
+        return self.applications.lives[-1]
+
+    def begin(self) -> None:
+        """Start an application, and wait until it has written everywhere and all is whole."""
+        began_s = time.monotonic()
+        self.applications.start(CLIENT)
+        self.goes_on(range(WORLD.partitions), since_s=began_s)
+        if len(set(self.cluster.owners().values())) < WORLD.servers:
+            # What was handed over stays there until a server comes or goes.
+            self.cluster.kill("server-1")
+            self.cluster.start("server-1")
+        self.wait("both servers own some", lambda: len(set(self.cluster.owners().values())) == 2)
+
+    def owned_by(self, server: str) -> list[int]:
+        """Return the partitions of a server."""
+        found = [each for each, owner in self.cluster.owners().items() if owner == server]
+        assert found, f"{server} owns nothing"
+        return found
+
+    def wait(self, what: str, condition: object, *, seconds: float = RECOVERY_S) -> float:
+        """Wait for a condition; return how long it took."""
+        assert callable(condition)
+        return self.cluster.wait_until(what, condition, seconds=seconds)
+
+    def goes_on(
+        self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_S
+    ) -> float:
+        """Wait until something sent since is committed in some partitions; return how long."""
+        wanted = list(partitions)
+
+        def has_gone_on() -> bool:
+            self.applications.poll()
+            return all(self.life.progress_s(each, since_s) is not None for each in wanted)
+
+        return self.wait(f"commits in partitions {wanted}", has_gone_on, seconds=seconds)
+
+    def gap_s(self, partitions: Iterable[int], *, since_s: float) -> float:
+        """Return the longest time without a commit in any of some partitions."""
+        self.applications.poll()
+        now_s = time.monotonic()
+        return max(
+            longest_gap_s([self.life], each, since_s=since_s, until_s=now_s) for each in partitions
+        )
+
+    def waits_s(self, *, since_s: float) -> list[float]:
+        """Return how long each commit took that was sent since, in order of length."""
+        self.applications.poll()
+        return sorted(
+            each.told.told_s - each.told.sent_s
+            for each in self.life.sent.values()
+            if each.told.sent_s >= since_s and each.told.outcome == four_writers.OK
+        )
+
+    def check(self) -> None:
+        """Stop the application, compare everything with the log, and the replicas' logs."""
+        self.applications.stop()
+        self.applications.poll()
+        with self.cluster.client() as client:
+            log = read_log(client)
+        self.applications.end({each: log.last(each) for each in log.sessions})
+        verdict = check(self.applications.lives, log)
+        assert verdict.wrong == []
+        assert verdict.counts[four_writers.OK] > 0
+        assert self.applications.ended == []
+        self.applications.reap()
+        self.wait("all replicas are equal", self.cluster.is_whole, seconds=WHOLE_S)
+        self.cluster.notice()
+        assert self.cluster.ended == []
+
+
+@pytest.fixture(scope="session")
+def _apart() -> None:
+    """Skip where nothing can be cut."""
+    with Network(["here", "there"]) as network:
+        if not network.can_cut:
+            pytest.skip(network.why_not)
+
+
+@pytest.fixture(scope="module")
+def module_tale(_apart: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tale]:
+    """Give one cluster to all tests of a file."""
+    where = tmp_path_factory.mktemp("chaos")
+    with running(WORLD, where) as cluster:
+        yield Tale(cluster, where)
+
+
+@pytest.fixture
+def tale(module_tale: Tale) -> Iterator[Tale]:
+    """Give the file's cluster with an application at work; afterwards everything is mended."""
+    module_tale.begin()
+    yield module_tale
+    module_tale.applications.down()
+    module_tale.network.mend()
+    for name, member in module_tale.cluster.members.items():
+        if member.is_frozen:
+            module_tale.cluster.thaw(name)
+        module_tale.cluster.start(name)

@@ -1,0 +1,257 @@
+"""What applications were told under chaos, held against the log that is left.
+
+Why it stands alone: it needs no cluster and no clock, only files and the log, so that a history
+can be looked at again, and doctored for the tests of these checkers.
+
+What `examples/four_writers.py` compares is compared here, too: nothing told committed is lost,
+moved, changed or doubled; nothing told failed is there; ids are dense; no conflict stands in the
+log; counters count; what was told earlier stands earlier. Beyond that:
+
+    1. A refusal has a cause: somebody has written one of its locks above its mark, and had sent
+       that before the refusal was told. A new store session may err, for what was under way when
+       it opened; such refusals are counted, and there are no more of them than that can be.
+    2. Each life of a client is fed the log from its beginning, each transaction once, in order;
+       whoever lives to the end is fed all of it.
+    3. A mark that was asked for is not below what anybody had been told committed before.
+"""
+
+import json
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.chaos.client import BATCH_ROWS, FED, PENDING_MAX
+from tests.fault.load import four_writers
+from waltz_core.client import WaltzClient
+
+WRONG_MAX = 40
+
+
+class Sent(NamedTuple):
+    """One transaction that a client has sent: what it was told, and what it was refused for."""
+
+    told: Any  # four_writers.Told
+    mark: int
+    locks: list[int]
+
+
+class Asked(NamedTuple):
+    """A question for the mark, and its answer."""
+
+    partition: int
+    asked_s: float
+    mark: int
+
+
+class Life:
+    """What one life of a client has written down; `poll` reads on."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.sent: dict[str, Sent] = {}
+        self.asked: list[Asked] = []
+        self.has_ended = False
+        self._lines = directory / f"{name}.jsonl"
+        self._feed = directory / f"{name}.feed"
+        self._at = 0
+
+    def poll(self) -> None:
+        """Read what was written since; a line that is not whole yet is left for later."""
+        if not self._lines.exists():
+            return
+        with self._lines.open("rb") as lines:
+            lines.seek(self._at)
+            text = lines.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        for line in whole.splitlines():
+            self._take(*json.loads(line))
+
+    def _take(self, kind: str, *words: Any) -> None:
+        if kind == "mark":
+            self.asked.append(Asked(*words))
+        elif kind == "sent":
+            key, partition, digest, sent_s, mark, locks = words
+            told = four_writers.Told(key, partition, digest, sent_s)
+            self.sent[key] = Sent(told, mark, locks)
+        else:
+            key, outcome, transaction_id, told_s, why = words
+            told = self.sent[key].told
+            told.outcome, told.transaction_id = outcome, transaction_id
+            told.told_s, told.why = told_s, why
+
+    def fed(self) -> list[tuple[int, int, bytes]]:
+        """Return partition, id and request id of what it was fed, in order."""
+        data = self._feed.read_bytes() if self._feed.exists() else b""
+        whole = data[: len(data) - len(data) % FED.size]
+        return [
+            (partition, transaction_id, bytes(whole[at + 12 : at + FED.size]))
+            for at, (partition, transaction_id, *_) in zip(
+                range(0, len(whole), FED.size), FED.iter_unpack(whole), strict=True
+            )
+        ]
+
+    def progress_s(self, partition: int, since_s: float) -> float | None:
+        """Return when the first row sent after a moment was told committed; None: not yet."""
+        return min(
+            (
+                each.told.told_s
+                for each in self.sent.values()
+                if each.told.partition == partition
+                and each.told.sent_s >= since_s
+                and each.told.outcome == four_writers.OK
+            ),
+            default=None,
+        )
+
+
+@dataclass
+class Log:
+    """All that is in the log, and where its store sessions begin."""
+
+    entries: list[Any] = field(default_factory=list)  # four_writers.Entry
+    sessions: dict[int, list[int]] = field(default_factory=dict)  # partition -> first ids
+
+    def last(self, partition: int) -> int:
+        """Return the last id of a partition."""
+        return max((e.transaction_id for e in self.entries if e.partition == partition), default=-1)
+
+
+def read_log(client: WaltzClient) -> Log:
+    """Read everything, in order."""
+    log = Log()
+    for partition, last in sorted(client.high_water_marks(linearizable=True).items()):
+        firsts = log.sessions.setdefault(int(partition), [])
+        session = None
+        for chunk in client.read_range(partition, 0, last):
+            log.entries += four_writers._entries(partition, bytes(chunk.records))
+            for entry in chunk.lineage:
+                if entry.session_id != session:
+                    session = entry.session_id
+                    firsts.append(int(entry.first))
+    return log
+
+
+def check(lives: Iterable[Life], log: Log) -> Any:
+    """Return the verdict on a whole history: what is wrong, and the counts."""
+    lives = list(lives)
+    sent = {key: each for life in lives for key, each in life.sent.items()}
+    verdict = four_writers.compare([each.told for each in sent.values()], log.entries)
+    _check_refusals(sent, log, verdict, lives=len(lives))
+    _check_feeds(lives, log, verdict)
+    _check_marks(lives, sent, log, verdict)
+    verdict.counts["in the log"] = len(log.entries)
+    verdict.counts["store sessions"] = sum(map(len, log.sessions.values()))
+    return verdict
+
+
+def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int) -> None:
+    """Rule 1."""
+    writers: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
+    for entry in log.entries:
+        content = four_writers.Content.from_bytes(entry.data)
+        known = sent.get(content.key)
+        sent_s = known.told.sent_s if known else 0.0
+        for hashed in (*content.writes, *content.appends):
+            writers[entry.partition, hashed].append((entry.transaction_id, sent_s))
+    behind: Counter[int] = Counter()
+    for each in sent.values():
+        told = each.told
+        if told.outcome != four_writers.REFUSED:
+            continue
+        if any(
+            transaction_id > each.mark and sent_s <= told.told_s
+            for hashed in each.locks
+            for transaction_id, sent_s in writers.get((told.partition, hashed), ())
+        ):
+            continue
+        if any(first - 1 > each.mark for first in log.sessions.get(told.partition, ())):
+            behind[told.partition] += 1
+        else:
+            verdict.wrong.append(
+                f"{told.key} at mark {each.mark} of partition {told.partition} was refused, and "
+                "nobody had written its locks"
+            )
+    for partition, count in behind.items():
+        sessions = len(log.sessions[partition])
+        under_way = sessions * lives * PENDING_MAX * BATCH_ROWS
+        verdict.check(
+            count <= under_way,
+            f"partition {partition}: {count} refusals without a conflict for {sessions} store "
+            f"sessions; {under_way} could have been under way",
+        )
+    verdict.counts["refused by a new session"] = behind.total()
+
+
+def _check_feeds(lives: list[Life], log: Log, verdict: Any) -> None:
+    """Rule 2."""
+    known = {(each.partition, each.transaction_id): each.request_id for each in log.entries}
+    ends = {partition: log.last(partition) for partition in log.sessions}
+    for life in lives:
+        following: Counter[int] = Counter()
+        wrong = []
+        for partition, transaction_id, request_id in life.fed():
+            if transaction_id != following[partition]:
+                wrong.append(
+                    f"{life.name} was fed {partition}/{transaction_id}, expected "
+                    f"{following[partition]}"
+                )
+            if known.get((partition, transaction_id)) != request_id:
+                wrong.append(f"{life.name} was fed another one at {partition}/{transaction_id}")
+            following[partition] = transaction_id + 1
+        verdict.counts["fed"] += following.total()
+        if not life.has_ended:
+            wrong += [
+                f"{life.name} was fed partition {partition} up to {following[partition] - 1}, "
+                f"its end is {end}"
+                for partition, end in ends.items()
+                if following[partition] != end + 1
+            ]
+        verdict.wrong += wrong[:WRONG_MAX]
+
+
+def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: Any) -> None:
+    """Rule 3."""
+    told: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for each in sent.values():
+        if each.told.outcome == four_writers.OK:
+            told[each.told.partition].append((each.told.told_s, each.told.transaction_id))
+    times, highest = {}, {}
+    for partition, each_told in told.items():
+        each_told.sort()
+        times[partition] = [told_s for told_s, _ in each_told]
+        top, tops = -1, []
+        for _, transaction_id in each_told:
+            top = max(top, transaction_id)
+            tops.append(top)
+        highest[partition] = tops
+    for life in lives:
+        for asked in life.asked:
+            verdict.counts["marks asked for"] += 1
+            before = bisect_right(times.get(asked.partition, []), asked.asked_s)
+            least = highest[asked.partition][before - 1] if before else -1
+            verdict.check(
+                least <= asked.mark <= log.last(asked.partition),
+                f"{life.name} was told mark {asked.mark} of partition {asked.partition}, expected "
+                f"{least} or more, up to {log.last(asked.partition)}",
+            )
+
+
+def longest_gap_s(
+    lives: Iterable[Life], partition: int, *, since_s: float, until_s: float
+) -> float:
+    """Return the longest time in which nobody was told a commit in a partition."""
+    told = sorted(
+        each.told.told_s
+        for life in lives
+        for each in life.sent.values()
+        if each.told.outcome == four_writers.OK
+        and each.told.partition == partition
+        and since_s <= each.told.told_s <= until_s
+    )
+    moments = [since_s, *told, until_s]
+    return max(later - earlier for earlier, later in pairwise(moments))

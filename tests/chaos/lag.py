@@ -1,0 +1,119 @@
+"""The slow links of a network of namespaces: packets wait here, and some never leave.
+
+    python -m tests.chaos.lag        in the router's namespace, by `tests/chaos/network.py`
+
+Why it stands alone: the kernel's own means for this (netem) is not built into every kernel. The
+router sends what a slow link carries to a device of this process, which gives it back when its
+time has come. Each line of the standard input is the whole of the slow links, as JSON; with its end
+the process ends.
+
+Rules:
+    1. Packets of a link stay in their order.
+    2. What no link is known of is given back at once.
+    3. A link's queue is bounded, as that of a real one: what finds it full is lost.
+"""
+
+import fcntl
+import heapq
+import ipaddress
+import itertools
+import json
+import os
+import random
+import select
+import struct
+import sys
+import time
+from typing import NamedTuple
+
+DEVICE = "lag"
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+PACKET_BYTES_MAX = 65_536
+QUEUE_S_MAX = 2.0
+ADDRESSES = slice(12, 20)  # of an IPv4 header: source and target
+
+
+class Lag(NamedTuple):
+    """What is wrong with a link."""
+
+    delay_ms: float = 0.0
+    jitter_ms: float = 0.0
+    loss: float = 0.0  # a share of the packets
+    bytes_per_s: int = 0  # 0: as many as come
+
+    def __str__(self) -> str:
+        parts = [f"{self.delay_ms:.0f}±{self.jitter_ms:.0f} ms"]
+        parts += [f"{self.loss:.1%} lost"] if self.loss else []
+        parts += [f"{self.bytes_per_s // 1024} KiB/s"] if self.bytes_per_s else []
+        return ", ".join(parts)
+
+
+class Line:
+    """One slow link: when what enters it now leaves it."""
+
+    def __init__(self, lag: Lag, chance: random.Random) -> None:
+        self.lag = lag
+        self._chance = chance
+        self._free_s = 0.0  # when all that was sent is on the wire
+        self._last_s = 0.0
+
+    def leaves_s(self, size: int, now_s: float) -> float | None:
+        """Return when a packet leaves; None when it is lost."""
+        if self._chance.random() < self.lag.loss:
+            return None
+        begins_s = max(now_s, self._free_s)
+        if begins_s - now_s > QUEUE_S_MAX:  # rule 3
+            return None
+        self._free_s = begins_s + (size / self.lag.bytes_per_s if self.lag.bytes_per_s else 0.0)
+        late_ms = self.lag.delay_ms + self._chance.random() * self.lag.jitter_ms
+        self._last_s = max(self._last_s, self._free_s + late_ms / 1000)  # rule 1
+        return self._last_s
+
+
+def carry(device: int, orders: int) -> None:
+    """Take packets and give them back, until the orders end."""
+    chance = random.Random(0)
+    lines: dict[bytes, Line] = {}
+    waiting: list[tuple[float, int, bytes]] = []
+    numbers = itertools.count()
+    while True:
+        timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        ready, _, _ = select.select([device, orders], [], [], timeout)
+        now_s = time.monotonic()
+        if orders in ready:
+            text = os.read(orders, 1 << 20).decode()
+            if not text:
+                return
+            lines = _read(text.splitlines()[-1], lines, chance)
+        if device in ready:
+            packet = os.read(device, PACKET_BYTES_MAX)
+            line = lines.get(packet[ADDRESSES])
+            at_s = now_s if line is None else line.leaves_s(len(packet), now_s)
+            if at_s is not None:
+                heapq.heappush(waiting, (at_s, next(numbers), packet))
+        while waiting and waiting[0][0] <= now_s:
+            os.write(device, heapq.heappop(waiting)[2])
+
+
+def _read(order: str, had: dict[bytes, Line], chance: random.Random) -> dict[bytes, Line]:
+    """Return the links of an order; one that was there before keeps its queue."""
+    lines = {}
+    for source, target, *numbers in json.loads(order):
+        key = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed
+        lag = Lag(*numbers)
+        line = had.get(key)
+        lines[key] = line if line is not None and line.lag == lag else Line(lag, chance)
+    return lines
+
+
+def main() -> None:
+    """Make the device, say so, and carry."""
+    device = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    carry(device, sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main()

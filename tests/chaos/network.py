@@ -1,0 +1,262 @@
+"""A network of machines on one machine, whose every link can be cut or made slow.
+
+Each place is a network namespace with a link of its own to a router in the middle, which is a
+namespace, too. Nothing is ever changed where a process lives: what is cut is lost on its way, in
+silence, as by a cable that was pulled. The holders of the namespaces end with this process
+(`tests/spark/places.py`), and with them every link, rule and mount: a run that was killed leaves
+nothing behind.
+
+Where namespaces cannot be made (no root, no iproute2) places are addresses of the loopback, and
+nothing can be cut.
+
+Rules:
+    1. A cut says from whom to whom; both ways are two cuts. Cuts of several faults add up, and
+       the last one that is healed opens the link.
+    2. Slow links lead through `tests/chaos/lag.py`; a link that is both cut and slow is cut.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tests.chaos.lag import DEVICE, Lag
+from tests.spark.places import Place, die_with_parent, namespace
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFIX = "10.88"
+CUT_RANK, SLOW_RANK, SLOW_TABLE = 10, 20, 100
+TUN = Path("/dev/net/tun")
+
+Link = tuple[str, str]  # from whom, to whom
+
+
+@dataclass(frozen=True)
+class Machine(Place):
+    """A place with a name, and the router's end of its link."""
+
+    name: str = ""
+    gate: str = ""
+
+    def command(self, *words: str) -> list[str]:
+        """Return the command that runs another one here, with the mounts of this place."""
+        if self.holder is None:
+            return [*words]
+        return ["nsenter", f"-n/proc/{self.holder}/ns/net", f"-m/proc/{self.holder}/ns/mnt", *words]
+
+    def path(self, inside: Path) -> Path:
+        """Return where a file of this place is seen from outside."""
+        return inside if self.holder is None else Path(f"/proc/{self.holder}/root{inside}")
+
+
+class Network:
+    """Machines by name; `with Network(names) as network`."""
+
+    def __init__(self, names: Iterable[str], *, wanted: bool = True) -> None:
+        self._names = list(names)
+        self._wanted = wanted
+        self._stack = contextlib.ExitStack()
+        self._router: Machine | None = None
+        self._lag: subprocess.Popen[str] | None = None
+        self._cuts: Counter[Link] = Counter()
+        self._slow: dict[Link, Lag] = {}
+        self.machines: dict[str, Machine] = {}
+        self.why_not = ""  # why nothing can be cut here, empty where it can
+
+    def __enter__(self) -> Self:
+        try:
+            if not self._wanted:
+                raise OSError("it was asked for")  # noqa: TRY301 - as if there were none
+            self._build()
+        except (OSError, subprocess.SubprocessError) as error:
+            self._stack.close()
+            self._router = self._lag = None
+            self.why_not = f"no network namespaces can be made ({error})"
+            net = 1 + os.getpid() % 250
+            self.machines = {
+                name: Machine(f"127.{net}.{number}.2", name=name)
+                for number, name in enumerate(self._names, 1)
+            }
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._lag = None
+        self._stack.close()
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether links can be cut here."""
+        return self._router is not None
+
+    @property
+    def can_slow(self) -> bool:
+        """Whether links can be made slow here."""
+        return self._lag is not None
+
+    # ---- faults
+
+    def cut(self, links: Iterable[Link]) -> None:
+        """Lose everything on some links (rule 1)."""
+        self._count(links, 1)
+
+    def heal(self, links: Iterable[Link]) -> None:
+        """Take back one cut of each."""
+        self._count(links, -1)
+
+    @contextlib.contextmanager
+    def without(self, links: Iterable[Link]) -> Iterator[None]:
+        """Lose everything on some links for the length of a `with`."""
+        cut = list(links)
+        self.cut(cut)
+        try:
+            yield
+        finally:
+            self.heal(cut)
+
+    def slow(self, links: Iterable[Link], lag: Lag) -> None:
+        """Have everything on some links arrive late, or not at all."""
+        self._set_slow({**self._slow, **dict.fromkeys(links, lag)})
+
+    def hurry(self, links: Iterable[Link]) -> None:
+        """Take back what made them slow."""
+        gone = set(links)
+        self._set_slow({link: lag for link, lag in self._slow.items() if link not in gone})
+
+    def mend(self) -> None:
+        """Have every link as it was."""
+        self.heal([link for link, count in self._cuts.items() for _ in range(count)])
+        if self._lag is not None:
+            self._set_slow({})
+
+    def _count(self, links: Iterable[Link], by: int) -> None:
+        lines = []
+        for link in links:
+            had = self._cuts[link] > 0
+            self._cuts[link] += by
+            assert self._cuts[link] >= 0, link
+            if had != (self._cuts[link] > 0):
+                source, target = (self.machines[name].address for name in link)
+                verb = "del" if had else "add"
+                rule = f"from {source} to {target} pref {CUT_RANK} blackhole"
+                lines.append(f"rule {verb} {rule}")
+        self._tell_router(lines)
+
+    def _set_slow(self, slow: dict[Link, Lag]) -> None:
+        assert self._lag is not None, "no link can be made slow here"
+        assert self._lag.stdin is not None
+        # First the one that carries, then who is sent there; the other way round at the end.
+        both = self._slow | slow
+        self._tell_lag(both)
+        self._tell_router(
+            [
+                f"rule {verb} iif {self.machines[source].gate} to {self.machines[target].address} "
+                f"pref {SLOW_RANK} lookup {SLOW_TABLE}"
+                for verb, links in (
+                    ("add", slow.keys() - self._slow.keys()),
+                    ("del", self._slow.keys() - slow.keys()),
+                )
+                for source, target in sorted(links)
+            ]
+        )
+        self._slow = slow
+
+    def _tell_lag(self, slow: dict[Link, Lag]) -> None:
+        assert self._lag is not None
+        assert self._lag.stdin is not None
+        links = [
+            (self.machines[source].address, self.machines[target].address, *lag)
+            for (source, target), lag in slow.items()
+        ]
+        self._lag.stdin.write(json.dumps(links) + "\n")
+        self._lag.stdin.flush()
+
+    # ---- the links
+
+    def _build(self) -> None:
+        holder = self._stack.enter_context(namespace())
+        self._router = Machine("", holder, name="router")
+        links = []
+        for number, name in enumerate(self._names, 1):
+            held = self._stack.enter_context(namespace("-m"))
+            gate = f"to{number}"
+            self.machines[name] = Machine(f"{PREFIX}.{number}.2", held, name=name, gate=gate)
+            links += [
+                f"link add {gate} type veth peer name eth0 netns {held}",
+                f"address add {PREFIX}.{number}.1/24 dev {gate}",
+                f"link set {gate} up",
+            ]
+        self._tell_router(["link set lo up", *links])
+        self._router.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
+        for number, name in enumerate(self._names, 1):
+            _batch(
+                self.machines[name],
+                [
+                    "link set lo up",
+                    f"address add {PREFIX}.{number}.2/24 dev eth0",
+                    "link set eth0 up",
+                    f"route add default via {PREFIX}.{number}.1",
+                ],
+            )
+        if TUN.exists():
+            self._start_lag()
+
+    def _start_lag(self) -> None:
+        assert self._router is not None
+        lag = self._stack.enter_context(
+            subprocess.Popen(
+                self._router.command(sys.executable, "-m", "tests.chaos.lag"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment(),
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - no thread runs yet
+            )
+        )
+        self._stack.callback(lag.kill)
+        assert lag.stdout is not None
+        if lag.stdout.readline() != "ready\n":
+            return
+        self._lag = lag
+        self._tell_router(
+            [f"link set {DEVICE} up", f"route add default dev {DEVICE} table {SLOW_TABLE}"]
+        )
+
+    def _tell_router(self, lines: list[str]) -> None:
+        if lines:
+            assert self._router is not None, "nothing can be cut here"
+            _batch(self._router, lines)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process in any place: where it works is not where we do."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def both_ways(these: Iterable[str], those: Iterable[str]) -> list[Link]:
+    """Return the links between some machines and others, there and back."""
+    others = list(those)
+    return [
+        link
+        for one in these
+        for other in others
+        for link in ((one, other), (other, one))
+        if one != other
+    ]
+
+
+def _batch(place: Machine, lines: list[str]) -> None:
+    """Run many commands of `ip` at once; raises CalledProcessError."""
+    subprocess.run(
+        place.command("ip", "-batch", "-"),
+        input="\n".join(lines) + "\n",
+        text=True,
+        check=True,
+        capture_output=True,
+        timeout=30,
+    )

@@ -1,0 +1,405 @@
+"""One round of chaos: a cluster, its applications, a schedule of faults, and the verdict.
+
+Why it stands alone: `make chaos` plays many rounds, a test plays a short one.
+
+Rules:
+    1. Nobody waits for a fault to have its effect: the next one comes when its time has come.
+    2. After the last fault everything is mended and started. When ZooKeeper answers, without which
+       nobody starts, every application must be told a commit in every partition within a bound,
+       and all replicas must become equal.
+    3. In the calm that follows, nothing is told but "committed" and "refused".
+"""
+
+import contextlib
+import json
+import re
+import select
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.cluster import ChaosCluster, running
+from tests.chaos.history import Life, check, longest_gap_s, read_log
+from tests.chaos.network import environment
+from tests.chaos.schedule import Fault, Schedule
+from tests.fault.load import four_writers
+from tests.spark.places import die_with_parent
+from waltz_core.errors import WaltzError
+
+ZOOKEEPER_S = 60.0
+PROGRESS_S = 45.0
+WHOLE_S = 60.0
+CALM_S = 4.0
+SETTLE_S = 40.0
+TICK_S = 0.02
+POLL_S = 0.25
+# What a daemon must never log.
+GRAVE = re.compile(r" (ERROR|CRITICAL) |^Traceback |AssertionError")
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Outcome:
+    """What a round has found."""
+
+    schedule: Schedule
+    wrong: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    zookeeper_s: float = 0.0
+    recovered_s: float = 0.0
+    whole_s: float = 0.0
+    gap_s: float = 0.0
+
+
+class Applications:
+    """The clients, life after life."""
+
+    def __init__(self, cluster: ChaosCluster, directory: Path) -> None:
+        self._cluster = cluster
+        self._directory = directory
+        self._running: dict[str, tuple[Life, subprocess.Popen[str]]] = {}
+        self.lives: list[Life] = []
+        self.ended: list[str] = []
+
+    def start(self, client: str) -> None:
+        """Begin a life of a client, unless it lives."""
+        if client in self._running:
+            if self._running[client][1].poll() is None:
+                return
+            self._notice(client)
+            self._let_go(client)
+        life = Life(f"{client}.{len(self.lives)}", self._directory)
+        words = (self._cluster.connect, life.name, str(self._directory.absolute()))
+        machine = self._cluster.network.machines[client]
+        with (self._directory / f"{client}.log").open("ab") as log:
+            child = subprocess.Popen(
+                machine.command(sys.executable, "-m", "tests.chaos.client", *words),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment(),
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - the main thread is the only one
+            )
+        self._running[client] = life, child
+        self.lives.append(life)
+
+    def _notice(self, client: str) -> None:
+        """Note a client that has ended by itself."""
+        life, child = self._running[client]
+        if not life.has_ended:
+            self.ended.append(f"{life.name} ended by itself, with {child.returncode}")
+            life.has_ended = True
+
+    def kill(self, client: str) -> None:
+        """End a client at once."""
+        if client not in self._running:
+            return
+        life, child = self._running[client]
+        life.has_ended = True
+        child.kill()
+        child.wait()
+        self._let_go(client)
+
+    def _let_go(self, client: str) -> None:
+        _, child = self._running.pop(client)
+        for pipe in (child.stdin, child.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def poll(self) -> None:
+        """Read what they have written."""
+        for life in self.lives:
+            life.poll()
+
+    @property
+    def living(self) -> list[Life]:
+        """Return the lives that go on."""
+        return [life for life, _ in self._running.values() if not life.has_ended]
+
+    def stop(self) -> None:
+        """Have them send no more, and wait for all outcomes."""
+        self._order("stop", "settled")
+
+    def end(self, marks: dict[int, int]) -> None:
+        """Have them wait for the feed up to some marks, and end."""
+        self._order(f"end {json.dumps(marks)}", "fed")
+
+    def _order(self, order: str, answer: str) -> None:
+        for client in list(self._running):
+            child = self._running[client][1]
+            assert child.stdin is not None
+            try:
+                child.stdin.write(order + "\n")
+                child.stdin.flush()
+            except BrokenPipeError:
+                child.wait()
+                self._notice(client)
+                self._let_go(client)
+        for life, child in self._running.values():
+            assert child.stdout is not None
+            said = _line_of(child, SETTLE_S)
+            if said != answer:
+                self.ended.append(f"{life.name} said {said!r}, expected {answer!r}")
+
+    def reap(self) -> None:
+        """Forget those who have come to their end."""
+        for client, (life, child) in list(self._running.items()):
+            life.has_ended = True
+            child.wait(SETTLE_S)
+            self._let_go(client)
+
+    def down(self) -> None:
+        """End whoever is left."""
+        for client in list(self._running):
+            self.kill(client)
+
+
+def _line_of(child: "subprocess.Popen[str]", seconds: float) -> str:
+    """Return the next line that a process says; empty when it says none in time."""
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], seconds)
+    return child.stdout.readline().strip() if ready else ""
+
+
+class Round:
+    """Plays a schedule."""
+
+    def __init__(self, cluster: ChaosCluster, schedule: Schedule, directory: Path, say: Say):
+        self._cluster = cluster
+        self._schedule = schedule
+        self._applications = Applications(cluster, directory)
+        self._say = say
+        self.outcome = Outcome(schedule)
+
+    def play(self) -> None:
+        """Do all of it."""
+        applications = self._applications
+        for client in self._schedule.world.names("client"):
+            applications.start(client)
+        try:
+            self._await_progress(time.monotonic())
+            began_s = time.monotonic()
+            self._strike(began_s)
+            self._mend()
+            self._await_zookeeper(time.monotonic())
+            mended_s = time.monotonic()
+            self._await_progress(mended_s)
+            self.outcome.recovered_s = time.monotonic() - mended_s
+            self._await_engaged(mended_s)
+            self._calm()
+            self._judge(began_s, time.monotonic())
+        finally:
+            applications.down()
+
+    # ---- faults
+
+    def _strike(self, began_s: float) -> None:
+        """Have each fault begin and end in its time (rule 1)."""
+        moments: list[tuple[float, int, Fault, bool]] = []
+        for number, fault in enumerate(self._schedule.faults):
+            if why := self._why_not(fault):
+                self.outcome.skipped[f"{fault.kind}: {why}"] += 1
+                continue
+            moments.append((fault.at_s, number, fault, True))
+            moments.append((fault.at_s + fault.for_s, number, fault, False))
+        for at_s, _, fault, begins in sorted(moments, key=lambda each: each[:2]):
+            while (left := began_s + at_s - time.monotonic()) > 0:
+                time.sleep(min(left, TICK_S))
+            self._cluster.notice()
+            if begins:
+                self._say(f"{time.monotonic() - began_s:6.1f} s  {fault}")
+                self.outcome.faults[fault.kind] += 1
+                self._begin(fault)
+            else:
+                self._end(fault)
+
+    def _why_not(self, fault: Fault) -> str:
+        network = self._cluster.network
+        if fault.kind in ("cut", "full") and not network.can_cut:
+            return network.why_not
+        if fault.kind == "slow" and not network.can_slow:
+            return network.why_not or "no /dev/net/tun"
+        return ""
+
+    def _begin(self, fault: Fault) -> None:
+        cluster, network = self._cluster, self._cluster.network
+        match fault.kind:
+            case "kill" | "stop":
+                for name in fault.targets:
+                    if name in cluster.members:
+                        cluster.kill(name, 9 if fault.kind == "kill" else 15)
+                    else:
+                        self._applications.kill(name)
+            case "freeze":
+                cluster.freeze(fault.targets[0])
+            case "full":
+                cluster.fill_disk(fault.targets[0])
+            case "cut":
+                network.cut(fault.links)
+            case "slow":
+                network.slow(fault.links, fault.lag)
+            case _:
+                raise AssertionError(fault.kind)
+
+    def _end(self, fault: Fault) -> None:
+        cluster, network = self._cluster, self._cluster.network
+        match fault.kind:
+            case "kill" | "stop":
+                for name in fault.targets:
+                    self._start(name)
+            case "freeze":
+                cluster.thaw(fault.targets[0])
+            case "full":
+                cluster.empty_disk(fault.targets[0])
+            case "cut":
+                network.heal(fault.links)
+            case "slow":
+                network.hurry(fault.links)
+
+    def _start(self, name: str) -> None:
+        if name in self._cluster.members:
+            self._cluster.start(name)
+        else:
+            self._applications.start(name)
+
+    def _mend(self) -> None:
+        """Undo every fault (rule 2); whoever was asked to stop is ended if he has not yet."""
+        cluster = self._cluster
+        cluster.network.mend()
+        for name, member in cluster.members.items():
+            if member.is_frozen:
+                cluster.thaw(name)
+            if not member.is_wanted:
+                cluster.kill(name)
+            cluster.start(name)
+            if member.kind == "storage":
+                cluster.empty_disk(name)
+        for client in self._schedule.world.names("client"):
+            self._applications.start(client)
+
+    # ---- afterwards
+
+    def _await_zookeeper(self, since_s: float) -> None:
+        """Wait until ZooKeeper answers: a busy machine takes long to start it."""
+        while time.monotonic() < since_s + ZOOKEEPER_S:
+            self._cluster.notice()
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self._cluster.shown()
+                break
+        self.outcome.zookeeper_s = time.monotonic() - since_s
+
+    def _await_progress(self, since_s: float) -> None:
+        """Wait until everybody has been told a commit everywhere (rule 2)."""
+        outcome, applications = self.outcome, self._applications
+        partitions = range(self._schedule.world.partitions)
+
+        def waiting() -> list[str]:
+            self._cluster.notice()
+            applications.poll()
+            return [
+                f"{life.name} in partition {partition}"
+                for life in applications.living
+                for partition in partitions
+                if life.progress_s(partition, since_s) is None
+            ]
+
+        deadline_s = time.monotonic() + PROGRESS_S
+        while (stuck := waiting()) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        if stuck:
+            outcome.wrong.append(f"no progress within {PROGRESS_S:.0f} s: {'; '.join(stuck)}")
+
+    def _await_engaged(self, mended_s: float) -> None:
+        """Wait until ZooKeeper says of every replica that it takes part (rule 2)."""
+        deadline_s = time.monotonic() + WHOLE_S
+        while not (is_engaged := self._is_engaged()) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        if not is_engaged:
+            self.outcome.wrong.append(f"not every replica engaged within {WHOLE_S:.0f} s")
+        self.outcome.whole_s = time.monotonic() - mended_s
+
+    def _is_engaged(self) -> bool:
+        try:
+            view = self._cluster.shown()
+        except subprocess.CalledProcessError:
+            return False
+        return all(
+            set(each["engaged"]) == set(view["storages"]) for each in view["partitions"].values()
+        )
+
+    def _calm(self) -> None:
+        """Let them write for a while with nothing wrong (rule 3), then stop them."""
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + CALM_S:
+            time.sleep(TICK_S)
+        ended_s = time.monotonic()
+        self._applications.stop()
+        self._applications.poll()
+        told = [
+            each.told
+            for life in self._applications.living
+            for each in life.sent.values()
+            if began_s <= each.told.sent_s <= ended_s
+        ]
+        ill = [each for each in told if each.outcome not in (four_writers.OK, four_writers.REFUSED)]
+        self.outcome.counts["told in the calm"] = len(told)
+        if ill:
+            self.outcome.wrong.append(
+                f"in the calm {len(ill)} of {len(told)} were not told committed or refused: "
+                f"{ill[0].outcome} {ill[0].why}"
+            )
+
+    def _judge(self, began_s: float, ended_s: float) -> None:
+        """Compare everything with the log, and the logs with each other."""
+        cluster, outcome = self._cluster, self.outcome
+        with cluster.client() as client:
+            log = read_log(client)
+        self._applications.end({each: log.last(each) for each in log.sessions})
+        self._applications.poll()
+        try:
+            cluster.wait_until("all replicas hold the same", cluster.is_whole, seconds=WHOLE_S)
+        except AssertionError as error:
+            outcome.wrong.append(str(error))
+        verdict = check(self._applications.lives, log)
+        outcome.wrong += verdict.wrong
+        outcome.counts.update(verdict.counts)
+        cluster.notice()
+        outcome.wrong += cluster.ended + self._applications.ended + self._grave()
+        outcome.gap_s = max(
+            longest_gap_s(self._applications.lives, each, since_s=began_s, until_s=ended_s)
+            for each in log.sessions
+        )
+
+    def _grave(self) -> list[str]:
+        """Return what daemons have logged that they must never log."""
+        found = []
+        for name in self._cluster.members:
+            text = self._cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
+            if name.startswith("zookeeper"):
+                continue
+            lines = [line for line in text.splitlines() if GRAVE.search(line)]
+            if lines:
+                found.append(f"{name} has logged {len(lines)} lines like: {lines[0][:300]}")
+        return found
+
+
+def play(schedule: Schedule, directory: Path, say: Say, *, apart: bool = True) -> Outcome:
+    """Play one round in a directory of its own."""
+    outcome = Outcome(schedule)
+    try:
+        with running(schedule.world, directory, apart=apart) as cluster:
+            played = Round(cluster, schedule, directory, say)
+            outcome = played.outcome
+            played.play()
+    except (WaltzError, AssertionError, subprocess.SubprocessError) as error:
+        outcome.wrong.append(f"the round broke off: {type(error).__name__}: {error}")
+    return outcome

@@ -1,0 +1,167 @@
+"""What goes wrong when: drawn from a seed, the same on any machine.
+
+Why it stands alone: a schedule is a value, without processes, clocks or chance of its own. What
+cannot be done where it runs (cuts without root) is left out by whoever carries it out, and the
+rest happens at the same moments.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from tests.chaos.cluster import SESSION_MS, World
+from tests.chaos.lag import Lag
+from tests.chaos.network import Link, both_ways
+
+FIRST_S = 2.0
+CALM_BETWEEN_S = 1.8  # on average
+SESSION_S = SESSION_MS / 1000
+KINDS_MIN = 4
+NOT_SLOW: Final = Lag()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong, and when it is over."""
+
+    at_s: float
+    for_s: float
+    kind: str
+    targets: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
+    lag: Lag = NOT_SLOW
+    told: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind:<7} {self.told or ', '.join(self.targets)} for {self.for_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A seed's world and its faults, in the order of time."""
+
+    seed: int
+    world: World
+    faults: tuple[Fault, ...]
+
+
+Draw = Callable[[random.Random, World, float], Fault]
+
+
+def draw(seed: int, round_s: float) -> Schedule:
+    """Draw the schedule of a seed for a round of some length.
+
+    Each seed has some kinds of faults only: what happens every time hides what happens seldom.
+    """
+    chance = random.Random(seed)
+    world = World(
+        zookeepers=chance.choice((1, 1, 1, 3)),
+        storages=chance.choice((3, 3, 3, 5)),
+        servers=chance.choice((2, 3)),
+        clients=3,
+    )
+    kinds = chance.sample(list(KINDS), chance.randrange(KINDS_MIN, len(KINDS) + 1))
+    faults = []
+    at_s = FIRST_S
+    while at_s < round_s:
+        faults.append(KINDS[chance.choice(kinds)](chance, world, round(at_s, 2)))
+        at_s += chance.expovariate(1 / CALM_BETWEEN_S)
+    return Schedule(seed, world, tuple(faults))
+
+
+def _lasting(chance: random.Random) -> float:
+    """Draw how long: around the session time-out, where decisions are made, or far from it."""
+    return round(
+        chance.choice((0.3, 1.0, SESSION_S, 1.5 * SESSION_S, 3 * SESSION_S))
+        * chance.uniform(0.7, 1.3),
+        2,
+    )
+
+
+def _daemon(chance: random.Random, world: World) -> str:
+    kind = chance.choice(("server", "storage", "server", "storage", "zookeeper"))
+    return chance.choice(world.names(kind))
+
+
+def _kill(chance: random.Random, world: World, at_s: float) -> Fault:
+    return Fault(at_s, _lasting(chance), "kill", (_daemon(chance, world),))
+
+
+def _kill_many(chance: random.Random, world: World, at_s: float) -> Fault:
+    kind = chance.choice(("server", "storage", "zookeeper"))
+    names = world.names(kind)
+    some = tuple(chance.sample(names, chance.randrange(1, len(names) + 1)))
+    return Fault(at_s, _lasting(chance), "kill", some)
+
+
+def _kill_client(chance: random.Random, world: World, at_s: float) -> Fault:
+    return Fault(at_s, _lasting(chance), "kill", (chance.choice(world.names("client")),))
+
+
+def _stop(chance: random.Random, world: World, at_s: float) -> Fault:
+    return Fault(at_s, _lasting(chance), "stop", (_daemon(chance, world),))
+
+
+def _freeze(chance: random.Random, world: World, at_s: float) -> Fault:
+    return Fault(at_s, _lasting(chance), "freeze", (_daemon(chance, world),))
+
+
+def _full(chance: random.Random, world: World, at_s: float) -> Fault:
+    return Fault(at_s, _lasting(chance), "full", (chance.choice(world.names("storage")),))
+
+
+def _isolate(chance: random.Random, world: World, at_s: float) -> Fault:
+    name = _daemon(chance, world)
+    everybody = [*world.members, *world.names("client"), "operator"]
+    links = tuple(both_ways([name], everybody))
+    return Fault(at_s, _lasting(chance), "cut", (), links, told=f"{name} from all")
+
+
+def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
+    """One server, or one client, from all of a kind or from one of it; both ways or one."""
+    near = chance.choice(("server", "server", "server", "storage", "client"))
+    far = {
+        "server": chance.choice(("storage", "storage", "zookeeper", "server", "client")),
+        "storage": "zookeeper",
+        "client": chance.choice(("server", "zookeeper")),
+    }[near]
+    one = chance.choice(world.names(near))
+    them = [name for name in world.names(far) if name != one]
+    if chance.random() < 0.5:
+        them = chance.sample(them, chance.randrange(1, len(them) + 1))
+    way = chance.choice(("<->", "<->", "->", "<-"))
+    there, back = [(one, each) for each in them], [(each, one) for each in them]
+    links = {"<->": there + back, "->": there, "<-": back}[way]
+    told = f"{one} {way} {', '.join(them)}"
+    return Fault(at_s, _lasting(chance), "cut", (), tuple(links), told=told)
+
+
+def _slow(chance: random.Random, world: World, at_s: float) -> Fault:
+    one = chance.choice([*world.members, *world.names("client")])
+    lag = chance.choice(
+        (
+            Lag(20, 20),
+            Lag(100, 100),
+            Lag(400, 300),
+            Lag(5, 5, 0.02),
+            Lag(20, 20, 0.1),
+            Lag(1, 0, 0.0, 128 * 1024),
+        )
+    )
+    links = tuple(both_ways([one], [*world.members, *world.names("client")]))
+    return Fault(at_s, _lasting(chance), "slow", (), links, lag, told=f"{one} ({lag})")
+
+
+KINDS: Final[dict[str, Draw]] = {
+    "kill": _kill,
+    "kill many": _kill_many,
+    "kill a client": _kill_client,
+    "stop": _stop,
+    "freeze": _freeze,
+    "full disk": _full,
+    "isolate": _isolate,
+    "cut": _cut,
+    "cut again": _cut,  # there are many ways to cut
+    "slow": _slow,
+}

@@ -1,0 +1,117 @@
+"""Links between real daemons are cut and slow, in network namespaces; a row of the table each.
+
+The rows are those of the scenario table of the design: what has to happen there, and that nothing
+told was wrong, whoever could not hear whom.
+"""
+
+import time
+
+import pytest
+
+from tests.chaos.cluster import QUORUM_TIMEOUT_MS, SESSION_MS
+from tests.chaos.conftest import CLIENT, WORLD, Tale
+from tests.chaos.lag import Lag
+from tests.chaos.network import both_ways
+
+pytestmark = pytest.mark.fault
+ALL = range(WORLD.partitions)
+STORAGES, ZOOKEEPERS = WORLD.names("storage"), WORLD.names("zookeeper")
+SESSION_S = SESSION_MS / 1000
+# A busy machine is given so much more than what is promised.
+MARGIN_S = 4.0
+
+
+def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(tale: Tale):
+    """Row 18: ZooKeeper is fine, so nobody but itself can know."""
+    lost = tale.owned_by("server-1")
+    with tale.network.without(both_ways(["server-1"], STORAGES[:2])):
+        cut_s = time.monotonic()
+        tale.goes_on(lost, since_s=cut_s, seconds=QUORUM_TIMEOUT_MS / 1000 + 3 * MARGIN_S)
+        assert set(tale.cluster.owners().values()) == {"server-2"}
+    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.check()
+
+
+@pytest.mark.parametrize("way", ["to", "from"])
+def test_one_way_is_no_way(tale: Tale, way: str):
+    """Row 20: requests arrive and answers do not, or the other way round."""
+    links = [("server-1", each) for each in STORAGES[:2]]
+    if way == "from":
+        links = [(storage, server) for server, storage in links]
+    lost = tale.owned_by("server-1")
+    with tale.network.without(links):
+        cut_s = time.monotonic()
+        tale.goes_on(lost, since_s=cut_s)
+        assert set(tale.cluster.owners().values()) == {"server-2"}
+    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.check()
+
+
+def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
+    """Row 19: it goes on until others own what it owned, and then it is fenced."""
+    lost = tale.owned_by("server-1")
+    with tale.network.without(both_ways(["server-1"], ZOOKEEPERS)):
+        cut_s = time.monotonic()
+        tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
+        tale.goes_on(lost, since_s=time.monotonic())
+        assert tale.gap_s(lost, since_s=cut_s) < SESSION_S + MARGIN_S
+    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.check()
+
+
+def test_one_slow_storage_slows_nobody(tale: Tale):
+    """Row 35: two of three are a quorum."""
+    lag = Lag(400)
+    links = both_ways(["storage-3"], WORLD.names("server"))
+    tale.network.slow(links, lag)
+    slow_s = time.monotonic()
+    tale.wait("500 commits", lambda: len(tale.waits_s(since_s=slow_s)) >= 500)
+    waits = tale.waits_s(since_s=slow_s)
+    tale.network.hurry(links)
+    # Whoever waited for the third would wait for there and back.
+    quick = sum(each < lag.delay_ms / 1000 for each in waits)
+    assert quick > 0.9 * len(waits), f"{quick} of {len(waits)}, the longest {waits[-1]:.2f} s"
+    tale.check()
+
+
+@pytest.mark.parametrize("how", ["vanishes", "freezes"])
+def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale: Tale, how: str):
+    """Row 16, and that a move takes a session time-out and half a second."""
+    lost = tale.owned_by("server-1")
+    everybody = [*WORLD.members, CLIENT, "operator"]
+    gone_s = time.monotonic()
+    if how == "vanishes":
+        tale.network.cut(both_ways(["server-1"], everybody))
+    else:
+        tale.cluster.freeze("server-1")
+    tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
+    tale.goes_on(lost, since_s=gone_s)
+    assert tale.gap_s(lost, since_s=gone_s) < SESSION_S + 0.5 + MARGIN_S
+    with tale.cluster.client() as client:
+        seen = {each: client.replicas(each, linearizable=True) for each in lost}
+    if how == "vanishes":
+        tale.network.heal(both_ways(["server-1"], everybody))
+    else:
+        tale.cluster.thaw("server-1")
+    tale.wait("it owns some again", lambda: len(set(tale.cluster.owners().values())) == 2)
+    tale.goes_on(ALL, since_s=time.monotonic())
+    with tale.cluster.client() as client:
+        for each in lost:
+            first = seen[each].high_water_mark + 1
+            last = client.high_water_mark(each, linearizable=True)
+            assert last >= first
+            for chunk in client.read_range(each, first, last):
+                assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
+    tale.check()
+
+
+def test_a_client_that_cannot_reach_one_server_goes_on_with_the_other(tale: Tale):
+    cut_off, others = tale.owned_by("server-1"), tale.owned_by("server-2")
+    with tale.network.without(both_ways([CLIENT], ["server-1"])):
+        # What was on its way when the link broke may still be told.
+        cut_s = time.monotonic()
+        tale.goes_on(others, since_s=cut_s)
+        tale.goes_on(others, since_s=time.monotonic())
+        assert all(tale.life.progress_s(each, cut_s) is None for each in cut_off)
+    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.check()

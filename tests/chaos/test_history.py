@@ -1,0 +1,164 @@
+"""The checkers of chaos: a sound history passes, and each doctored one is found out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.client import FED
+from tests.chaos.history import Life, Log, check, longest_gap_s
+from tests.fault.load import four_writers
+
+LOCK, OTHER = 7, 8
+
+
+def content(key: str, *, mark: int, writes: list[int]) -> Any:
+    return four_writers.Content(key, 0, mark, writes, [], [])
+
+
+# Two writers of one lock, and one that came too late; the second session begins at id 2.
+ROWS = [
+    content("a", mark=-1, writes=[LOCK]),
+    content("b", mark=0, writes=[LOCK]),
+    content("d", mark=1, writes=[OTHER]),
+]
+REFUSED = content("c", mark=0, writes=[LOCK])
+
+
+def request_id(number: int) -> tuple[int, int, int, int]:
+    return (5, 1, 0, number)
+
+
+class History:
+    """Files of one life, and the log beside them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lines: list[list[Any]] = []
+        for at, row in enumerate([*ROWS, REFUSED]):
+            self.sent(row, at=float(at))
+        for at, row in enumerate(ROWS):
+            self.lines.append(["told", row.key, "committed", at, at + 0.5, ""])
+        self.lines.append(["told", "c", "refused", -1, 3.5, ""])
+        self.lines.append(["mark", 0, 3.0, 2])
+        self.fed = [(0, number, *request_id(number)) for number in range(len(ROWS))]
+        self.log = Log(
+            [
+                four_writers.Entry(0, at, FED.pack(0, 0, *request_id(at))[12:], row.to_bytes())
+                for at, row in enumerate(ROWS)
+            ],
+            {0: [0, 2]},
+        )
+
+    def sent(self, row: Any, *, at: float) -> None:
+        digest = four_writers.digest_of(row.to_bytes())
+        self.lines.append(["sent", row.key, 0, digest, at, row.mark, row.writes])
+
+    def life(self) -> Life:
+        text = "".join(json.dumps(line) + "\n" for line in self.lines)
+        (self.directory / "one.jsonl").write_text(text)
+        (self.directory / "one.feed").write_bytes(b"".join(FED.pack(*each) for each in self.fed))
+        life = Life("one", self.directory)
+        life.poll()
+        return life
+
+    def wrong(self) -> list[str]:
+        found: list[str] = check([self.life()], self.log).wrong
+        return found
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return History(tmp_path)
+
+
+def test_a_sound_history_passes(history: History):
+    verdict = check([history.life()], history.log)
+    assert verdict.wrong == []
+    assert verdict.counts["committed"] == 3
+    assert verdict.counts["refused"] == 1
+    assert verdict.counts["refused by a new session"] == 0
+    assert verdict.counts["fed"] == 3
+    assert verdict.counts["marks asked for"] == 1
+
+
+def test_a_refusal_without_a_writer_is_found(history: History):
+    history.log.sessions = {0: [0]}
+    history.sent(content("e", mark=1, writes=[LOCK]), at=4.0)
+    history.lines.append(["told", "e", "refused", -1, 4.5, ""])
+    assert any("nobody had written its locks" in each for each in history.wrong())
+
+
+def test_a_writer_that_came_after_the_refusal_is_no_cause(history: History):
+    history.log.sessions = {0: [0]}
+    history.sent(content("e", mark=1, writes=[OTHER]), at=1.5)
+    history.lines.append(["told", "e", "refused", -1, 1.9, ""])
+    assert any("nobody had written its locks" in each for each in history.wrong())
+
+
+def test_a_new_session_may_refuse_what_was_under_way_and_no_more(history: History):
+    history.sent(content("e", mark=0, writes=[OTHER + 1]), at=4.0)
+    history.lines.append(["told", "e", "refused", -1, 4.5, ""])
+    verdict = check([history.life()], history.log)
+    assert verdict.wrong == []
+    assert verdict.counts["refused by a new session"] == 1
+    for number in range(200):
+        history.sent(content(f"f{number}", mark=0, writes=[OTHER + 1]), at=4.0)
+        history.lines.append(["told", f"f{number}", "refused", -1, 4.5, ""])
+    assert any("could have been under way" in each for each in history.wrong())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fed: fed.pop(), "fed partition 0 up to 1, its end is 2"),
+        (lambda fed: fed.pop(1), "was fed 0/2, expected 1"),
+        (lambda fed: fed.append(fed[-1]), "was fed 0/2, expected 3"),
+        (lambda fed: fed.insert(1, (0, 1, *request_id(9))), "was fed another one at 0/1"),
+    ],
+)
+def test_a_feed_that_is_not_the_log_is_found(history: History, change: Any, said: str):
+    change(history.fed)
+    assert any(said in each for each in history.wrong())
+
+
+def test_the_feed_of_a_life_that_was_killed_may_be_short_and_torn(history: History):
+    del history.fed[1:]
+    life = history.life()
+    life.has_ended = True
+    with (history.directory / "one.feed").open("ab") as feed:
+        feed.write(b"torn")
+    assert check([life], history.log).wrong == []
+
+
+@pytest.mark.parametrize("mark", [1, 3])
+def test_a_mark_below_what_was_told_or_beyond_the_log_is_found(history: History, mark: int):
+    history.lines[-1] = ["mark", 0, 3.0, mark]
+    assert any(f"was told mark {mark}" in each for each in history.wrong())
+
+
+def test_what_four_writers_compares_is_compared(history: History):
+    history.lines[-2] = ["told", "c", "committed", 3, 3.5, ""]
+    assert any("c was told committed and is lost" in each for each in history.wrong())
+
+
+def test_a_line_that_is_half_written_is_read_when_it_is_whole(history: History):
+    life = history.life()
+    path = history.directory / "one.jsonl"
+    before = path.read_bytes()
+    line = json.dumps(["told", "d", "lost", -1, 9.0, "why"]).encode() + b"\n"
+    path.write_bytes(before + line[:10])
+    life.poll()
+    assert life.sent["d"].told.outcome == "committed"
+    path.write_bytes(before + line)
+    life.poll()
+    assert life.sent["d"].told.outcome == "lost"
+
+
+def test_gaps_and_progress_are_seen(history: History):
+    life = history.life()
+    assert life.progress_s(0, 1.0) == 1.5
+    assert life.progress_s(0, 2.5) is None
+    assert longest_gap_s([life], 0, since_s=0.0, until_s=9.5) == 7.0
+    assert longest_gap_s([life], 1, since_s=0.0, until_s=4.0) == 4.0

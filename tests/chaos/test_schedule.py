@@ -1,0 +1,53 @@
+"""Schedules are the seed's alone, and slow links keep their order."""
+
+import random
+from collections import Counter
+
+from tests.chaos.lag import QUEUE_S_MAX, Lag, Line
+from tests.chaos.schedule import KINDS, draw
+
+
+def test_a_seed_is_a_schedule():
+    assert draw(17, 60.0) == draw(17, 60.0)
+    assert draw(17, 60.0) != draw(18, 60.0)
+
+
+def test_every_kind_of_fault_is_drawn_and_names_who_is_there():
+    kinds: Counter[str] = Counter()
+    for seed in range(60):
+        schedule = draw(seed, 60.0)
+        world = schedule.world
+        known = {*world.members, *world.names("client"), "operator"}
+        assert schedule.faults
+        moments = [fault.at_s for fault in schedule.faults]
+        assert moments == sorted(moments)
+        for fault in schedule.faults:
+            kinds[fault.kind] += 1
+            assert fault.targets or fault.links
+            assert {*fault.targets, *(name for link in fault.links for name in link)} <= known
+            assert fault.for_s > 0
+    assert set(kinds) == {"kill", "stop", "freeze", "full", "cut", "slow"}
+    assert len(KINDS) == 10
+
+
+def test_packets_of_a_slow_link_stay_in_order():
+    line = Line(Lag(10, 50), random.Random(1))
+    leaves = [line.leaves_s(1000, number / 1000) for number in range(100)]
+    assert leaves == sorted(leaves)
+    assert leaves[0] is not None
+    assert leaves[0] >= 0.01
+
+
+def test_a_link_with_a_rate_has_a_queue_that_ends():
+    line = Line(Lag(bytes_per_s=1000), random.Random(1))
+    leaves = [line.leaves_s(500, 0.0) for _ in range(10)]
+    assert leaves[:3] == [0.5, 1.0, 1.5]
+    taken = [each for each in leaves if each is not None]
+    assert taken[-1] == QUEUE_S_MAX + 0.5
+    assert leaves[len(taken) :] == [None] * (10 - len(taken))
+
+
+def test_a_share_of_the_packets_is_lost():
+    line = Line(Lag(loss=0.3), random.Random(1))
+    lost = sum(line.leaves_s(1, float(number)) is None for number in range(1000))
+    assert 200 < lost < 400
