@@ -119,7 +119,7 @@ async def _delete(command: Command) -> Result:
     except BadConfig:
         if not arguments.force:
             raise
-        command.note(f"there is no whole cluster at {coordinator.where}: its remains are deleted")
+        command.note(f"no whole cluster at {coordinator.where}: only remains of one are deleted")
     else:
         key = str(view.store.cluster_key)
         if view.params.name != arguments.name:
