@@ -301,11 +301,14 @@ class Server:
 
     async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition to another server, but not again and again: all may be as badly off."""
-        now_s = time.monotonic()
-        if now_s < self._handed_over_s.get(partition_id, -math.inf) + HAND_OVER_PAUSE_S:
+        last_s = self._handed_over_s.get(partition_id, -math.inf)
+        if time.monotonic() < last_s + HAND_OVER_PAUSE_S:
             return False
-        self._handed_over_s[partition_id] = now_s
-        return await self._coordinator.hand_over(partition_id, generation)
+        if not await self._coordinator.hand_over(partition_id, generation):
+            return False
+        # Not before: what ZooKeeper has not answered is tried again at the next release.
+        self._handed_over_s[partition_id] = time.monotonic()
+        return True
 
     async def _refresh_storage_ids(self) -> None:
         found = await self._coordinator.read_storage_ids()
