@@ -274,6 +274,7 @@ class Story:
 
         self.loosen()
         self.doing(begin_anew, history=History(), partition=partition)
+        assert self.log(partition).suspect
 
     def prepare(self, partition=0):
         """Begin a session; from here on the log ends where it says."""
