@@ -33,6 +33,7 @@ from waltz_core.sim.crash import (
 from waltz_core.sim.disk import Contents
 from waltz_core.storage.control_file import SLOTS_NAME
 from waltz_core.storage.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Slot
+from waltz_core.storage.removal import WIPE_NAME
 
 RANDOM_SURVIVALS = 8
 RANDOM_SECOND = 2
@@ -132,8 +133,10 @@ def check(told: Told, found: Found):
 
 def check_log(partition, expected, found, damaged):
     where = f"partition {partition}"
-    if found.suspect:
-        raise Violation(f"{where} is suspect")
+    if found.suspect not in expected.suspects:
+        raise Violation(f"{where}: suspect {found.suspect}, expected {expected.suspects}")
+    if found.last < 0 and True in expected.suspects and not found.suspect:
+        raise Violation(f"{where} has lost its log, and does not say so")
     if any(one not in damaged for one in (*found.damaged, *found.unreadable)):
         raise Violation(f"{where} has damage {found.damaged}")
     if found.promise not in expected.promises:
@@ -167,6 +170,8 @@ def check_platter(told, contents):
         if not expected.markers:
             continue
         directory = ROOT / str(partition)
+        if directory / WIPE_NAME in contents.files:
+            continue  # it is thrown away, whatever is left of it
         slot = _newer_slot(contents.files.get(directory / SLOTS_NAME, b""))
         if slot is None:
             raise Violation(f"partition {partition} has no slots")

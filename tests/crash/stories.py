@@ -72,6 +72,7 @@ class ToldLog(NamedTuple):
     infos: tuple[Marks, ...]  # what the original's control file says of session and marks
     markers: tuple[int, ...]  # on the disk itself at least one of these is vouched for
     is_dirty: tuple[bool, ...]
+    suspects: tuple[bool, ...] = (False,)  # with True, an empty log is suspect
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class Story:
                 (info_of(log),),
                 (log.slot.acked.transaction_id,),
                 (log.slot.dirty,),
+                (log.suspect,),
             )
             for partition, log in self.engine.logs.items()
         }
@@ -225,8 +227,12 @@ class Story:
             if partition in tried:
                 both[0] += (tried[partition],)
             logs[partition] = ToldLog(*(tuple(dict.fromkeys(one)) for one in both))
+        for partition in before.logs.keys() - after.logs.keys():
+            # Its slots may be gone, and with them what an opening does not show.
+            logs[partition] = logs[partition]._replace(markers=(), is_dirty=())
         assigned = tuple(sorted({*before.assigned, *after.assigned}))
-        return Told(before.storage_id, assigned, before.sure, logs, before.damaged)
+        sure = tuple(one for one in before.sure if one in after.assigned)
+        return Told(before.storage_id, assigned, sure, logs, before.damaged)
 
     # ---- what is done
 
@@ -243,9 +249,32 @@ class Story:
         self.told = loosened(self.told)
         self.disk.remark(self.told)
 
-    def assign(self, partition):
-        self.histories[partition] = History()
+    def assign(self, partition, history=None):
+        self.histories[partition] = history or History()
         self.doing(lambda: self.engine.assign(partition))
+
+    def remove(self, partition):
+        """Hold a partition no longer, and delete its files."""
+        self.doing(lambda: self.engine.unassign(partition, deletes_files=True))
+        del self.histories[partition]
+
+    def give_up(self, partition):
+        """Hold a partition no longer; return what its files hold."""
+        self.loosen()
+        self.doing(lambda: self.engine.unassign(partition, deletes_files=False))
+        history = self.histories.pop(partition)
+        return history._replace(acked=len(history.records) - 1)
+
+    def re_seed(self, partition):
+        """Throw a log away; it is there again at once, empty and suspect."""
+
+        def begin_anew():
+            self.engine.re_seed(partition)
+            self.engine.assign(partition)
+
+        self.loosen()
+        self.doing(begin_anew, history=History(), partition=partition)
+        assert self.log(partition).suspect
 
     def prepare(self, partition=0):
         """Begin a session; from here on the log ends where it says."""
@@ -582,6 +611,58 @@ def repair():
     return story
 
 
+def _two_held():
+    """Two partitions with sessions and records over several segments."""
+    story = Story(segment_bytes_max=300)
+    story.start()
+    for partition in (0, 1):
+        story.assign(partition)
+        story.prepare(partition)
+        story.set_mark(partition)
+        story.append([3, 2], partition=partition)
+        story.sync(partition)
+    story.begin = len(story.disk.changes)
+    return story
+
+
+def removal():
+    """A partition is removed with its files, and held again later; the other one goes on."""
+    story = _two_held()
+    story.remove(1)
+    story.append([1])
+    story.sync()
+    story.assign(1)
+    story.prepare(1)
+    story.append([2], partition=1)
+    story.sync(1)
+    return story
+
+
+def given_up():
+    """A partition is given up, its files stay, and it is held again with what they hold."""
+    story = _two_held()
+    history = story.give_up(1)
+    story.append([1])
+    story.sync()
+    story.assign(1, history)
+    story.prepare(1)
+    story.append([2], partition=1)
+    story.sync(1)
+    return story
+
+
+def re_seed():
+    """A log is thrown away where it is held; what it has promised stays promised."""
+    story = _two_held()
+    story.re_seed(1)
+    story.append([1])
+    story.sync()
+    story.prepare(1)
+    story.append([2], partition=1)
+    story.sync(1)
+    return story
+
+
 STORIES = (
     first_start,
     appends,
@@ -600,3 +681,6 @@ STORIES = (
     full_disk,
     repair,
 )
+# What administration does to a partition. No mutant is asked of these: what a sync of theirs is for
+# shows only when a partition that went is held again (tests/property/test_storage_administration).
+ADMINISTRATION = (removal, given_up, re_seed)

@@ -16,11 +16,12 @@ from tests.crash.matrix import (
     power_losses,
     second_losses,
 )
-from tests.crash.stories import STORIES
+from tests.crash.stories import ADMINISTRATION, STORIES
 from waltz_core.sim.crash import survivals
 
 CUTS_MIN = 1_500
 SURVIVALS_MIN = 25_000
+EVERY = (*STORIES, *ADMINISTRATION)
 
 
 def tell(record_property, matrix):
@@ -28,7 +29,7 @@ def tell(record_property, matrix):
         record_property(f"crash: {what}", count)
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("story", EVERY, ids=lambda one: one.__name__)
 def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
     story, record_property
 ):
@@ -40,7 +41,7 @@ def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
     assert matrix.counts["second survivals"] > 200
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("story", EVERY, ids=lambda one: one.__name__)
 def test_a_killed_process_is_started_again_and_then_power_is_lost(story, record_property):
     matrix, made = Matrix(story.__name__), story()
     kills(matrix, made.disk.changes, made.begin)
@@ -51,7 +52,7 @@ def test_a_killed_process_is_started_again_and_then_power_is_lost(story, record_
 
 def test_the_matrix_is_as_large_as_it_says():
     cuts = kept = 0
-    for story in STORIES:
+    for story in EVERY:
         made = story()
         for place, platter, _ in points(made.disk.changes, made.begin):
             cuts += 1
