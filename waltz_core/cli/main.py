@@ -48,7 +48,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(words[0] if words else None)
+    parser = _parser(noun_of(words))
     arguments = parser.parse_args(words)
     verb = getattr(arguments, "verb", None)
     if verb is None:
@@ -68,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     assert isinstance(result, int)
     return result
+
+
+def noun_of(words: Sequence[str]) -> str | None:
+    """Return the first word that is none of the options before it, nor the value of one."""
+    head = argparse.ArgumentParser(prog="waltz-core", add_help=False)
+    head.add_argument("--version", action="store_true")
+    head.add_argument("--logging")
+    head.add_argument("noun", nargs="?")
+    noun = head.parse_known_args(words)[0].noun
+    return None if noun is None else str(noun)
 
 
 def _parser(noun: str | None) -> argparse.ArgumentParser:
