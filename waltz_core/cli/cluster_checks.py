@@ -2,30 +2,22 @@
 
 import argparse
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 from waltz_core import net
 from waltz_core.cli.changing import Command, Result, add_common, connected, run
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cluster import changes
-from waltz_core.cluster.changes import Replicas
-from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership import ServersView
-from waltz_core.errors import BadConfig, Unavailable, WaltzError
-from waltz_core.record import PartitionId, ReqId
+from waltz_core.cluster.diagnosis import diagnose
+from waltz_core.errors import BadConfig, Unavailable
+from waltz_core.record import ReqId
 from waltz_core.wire.messages import (
     AddPreferredRequest,
     AddPreferredResponse,
-    CheckConnectivityRequest,
-    CheckConnectivityResponse,
     ClientMessage,
-    PartitionsHealthRequest,
-    PartitionsHealthResponse,
     RemovePreferredRequest,
     RemovePreferredResponse,
-    ServerPartitionsRequest,
-    ServerPartitionsResponse,
 )
 
 ANSWER_S = 10.0
@@ -119,8 +111,18 @@ async def _ask(
 
 
 async def _verify(arguments: argparse.Namespace) -> int:
-    async with connected(arguments.connect) as coordinator:
-        found = await _findings(coordinator, arguments.partitions)
+    """What the doctor finds wrong with the cluster and the chosen partitions, looked at once."""
+    from waltz_core.cli.doctor_probes import gather  # noqa: PLC0415 - loads Arrow
+
+    facts = await gather(arguments.connect, timeout_s=ANSWER_S, local=None)
+    cluster = facts.cluster
+    count = 0 if cluster is None else cluster.partition_count
+    chosen = None if cluster is None else changes.parse_partitions(arguments.partitions, count)
+    found = [
+        each.sentence
+        for each in diagnose(facts)
+        if each.partition is None or chosen is None or each.partition in chosen
+    ]
     if arguments.json:
         show_json({"passed": not found, "findings": found})
     else:
@@ -128,90 +130,6 @@ async def _verify(arguments: argparse.Namespace) -> int:
             show(each)
         show("failed" if found else "passed")
     return 1 if found else 0
-
-
-async def _findings(coordinator: Coordinator, text: str) -> list[str]:
-    """Return a sentence for everything that is not as it should be."""
-    count = (await coordinator.read_cluster()).params.partition_count
-    chosen = changes.parse_partitions(text, count)
-    view = await coordinator.read_servers()
-    layout = await coordinator.storages.read()
-    found = _of_assignment(view, chosen)
-    registered = await coordinator.read_storage_ids()
-    found += [
-        f"storage {each} has never started: nothing is registered for it"
-        for each in layout.assignment.partitions
-        if each not in registered
-    ]
-    for server in view.servers.values():
-        owned = {
-            each: None for each, its in view.owners.items() if its.server_id == server.server_id
-        }
-        found += await _of_server(server.address, [each for each in owned if each in chosen])
-    replicas = await coordinator.storages.read_replicas(layout.assignment, chosen)
-    found += _of_replicas(replicas)
-    placement = changes.placement_of(layout.assignment, count)
-    found += [
-        f"partition {each}: its replicas are in fewer groups than they could be: "
-        "`waltz-core cluster auto-assign` spreads them"
-        for each in changes.crowded(placement, layout.groups)
-        if each in chosen
-    ]
-    return found
-
-
-def _of_assignment(view: ServersView, chosen: tuple[PartitionId, ...]) -> list[str]:
-    found = [] if view.is_settled else ["the assignment is not that of the live servers (yet)"]
-    if not view.servers:
-        return [*found, "no server is registered: start one"]
-    return found + [f"partition {each} has no server" for each in chosen if each not in view.owners]
-
-
-async def _of_server(address: str, owned: list[PartitionId]) -> list[str]:
-    try:
-        partitions = await _ask(address, ServerPartitionsResponse, ServerPartitionsRequest)
-        health = await _ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
-        storages = await _ask(address, CheckConnectivityResponse, CheckConnectivityRequest)
-    except WaltzError as error:
-        return [f"server {address} does not answer: {error}"]
-    healthy: Mapping[int, bool] = dict(health.healthy)
-    return [
-        *(
-            f"partition {each}: server {address} does not serve it, though it is assigned to it"
-            for each in owned
-            if each not in partitions.partitions
-        ),
-        *(
-            f"partition {each}: server {address} has no open session with a quorum of replicas"
-            for each in owned
-            if each in healthy and not healthy[each]
-        ),
-        *(
-            f"server {address} cannot reach storage {name}"
-            for name, is_reachable in storages.reachable
-            if not is_reachable
-        ),
-    ]
-
-
-def _of_replicas(replicas: Mapping[PartitionId, Replicas]) -> list[str]:
-    found: list[str] = []
-    for partition_id, now in replicas.items():
-        if not now.assigned:
-            found.append(f"partition {partition_id} has no replicas: `cluster auto-assign`")
-            continue
-        if now.metadata is None or not now.was_opened:
-            found.append(f"partition {partition_id} was never opened")
-            continue
-        if set(now.metadata.states) != set(now.assigned):
-            names = ", ".join(now.assigned)
-            found.append(f"partition {partition_id}: no session yet with its replicas {names}")
-        behind = [each for each in now.assigned if each not in now.level]
-        if len(now.level) <= len(now.assigned) // 2:
-            found.append(f"partition {partition_id} has no quorum of engaged replicas")
-        elif behind:
-            found.append(f"partition {partition_id}: {', '.join(behind)} is not engaged")
-    return found
 
 
 # --- audit
