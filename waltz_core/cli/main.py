@@ -26,6 +26,10 @@ NOUNS: dict[str, tuple[str, str]] = {
         "waltz_core.cli.cluster",
         "create, show, check and change a cluster: its storages, replicas, preferences",
     ),
+    "doctor": (
+        "waltz_core.cli.doctor",
+        "say what is wrong with a cluster, and which command mends it",
+    ),
     "storage": ("waltz_core.cli.storage", "run a storage daemon, administer storages"),
     "server": ("waltz_core.cli.server", "run a server daemon, list servers, choose what they own"),
     "disk": ("waltz_core.cli.disk", "look at a storage's files, verify them, mend an index"),
@@ -77,7 +81,7 @@ waltz-core: the quorum-replicated log with optimistic locking. To begin with:
   waltz-core client append --partition 0 hello world  append two transactions to it
   waltz-core client read --partition 0                read them
   waltz-core cluster show                             see its servers, storages, partitions
-  waltz-core cluster verify                           see whether all is well
+  waltz-core doctor                                   see what is wrong with it, if anything
 
 `waltz-core --help` lists all commands, `waltz-core cluster --help` those for a cluster."""
 VERBS_COLUMN = 28
@@ -91,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         show(OVERVIEW)
         return NO_COMMAND
-    noun = next((word for word in words if word in NOUNS), "")
+    noun = noun_of(words)
     parser = parser_for(noun)
-    if words == [noun] and verbs_of(verbs_of(parser)[noun]):
+    if noun in NOUNS and words == [noun] and verbs_of(verbs_of(parser)[noun]):
         words.append("--help")
     arguments = parser.parse_args(words)
     verb = getattr(arguments, "verb", None)
@@ -114,6 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     assert isinstance(result, int)
     return result
+
+
+def noun_of(words: Sequence[str]) -> str:
+    """Return the first word that is none of the options before it, nor the value of one."""
+    head = argparse.ArgumentParser(prog="waltz-core", add_help=False)
+    head.add_argument("--version", action="store_true")
+    head.add_argument("--logging")
+    head.add_argument("noun", nargs="?", default="")
+    return str(head.parse_known_args(words)[0].noun)
 
 
 def parser_for(noun: str) -> argparse.ArgumentParser:

@@ -1,9 +1,14 @@
 """What a person meets first: the overview, the helps, and sentences for what was not meant."""
 
+import logging
+
 import pytest
 
+from waltz_core.cli import local
 from waltz_core.cli import main as cli
-from waltz_core.cli.main import main
+from waltz_core.cli.main import NOUNS, main, noun_of
+from waltz_core.config import LocalConfig
+from waltz_core.errors import BadConfig
 
 
 def test_without_a_word_five_commands_are_shown(capsys):
@@ -28,13 +33,6 @@ def test_a_noun_that_is_a_verb_itself_is_run_and_not_explained(capsys):
         main(["bench"])
     assert ended.value.code == 2
     assert "the following arguments are required: workload" in capsys.readouterr().err
-
-
-def test_logging_may_stand_before_the_command(tmp_path, capsys):
-    settings = tmp_path / "logging.toml"
-    settings.write_text("version = 1\ndisable_existing_loggers = false\n")
-    assert main(["--logging", str(settings), "config", "show", "local"]) == 0
-    assert "partition_count" in capsys.readouterr().out
 
 
 def test_a_verbs_help_begins_with_what_it_does(capsys):
@@ -71,3 +69,72 @@ def test_names_of_the_original_lead_to_ours(words):
     )
     assert ours.description
     assert theirs.description == ours.description
+
+
+@pytest.fixture
+def logging_as_before():
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+
+
+@pytest.mark.parametrize(
+    ("words", "noun"),
+    [
+        ([], ""),
+        (["--version"], ""),
+        (["local", "up", "--partitions", "4"], "local"),
+        (["--logging", "conf/logging.toml", "cluster", "show"], "cluster"),
+        (["--logging=x", "doctor", "--json"], "doctor"),
+    ],
+)
+def test_a_command_is_found_behind_options(words, noun):
+    assert noun_of(words) == noun
+
+
+def test_logging_may_stand_before_a_command(tmp_path, capsys, logging_as_before):
+    path = tmp_path / "logging.toml"
+    path.write_text("version = 1\ndisable_existing_loggers = false\n")
+    assert main(["--logging", str(path), "config", "show", "local", "--json"]) == 0
+    assert '"storage_count"' in capsys.readouterr().out
+    assert main(["--logging", str(tmp_path / "none.toml"), "config", "show", "local"]) == 1
+    assert "expected a logging.toml" in capsys.readouterr().err
+
+
+def test_every_command_says_what_it_takes(capsys):
+    for noun in NOUNS:
+        with pytest.raises(SystemExit) as ended:
+            main([noun, "--help"])
+        assert ended.value.code == 0
+    assert "--connect" in capsys.readouterr().out
+
+
+def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkeypatch):
+    made = []
+
+    class Cluster:
+        def __init__(self, directory, **counts):
+            made.append((str(directory), counts))
+
+        def up(self, timeout_s):
+            made.append(timeout_s)
+            raise BadConfig("enough")
+
+    monkeypatch.setattr(local, "LocalCluster", Cluster)
+    config = tmp_path / "local.toml"
+    config.write_text("storage_count = 5\nserver_count = 1\nready_timeout_ms = 9000\n")
+    monkeypatch.setenv("WALTZ_LOCAL_DIRECTORY", "there")
+    assert main(["local", "up", "--config", str(config), "--servers", "4"]) == 1
+    (directory, counts), timeout_s = made
+    assert (directory, timeout_s) == ("there", 9.0)
+    assert (counts["storage_count"], counts["server_count"]) == (5, 4)
+    assert counts["partition_count"] == LocalConfig().partition_count
+    made.clear()
+    assert main(["local", "up", "--directory", "here", "--timeout-s", "1.5"]) == 1
+    assert (made[0][0], made[1]) == ("here", 1.5)
+
+
+def test_a_count_that_cannot_be_is_told(capsys):
+    assert main(["local", "up", "--storages", "0"]) == 1
+    assert "flag --storage-count: storage_count: expected 1..9, found 0" in capsys.readouterr().err
