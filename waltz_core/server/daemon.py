@@ -39,6 +39,7 @@ from waltz_core.server.flow import FlowLimits
 from waltz_core.server.host import Host, Surroundings
 from waltz_core.server.locks import slot_count_within
 from waltz_core.server.neighbours import Neighbours
+from waltz_core.server.openings import Openings
 from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Partition
 from waltz_core.server.replicas import ReadLinks, is_reachable
@@ -131,6 +132,7 @@ class Server:
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
         )
         self._read_links = ReadLinks(self._cluster_key, self.partition_count)
+        self._openings = Openings()
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
         self._nearby: set[ReplicaId] = set()  # storages of this server's own group
@@ -290,6 +292,7 @@ class Server:
             coordinator=self._coordinator,
             tasks=self._tasks,
             read_links=self._read_links,
+            openings=self._openings,
             metrics=self.metrics,
             refresh_storage_ids=self._refresh_storage_ids,
             hand_over=self._hand_over,

@@ -93,7 +93,7 @@ class Engine:
         self._id_file = id_file
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 - what a directory is opened with, one by one
         cls,
         disk: Disk,
         directory: Path,
