@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Config)
 MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# After so many new objects Python looks for cycles among the young ones; its own 700 is for scripts.
+# After so many new objects cycles are looked for among the young ones; Python's 700 is for scripts.
 _NEW_OBJECTS = 10_000
 
 

@@ -26,6 +26,7 @@ from waltz_core import errors, net
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.sharing import Shared
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import NO_GROUP, ServerConfig
 from waltz_core.metrics import Health, Metrics, serve_pages
@@ -135,6 +136,7 @@ class Server:
         self._openings = Openings()
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
+        self._storage_id_reads = Shared(self._read_storage_ids)
         self._nearby: set[ReplicaId] = set()  # storages of this server's own group
         self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
@@ -236,7 +238,7 @@ class Server:
     async def _take_in(self, assignments: ReplicaAssignments) -> None:
         """A storage that was replaced at its address is one of those that are assigned anew."""
         try:
-            await self._refresh_storage_ids()
+            await self._storage_id_reads.answered()
             await self._refresh_nearby()
         except errors.WaltzError as error:
             _log.warning("server.storages_unread error=%r", error)
@@ -294,7 +296,7 @@ class Server:
             read_links=self._read_links,
             openings=self._openings,
             metrics=self.metrics,
-            refresh_storage_ids=self._refresh_storage_ids,
+            refresh_storage_ids=self._storage_id_reads.answered,
             hand_over=self._hand_over,
             answer=self._clients.answer,
             failed=self._fail,
@@ -313,7 +315,7 @@ class Server:
         self._handed_over_s[partition_id] = time.monotonic()
         return True
 
-    async def _refresh_storage_ids(self) -> None:
+    async def _read_storage_ids(self) -> None:
         found = await self._coordinator.read_storage_ids()
         self._storage_ids.update((each, uuid.bytes) for each, uuid in found.items())
 
