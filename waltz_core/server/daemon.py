@@ -33,6 +33,8 @@ from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
 from waltz_core.replication.limits import Limits as StoreLimits
 from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.server.balancing import Balancing
+from waltz_core.server.balancing import Pace as BalancePace
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.server.clients import Clients
 from waltz_core.server.events import KIB, MIB, Identity, Limits
@@ -191,11 +193,26 @@ class Server:
                 await self._coordinator.register_server(self._descriptor)
                 tasks.create_task(self._coordinator.follow_servers(self._owned))
                 tasks.create_task(self._show())
+                if self._config.balance == "load":
+                    tasks.create_task(self._balancing().run())
                 on_ready(self.address)
                 await self._until(stop)
                 await self._end()
         except* _End:
             _log.info("server.ended server=%s", self._server_id)
+
+    def _balancing(self) -> Balancing:
+        config = self._config
+        self._coordinator.keep_partitions_where_they_are()
+        pace = BalancePace(
+            config.balance_interval_ms, config.balance_window_ms, config.balance_rest_ms
+        )
+        return Balancing(
+            self._server_id,
+            self._coordinator,
+            lambda: {partition_id: host.cost for partition_id, host in self.hosts.items()},
+            pace,
+        )
 
     async def _until(self, stop: asyncio.Event) -> None:
         """Wait for the signal, or raise what a partition has failed with (host.py, rule 2)."""

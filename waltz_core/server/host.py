@@ -36,10 +36,11 @@ from waltz_core.server.events import (
     FetchFailed,
     Received,
 )
+from waltz_core.server.load import cost_of
 from waltz_core.server.openings import Openings, Turn
 from waltz_core.server.partition import Partition
 from waltz_core.server.replicas import ReadLinks, SessionLinks, Tasks
-from waltz_core.wire.messages import ClientMessage, LockBlocks, Reason
+from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reason
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Host:
         )
         self._told = _Told()
         self._turn: Turn | None = None
+        self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
             partition,
             self._perform,
@@ -133,6 +135,10 @@ class Host:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Answer():
+                self._answers += 1
+                if isinstance(effect.message, RangeData):
+                    self._answer_bytes += len(effect.message.records)
+                self._answer_bytes += effect.cost_bytes
                 self._around.answer(effect)
             case replication.SendToReplica():
                 self._links.send(effect)
@@ -244,6 +250,12 @@ class Host:
             await self._around.refresh_storage_ids()
         except WaltzError as error:
             _log.info("partition.storage_ids_unknown reason=%s", error)
+
+    @property
+    def cost(self) -> float:
+        """What this partition has cost so far (load.py)."""
+        figures = self.partition.pipeline.figures
+        return cost_of(figures, answers=self._answers, answer_bytes=self._answer_bytes)
 
     def show(self) -> None:
         """Bring this partition's metrics up to date."""
