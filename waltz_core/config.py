@@ -145,7 +145,11 @@ class StorageConfig(ZooKeeperConfig):
         least=32 * MIB,
     )
     connections_max: int = setting(
-        1_024, "Connections at one time; more are refused.", least=4, most=100_000
+        10_000,
+        "Connections at one time; more are refused. Servers have one for each partition, and a "
+        "second one while it moves.",
+        least=4,
+        most=100_000,
     )
 
     def validate(self) -> None:

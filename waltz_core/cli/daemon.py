@@ -4,10 +4,12 @@ Why it stands alone: both daemons are started, told their settings and stopped i
 """
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import gc
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -57,6 +59,7 @@ def run_daemon(arguments: argparse.Namespace, kind: type[C], run: Callable[[C], 
         end_with_parent()
     keep_freed_memory()
     spare_what_stays()
+    allow_open_files()
     run(config)
     return 0
 
@@ -81,6 +84,16 @@ def spare_what_stays() -> None:
     """
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, 20, 20)
+
+
+def allow_open_files() -> None:
+    """Take as many open files as this process may: a thousand partitions need as many connections.
+
+    The limit that a shell sets is for programs that wait with `select`, which no daemon does.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:

@@ -9,8 +9,8 @@ Invariants of `assign_partitions`:
     3. Without preferences no two servers' counts differ by more than one.
     4. Whoever may keep a partition keeps it: nothing moves without need.
     5. With `keeps_all` (balance by load) who has partitions keeps all of them, however many, unless
-       somebody prefers them; the rest goes to whoever has the fewest. A server that has none yet is
-       dealt its share by count like everybody, and so rule 3 holds again.
+       somebody prefers them; the rest goes to whoever has the fewest. When a server is new, all is
+       dealt by count, and rule 3 holds again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,7 +69,7 @@ def assign_partitions(
     deal = _Deal(old, sorted(servers), partition_count)
     for server_id in deal.owned:
         deal.give_preferred(server_id, servers[server_id].preferred)
-    if keeps_all and all(old.servers.get(server_id) for server_id in servers):
+    if keeps_all and servers.keys() <= old.servers.keys():
         deal.keep_all()
     else:
         for server_id in deal.owned:
