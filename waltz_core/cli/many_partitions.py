@@ -19,12 +19,10 @@ import shutil
 import signal
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import uvloop
 
 from waltz_core.batches import encode_append
@@ -35,8 +33,6 @@ from waltz_core.errors import Unavailable, WaltzError
 from waltz_core.local import LocalCluster
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from waltz_core.cli.bench import Load, Measured, Meter
 
 PARTITIONS = 1_000
@@ -137,11 +133,12 @@ class _Run:
         took_s = time.perf_counter() - began
         share = {name: cpu_s / took_s for name, cpu_s in _less(self._spent(), before).items()}
         self.figures["idle_cpu_share"] = {name: _rounded(each) for name, each in share.items()}
+        processes = self.cluster.processes()
         self.figures["memory_mib"] = {
-            name: process.memory_info().rss // MIB for name, process in self._processes()
+            name: process.memory_info().rss // MIB for name, process in processes.items()
         }
         self.figures["threads"] = {
-            name: process.num_threads() for name, process in self._processes()
+            name: process.num_threads() for name, process in processes.items()
         }
 
     async def loses_a_server(self) -> None:
@@ -224,24 +221,9 @@ class _Run:
             await asyncio.sleep(LOOK_S)
         raise Unavailable(f"partition {partition} took no append within {START_S_MAX:.0f} s")
 
-    # ------------------------------------------------------------------------- processes
-
-    def _processes(self) -> Iterable[tuple[str, psutil.Process]]:
-        """The members' processes; ZooKeeper's is the child of the one that was started."""
-        for member in self.cluster.members:
-            process = member.process()
-            if process is not None:
-                yield member.name, process
-                for child in process.children():
-                    yield f"{member.name}-java", child
-
     def _spent(self) -> dict[str, float]:
-        spent: dict[str, float] = {}
-        for name, process in self._processes():
-            with suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                spent[name] = times.user + times.system
-        return spent
+        times = {name: process.cpu_times() for name, process in self.cluster.processes().items()}
+        return {name: each.user + each.system for name, each in times.items()}
 
 
 def _less(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
