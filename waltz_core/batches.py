@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from waltz_core import checksum, raw_records
+from waltz_core import arrow_buffers, checksum, raw_records
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.raw_records import I32, I64, U32, Buffer
 from waltz_core.record import (
@@ -57,7 +57,6 @@ LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 
 # One Arrow metadata message of ours takes about 700 bytes; a longer one is no batch of ours.
 _METADATA_BYTES_MAX: Final = 16 * 1024
-_NOTHING: Final = pa.scalar(b"", pa.binary())
 # What pyarrow raises on bytes it cannot read; some of these are no ArrowException.
 _UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
 
@@ -415,7 +414,7 @@ def encode_records(
     data, lengths, crcs, headers = rows.data, rows.lengths, rows.crcs, rows.headers
     row_numbers = np.arange(rows.count, dtype=np.int64)
     if keep is not None and not keep.all():
-        data = data.filter(pa.array(keep))
+        data = data.filter(arrow_buffers.booleans(keep))
         lengths, crcs, headers = lengths[keep], crcs[keep], headers[keep]
         row_numbers = row_numbers[keep]
     count = row_numbers.size
@@ -431,7 +430,10 @@ def encode_records(
     record_crcs = checksum.combine_many(raw_records.prefix_crcs(prefixes), crcs, lengths)
     trailers = record_crcs.astype(">u4")
     joined = pc.binary_join_element_wise(
-        _fixed(prefixes, prefixes.shape[1]), data, _fixed(trailers, 4), _NOTHING
+        arrow_buffers.rows_of_one_width(prefixes, prefixes.shape[1]),
+        data,
+        arrow_buffers.rows_of_one_width(trailers, 4),
+        arrow_buffers.NOTHING,
     )
     record_lengths = lengths + RECORD_OVERHEAD_BYTES
     records = memoryview(joined.buffers()[2])[: int(record_lengths.sum())]
@@ -445,27 +447,12 @@ def encode_records(
     )
 
 
-def _fixed(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:
-    """Return rows of one width as an Arrow binary array over the same memory."""
-    count = rows.shape[0]
-    offsets = np.arange(0, (count + 1) * width, width, dtype=np.int32)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(rows)]
-    return pa.BinaryArray.from_buffers(pa.binary(), count, buffers)
-
-
-def _as_binary(records: Buffer, lengths: I64) -> pa.BinaryArray:
-    """Return whole records as an Arrow binary array over the run itself."""
-    offsets = raw_records.offsets_of(lengths).astype(np.int32)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(records)]
-    return pa.BinaryArray.from_buffers(pa.binary(), lengths.size, buffers)
-
-
 def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryview, I64]:
     """Return the records that `keep` marks as a run of their own."""
     kept = lengths[keep]
     if kept.size == 0:
         return memoryview(b""), kept
-    chosen = _as_binary(records, lengths).filter(pa.array(keep))
+    chosen = arrow_buffers.as_binary(records, lengths).filter(arrow_buffers.booleans(keep))
     return memoryview(chosen.buffers()[2])[: int(kept.sum())], kept
 
 
@@ -512,7 +499,7 @@ def range_to_arrow(
     heads = np.frombuffer(raw_records.headers_of(records, lengths), raw_records.HEADER_DTYPE)
     made = _header_columns(heads, stamps, columns, partition_id)
     if "data" in columns:
-        made["data"] = _as_binary(records, lengths)
+        made["data"] = arrow_buffers.as_binary(records, lengths)
     ends = np.cumsum(lengths)
     batches = []
     start = 0

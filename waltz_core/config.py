@@ -25,6 +25,7 @@ GIB = 1024 * MIB
 PORT_MAX = 65_535
 MS_MAX = 24 * 60 * 60 * 1000
 NO_GROUP = -1
+BALANCES = ("count", "load")
 
 
 def _connect() -> Any:  # noqa: ANN401 - see `setting`
@@ -144,7 +145,11 @@ class StorageConfig(ZooKeeperConfig):
         least=32 * MIB,
     )
     connections_max: int = setting(
-        1_024, "Connections at one time; more are refused.", least=4, most=100_000
+        10_000,
+        "Connections at one time; more are refused. Servers have one for each partition, and a "
+        "second one while it moves.",
+        least=4,
+        most=100_000,
     )
 
     def validate(self) -> None:
@@ -304,6 +309,29 @@ class ServerConfig(ZooKeeperConfig):
         "For how long after a quorum has answered marks are told without asking it again. Too "
         "long: a server that has lost its partitions tells old marks.",
     )
+    balance: str = setting(
+        "count",
+        'What partitions are spread by: "count", or "load", what they cost their server. The same '
+        "for all servers.",
+    )
+    balance_interval_ms: int = _ms(
+        5_000,
+        'How often loads are told, and moves considered, where `balance` is "load". Too short: '
+        "work for ZooKeeper.",
+        least=50,
+    )
+    balance_window_ms: int = _ms(
+        30_000,
+        "Loads are means over about so long. Too short: peaks move partitions. Too long: a lasting "
+        "change is answered late.",
+        least=50,
+    )
+    balance_rest_ms: int = _ms(
+        600_000,
+        "A partition that was moved for its load stays at least so long. Too short: partitions "
+        "whose loads come and go move to and fro.",
+        least=50,
+    )
     open_wait_ms: int = _ms(
         5_000, "How long a read or mount waits for a store session before it is refused."
     )
@@ -312,6 +340,11 @@ class ServerConfig(ZooKeeperConfig):
         """Check relations between fields; raises BadConfig."""
         self._differ("port", "http_port")
         self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
+        self._not_above("balance_interval_ms", "balance_window_ms")
+        if self.balance not in BALANCES:
+            raise BadConfig(
+                f"balance: expected one of {', '.join(BALANCES)}, found {self.balance!r}"
+            )
         self._not_above("batch_bytes_max", "partition_queue_bytes_max")
         self._not_above("batch_bytes_max", "connection_in_flight_bytes_max")
         held = self.lock_table_bytes_max + self.feed_cache_bytes + self.transaction_cache_bytes

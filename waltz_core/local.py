@@ -310,6 +310,17 @@ class LocalCluster:
                 spent[member.name] = times.user + times.system
         return spent
 
+    def processes(self) -> dict[str, psutil.Process]:
+        """Return the members' living processes by name, and what they have started ("NAME-1")."""
+        found: dict[str, psutil.Process] = {}
+        for member in self.members:
+            process = member.process()
+            if process is not None:
+                found[member.name] = process
+                children = enumerate(process.children(), 1)
+                found |= {f"{member.name}-{number}": child for number, child in children}
+        return found
+
     # -- the directory ----------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from enum import Enum
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -134,6 +134,8 @@ class Metrics:
         self._live: dict[str, Any] = {}
         # By name and labels, as they were given: finding them anew costs more than counting.
         self._labelled: dict[tuple[object, ...], Any] = {}
+        # The same, by one label and its text: what one partition has is found without the others'.
+        self._of_label: dict[tuple[str, str], dict[tuple[object, ...], None]] = {}
         prefix = f"waltz_{area}_"
         for metric in TABLE.values():
             if metric.name.startswith(prefix):
@@ -168,12 +170,19 @@ class Metrics:
 
     def forget(self, **labels: str | int) -> None:
         """Drop everything with these labels, such as a partition that moved away."""
-        wanted = {key: str(value) for key, value in labels.items()}
+        wanted = {(label, str(value)) for label, value in labels.items()}
         assert wanted, "forgetting everything is never meant"
-        self._labelled.clear()
-        for name, live in self._live.items():
-            if wanted.keys() <= set(TABLE[name].labels):
-                live.remove_by_labels(wanted)
+        for key in list(self._of_label.get(min(wanted), ())):
+            name, *given = key
+            texts = {label: str(value) for label, value in cast("list[tuple[str, object]]", given)}
+            if not wanted <= texts.items():
+                continue
+            self._labelled.pop(key, None)
+            for pair in texts.items():
+                self._of_label[pair].pop(key)
+            # Absent where the same labels were given in another order, and dropped with that.
+            with contextlib.suppress(KeyError):
+                self._live[str(name)].remove(*(texts[label] for label in TABLE[str(name)].labels))
 
     def value(self, name: str, **labels: str | int) -> float:
         """Return what a counter or gauge shows; 0 when it was never touched."""
@@ -192,6 +201,8 @@ class Metrics:
         found = self._labelled.get(key)
         if found is None:
             found = self._labelled[key] = self._live[name].labels(**labels)
+            for label, value in labels.items():
+                self._of_label.setdefault((label, str(value)), {})[key] = None
         return found
 
 

@@ -54,8 +54,12 @@ ONE_DOOR = {
     "sqlalchemy": ("waltz_core/client/sql.py",),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
-# The core has two doors: rows in batches, and the codec of compressed payloads.
-ARROW_DOORS = ("waltz_core/batches.py", "waltz_core/client/compression.py")
+# The core has two doors: rows in batches, with what they are made over, and the codec of payloads.
+ARROW_DOORS = (
+    "waltz_core/arrow_buffers.py",
+    "waltz_core/batches.py",
+    "waltz_core/client/compression.py",
+)
 DISK_DOORS = ("waltz_core/storage/disk.py",)
 # What a file that reaches the disk only through a `Disk` does not ask of a path.
 PATH_CALLS = (

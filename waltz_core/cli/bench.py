@@ -52,6 +52,7 @@ class Load:
     writers: int = 1
     interval_ms: float = 0.0
     lock_pool: int = 0
+    partitions: int | None = None
 
     @property
     def batch_rows(self) -> int:
@@ -146,7 +147,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--directory",
         type=Path,
         help="a local cluster's directory: use it, and measure its CPU; "
-        "storage-append, storage-open: on which disk",
+        "storage-append, storage-open, many-partitions: on which disk",
     )
     command.add_argument("--payload", type=int, default=512, help="bytes of data (512)")
     command.add_argument("--locks", type=int, default=1, help="write locks of a transaction (1)")
@@ -181,6 +182,7 @@ def add(command: argparse.ArgumentParser) -> None:
         default=0,
         help="test-producers: write locks are drawn from so many (0: no locks)",
     )
+    command.add_argument("--partitions", type=int, help="many-partitions: how many (1000)")
     command.add_argument("--rows", type=int, default=500_000, help="rows, where a number is asked")
     command.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     command.set_defaults(verb=_bench)
@@ -202,7 +204,8 @@ def _workload(name: str) -> Workload:
 
 def _bench(arguments: argparse.Namespace) -> int:
     workload = _workload(arguments.workload)
-    for name in ("seconds", "batch", "in_flight", "rows", "mib", "segments", "writers"):
+    positive = ("seconds", "batch", "in_flight", "rows", "mib", "segments", "writers", "partitions")
+    for name in positive:
         given = getattr(arguments, name)
         if given is not None and given <= 0:
             flag = name.replace("_", "-")
@@ -236,6 +239,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             arguments.writers,
             arguments.interval_ms,
             arguments.lock_pool,
+            arguments.partitions,
         )
         meter = Meter(cluster)
         say(f"running {arguments.workload}")

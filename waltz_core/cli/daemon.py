@@ -4,9 +4,12 @@ Why it stands alone: both daemons are started, told their settings and stopped i
 """
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
+import gc
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -20,6 +23,8 @@ C = TypeVar("C", bound=Config)
 MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# After so many new objects cycles are looked for among the young ones; Python's 700 is for scripts.
+_NEW_OBJECTS = 10_000
 
 
 def add_run(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
@@ -53,6 +58,8 @@ def run_daemon(arguments: argparse.Namespace, kind: type[C], run: Callable[[C], 
     if arguments.exit_with_parent:
         end_with_parent()
     keep_freed_memory()
+    spare_what_stays()
+    allow_open_files()
     run(config)
     return 0
 
@@ -67,6 +74,26 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def spare_what_stays() -> None:
+    """Look for cycles less often, and never among what the imports have made.
+
+    A daemon of a thousand partitions makes some hundred thousand objects when it starts, and all of
+    them stay: looking at all there is again and again was a third of that start.
+    """
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS, 20, 20)
+
+
+def allow_open_files() -> None:
+    """Take as many open files as this process may: a thousand partitions need as many connections.
+
+    The limit that a shell sets is for programs that wait with `select`, which no daemon does.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:

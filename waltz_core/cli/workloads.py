@@ -28,6 +28,7 @@ from waltz_core.cli.failover import (
     zookeeper_loss,
 )
 from waltz_core.cli.flood import flood
+from waltz_core.cli.many_partitions import many_partitions
 from waltz_core.cli.producers import producers
 from waltz_core.cli.refusals import move_refusals
 from waltz_core.cli.singles import append_one, append_single, conditional, feed, hot_lock
@@ -325,5 +326,6 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "storage-append": storage_append,
     "storage-open": storage_open,
     "zookeeper-loss": zookeeper_loss,
+    "many-partitions": many_partitions,
 }
-WITHOUT_CLUSTER = ("storage-append", "storage-open")
+WITHOUT_CLUSTER = ("storage-append", "storage-open", "many-partitions")

@@ -8,6 +8,9 @@ Invariants of `assign_partitions`:
     2. A generation rises by one exactly when a partition goes to a server that did not own it.
     3. Without preferences no two servers' counts differ by more than one.
     4. Whoever may keep a partition keeps it: nothing moves without need.
+    5. With `keeps_all` (balance by load) who has partitions keeps all of them, however many, unless
+       somebody prefers them; the rest goes to whoever has the fewest. When a server is new, all is
+       dealt by count, and rule 3 holds again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,6 +52,7 @@ def assign_partitions(
     *,
     cversion: int,
     partition_count: int,
+    keeps_all: bool = False,
 ) -> PartitionAssignment:
     """Return the assignment for the live servers (interop.md 4.5).
 
@@ -65,10 +69,13 @@ def assign_partitions(
     deal = _Deal(old, sorted(servers), partition_count)
     for server_id in deal.owned:
         deal.give_preferred(server_id, servers[server_id].preferred)
-    for server_id in deal.owned:
-        deal.keep(server_id)
-    for server_id in deal.owned:
-        deal.give_rest(server_id)
+    if keeps_all and servers.keys() <= old.servers.keys():
+        deal.keep_all()
+    else:
+        for server_id in deal.owned:
+            deal.keep(server_id)
+        for server_id in deal.owned:
+            deal.give_rest(server_id)
     assert not deal.free  # invariant 1
     return PartitionAssignment(
         cversion,
@@ -90,14 +97,22 @@ def handed_over(
     if not others:
         return None
     heir = min(others, key=lambda each: len(old.servers[each]))
+    return move_partitions(old, {partition_id: heir})
+
+
+def move_partitions(
+    old: PartitionAssignment, moves: Mapping[PartitionId, ServerId]
+) -> PartitionAssignment:
+    """Return the assignment for the same servers after some partitions have moved."""
     owned = {server_id: dict(its) for server_id, its in old.servers.items()}
-    del owned[owner][partition_id]
-    owned[heir][partition_id] = _next_generation(generation, partition_id)
-    return PartitionAssignment(
-        old.cversion,
-        old.partition_count,
-        {server_id: dict(sorted(its.items())) for server_id, its in owned.items()},
-    )
+    for source, its in old.servers.items():
+        for partition_id, generation in its.items():
+            target = moves.get(partition_id, source)
+            if target != source:
+                del owned[source][partition_id]
+                owned[target][partition_id] = _next_generation(generation, partition_id)
+    servers = {server_id: dict(sorted(its.items())) for server_id, its in owned.items()}
+    return PartitionAssignment(old.cversion, old.partition_count, servers)
 
 
 class _Deal:
@@ -126,6 +141,16 @@ class _Deal:
     def keep(self, server_id: ServerId) -> None:
         kept = [p for p in sorted(self.free) if self._owner.get(p) == server_id]
         self._give_up_to_share(server_id, kept)
+
+    def keep_all(self) -> None:
+        for partition_id in sorted(self.free):
+            owner = self._owner.get(partition_id)
+            if owner in self.owned:
+                self._give(owner, partition_id)
+        for partition_id in sorted(self.free):
+            self._give(
+                min(self.owned, key=lambda each: (len(self.owned[each]), each)), partition_id
+            )
 
     def give_rest(self, server_id: ServerId) -> None:
         self._give_up_to_share(server_id, sorted(self.free))

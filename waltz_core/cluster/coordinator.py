@@ -15,7 +15,7 @@ Raises, all of it: CoordinatorUnavailable when ZooKeeper does not answer in time
 the path) for a node that cannot be decoded, BadConfig where there is no cluster.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Never
 from uuid import UUID
 
@@ -24,6 +24,7 @@ from waltz_core.cluster import model
 from waltz_core.cluster.assignment import check_replica_change
 from waltz_core.cluster.audit import AuditLog
 from waltz_core.cluster.creation import NewCluster, NewStorage, creation_steps
+from waltz_core.cluster.loads import LoadBoard
 from waltz_core.cluster.membership import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.rebuilding import rebuilding_steps
@@ -100,6 +101,7 @@ class Coordinator:
         self.writes = WriteRegistry(self._nodes)
         self.storages = Storages(self._nodes)
         self.audit = AuditLog(self._nodes)
+        self.loads = LoadBoard(self._nodes)
         self.paths = self._nodes.paths
 
     @property
@@ -398,6 +400,16 @@ class Coordinator:
     async def prefer(self, descriptor: model.ServerDescriptor) -> None:
         """Register with other preferred partitions, and assign all of them anew at once."""
         await self._membership.prefer(descriptor)
+
+    def keep_partitions_where_they_are(self) -> None:
+        """From now on, as the lead, leave servers what they have: it is moved by load."""
+        self._membership.keeps_all = True
+
+    async def move_partitions(
+        self, seen: ServersView, moves: Mapping[PartitionId, ServerId]
+    ) -> bool:
+        """As the lead, move partitions; False when the servers or their partitions have changed."""
+        return await self._membership.move(seen, moves)
 
     async def unregister_server(self) -> None:
         """Take this process out of the live servers (a clean shutdown)."""

@@ -24,7 +24,12 @@ from typing import NamedTuple, Never
 
 from waltz_core import errors
 from waltz_core.cluster import model
-from waltz_core.cluster.assignment import assign_partitions, handed_over, is_in_force
+from waltz_core.cluster.assignment import (
+    assign_partitions,
+    handed_over,
+    is_in_force,
+    move_partitions,
+)
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.paths import DESCRIPTOR_PREFIX
 from waltz_core.cluster.znodes import Create, Delete, NodeStat, Operation, Set, Signal
@@ -93,6 +98,8 @@ class Membership:
         self._addresses: dict[ServerId, str] = {}
         self._dead: set[ServerId] = set()
         self._waiting: dict[Signal, None] = {}
+        # Whether partitions stay where load has brought them (assignment.py, rule 5).
+        self.keeps_all = False
 
     async def register(self, descriptor: model.ServerDescriptor) -> None:
         """Make this process known as a live server, or change how it is known.
@@ -187,6 +194,7 @@ class Membership:
             {**membership.servers, descriptor.server_id: descriptor},
             cversion=membership.stat.cversion,
             partition_count=partition_count,
+            keeps_all=self.keeps_all,
         )
         await self._nodes.znodes.write(
             [
@@ -194,6 +202,23 @@ class Membership:
                 Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version),
             ]
         )
+        return True
+
+    async def move(self, seen: ServersView, moves: Mapping[PartitionId, ServerId]) -> bool:
+        """Have partitions owned by others of the live servers; False when things have changed.
+
+        Nothing has moved then, and what was planned for what was seen is to be planned anew.
+        """
+        partition_count = await self._read_partition_count()
+        membership = await self._read_membership()
+        if not self._is_lead(seen) or _view(membership, partition_count) != seen:
+            return False
+        assignment = move_partitions(membership.assignment, moves)
+        step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
+        try:
+            await self._nodes.znodes.write([step])
+        except errors.CoordinatorConflict:
+            return False
         return True
 
     async def take_out(self, dead: model.ServerDescriptor) -> None:
@@ -326,6 +351,7 @@ class Membership:
             membership.servers,
             cversion=membership.stat.cversion,
             partition_count=partition_count,
+            keeps_all=self.keeps_all,
         )
         step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
         await self._nodes.znodes.write([step])

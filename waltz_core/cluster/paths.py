@@ -11,7 +11,7 @@ Rules:
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.record import PartitionId, ReplicaId, ServerId
 
 DESCRIPTOR_PREFIX = "s_"
 
@@ -47,6 +47,8 @@ ZNODES = (
     Znode("R/x/writes", "persistent", "nothing", "the first write"),
     Znode("R/x/writes/W", "persistent", "WriteState (JSON)", "who begins and who ends write W"),
     Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
+    Znode("R/x/load", "persistent", "nothing", "the first server that balances by load"),
+    Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds"),
     Znode("R/x/audit", "persistent", "nothing", "the first change by a cluster command"),
     Znode("R/x/audit/e_N", "persistent sequential", "AuditEntry (JSON)", "cluster commands"),
 )
@@ -147,6 +149,15 @@ class ClusterPaths:
     def write(self, name: str) -> str:
         """One write, and parent of its tasks."""
         return f"{self.writes}/{name}"
+
+    @property
+    def loads(self) -> str:
+        """Parent of what servers tell of their loads."""
+        return f"{self.root}/x/load"
+
+    def load(self, server_id: ServerId) -> str:
+        """Loads of one server's partitions."""
+        return f"{self.loads}/{server_id}"
 
     @property
     def audit(self) -> str:

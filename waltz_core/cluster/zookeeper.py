@@ -47,6 +47,7 @@ from waltz_core import errors
 from waltz_core.cluster.connect_string import ConnectString, parse_connect_string
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.credentials import SCHEME, Credentials, Grant, parse_credentials
+from waltz_core.cluster.sharing import Shared
 from waltz_core.cluster.znodes import (
     NO_NODE,
     PERSISTENT,
@@ -213,6 +214,7 @@ class ZooKeeperSession:
         self._is_closed = False
         self._signals: list[_Signal] = []
         self._callbacks: list[StateCallback] = []
+        self._syncs = Shared(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
 
     async def open(self) -> None:
         """Connect; raises CoordinatorUnavailable when it cannot, and then ends by itself."""
@@ -310,7 +312,7 @@ class ZooKeeperSession:
 
     async def sync(self) -> None:
         """Have the server that we read from catch up with the leader."""
-        await self._read(lambda: self._client.sync_async("/"), "/")
+        await self._syncs.answered()
 
     def new_signal(self) -> Signal:
         """Return a signal, also set at each change of state."""

@@ -26,12 +26,15 @@ from waltz_core import errors, net
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.sharing import Shared
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import NO_GROUP, ServerConfig
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
 from waltz_core.replication.limits import Limits as StoreLimits
 from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.server.balancing import Balancing
+from waltz_core.server.balancing import Pace as BalancePace
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.server.clients import Clients
 from waltz_core.server.events import KIB, MIB, Identity, Limits
@@ -39,6 +42,7 @@ from waltz_core.server.flow import FlowLimits
 from waltz_core.server.host import Host, Surroundings
 from waltz_core.server.locks import slot_count_within
 from waltz_core.server.neighbours import Neighbours
+from waltz_core.server.openings import Openings
 from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Partition
 from waltz_core.server.replicas import ReadLinks, is_reachable
@@ -131,8 +135,10 @@ class Server:
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
         )
         self._read_links = ReadLinks(self._cluster_key, self.partition_count)
+        self._openings = Openings()
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
+        self._storage_id_reads = Shared(self._read_storage_ids)
         self._nearby: set[ReplicaId] = set()  # storages of this server's own group
         self._assignments = self._newest_assignments = ReplicaAssignments()
         self._view: ServersView | None = None
@@ -187,11 +193,26 @@ class Server:
                 await self._coordinator.register_server(self._descriptor)
                 tasks.create_task(self._coordinator.follow_servers(self._owned))
                 tasks.create_task(self._show())
+                if self._config.balance == "load":
+                    tasks.create_task(self._balancing().run())
                 on_ready(self.address)
                 await self._until(stop)
                 await self._end()
         except* _End:
             _log.info("server.ended server=%s", self._server_id)
+
+    def _balancing(self) -> Balancing:
+        config = self._config
+        self._coordinator.keep_partitions_where_they_are()
+        pace = BalancePace(
+            config.balance_interval_ms, config.balance_window_ms, config.balance_rest_ms
+        )
+        return Balancing(
+            self._server_id,
+            self._coordinator,
+            lambda: {partition_id: host.cost for partition_id, host in self.hosts.items()},
+            pace,
+        )
 
     async def _until(self, stop: asyncio.Event) -> None:
         """Wait for the signal, or raise what a partition has failed with (host.py, rule 2)."""
@@ -234,7 +255,7 @@ class Server:
     async def _take_in(self, assignments: ReplicaAssignments) -> None:
         """A storage that was replaced at its address is one of those that are assigned anew."""
         try:
-            await self._refresh_storage_ids()
+            await self._storage_id_reads.answered()
             await self._refresh_nearby()
         except errors.WaltzError as error:
             _log.warning("server.storages_unread error=%r", error)
@@ -290,8 +311,9 @@ class Server:
             coordinator=self._coordinator,
             tasks=self._tasks,
             read_links=self._read_links,
+            openings=self._openings,
             metrics=self.metrics,
-            refresh_storage_ids=self._refresh_storage_ids,
+            refresh_storage_ids=self._storage_id_reads.answered,
             hand_over=self._hand_over,
             answer=self._clients.answer,
             failed=self._fail,
@@ -310,7 +332,7 @@ class Server:
         self._handed_over_s[partition_id] = time.monotonic()
         return True
 
-    async def _refresh_storage_ids(self) -> None:
+    async def _read_storage_ids(self) -> None:
         found = await self._coordinator.read_storage_ids()
         self._storage_ids.update((each, uuid.bytes) for each, uuid in found.items())
 

@@ -9,6 +9,7 @@ Rules:
        that lose their connection find out the truth elsewhere.
     3. A partition that was released is owned again after a pause, while it is still assigned. One
        that was released for want of a quorum is handed to another server first, if there is one.
+    4. A session begins with a turn (`openings.py`), which ends when it is open or given up.
 """
 
 import asyncio
@@ -35,13 +36,17 @@ from waltz_core.server.events import (
     FetchFailed,
     Received,
 )
+from waltz_core.server.load import cost_of
+from waltz_core.server.openings import Openings, Turn
 from waltz_core.server.partition import Partition
 from waltz_core.server.replicas import ReadLinks, SessionLinks, Tasks
-from waltz_core.wire.messages import ClientMessage, LockBlocks, Reason
+from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reason
 
 _log = logging.getLogger(__name__)
 
 RELEASED_PAUSE_S: Final = 2.0
+# The reports after which an attempt to open a session is over, well or not.
+_ENDS_OF_OPENING: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Surroundings:
     coordinator: Coordinator
     tasks: Tasks
     read_links: ReadLinks
+    openings: Openings
     metrics: Metrics
     refresh_storage_ids: Callable[[], Awaitable[None]]
     hand_over: Callable[[PartitionId, Generation], Awaitable[bool]]
@@ -76,6 +82,8 @@ class Host:
             write_backlog_bytes_max=surroundings.write_backlog_bytes_max,
         )
         self._told = _Told()
+        self._turn: Turn | None = None
+        self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
             partition,
             self._perform,
@@ -117,6 +125,7 @@ class Host:
         """The partition is another server's: answer what waits, and end."""
         self.post(replication.Disown())
         self._driver.stop()
+        self._end_turn()
         self._links.close_all()
         self._around.metrics.forget(partition=self.partition_id)
 
@@ -126,6 +135,10 @@ class Host:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Answer():
+                self._answers += 1
+                if isinstance(effect.message, RangeData):
+                    self._answer_bytes += len(effect.message.records)
+                self._answer_bytes += effect.cost_bytes
                 self._around.answer(effect)
             case replication.SendToReplica():
                 self._links.send(effect)
@@ -167,6 +180,12 @@ class Host:
 
     async def _read_metadata(self, effect: replication.ReadMetadata) -> None:
         coordinator = self._around.coordinator
+        turn = await self._around.openings.turn()
+        self._end_turn()
+        self._turn = turn
+        if self._driver.is_stopped:
+            self._end_turn()
+            return
         try:
             await self._around.refresh_storage_ids()
             view = await coordinator.read_partition(self.partition_id)
@@ -215,8 +234,15 @@ class Host:
         fields = " ".join(f"{name}={value}" for name, value in report.fields)
         _log.info("%s partition=%s %s", report.name, self.partition_id, fields)
         self._around.metrics.report(report)
+        if report.name in _ENDS_OF_OPENING:
+            self._end_turn()
         if report.name == "replica.refused":
             self._around.tasks.create_task(self._learn_storage_ids())
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.end()
+            self._turn = None
 
     async def _learn_storage_ids(self) -> None:
         """A storage may have been replaced since the session began; the next dial is for it."""
@@ -224,6 +250,12 @@ class Host:
             await self._around.refresh_storage_ids()
         except WaltzError as error:
             _log.info("partition.storage_ids_unknown reason=%s", error)
+
+    @property
+    def cost(self) -> float:
+        """What this partition has cost so far (load.py)."""
+        figures = self.partition.pipeline.figures
+        return cost_of(figures, answers=self._answers, answer_bytes=self._answer_bytes)
 
     def show(self) -> None:
         """Bring this partition's metrics up to date."""

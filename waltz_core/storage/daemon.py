@@ -47,7 +47,7 @@ from waltz_core.storage.figures import Figures
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.service import Effect, Event, Identity, StorageService
-from waltz_core.storage.serving import Serving
+from waltz_core.storage.serving import Serving, side_by_side
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 
@@ -188,6 +188,7 @@ class StorageDaemon:
             partition_count=self._cluster.partition_count,
             new_storage_id=secrets.token_bytes(16),
             reserve_bytes=config.reserve_bytes,
+            for_each=side_by_side,
         )
 
     async def _serve_open(

@@ -17,12 +17,12 @@ Rules:
        killed before they were.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from waltz_core import raw_records
 from waltz_core.checksum import crc32
@@ -58,6 +58,14 @@ from waltz_core.storage.room import Room, append_bytes
 from waltz_core.wire.admin_messages import Copy
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
+# Makes one call for each partition, in turn or side by side, and returns when all have returned.
+ForEach: TypeAlias = Callable[[Callable[[PartitionId], None], Sequence[PartitionId]], None]
+
+
+def in_turn(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
+    """Call for one partition after the other."""
+    for partition_id in partition_ids:
+        call(partition_id)
 
 
 class Engine:
@@ -85,7 +93,7 @@ class Engine:
         self._id_file = id_file
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 - what a directory is opened with, one by one
         cls,
         disk: Disk,
         directory: Path,
@@ -94,10 +102,12 @@ class Engine:
         partition_count: int,
         new_storage_id: bytes,
         reserve_bytes: int = 0,
+        for_each: ForEach = in_turn,
     ) -> "Engine":
         """Open or create a storage directory and all partitions that are assigned to it.
 
-        `new_storage_id` is used only when the directory has none yet.
+        `new_storage_id` is used only when the directory has none yet. `for_each` is how the
+        partitions are opened: they share nothing, so side by side they share the disk's syncs.
 
         Raises:
             DiskFailed: another process has the directory, or the disk failed.
@@ -119,7 +129,7 @@ class Engine:
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
             engine.room.fill()
             engine._finish_removals()
-            engine._open_assigned()
+            engine._open_assigned(for_each)
         except BaseException:
             if control is not None:
                 control.close()
@@ -186,11 +196,12 @@ class Engine:
                 f"expected a partition of 0..{self.partition_count - 1}, found {partition_id}"
             )
 
-    def _open_assigned(self) -> None:
-        for partition_id in self.assigned():
-            if partition_id not in self.failed:
-                with suppress(WaltzError):  # It is in `failed` then.
-                    self._open_log(partition_id)
+    def _open_assigned(self, for_each: ForEach) -> None:
+        for_each(self._try_open, [each for each in self.assigned() if each not in self.failed])
+
+    def _try_open(self, partition_id: PartitionId) -> None:
+        with suppress(WaltzError):  # It is in `failed` then.
+            self._open_log(partition_id)
 
     def _open_log(self, partition_id: PartitionId) -> PartitionLog:
         directory = self._directory_of(partition_id)

@@ -380,7 +380,7 @@ class StorageService:
         for lane in self._lanes.values():
             if lane.owner == connection:
                 lane.owner = None
-            for queue in (lane.writes, lane.reads):
+            for queue in filter(None, (lane.writes, lane.reads)):
                 gone = [request for request in queue if request.connection == connection]
                 for request in gone:
                     queue.remove(request)

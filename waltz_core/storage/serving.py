@@ -16,7 +16,8 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -34,7 +35,22 @@ _log = logging.getLogger(__name__)
 
 OPEN_AGAIN_S_MIN: Final = 1.0
 OPEN_AGAIN_S_MAX: Final = 60.0
+# So many partitions are opened at once. Each has a dozen syncs; a file system makes those of all
+# who wait durable in one go. With more threads they only contend for it.
+OPENERS_COUNT: Final = 8
 ResultT = TypeVar("ResultT")
+
+
+def side_by_side(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
+    """Call for each partition, several at once on threads that end with this; blocks.
+
+    Raises what the first call raised that did; the others are made all the same.
+    """
+    if not partition_ids:
+        return
+    with ThreadPoolExecutor(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as pool:
+        for done in [pool.submit(call, each) for each in partition_ids]:
+            done.result()
 
 
 class InThread(Protocol):
@@ -121,8 +137,7 @@ class Serving:
                 wanted = (*self._wanted(), *kept)
                 for partition_id in [each for each in self.logs if each not in wanted]:
                     await self._drop(partition_id)
-                for partition_id in [each for each in wanted if each not in self.logs]:
-                    await self._open(partition_id)
+                await self._open([each for each in wanted if each not in self.logs])
             on_looked()
 
     def _wait_s(self, again_s: float) -> float | None:
@@ -147,20 +162,32 @@ class Serving:
                 leaving.append(partition_id)
         return leaving
 
-    async def _open(self, partition_id: PartitionId) -> None:
-        try:
-            # A full disk still has room for that.
-            assign = partial(self._engine.assign, partition_id)
-            log = await self._in_thread(partial(self._engine.room.with_reserve, assign))
-        except errors.WaltzError as error:
-            # One partition that cannot be served is no reason not to serve the others.
-            fields = (("partition", partition_id), ("error", error))
-            self._report(Report("partition_refused", fields))
-            return
-        self.logs[partition_id] = log
-        self._on_opened(log)
-        self._post(service.Opened(log))
-        _log.info("storage.partition_opened partition=%s last=%s", partition_id, log.synced_max)
+    async def _open(self, partition_ids: Sequence[PartitionId]) -> None:
+        """Open the logs side by side; one that cannot be served is no reason to miss the others."""
+        found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
+
+        def open_one(partition_id: PartitionId) -> None:
+            try:
+                # A full disk still has room for that.
+                assign = partial(self._engine.assign, partition_id)
+                found[partition_id] = self._engine.room.with_reserve(assign)
+            except errors.WaltzError as error:
+                found[partition_id] = error
+
+        await self._in_thread(partial(side_by_side, open_one, partition_ids))
+        for partition_id in partition_ids:
+            log = found[partition_id]
+            if isinstance(log, errors.WaltzError):
+                fields = (("partition", partition_id), ("error", log))
+                self._report(Report("partition_refused", fields))
+                continue
+            self.logs[partition_id] = log
+            self._on_opened(log)
+            self._post(service.Opened(log))
+            last = log.synced_max
+            _log.debug("storage.partition_opened partition=%s last=%s", partition_id, last)
+        if partition_ids:
+            _log.info("storage.partitions_opened count=%d", len(partition_ids))
 
     async def _drop(self, partition_id: PartitionId) -> None:
         """Serve a partition no longer; its files stay, and stay open until they are changed."""

@@ -16,7 +16,7 @@ Rules:
 """
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from waltz_core.wire.messages import Buffer, Hello, Message, Surface
 HELLO_BYTES_MAX: Final = 64 * 1024
 # One read of small frames; a large frame is read into memory of its own from its second read on.
 _SCRATCH_BYTES: Final = 64 * 1024
+_SCRATCHES_KEPT_MAX: Final = 16
 assert FRAME_HEADER.size < _SCRATCH_BYTES
 
 
@@ -51,7 +52,13 @@ ConnectionEvent: TypeAlias = HelloReceived | Message | ProtocolFailed
 
 
 class Connection:
-    """One end of a connection: what it has agreed on, and a frame that is half there."""
+    """One end of a connection: what it has agreed on, and a frame that is half there.
+
+    Memory to read into it has only from `get_buffer` until nothing of a frame is left in it: of a
+    thousand connections nearly all are idle.
+    """
+
+    _scratches: ClassVar[list[memoryview]] = []
 
     def __init__(
         self,
@@ -70,7 +77,7 @@ class Connection:
         self._versions = surface.versions if versions is None else versions
         self._text = surface.listener_text if is_listener else surface.dialler_text
         self._frame_bytes_max = frame_bytes_max
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._scratch: memoryview | None = None
         self._scratch_end = 0
         # A frame that did not arrive whole in one read: its header, its memory, how much is there.
         self._header: FrameHeader | None = None
@@ -130,6 +137,8 @@ class Connection:
     def get_buffer(self) -> memoryview:
         """Return where the next bytes belong; never empty."""
         if self._header is None:
+            if self._scratch is None:
+                self._scratch = self._take_scratch()
             return self._scratch[self._scratch_end :]
         return self._frame[self._frame_end :]
 
@@ -143,6 +152,8 @@ class Connection:
             if self._header is None:
                 self._scratch_end += count
                 self._read_scratch(events)
+                if not self._scratch_end:
+                    self._give_scratch_back()
             else:
                 self._frame_end += count
                 if self._frame_end == len(self._frame):
@@ -154,9 +165,21 @@ class Connection:
             events.append(ProtocolFailed(error))
         return events
 
+    def _take_scratch(self) -> memoryview:
+        try:
+            return self._scratches.pop()
+        except IndexError:
+            return memoryview(bytearray(_SCRATCH_BYTES))
+
+    def _give_scratch_back(self) -> None:
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None and len(self._scratches) < _SCRATCHES_KEPT_MAX:
+            self._scratches.append(scratch)
+
     def _read_scratch(self, events: list[ConnectionEvent]) -> None:
         """Take all whole frames out of the scratch; give one that is not whole its own memory."""
         scratch, end, at = self._scratch, self._scratch_end, 0
+        assert scratch is not None, "buffer_updated without get_buffer"
         while end - at >= FRAME_HEADER.size:
             header = codec.decode_frame_header(scratch, at)
             self._check_header(header)

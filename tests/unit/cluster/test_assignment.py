@@ -11,6 +11,7 @@ from waltz_core.cluster.assignment import (
     check_replica_change,
     handed_over,
     is_in_force,
+    move_partitions,
 )
 from waltz_core.cluster.model import PartitionAssignment, ReplicaAssignments, ServerDescriptor
 
@@ -20,8 +21,14 @@ def live(*server_ids, preferred=None):
     return {s: ServerDescriptor(s, "h", 5000 + s, tuple(wanted.get(s, ()))) for s in server_ids}
 
 
-def assigned(old, servers, *, partition_count=4, cversion=1):
-    return assign_partitions(old, servers, cversion=cversion, partition_count=partition_count)
+def assigned(old, servers, *, partition_count=4, cversion=1, keeps_all=False):
+    return assign_partitions(
+        old,
+        servers,
+        cversion=cversion,
+        partition_count=partition_count,
+        keeps_all=keeps_all,
+    )
 
 
 def test_as_the_original_did_it():
@@ -90,8 +97,32 @@ def test_generations_end_at_32_bits():
         assigned(last, live(3), partition_count=1)
 
 
-@given(st.data(), st.integers(0, 40))
-def test_invariants(data, partition_count):
+def test_who_keeps_all_keeps_it_and_what_is_free_goes_to_the_fewest():
+    old = PartitionAssignment(1, 6, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}, 3: {4: 5, 5: 5}})
+    new = assigned(old, live(1, 2), partition_count=6, cversion=2, keeps_all=True)
+    assert new.servers == {1: {0: 5, 4: 6, 5: 6}, 2: {1: 5, 2: 5, 3: 5}}
+    again = assigned(new, live(1, 2), partition_count=6, cversion=3, keeps_all=True)
+    assert again.servers == new.servers
+    wanted = assigned(old, live(1, 2, 3, preferred={1: [5]}), partition_count=6, keeps_all=True)
+    assert wanted.servers == {1: {0: 5, 5: 6}, 2: old.servers[2], 3: {4: 5}}
+
+
+def test_a_new_server_is_dealt_its_share_though_the_others_would_keep_all():
+    old = PartitionAssignment(1, 4, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}})
+    new = assigned(old, live(1, 2, 3), cversion=2, keeps_all=True)
+    assert new == assigned(old, live(1, 2, 3), cversion=2)
+
+
+def test_a_move_raises_the_generation_of_what_moves_and_of_nothing_else():
+    old = PartitionAssignment(7, 4, {1: {0: 5, 1: 5}, 2: {2: 5, 3: 5}})
+    new = move_partitions(old, {1: 2, 3: 1, 2: 2})
+    assert new == PartitionAssignment(7, 4, {1: {0: 5, 3: 6}, 2: {1: 6, 2: 5}})
+    assert is_in_force(new, live(1, 2), cversion=7, partition_count=4)
+    assert move_partitions(old, {}) == old
+
+
+@given(st.data(), st.integers(0, 40), st.booleans())
+def test_invariants(data, partition_count, keeps_all):
     ids = st.lists(st.integers(1, 12), min_size=1, max_size=6, unique=True)
     old = PartitionAssignment(0, 0, {})
     for cversion in range(1, 4):
@@ -100,8 +131,15 @@ def test_invariants(data, partition_count):
             lists = st.lists(st.integers(0, 45), max_size=10)
             preferred = data.draw(st.dictionaries(st.integers(1, 12), lists, max_size=3))
         servers = live(*data.draw(ids), preferred=preferred)
-        new = assigned(old, servers, partition_count=partition_count, cversion=cversion)
-        check_invariants(old, new, servers, partition_count, even=not preferred)
+        new = assigned(
+            old,
+            servers,
+            partition_count=partition_count,
+            cversion=cversion,
+            keeps_all=keeps_all,
+        )
+        even = not preferred and not keeps_all
+        check_invariants(old, new, servers, partition_count, even=even)
         assert is_in_force(new, servers, cversion=cversion, partition_count=partition_count)
         assert PartitionAssignment.from_bytes(new.to_bytes()) == new
         old = new

@@ -228,6 +228,42 @@ async def test_only_the_lead_writes_assignments(cluster):
 
 
 @in_cluster
+async def test_the_lead_moves_partitions_and_everybody_follows(cluster):
+    (one, _), (two, _) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_one, at_two = Inbox(), Inbox()
+    async with running(one.follow(at_one), two.follow(at_two)):
+        await at_two.until(lambda view: list(view.servers) == [1, 2])
+        seen = await two.read()
+        assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
+        assert not await two.move(seen, {0: 2})  # it is not the lead
+        assert await one.move(seen, {0: 2})
+        await at_two.until(lambda view: view.owners[0] == Ownership(2, 2))
+        await at_one.until(lambda view: view.owners[0] == Ownership(2, 2))
+        assert at_one.all[-1].owners | {0: seen.owners[0]} == seen.owners
+        assert not await one.move(seen, {1: 2})  # what was seen is so no more
+
+
+@in_cluster
+async def test_where_load_decides_the_lead_takes_nothing_from_who_has_more(cluster):
+    members = [cluster.member()[0] for _ in range(3)]
+    inbox = Inbox()
+    for number, member in enumerate(members, 1):
+        member.keeps_all = True
+        await member.register(descriptor(number))
+    one, _, three = members
+    async with running(*(each.follow(inbox) for each in members)):
+        await inbox.until(lambda view: list(view.servers) == [1, 2, 3])
+        assert await one.move(await one.read(), {1: 2, 3: 2})
+        await inbox.until(lambda view: len(view.partitions_of(2)) == 3)
+        before = (await one.read()).partitions_of(2)
+        await three.unregister()
+        await inbox.until(lambda view: list(view.servers) == [1, 2])
+        assert (await one.read()).partitions_of(2) == before
+
+
+@in_cluster
 async def test_a_lost_session_registers_again_under_the_same_id(cluster):
     member, session = cluster.member()
     states, seen = Inbox(), Inbox()

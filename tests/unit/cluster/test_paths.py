@@ -26,6 +26,8 @@ def test_the_table_names_every_path():
         paths.writes,
         paths.write("W"),
         f"{paths.write('W')}/T",
+        paths.loads,
+        paths.load("ID"),
         paths.audit,
         paths.audit_prefix + "N",
     }

@@ -60,6 +60,31 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     engine.close()
 
 
+def test_partitions_are_opened_as_whoever_opens_the_directory_wants_it(tmp_path):
+    engine = open_engine(tmp_path)
+    for partition_id in (2, 0):
+        engine.assign(partition_id)
+    engine.close()
+    asked = []
+
+    def for_each(call, partition_ids):
+        asked.extend(partition_ids)
+        for partition_id in reversed(partition_ids):
+            call(partition_id)
+
+    engine = Engine.open(
+        RealDisk(),
+        tmp_path,
+        SETTINGS,
+        partition_count=3,
+        new_storage_id=bytes(16),
+        for_each=for_each,
+    )
+    assert asked == [0, 2]
+    assert list(engine.logs) == [2, 0]
+    engine.close()
+
+
 def test_a_reserve_that_cannot_be_given_back_ends_nothing():
     disk = SimDisk()
     engine = Engine.open(

@@ -1,6 +1,7 @@
-"""What a storage serves, and when it looks again though ZooKeeper has told of no change."""
+"""What a storage serves, how it opens many, and when it looks again though nothing was told."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ from waltz_core.storage.room import Room
 from waltz_core.storage.serving import (
     OPEN_AGAIN_S_MAX,
     OPEN_AGAIN_S_MIN,
+    OPENERS_COUNT,
     Serving,
     look_again_s,
+    side_by_side,
 )
 
 
@@ -165,7 +168,7 @@ def test_what_was_taken_away_is_served_while_a_session_names_it_unless_it_is_off
         engine.offline = {2}
         async with following(engine, coordinator) as follower:
             assert await follower.assigned(0) == [0, 1]
-            assert engine.opened == [0, 1]
+            assert sorted(engine.opened) == [0, 1]
             coordinator.is_away = True
             assert await follower.looked() == [0, 1], "nothing changes while nobody says"
             coordinator.is_away = False
@@ -193,3 +196,29 @@ def test_what_goes_while_zookeeper_is_asked_is_not_opened_again(what):
             assert engine.opened == [0], "and above all it is not held anew"
 
     asyncio.run(main())
+
+
+def test_as_many_as_there_are_openers_are_opened_at_once():
+    together = threading.Barrier(OPENERS_COUNT)
+    opened = []
+
+    def call(partition_id):
+        together.wait(timeout=30)  # breaks, and fails, when fewer come
+        opened.append(partition_id)
+
+    side_by_side(call, range(2 * OPENERS_COUNT))
+    assert sorted(opened) == list(range(2 * OPENERS_COUNT))
+    side_by_side(call, ())
+
+
+def test_what_one_raises_is_raised_when_all_are_done():
+    opened = []
+
+    def call(partition_id):
+        if partition_id == 1:
+            raise ValueError("no")
+        opened.append(partition_id)
+
+    with pytest.raises(ValueError, match="no"):
+        side_by_side(call, range(20))
+    assert sorted(opened) == [0, *range(2, 20)]

@@ -1,0 +1,88 @@
+"""Balance by load, with real servers: ten times the traffic is alone soon, and stays so."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.load import shown, wait_until
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster, running
+
+PARTITIONS, HOT = 4, 3
+INTERVAL_MS, WINDOW_MS = 200, 1_500
+REST_MS = 3_600_000
+CALM_S = 3 * WINDOW_MS / 1000
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    """Give a cluster whose servers look at loads a few times a second."""
+    settings: dict[str, dict[str, object]] = {
+        "server": {
+            "balance": "load",
+            "balance_interval_ms": INTERVAL_MS,
+            "balance_window_ms": WINDOW_MS,
+            "balance_rest_ms": REST_MS,
+        }
+    }
+    with running(tmp_path, settings=settings, partition_count=PARTITIONS) as found:
+        yield found
+
+
+def owned(cluster: LocalCluster) -> dict[int, tuple[object, object]]:
+    """Return owner and generation of each partition."""
+    partitions = shown(cluster)["partitions"]
+    assert isinstance(partitions, dict)
+    return {int(p): (each["server"], each["generation"]) for p, each in partitions.items()}
+
+
+def is_alone(cluster: LocalCluster) -> bool:
+    """Whether the server of the hot partition has nothing else."""
+    owners = {partition: server for partition, (server, _) in owned(cluster).items()}
+    return list(owners.values()).count(owners[HOT]) == 1
+
+
+def test_ten_times_the_traffic_is_alone_soon_and_stays_where_it_is(cluster: LocalCluster):
+    counts = [0] * PARTITIONS
+    is_over = threading.Event()
+    wait_until("both own two", lambda: {*map(len, _by_server(cluster))} == {2})
+    before = owned(cluster)
+
+    def write() -> None:
+        with WaltzClient(cluster.connect) as client:
+            while not is_over.is_set():
+                partitions = [HOT] * 9 + list(range(PARTITIONS))
+                told = [client.append(b"x", partition=each) for each in partitions]
+                for partition, future in zip(partitions, told, strict=True):
+                    future.result()
+                    counts[partition] += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        wait_until("it is alone", lambda: is_alone(cluster))
+        is_calm = threading.Event()
+        is_calm.wait(CALM_S)  # nothing tells that nothing moves: only time does
+        after = owned(cluster)
+        is_calm.wait(CALM_S)
+        assert owned(cluster) == after
+        assert is_alone(cluster)
+        assert after[HOT] == before[HOT]
+        moved = [p for p, (server, _) in after.items() if server != before[p][0]]
+        assert len(moved) == 1
+        assert [after[p][1] for p in moved] == [before[p][1] + 1 for p in moved]
+    finally:
+        is_over.set()
+        writer.join()
+    with WaltzClient(cluster.connect) as client:
+        marks = client.high_water_marks(linearizable=True)
+    assert [marks[partition] + 1 for partition in range(PARTITIONS)] == counts
+
+
+def _by_server(cluster: LocalCluster) -> list[list[int]]:
+    found: dict[object, list[int]] = {}
+    for partition, (server, _) in owned(cluster).items():
+        found.setdefault(server, []).append(partition)
+    return list(found.values()) if len(found) > 1 else [[]]

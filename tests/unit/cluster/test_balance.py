@@ -1,0 +1,242 @@
+"""The planner of balance by load: alone, and over hours of virtual time with noise."""
+
+import random
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from waltz_core.cluster.assignment import assign_partitions, move_partitions
+from waltz_core.cluster.balance import BalanceLimits, Balancer
+from waltz_core.cluster.loads import LoadBook, LoadMeter
+from waltz_core.cluster.model import PartitionAssignment, ServerDescriptor
+
+REST_MS = 600_000
+INTERVAL_MS, WINDOW_MS = 5_000, 30_000
+MINUTE_MS = 60_000
+
+
+def planned(owners, loads, *, servers=None, preferred=(), now_ms=0, limits=None):
+    balancer = Balancer(limits or BalanceLimits(REST_MS, 2 * WINDOW_MS))
+    return balancer.plan(owners, preferred, loads, servers or sorted(set(owners.values())), now_ms)
+
+
+def loads_by_server(owners, loads):
+    found = Counter()
+    for partition, owner in owners.items():
+        found[owner] += loads[partition]
+    return found
+
+
+# --- single answers
+
+
+def test_the_others_leave_the_server_of_a_hot_partition():
+    owners = {0: 1, 1: 1, 2: 2, 3: 2}
+    assert planned(owners, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}) == {1: 2}
+
+
+def test_a_hot_partition_that_is_alone_stays():
+    owners = {0: 1, 1: 2, 2: 2, 3: 2}
+    assert planned(owners, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}) == {}
+
+
+def test_two_hot_partitions_part():
+    owners = {0: 1, 1: 1, 2: 2}
+    assert len(planned(owners, {0: 600, 1: 600, 2: 100})) == 1
+
+
+def test_a_difference_within_the_noise_moves_nothing():
+    owners = {0: 1, 1: 1, 2: 2, 3: 2}
+    assert planned(owners, {0: 1_000, 1: 1_100, 2: 1_000, 3: 1_000}) == {}
+
+
+def test_idle_partitions_are_spread_by_count():
+    owners = {0: 1, 1: 1, 2: 1, 3: 1}
+    moves = planned(owners, dict.fromkeys(owners, 0.5), servers=[1, 2])
+    assert len(moves) == 2
+    assert set(moves.values()) == {2}
+
+
+def test_what_is_preferred_stays():
+    owners = {0: 1, 1: 1, 2: 2}
+    assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0]) == {1: 2}
+    assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0, 1]) == {}
+
+
+def test_servers_that_tell_nothing_neither_give_nor_take():
+    owners = {0: 1, 1: 1, 2: 3}
+    assert planned(owners, {0: 500, 1: 500}, servers=[1, 2]) in ({0: 2}, {1: 2})
+    assert planned(owners, {0: 500, 1: 500, 2: 9_999}, servers=[2, 3]) == {}
+    assert planned(owners, {0: 500, 1: 500}, servers=[1]) == {}
+
+
+def test_a_partition_without_a_load_stays():
+    assert planned({0: 1, 1: 1, 2: 1}, {1: 100, 2: 100}, servers=[1, 2]) == {1: 2}
+
+
+def test_so_many_move_at_once_and_then_rest():
+    owners = dict.fromkeys(range(100), 1)
+    loads = dict.fromkeys(owners, 100.0)
+    balancer = Balancer(BalanceLimits(REST_MS, 2 * WINDOW_MS, moves_max=5))
+    moves = balancer.plan(owners, (), loads, [1, 2], 0)
+    assert len(moves) == 5
+    balancer.moved(moves, 0)
+    hot = {**dict.fromkeys(owners, 1.0), **dict.fromkeys(moves, 10_000.0)}
+    assert not balancer.plan({**owners, **moves}, (), hot, [1, 2], REST_MS - 1).keys() & moves
+    assert balancer.plan({**owners, **moves}, (), hot, [1, 2], REST_MS).keys() & moves
+
+
+@st.composite
+def clusters(draw):
+    servers = draw(st.lists(st.integers(1, 50), min_size=1, max_size=6, unique=True))
+    count = draw(st.integers(1, 40))
+    owners = {p: draw(st.sampled_from(servers)) for p in range(count)}
+    loads = {p: draw(st.floats(0, 1e6)) for p in range(count) if draw(st.integers(0, 9)) or p == 0}
+    preferred = draw(st.sets(st.integers(0, count - 1), max_size=count))
+    return servers, owners, loads, preferred
+
+
+@settings(max_examples=300, deadline=None)
+@given(clusters())
+def test_any_plan_keeps_the_rules(cluster):
+    servers, owners, loads, preferred = cluster
+    limits = BalanceLimits(REST_MS, 2 * WINDOW_MS)
+    moves = planned(owners, loads, servers=servers, preferred=preferred, limits=limits)
+    assert moves.keys() <= owners.keys() & loads.keys()  # rule 5
+    assert not moves.keys() & preferred
+    assert set(moves.values()) <= set(servers)
+    assert len(moves) <= limits.moves_max
+    assert all(owners[partition] != target for partition, target in moves.items())
+    weights = {p: loads.get(p, 0.0) for p in owners}
+    before, after = loads_by_server(owners, weights), loads_by_server({**owners, **moves}, weights)
+    # Idle ones count a little as well: by so much it may look worse.
+    assert max(after.values()) <= max(before.values()) + 10 * len(owners)
+    # Nobody wants back at once what has just moved, loads being what they are.
+    again = planned({**owners, **moves}, loads, servers=servers, preferred=preferred)
+    assert all(again.get(partition) != owners[partition] for partition in moves)
+
+
+# --- hours
+
+
+class Cluster:
+    """Servers with meters, the lead's book and planner, and partitions with loads; virtual time."""
+
+    def __init__(self, rates, server_count, seed, noise):
+        self.now_ms = 0
+        self.rates = dict(rates)
+        self.moves = []  # (when, partition)
+        self._random = random.Random(seed)
+        self._noise = noise
+        self._totals = Counter()
+        servers = {n: ServerDescriptor(n, "h", n) for n in range(1, server_count + 1)}
+        self.servers = servers
+        self.assignment = assign_partitions(
+            PartitionAssignment(), servers, cversion=1, partition_count=len(self.rates)
+        )
+        self._meters = {each: LoadMeter(WINDOW_MS) for each in servers}
+        self._book = LoadBook(WINDOW_MS)
+        self._balancer = Balancer(BalanceLimits(REST_MS, 2 * WINDOW_MS))
+
+    @property
+    def owners(self):
+        return {p: s for s, its in self.assignment.servers.items() for p in its}
+
+    def run(self, ms):
+        until_ms = self.now_ms + ms
+        while self.now_ms < until_ms:
+            self.now_ms += INTERVAL_MS
+            self._look()
+
+    def _look(self):
+        for partition, rate in self.rates.items():
+            factor = self._random.uniform(1 - self._noise, 1 + self._noise)
+            self._totals[partition] += rate * factor * INTERVAL_MS / 1000
+        # A new owner counts from when it has taken over.
+        told = {
+            server: self._meters[server].take(
+                {p: self._totals[p] for p in self.assignment.servers[server]}, self.now_ms
+            )
+            for server in self.servers
+        }
+        loads = self._book.take(told, self.owners)
+        moves = self._balancer.plan(self.owners, (), loads, self.servers, self.now_ms)
+        if moves:
+            generations = {p: g for its in self.assignment.servers.values() for p, g in its.items()}
+            self.assignment = move_partitions(self.assignment, moves)
+            self._balancer.moved(moves, self.now_ms)
+            for its in self.assignment.servers.values():
+                for p, generation in its.items():
+                    assert generation == generations[p] + (p in moves)
+            self.moves += [(self.now_ms, p) for p in moves]
+        assert sorted(self.owners) == sorted(self.rates)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("noise", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize(("partition_count", "server_count"), [(4, 2), (8, 2), (9, 3), (12, 3)])
+def test_ten_times_the_traffic_is_alone_within_a_minute_and_nothing_flaps(
+    partition_count, server_count, noise, seed
+):
+    cluster = Cluster(dict.fromkeys(range(partition_count), 100.0), server_count, seed, noise)
+    cluster.run(5 * MINUTE_MS)
+    assert not cluster.moves
+    hot = seed % partition_count
+    cluster.rates[hot] = 1_000.0
+    cluster.run(MINUTE_MS)
+    owners = cluster.owners
+    assert [p for p, owner in owners.items() if owner == owners[hot]] == [hot]
+    cluster.run(MINUTE_MS)  # What has begun comes to its end.
+    settled = len(cluster.moves)
+    assert settled <= partition_count
+    assert hot not in {partition for _, partition in cluster.moves}
+    cluster.run(60 * MINUTE_MS)
+    assert len(cluster.moves) == settled
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_hour_of_noise_moves_next_to_nothing(seed):
+    chance = random.Random(seed)
+    rates = {p: chance.choice([0.0, 1.0, 50.0, 200.0, 1_000.0]) for p in range(24)}
+    cluster = Cluster(rates, 3, seed, 0.5)
+    cluster.run(20 * MINUTE_MS)
+    settled = len(cluster.moves)
+    assert settled <= len(rates)
+    cluster.run(60 * MINUTE_MS)
+    assert len(cluster.moves) - settled <= 8
+    when = defaultdict(list)
+    for at_ms, partition in cluster.moves:
+        when[partition].append(at_ms)
+    for times in when.values():
+        assert all(b - a >= REST_MS for a, b in pairwise(times))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_cannot_be_even_is_left_alone(seed):
+    cluster = Cluster(dict.fromkeys(range(3), 600.0), 2, seed, 0.2)
+    cluster.run(120 * MINUTE_MS)
+    assert not cluster.moves
+
+
+def test_a_load_that_comes_and_goes_does_not_take_partitions_with_it_each_time():
+    cluster = Cluster(dict.fromkeys(range(8), 100.0), 2, 1, 0.2)
+    for minute in range(60):
+        cluster.rates[3] = 1_000.0 if minute % 2 else 100.0
+        cluster.run(MINUTE_MS)
+    assert max(Counter(p for _, p in cluster.moves).values()) <= 60 * MINUTE_MS // REST_MS
+    assert len(cluster.moves) <= 8 * 60 * MINUTE_MS // REST_MS
+
+
+def test_a_thousand_partitions_come_to_balance():
+    chance = random.Random(1)
+    rates = {p: 100_000.0 / (1 + p) * chance.uniform(0.5, 1.5) for p in range(1_000)}
+    cluster = Cluster(rates, 3, 1, 0.3)
+    cluster.run(10 * MINUTE_MS)
+    totals = loads_by_server(cluster.owners, rates)
+    assert max(totals.values()) < 1.3 * sum(totals.values()) / 3
+    settled = len(cluster.moves)
+    cluster.run(20 * MINUTE_MS)
+    assert len(cluster.moves) - settled <= 3

@@ -1,0 +1,113 @@
+"""Loads: what is measured, told and believed."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cluster_contract import KEY
+from waltz_core.cluster.creation import NewCluster
+from waltz_core.cluster.loads import Load, LoadBook, LoadMeter, decode_loads, encode_loads
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.errors import BadFormat
+
+WINDOW_MS = 30_000
+figures = st.integers(0, 10**12).map(lambda tenths: tenths / 10)
+all_loads = st.dictionaries(
+    st.integers(0, 2**31 - 1), st.builds(Load, figures, st.integers(0, 2**53)), max_size=20
+)
+
+
+def metered(rates, *, step_ms=5_000):
+    meter, total, found = LoadMeter(WINDOW_MS), 0.0, {}
+    meter.take({0: 0.0}, 0)
+    for number, rate in enumerate(rates, 1):
+        total += rate * step_ms / 1000
+        found = meter.take({0: total}, number * step_ms)
+    return found[0]
+
+
+@given(st.floats(0, 1e9), st.integers(1, 50))
+def test_a_steady_rate_is_measured_right_from_the_first_sample_on(rate, samples):
+    load = metered([rate] * samples)
+    assert load.per_s == pytest.approx(rate)
+    assert load.age_ms == samples * 5_000
+
+
+def test_a_change_has_come_in_after_some_windows():
+    assert metered([100] * 20 + [1_000] * 6).per_s == pytest.approx(676, abs=5)
+    assert metered([100] * 20 + [1_000] * 24).per_s == pytest.approx(984, abs=5)
+
+
+def test_a_partition_that_has_gone_begins_anew():
+    meter = LoadMeter(WINDOW_MS)
+    meter.take({0: 0.0}, 0)
+    assert meter.take({0: 5_000.0}, 5_000) == {0: Load(pytest.approx(1_000), 5_000)}
+    assert meter.take({}, 10_000) == {}
+    assert meter.take({0: 0.0}, 15_000) == {}
+    assert meter.take({0: 10.0}, 20_000) == {0: Load(pytest.approx(2), 5_000)}
+
+
+def test_a_count_that_has_begun_anew_is_no_negative_load():
+    meter = LoadMeter(WINDOW_MS)
+    meter.take({0: 1_000.0}, 0)
+    assert meter.take({0: 3.0}, 5_000) == {}
+    assert meter.take({0: 8.0}, 10_000)[0].per_s == pytest.approx(1)
+
+
+def test_what_a_partition_did_is_believed_until_its_new_owner_has_seen_it():
+    book = LoadBook(WINDOW_MS)
+    assert book.take({1: {7: Load(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
+    assert book.take({1: {7: Load(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
+    assert book.take({2: {7: Load(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
+    assert book.take({2: {7: Load(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
+
+
+def test_a_young_load_of_an_unknown_partition_is_not_believed():
+    book = LoadBook(WINDOW_MS)
+    assert book.take({1: {7: Load(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
+    assert book.take({1: {7: Load(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
+    assert book.take({}, {8: 1}) == {}
+
+
+@given(all_loads)
+def test_loads_are_what_was_written(loads):
+    assert decode_loads(encode_loads(loads)) == loads
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"{", "expected JSON"),
+        (b"[]", "expected format 1"),
+        (b'{"format":2,"loads":{}}', "expected format 1"),
+        (b'{"format":1}', "a load and its age"),
+        (b'{"format":1,"loads":{"x":[1,1]}}', "a load and its age"),
+        (b'{"format":1,"loads":{"1":[1]}}', "a load and its age"),
+        (b'{"format":1,"loads":{"1":[-1,1]}}', "a load and its age"),
+        (b'{"format":1,"loads":{"1":[true,1]}}', "a load and its age"),
+        (b'{"format":1,"loads":{"1":[1,1.5]}}', "a load and its age"),
+    ],
+)
+def test_anything_else_is_refused(data, said):
+    with pytest.raises(BadFormat, match=said):
+        decode_loads(data)
+
+
+def test_servers_tell_and_the_lead_reads():
+    async def story():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
+        await one.create_cluster(NewCluster("w", 1, KEY))
+        await one.loads.tell(1, {0: Load(1.0, 5)})
+        await one.loads.tell(1, {0: Load(2.0, 10)})
+        await two.loads.tell(2, {})
+        assert await two.loads.read([1, 2, 3]) == {1: {0: Load(2.0, 10)}, 2: {}}
+        # The node of a process that is about to go, under the id that it keeps.
+        await two.loads.tell(1, {0: Load(3.0, 15)})
+        assert await one.loads.read([1]) == {1: {0: Load(3.0, 15)}}
+        await two.close()
+        assert await one.loads.read([1, 2]) == {}
+
+    asyncio.run(story())

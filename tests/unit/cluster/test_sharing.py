@@ -1,0 +1,103 @@
+"""Tests of `waltz_core.cluster.sharing`."""
+
+import asyncio
+
+from waltz_core.cluster.sharing import Shared
+from waltz_core.errors import CoordinatorUnavailable
+
+
+class Oracle:
+    """Answers when it is told to; notes when each question was put."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.may_answer = asyncio.Semaphore(0)
+
+    async def ask(self) -> None:
+        self.asked += 1
+        await self.may_answer.acquire()
+
+
+async def _turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_all_who_ask_at_once_share_one_question():
+    async def story() -> None:
+        oracle = Oracle()
+        shared = Shared(oracle.ask)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(100):
+                tasks.create_task(shared.answered())
+            await _turns()
+            oracle.may_answer.release()
+        assert oracle.asked == 1
+
+    asyncio.run(story())
+
+
+def test_who_comes_while_a_question_is_under_way_has_it_put_again():
+    async def story() -> None:
+        oracle = Oracle()
+        shared = Shared(oracle.ask)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(shared.answered())
+            await _turns()
+            late = [tasks.create_task(shared.answered()) for _ in range(2)]
+            await _turns()
+            assert oracle.asked == 1
+            oracle.may_answer.release()
+            await first
+            await _turns()
+            assert not any(each.done() for each in late)
+            assert oracle.asked == 2
+            oracle.may_answer.release()
+
+    asyncio.run(story())
+
+
+def test_a_failure_is_told_to_all_who_share_it_and_to_nobody_else():
+    async def story() -> None:
+        answers = [CoordinatorUnavailable("away"), None]
+        told: list[str] = []
+
+        async def ask() -> None:
+            answer = answers.pop(0)
+            if answer is not None:
+                raise answer
+
+        shared = Shared(ask)
+
+        async def hear() -> None:
+            try:
+                await shared.answered()
+            except CoordinatorUnavailable as error:
+                told.append(str(error))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(hear())
+            tasks.create_task(hear())
+        await hear()
+        assert told == ["away", "away"]
+        assert not answers
+
+    asyncio.run(story())
+
+
+def test_who_gives_up_takes_the_answer_from_nobody():
+    async def story() -> None:
+        oracle = Oracle()
+        shared = Shared(oracle.ask)
+        async with asyncio.TaskGroup() as tasks:
+            impatient = tasks.create_task(shared.answered())
+            patient = tasks.create_task(shared.answered())
+            await _turns()
+            impatient.cancel()
+            await _turns()
+            oracle.may_answer.release()
+            await patient
+        assert impatient.cancelled()
+        assert oracle.asked == 1
+
+    asyncio.run(story())

@@ -1,0 +1,75 @@
+"""The clockwork of balance by load, over a ZooKeeper in memory."""
+
+import asyncio
+
+from tests.cluster_contract import KEY, Inbox, descriptor, running
+from waltz_core.cluster.creation import NewCluster
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.server.balancing import Balancing, Pace
+
+ROOT = "/w"
+RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
+PACE = Pace(interval_ms=5, window_ms=100, rest_ms=3_600_000)
+
+
+async def balanced(zookeeper, *, servers, telling):
+    """Return views and rounds of a cluster whose servers balance, those in `telling`."""
+    await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), KEY))
+    inbox, looks, works, by_server = Inbox(), Inbox(), [], {}
+    for server_id in servers:
+        coordinator = zookeeper.coordinator(ROOT)
+        coordinator.keep_partitions_where_they_are()
+        await coordinator.register_server(descriptor(server_id))
+        works.append(coordinator.follow_servers(inbox))
+        by_server[server_id] = coordinator
+
+    def costs(server_id):
+        looks(len(looks.all))
+        now = asyncio.get_running_loop().time()
+        mine = inbox.all[-1].partitions_of(server_id) if inbox.all else {}
+        return {partition: RATES[partition] * now for partition in mine}
+
+    for server_id in telling:
+        balancing = Balancing(
+            server_id, by_server[server_id], lambda each=server_id: costs(each), PACE
+        )
+        works.append(balancing.run())
+    return inbox, looks, works
+
+
+async def some_rounds(looks):
+    """Wait until all have looked so often that what should move would have moved."""
+    begun = len(looks.all)
+    await looks.until(lambda count: count > begun + 5 * PACE.window_ms // PACE.interval_ms)
+
+
+def owners(view):
+    return {partition: owner.server_id for partition, owner in view.owners.items()}
+
+
+def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
+    async def story():
+        inbox, looks, works = await balanced(
+            MemoryZooKeeper(asyncio.Event), servers=(1, 2), telling=(1, 2)
+        )
+        async with asyncio.timeout(60), running(*works):
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 2, 2: 2, 3: 2})
+            await some_rounds(looks)
+            assert owners(inbox.all[-1]) == {0: 1, 1: 2, 2: 2, 3: 2}
+            assert [owner.generation for owner in inbox.all[-1].owners.values()] == [1, 2, 1, 1]
+
+    asyncio.run(story())
+
+
+def test_nothing_moves_to_a_server_that_tells_nothing():
+    async def story():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1,))
+        async with asyncio.timeout(60), running(*works):
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await some_rounds(looks)
+            assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
+            assert f"{ROOT}/x/load/1" in zookeeper.dump()
+
+    asyncio.run(story())

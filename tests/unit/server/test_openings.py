@@ -1,0 +1,39 @@
+"""Tests of `waltz_core.server.openings`."""
+
+import asyncio
+
+from waltz_core.server.openings import TURNS_MAX, Openings, Turn
+
+
+def test_so_many_have_a_turn_and_the_others_wait():
+    async def story() -> None:
+        openings, turns = Openings(), list[Turn]()
+
+        async def begin() -> None:
+            turns.append(await openings.turn())
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(TURNS_MAX + 2):
+                tasks.create_task(begin())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert len(turns) == TURNS_MAX
+            turns[0].end()
+            turns[0].end()  # again is no second place
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert len(turns) == TURNS_MAX + 1
+            turns[1].end()
+
+    asyncio.run(story())
+
+
+def test_a_turn_ends_by_itself():
+    async def story() -> None:
+        openings = Openings()
+        for _ in range(TURNS_MAX):
+            await openings.turn()
+        async with asyncio.timeout(5):
+            await openings.turn()
+
+    asyncio.run(story())

@@ -1,0 +1,40 @@
+"""Tests of `waltz_core.arrow_buffers`."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core import arrow_buffers
+
+
+@given(parts=st.lists(st.binary(max_size=9)))
+def test_the_parts_of_a_run_are_what_they_were(parts: list[bytes]):
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    assert arrow_buffers.as_binary(b"".join(parts), lengths).to_pylist() == parts
+
+
+def test_rows_of_one_width_are_values_of_that_width():
+    rows = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    assert arrow_buffers.rows_of_one_width(rows, 3).to_pylist() == [b"\0\1\2", b"\3\4\5"]
+
+
+@given(mask=st.lists(st.booleans()))
+def test_a_mask_filters_as_it_would_in_numpy(mask: list[bool]):
+    values = np.arange(len(mask))
+    kept = pa.array(values).filter(arrow_buffers.booleans(np.array(mask, dtype=np.bool_)))
+    assert kept.to_pylist() == values[np.array(mask, dtype=np.bool_)].tolist()
+
+
+def test_nothing_is_one_empty_value():
+    assert pa.scalar(b"", pa.binary()) == arrow_buffers.NOTHING
+
+
+@pytest.mark.parametrize("module", ["server", "storage"])
+def test_no_daemon_imports_pandas(module: str):
+    code = f"import waltz_core.{module}.daemon, sys; sys.exit('pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

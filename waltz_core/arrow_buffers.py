@@ -1,0 +1,38 @@
+"""Arrow arrays over memory that is there already, without a copy of what they hold.
+
+Why it stands alone: `pa.array` and `pa.scalar` import pandas, which takes a daemon longer than all
+else it imports, and stops it in the midst of work when that happens later. These import nothing.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from waltz_core import raw_records
+from waltz_core.raw_records import I64, Buffer
+
+
+def rows_of_one_width(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:
+    """Return rows of one width as a binary array over the same memory."""
+    count = rows.shape[0]
+    offsets = np.arange(0, (count + 1) * width, width, dtype=np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(rows)]
+    return pa.BinaryArray.from_buffers(pa.binary(), count, buffers)
+
+
+def as_binary(run: Buffer, lengths: I64) -> pa.BinaryArray:
+    """Return the parts of a run, which have these lengths, as a binary array over the run."""
+    offsets = raw_records.offsets_of(lengths).astype(np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(run)]
+    return pa.BinaryArray.from_buffers(pa.binary(), lengths.size, buffers)
+
+
+def booleans(mask: npt.NDArray[np.bool_]) -> pa.BooleanArray:
+    """Return a mask as an array to filter by."""
+    buffers = [None, pa.py_buffer(np.packbits(mask, bitorder="little"))]
+    return pa.BooleanArray.from_buffers(pa.bool_(), mask.size, buffers)
+
+
+NOTHING: Final = as_binary(b"", np.zeros(1, dtype=np.int64))[0]

@@ -1,0 +1,234 @@
+"""The workload `many-partitions`: a cluster of many partitions from its start to its restart.
+
+Why it stands alone: it makes a cluster of its own and measures its processes, not its speed.
+
+Rules:
+    1. A start is over when every partition has acknowledged an append: then it has an owner, and
+       that owner a store session with a quorum of synced replicas.
+    2. What a step costs is told in processor time beside wall time: a thousand partitions on a
+       machine of two cores that does other work as well take longer, and cost the same.
+    3. A row is sent again only when the log is known not to have it; the marks at the end tell what
+       is lost or doubled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from waltz_core.batches import encode_append
+from waltz_core.cli.output import say
+from waltz_core.client import AsyncWaltzClient, Reason
+from waltz_core.cluster.zookeeper import connected
+from waltz_core.errors import Unavailable, WaltzError
+from waltz_core.local import LocalCluster
+
+if TYPE_CHECKING:
+    from waltz_core.cli.bench import Load, Measured, Meter
+
+PARTITIONS = 1_000
+SERVERS = STORAGES = 3
+START_S_MAX = 300.0
+LOOK_S = 0.05
+CALM_S = 3.0
+MIB = 1024 * 1024
+_NO_LOCKS: list[list[int]] = [[]]
+_PAYLOAD = encode_append(
+    [0], [b"?"], write_locks=_NO_LOCKS, read_locks=_NO_LOCKS, append_locks=_NO_LOCKS
+)
+
+
+def many_partitions(load: Load, meter: Meter) -> Measured:
+    """Create a cluster of many partitions, and measure its start, its rest and its restarts."""
+    del meter  # it reads a cluster that is there already
+    return uvloop.run(_many_partitions(load))
+
+
+async def _many_partitions(load: Load) -> Measured:
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports us
+
+    directory = Path(tempfile.mkdtemp(prefix="waltz-many-", dir=load.directory))
+    cluster = LocalCluster(
+        directory,
+        bound=True,
+        partition_count=load.partitions or PARTITIONS,
+        server_count=SERVERS,
+        storage_count=STORAGES,
+    )
+    run = _Run(cluster)
+    # Each of a thousand streams would tell that its partition has moved.
+    logging.getLogger("waltz_core.driver").setLevel(logging.WARNING)
+    try:
+        await run.create()
+        took_s = await run.starts("start")
+        await run.rests(load.seconds)
+        await run.loses_a_server()
+        await run.starts("restart")
+        lost, doubled = await run.check()
+    finally:
+        if cluster.exists():
+            cluster.down()
+        shutil.rmtree(directory, ignore_errors=True)
+    count = sum(run.acknowledged.values())
+    return Measured(
+        rows=count,
+        seconds=took_s,
+        bytes=count,
+        gap_s_max=run.gap_s,
+        acknowledged=count,
+        lost=lost,
+        doubled=doubled,
+        extra=run.figures,
+    )
+
+
+@dataclass
+class _Run:
+    cluster: LocalCluster
+    figures: dict[str, object] = field(default_factory=dict)
+    acknowledged: dict[int, int] = field(default_factory=dict)
+    unknown: dict[int, int] = field(default_factory=dict)
+    gap_s: float = 0.0
+
+    async def create(self) -> None:
+        """Start ZooKeeper and create the cluster in it."""
+        began = time.perf_counter()
+        await asyncio.to_thread(self.cluster.prepare, START_S_MAX)
+        self.figures["create_s"] = _rounded(time.perf_counter() - began)
+
+    async def starts(self, what: str) -> float:
+        """Kill what runs of storages and servers, start them, wait for rule 1; return seconds."""
+        names = [each.name for each in self.cluster.members if each.kind != "zookeeper"]
+        for name in names:
+            self.cluster.kill(name)
+        say(f"{what}: {self.cluster.partition_count} partitions")
+        before, began = self._spent(), time.perf_counter()
+        for name in names:
+            self.cluster.start(name)
+        await self._all_owned()
+        async with await self._connected() as client:
+            firsts_s = await self._append_to_all(client, began)
+        took_s = time.perf_counter() - began
+        self.figures |= {
+            f"{what}_s": _rounded(took_s),
+            f"{what}_half_s": _rounded(sorted(firsts_s)[len(firsts_s) // 2]),
+            f"{what}_cpu_s": _less(self._spent(), before),
+        }
+        return took_s
+
+    async def rests(self, seconds: float) -> None:
+        """Look at the processes while nobody asks for anything."""
+        await asyncio.sleep(CALM_S)
+        before, began = self._spent(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        took_s = time.perf_counter() - began
+        share = {name: cpu_s / took_s for name, cpu_s in _less(self._spent(), before).items()}
+        self.figures["idle_cpu_share"] = {name: _rounded(each) for name, each in share.items()}
+        processes = self.cluster.processes()
+        self.figures["memory_mib"] = {
+            name: process.memory_info().rss // MIB for name, process in processes.items()
+        }
+        self.figures["threads"] = {
+            name: process.num_threads() for name, process in processes.items()
+        }
+
+    async def loses_a_server(self) -> None:
+        """Kill a server; wait until all of its partitions have gone on elsewhere."""
+        async with await self._connected() as client:
+            await self._append_to_all(client, time.perf_counter())
+            before, began = self._spent(), time.perf_counter()
+            self.cluster.kill("server-1", signal.SIGKILL)
+            say("a server was killed")
+            after_s = await self._append_to_all(client, began)
+        self.gap_s = max(after_s)
+        self.figures |= {
+            "server_killed_s": _rounded(self.gap_s),
+            "server_killed_cpu_s": _less(self._spent(), before),
+        }
+
+    async def check(self) -> tuple[int, int]:
+        """Compare the marks with what was acknowledged; how many rows are lost, how many twice."""
+        async with await self._connected() as client:
+            marks = await client.high_water_marks(linearizable=True)
+        lost = doubled = 0
+        for partition, mark in marks.items():
+            more = mark + 1 - self.acknowledged.get(partition, 0)
+            lost += max(0, -more)
+            doubled += max(0, more - self.unknown.get(partition, 0))
+        self.figures["unknown"] = sum(self.unknown.values())
+        return lost, doubled
+
+    # ------------------------------------------------------------------------- appends
+
+    async def _connected(self) -> AsyncWaltzClient:
+        until = time.perf_counter() + START_S_MAX
+        while True:
+            try:
+                return await AsyncWaltzClient.connect(self.cluster.connect)
+            except WaltzError:
+                if time.perf_counter() > until:
+                    raise
+                await asyncio.sleep(LOOK_S)
+
+    async def _all_owned(self) -> None:
+        """Wait until living servers own all partitions; a client would only be told so in vain."""
+        ports = {each.port for each in self.cluster.members if each.kind == "server"}
+        until = time.perf_counter() + START_S_MAX
+        async with connected(self.cluster.connect) as coordinator:
+            while time.perf_counter() < until:
+                view = await coordinator.read_servers()
+                if view.is_settled and {each.port for each in view.servers.values()} == ports:
+                    return
+                await asyncio.sleep(LOOK_S)
+        raise Unavailable(f"not all servers had partitions within {START_S_MAX:.0f} s")
+
+    async def _append_to_all(self, client: AsyncWaltzClient, began: float) -> list[float]:
+        """Have each partition acknowledge a row; return how long after `began` each has."""
+        after_s: list[float] = []
+
+        async def append(partition: int) -> None:
+            await self._append(client, partition)
+            after_s.append(time.perf_counter() - began)
+
+        async with asyncio.TaskGroup() as tasks:
+            for partition in range(self.cluster.partition_count):
+                tasks.create_task(append(partition))
+        return after_s
+
+    async def _append(self, client: AsyncWaltzClient, partition: int) -> None:
+        until = time.perf_counter() + START_S_MAX
+        while time.perf_counter() < until:
+            try:
+                answer = await client.append_batch(
+                    partition, _PAYLOAD, 1, client_high_water_mark=-1
+                )
+                outcome = await answer
+            except WaltzError:
+                self.unknown[partition] = self.unknown.get(partition, 0) + 1
+            else:
+                if (outcome.reasons == Reason.COMMITTED).all():
+                    self.acknowledged[partition] = self.acknowledged.get(partition, 0) + 1
+                    return
+            await asyncio.sleep(LOOK_S)
+        raise Unavailable(f"partition {partition} took no append within {START_S_MAX:.0f} s")
+
+    def _spent(self) -> dict[str, float]:
+        times = {name: process.cpu_times() for name, process in self.cluster.processes().items()}
+        return {name: each.user + each.system for name, each in times.items()}
+
+
+def _less(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {name: _rounded(now[name] - before.get(name, 0.0)) for name in now}
+
+
+def _rounded(value: float) -> float:
+    return round(value, 3)

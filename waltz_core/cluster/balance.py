@@ -1,0 +1,146 @@
+"""Which partitions should move to which server, so that all servers do about the same work.
+
+Why it stands alone: a move costs every client of the partition a pause, so the question is less
+what the best order would be than when it is worth it. That can be answered, and tested over hours
+of virtual time, without a cluster.
+
+Rules:
+    1. Nothing is taken from a partition that any live server prefers (assignment.py).
+    2. Work is moved from one server to the least loaded one, and only for a gain: by so much the
+       greater of the two loads falls. To begin with, the giver has to do a quarter more than
+       servers do on average, and the gain to be an eighth of that average: noise does not reach
+       both. For `motion_ms` after that a twentieth is enough, so that what has begun comes to its
+       end. No move is undone while loads stay as they are.
+    3. A partition that was moved stays for `rest_ms`; at most `moves_max` go at one time.
+    4. What is nearly idle counts as `IDLE_LOAD`: idle partitions are spread by count.
+    5. Nothing is ever left without an owner: an answer says where to, for partitions that have one.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from waltz_core.record import PartitionId, ServerId
+
+# A load of 1 is about one KiB of appended data a second (server/load.py); ten are as good as none.
+IDLE_LOAD: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceLimits:
+    """When a move is worth it; see the module's rules."""
+
+    rest_ms: int
+    motion_ms: int
+    excess_to_begin: float = 0.25
+    gain_to_begin: float = 0.125
+    gain_to_go_on: float = 0.05
+    moves_max: int = 16
+
+
+class _Shift(NamedTuple):
+    """Some partitions that could go from one server to another, and what that gains."""
+
+    gain: float
+    partitions: tuple[PartitionId, ...]
+    target: ServerId
+
+
+class Balancer:
+    """Remembers what it has moved; see the module's rules."""
+
+    def __init__(self, limits: BalanceLimits) -> None:
+        self._limits = limits
+        self._moved_ms: dict[PartitionId, int] = {}
+        self._in_motion_until_ms: int | None = None
+
+    def moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
+        """Take in that these have moved (rule 3)."""
+        self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
+
+    def plan(
+        self,
+        owners: Mapping[PartitionId, ServerId],
+        preferred: Collection[PartitionId],
+        loads: Mapping[PartitionId, float],
+        servers: Collection[ServerId],
+        now_ms: int,
+    ) -> dict[PartitionId, ServerId]:
+        """Return where which partitions should go now.
+
+        `servers` are those whose loads are known: the others neither give nor take. `preferred` are
+        the partitions that anybody prefers. A partition without a load is left alone.
+        """
+        self._forget(now_ms)
+        pinned = {*preferred, *self._moved_ms}
+        held: dict[ServerId, dict[PartitionId, float]] = {each: {} for each in servers}
+        for partition_id, owner in owners.items():
+            if owner in held:
+                held[owner][partition_id] = IDLE_LOAD + loads.get(partition_id, 0.0)
+        if len(held) < 2:
+            return {}
+        movable = {each for each in loads if each not in pinned}
+        moves: dict[PartitionId, ServerId] = {}
+        while len(moves) < self._limits.moves_max:
+            found = self._best_shift(held, movable, now_ms)
+            if found is None:
+                break
+            source, shift = found
+            for partition_id in shift.partitions[: self._limits.moves_max - len(moves)]:
+                moves[partition_id] = shift.target
+                held[shift.target][partition_id] = held[source].pop(partition_id)
+                movable.discard(partition_id)
+        return moves
+
+    def _forget(self, now_ms: int) -> None:
+        oldest_ms = now_ms - self._limits.rest_ms
+        self._moved_ms = {
+            each: at_ms for each, at_ms in self._moved_ms.items() if at_ms > oldest_ms
+        }
+
+    def _best_shift(
+        self,
+        held: Mapping[ServerId, Mapping[PartitionId, float]],
+        movable: Collection[PartitionId],
+        now_ms: int,
+    ) -> tuple[ServerId, _Shift] | None:
+        """Return what to take from the most loaded server where that is worth it (rule 2)."""
+        totals = {each: sum(its.values()) for each, its in held.items()}
+        target = min(totals, key=lambda each: (totals[each], each))
+        mean = sum(totals.values()) / len(totals)
+        until_ms, limits = self._in_motion_until_ms, self._limits
+        is_in_motion = until_ms is not None and now_ms < until_ms
+        for source in sorted(totals, key=lambda each: (-totals[each], each)):
+            its = {each: load for each, load in held[source].items() if each in movable}
+            shift = _shift(its, totals[source], totals[target], target)
+            if source == target:
+                continue
+            may_begin = (
+                totals[source] > (1 + limits.excess_to_begin) * mean
+                and shift.gain > limits.gain_to_begin * mean
+            )
+            if may_begin:
+                self._in_motion_until_ms = now_ms + limits.motion_ms
+            if may_begin or (is_in_motion and shift.gain > limits.gain_to_go_on * mean):
+                return source, shift
+        return None
+
+
+def _shift(
+    its: Mapping[PartitionId, float], source: float, target_load: float, target: ServerId
+) -> _Shift:
+    """Return what brings two servers closest: some partitions within half their gap, or one."""
+    room = (source - target_load) / 2
+    taken: list[PartitionId] = []
+    moved = 0.0
+    best = _Shift(0.0, (), target)
+    for partition_id in sorted(its, key=lambda each: (-its[each], each)):
+        load = its[partition_id]
+        alone = source - max(source - load, target_load + load)
+        if alone > best.gain:
+            best = _Shift(alone, (partition_id,), target)
+        if moved + load <= room:
+            taken.append(partition_id)
+            moved += load
+    # Within half the gap the source stays the greater one, so all that is moved is gained.
+    return best if best.gain >= moved else _Shift(moved, tuple(taken), target)

@@ -1,0 +1,105 @@
+"""The server's part in balance by load: measure, tell, and, as the lead, have partitions moved.
+
+Why it stands alone: it is the clockwork between counts, ZooKeeper and the planner; what is worth a
+move is decided in `cluster/balance.py`.
+
+Rules:
+    1. Only the lead has partitions moved, and only by an assignment that is written at the version
+       it was read at: somebody else's change in between makes it look again next time.
+    2. Nothing here is needed for anything else. What fails is tried again after the next pause.
+    3. After the set of servers has changed, nothing moves until the loads of a window are in.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from waltz_core.cluster.balance import BalanceLimits, Balancer
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.loads import LoadBook, LoadMeter
+from waltz_core.cluster.membership import ServersView
+from waltz_core.driver import loop_clock_ms
+from waltz_core.errors import WaltzError
+from waltz_core.record import PartitionId, ServerId
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often loads are told, over what time they are means, how long a moved one rests."""
+
+    interval_ms: int
+    window_ms: int
+    rest_ms: int
+
+
+class Balancing:
+    """See the module's rules.
+
+    Args:
+        server_id: this server.
+        coordinator: where loads are told and moves are written.
+        costs: what each partition that is served here has cost so far.
+        pace: how often, and how fast.
+    """
+
+    def __init__(
+        self,
+        server_id: ServerId,
+        coordinator: Coordinator,
+        costs: Callable[[], Mapping[PartitionId, float]],
+        pace: Pace,
+    ) -> None:
+        self._server_id = server_id
+        self._coordinator = coordinator
+        self._costs = costs
+        self._pace = pace
+        self._meter = LoadMeter(pace.window_ms)
+        self._book = LoadBook(pace.window_ms)
+        self._balancer = Balancer(BalanceLimits(pace.rest_ms, motion_ms=2 * pace.window_ms))
+        self._servers: frozenset[ServerId] = frozenset()
+        self._quiet_until_ms = 0
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(self._pace.interval_ms / 1000)
+            try:
+                await self._look()
+            except WaltzError as error:
+                _log.info("balance.not_looked reason=%s", error)  # rule 2
+
+    async def _look(self) -> None:
+        loads = self._meter.take(self._costs(), loop_clock_ms())
+        await self._coordinator.loads.tell(self._server_id, loads)
+        view = await self._coordinator.read_servers()
+        if not view.is_settled or self._server_id != min(view.servers):
+            self._servers = frozenset()
+            return
+        await self._balance(view)
+
+    async def _balance(self, view: ServersView) -> None:
+        """Do the lead's duty."""
+        now_ms = loop_clock_ms()
+        if view.servers.keys() != self._servers:
+            self._servers = frozenset(view.servers)
+            self._quiet_until_ms = now_ms + self._pace.window_ms
+        told = await self._coordinator.loads.read(view.servers)
+        owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
+        loads = self._book.take(told, owners)
+        if now_ms < self._quiet_until_ms:
+            return  # rule 3
+        preferred = {each for its in view.servers.values() for each in its.preferred}
+        moves = self._balancer.plan(owners, preferred, loads, told.keys(), now_ms)
+        if moves and await self._coordinator.move_partitions(view, moves):
+            self._balancer.moved(moves, now_ms)
+            for partition_id, target in moves.items():
+                _log.info(
+                    "balance.moved partition=%s load=%.0f from=%s to=%s",
+                    partition_id,
+                    loads[partition_id],
+                    owners[partition_id],
+                    target,
+                )
