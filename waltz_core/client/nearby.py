@@ -17,6 +17,7 @@ Rules:
 
 import asyncio
 import os
+import sys
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors, handover, raw_records
+from waltz_core.checksum import crc32
 from waltz_core.record import LineageEntry, PartitionId, TransactionId
 from waltz_core.wire.places import Place, encode_segment
 
@@ -34,6 +36,11 @@ I64 = npt.NDArray[np.int64]
 
 # What is asked for at once: it costs the memory of its lengths and batches, and not of its bytes.
 GRANT_BYTES: Final = 32 * 1024 * 1024
+# Read and summed in one go, while they are in the processor's own memory.
+_PIECE_BYTES: Final = 512 * 1024
+# One that is looked at, one that is on its way, and one more for who lags behind.
+_BUFFERS_MAX: Final = 3
+_REFERENCES_OF_OURS: Final = 2  # the list's, and that of who asks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +84,7 @@ class Nearby:
         self._partition_id = partition_id
         self._timeout_s = timeout_s
         self._files: dict[TransactionId, FileIO] = {}
+        self._buffers = _Buffers()
         self._grant: Grant | None = None
 
     def close(self) -> None:
@@ -116,24 +124,25 @@ class Nearby:
         """Read records low..high-1 of a grant and check them (rule 2); runs on a thread."""
         lengths = grant.lengths[low:high]
         skip, size = raw_records.sum_of(grant.lengths[:low]), raw_records.sum_of(lengths)
-        records = np.empty(size, dtype=np.uint8).data
-        done = 0
+        records = self._buffers.take(size)
+        done = crc = 0
         for place in grant.places:
             if skip < place.size and done < size:
                 count = min(place.size - skip, size - done)
                 part = records[done : done + count]
-                self._fill(part, place.segment, place.offset + skip)
+                crc = self._fill(part, place.segment, place.offset + skip, crc)
                 done += count
             skip = max(0, skip - place.size)
         first = TransactionId(grant.first + low)
-        if raw_records.proven_crcs(records, lengths, first) is None:
+        if raw_records.proven_crcs(records, lengths, first, records_crc=crc) is None:
             raise errors.ChecksumMismatch(
                 f"partition {self._partition_id}: one of the records {first}.."
                 f"{first + lengths.size - 1} of {self._door} is damaged"
             )
         return records
 
-    def _fill(self, part: memoryview, segment: TransactionId, offset: int) -> None:
+    def _fill(self, part: memoryview, segment: TransactionId, offset: int, crc: int) -> int:
+        """Read bytes of a segment; return the CRC of what `crc` is of followed by them."""
         file = self._files.get(segment)
         try:
             if file is None:
@@ -141,13 +150,38 @@ class Nearby:
                 taken = handover.take(self._door, question, timeout_s=self._timeout_s)
                 file = self._files[segment] = FileIO(taken)
             while part:
-                count = os.preadv(file.fileno(), [part], offset)
+                count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset)
                 if not count:
                     raise errors.ReadFailed(
                         f"partition {self._partition_id}: expected {len(part)} more bytes at "
                         f"{offset} of segment {segment} of {self._door}, found its end"
                     )
+                crc = crc32(part[:count], crc)
                 part = part[count:]
                 offset += count
         except (OSError, ValueError) as error:  # a file that was closed meanwhile is a ValueError
             raise errors.ReadFailed(f"segment {segment} of {self._door}: {error}") from error
+        return crc
+
+
+class _Buffers:
+    """Memory for what is read, used again as soon as nobody holds a view of it.
+
+    New memory for each read costs more than the read: the system clears it first.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[npt.NDArray[np.uint8]] = []
+
+    def take(self, size: int) -> memoryview:
+        """Return memory of a size, which nobody else has; its bytes are any."""
+        for place in range(len(self._all)):
+            # Whoever has a view of it, or one of a view, counts as one more.
+            if sys.getrefcount(self._all[place]) == _REFERENCES_OF_OURS:
+                if self._all[place].size < size:
+                    self._all[place] = np.empty(size, dtype=np.uint8)
+                return self._all[place].data[:size]
+        made = np.empty(size, dtype=np.uint8)
+        if len(self._all) < _BUFFERS_MAX:
+            self._all.append(made)
+        return made.data
