@@ -468,7 +468,7 @@ def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
     if (
         chunk.form is RangeForm.WHOLE
         and not is_filtered
-        and chunk.lengths.size == chunk.count > 0
+        and chunk.lengths.size == chunk.count == chunk.next - chunk.first > 0
         and raw_records.proven_crcs(chunk.records, chunk.lengths, chunk.first) is not None
     ):
         return  # else it is looked for what is wrong
