@@ -13,6 +13,8 @@ Rules:
     5. Nothing beyond the last id asked for is believed: it may not be committed.
     6. Replicas that are nearby are asked before others, and no replica but those that the server
        named: a storage that is near and not engaged is not asked.
+    7. A replica of this machine says where the records lie, and they are read from its files
+       (`nearby.py`); where that fails, it sends them like any other.
 """
 
 import asyncio
@@ -25,8 +27,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import errors, net, raw_records
+from waltz_core import errors, handover, net, raw_records
 from waltz_core.checksum import crc32
+from waltz_core.client.nearby import GRANT_BYTES, Grant, Nearby
 from waltz_core.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -38,6 +41,7 @@ from waltz_core.record import (
 )
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Buffer, RangeForm, Surface
+from waltz_core.wire.places import PLACES, decode_places, door_of
 
 I64 = npt.NDArray[np.int64]
 
@@ -214,31 +218,7 @@ class ReplicaLink:
         """Read a stretch; raises SessionFenced, NotOwned, ... when the storage does not vouch."""
         assert query.last <= high_water_mark
         assert not query.header_values
-        self._sequence += 1
-        request = messages.RangeRaw(
-            session_id,
-            self._sequence,
-            partition_id,
-            query.first,
-            query.last,
-            query.bytes_max,
-            query.form,
-            whole_batches=False,
-            reader=True,
-        )
-        answer = await self._ask(request, timeout_s)
-        where = f"partition {partition_id}, transactions {query.first}.. from {self._link.address}"
-        if not isinstance(answer, messages.RangeBytes):
-            raise errors.RemoteProtocolError(
-                f"{where}: expected RangeBytes, found {type(answer).__name__}"
-            )
-        if answer.first != query.first or answer.form != query.form or answer.count <= 0:
-            raise errors.RemoteProtocolError(
-                f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
-            )
-        if answer.form == RangeForm.HEADERS and crc32(answer.records) != answer.records_crc:
-            raise errors.ChecksumMismatch(f"{where}: the headers' CRC does not fit")
-        _check_end(answer.first + answer.count - 1, query, where)
+        answer, where = await self._range(partition_id, query, query.form, session_id, timeout_s)
         chunk = RangeChunk(
             query.form,
             query.first,
@@ -252,6 +232,65 @@ class ReplicaLink:
         )
         _verify(chunk, where, is_filtered=False)
         return chunk
+
+    async def places(
+        self,
+        partition_id: PartitionId,
+        query: RangeQuery,
+        *,
+        session_id: SessionId,
+        timeout_s: float,
+    ) -> Grant:
+        """Ask where the records of a stretch lie; raises as `fetch`, and where it is not known."""
+        asked = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
+        answer, where = await self._range(partition_id, asked, PLACES, session_id, timeout_s)
+        lengths: I64 = np.frombuffer(answer.lengths, dtype=">i4").astype(np.int64)
+        if lengths.size != answer.count:
+            raise errors.RemoteProtocolError(
+                f"{where}: found {lengths.size} lengths with a count of {answer.count}"
+            )
+        try:
+            raw_records.lengths_from_wire(answer.lengths, int(lengths.sum()))
+            places = decode_places(answer.records, int(lengths.sum()))
+        except errors.BadFormat as error:
+            raise errors.BadFormat(f"{where}: {error}") from error
+        return Grant(query.first, lengths, places, answer.lineage)
+
+    async def _range(
+        self,
+        partition_id: PartitionId,
+        query: RangeQuery,
+        form: int,
+        session_id: SessionId,
+        timeout_s: float,
+    ) -> tuple[messages.RangeBytes, str]:
+        """Return the answer for a stretch, and how to name it in an error."""
+        self._sequence += 1
+        request = messages.RangeRaw(
+            session_id,
+            self._sequence,
+            partition_id,
+            query.first,
+            query.last,
+            query.bytes_max,
+            form,
+            whole_batches=False,
+            reader=True,
+        )
+        answer = await self._ask(request, timeout_s)
+        where = f"partition {partition_id}, transactions {query.first}.. from {self._link.address}"
+        if not isinstance(answer, messages.RangeBytes):
+            raise errors.RemoteProtocolError(
+                f"{where}: expected RangeBytes, found {type(answer).__name__}"
+            )
+        if answer.first != query.first or answer.form != form or answer.count <= 0:
+            raise errors.RemoteProtocolError(
+                f"{where}: found form {answer.form}, first {answer.first}, count {answer.count}"
+            )
+        if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
+            raise errors.ChecksumMismatch(f"{where}: the answer's CRC does not fit")
+        _check_end(answer.first + answer.count - 1, query, where)
+        return answer, where
 
     async def _ask(
         self, request: messages.StorageMessage, timeout_s: float
@@ -304,8 +343,10 @@ class ReplicaReader:
         random.shuffle(self._addresses)
         self._addresses.sort(key=lambda each: each not in replicas.nearby)
         self._link: ReplicaLink | None = None
+        self._nearby: Nearby | None = None  # the storage at the other end, if it is here
         self._is_closed = False
         self.from_replica_count = 0
+        self.from_nearby_count = 0  # of those
 
     async def fetch(self, query: RangeQuery) -> RangeChunk:
         """Read a stretch."""
@@ -337,19 +378,70 @@ class ReplicaReader:
         self._hang_up()
 
     def _hang_up(self) -> None:
+        self._go_far()
         if self._link is not None:
             self._link.close()
             self._link = None
 
     async def _fetch_from(self, address: str, query: RangeQuery) -> RangeChunk:
         if self._link is None or self._link.is_closed:
+            self._hang_up()
             self._link = await ReplicaLink.open(address, self._replicas, timeout_s=self._timeout_s)
+            self._nearby = self._nearby_at(address)
+        if self._nearby is not None and query.form is RangeForm.WHOLE:
+            try:
+                return await self._fetch_nearby(self._nearby, self._link, query)
+            except errors.WaltzError as error:
+                _log.warning(
+                    "ranges.not_nearby partition=%d replica=%s error=%s",
+                    self._partition_id,
+                    address,
+                    error,
+                )
+                self._go_far()
         return await self._link.fetch(
             self._partition_id,
             query,
             session_id=SessionId(self._replicas.session_id),
             high_water_mark=TransactionId(self._replicas.high_water_mark),
             timeout_s=self._timeout_s,
+        )
+
+    def _nearby_at(self, address: str) -> Nearby | None:
+        door = door_of(self._replicas.cluster_key, address)
+        if not handover.is_offered(door):
+            return None
+        return Nearby(door, self._partition_id, timeout_s=self._timeout_s)
+
+    def _go_far(self) -> None:
+        """Have the storage send what is read, from now on."""
+        if self._nearby is not None:
+            self._nearby.close()
+            self._nearby = None
+
+    async def _fetch_nearby(
+        self, nearby: Nearby, link: ReplicaLink, query: RangeQuery
+    ) -> RangeChunk:
+        session_id = SessionId(self._replicas.session_id)
+
+        async def ask() -> Grant:
+            return await link.places(
+                self._partition_id, query, session_id=session_id, timeout_s=self._timeout_s
+            )
+
+        found = await nearby.read(query.first, query.last, query.bytes_max, ask)
+        count = int(found.lengths.size)
+        self.from_nearby_count += 1
+        return RangeChunk(
+            query.form,
+            query.first,
+            count,
+            TransactionId(query.first + count),
+            found.lengths,
+            found.records,
+            session_id,
+            TransactionId(self._replicas.high_water_mark),
+            found.lineage,
         )
 
 
@@ -381,6 +473,13 @@ def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
 
 def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
     """Raise unless the records are whole, right, and those of the stretch."""
+    if (
+        chunk.form is RangeForm.WHOLE
+        and not is_filtered
+        and chunk.lengths.size == chunk.count == chunk.next - chunk.first > 0
+        and raw_records.proven_crcs(chunk.records, chunk.lengths, chunk.first) is not None
+    ):
+        return  # else it is looked for what is wrong
     if chunk.form is RangeForm.WHOLE:
         bad = raw_records.first_bad_record(chunk.records, chunk.lengths)
         if bad is not None:

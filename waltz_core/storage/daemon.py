@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final, TypeVar, assert_never
 from uuid import UUID
 
-from waltz_core import errors, net
+from waltz_core import errors, handover, net
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
@@ -41,7 +41,7 @@ from waltz_core.net import Link
 from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage import service
 from waltz_core.storage.admin_port import AdminPort
-from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.disk import RealDisk, open_for_another
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.figures import Figures
 from waltz_core.storage.partition_log import LogSettings
@@ -50,6 +50,7 @@ from waltz_core.storage.service import Effect, Event, Identity, StorageService
 from waltz_core.storage.serving import Serving, side_by_side
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
+from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_of
 
 _log = logging.getLogger(__name__)
 
@@ -232,6 +233,7 @@ class StorageDaemon:
                     stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._looked))
                     tasks.create_task(self._keep_places(machine))
+                    tasks.create_task(self._offer_segments())
                     if self._coordinator is None:
                         serving.look_again()
                     else:
@@ -245,6 +247,11 @@ class StorageDaemon:
                 if not self._is_left:  # else no thread may be free
                     await self._in_thread(partial(self._write_places, machine.scrub_places))
                 _log.info("storage.ended address=%s", self.address)
+
+    async def _offer_segments(self) -> None:
+        """Hand segments over to readers of this machine."""
+        door = door_of(self._cluster.cluster_key.bytes, self.address)
+        await handover.offer(door, SEGMENT_QUESTION_BYTES, self._open_segment)
 
     async def _make_machine(self, engine: Engine, identity: Identity) -> StorageService:
         config = self._config
@@ -318,6 +325,16 @@ class StorageDaemon:
                 f"{self.address} is registered in ZooKeeper for storage {registered}, but the "
                 f"directory {self._config.directory} is that of storage {mine}"
             )
+
+    async def _open_segment(self, question: bytes) -> int:
+        """Open a segment for a reader of this machine."""
+        assert self._engine is not None
+        assert self._serving is not None
+        partition_id, first = decode_segment(question)
+        if partition_id not in self._serving.logs or first < 0:
+            raise errors.UnknownPartition(f"partition {partition_id} from {first}: not here")
+        path = self._engine.segment_path(partition_id, first)
+        return await self._in_thread(partial(open_for_another, path))
 
     async def _until(self, event: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
         """Wait for an event, or raise what the process has to end with."""

@@ -157,6 +157,14 @@ def remove_temporary(disk: Disk, directory: Path) -> None:
 # the real one
 
 
+def open_for_another(path: Path) -> int:
+    """Return a descriptor of a real file, for reading only, which another process is to have."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ReadFailed(f"opening {path}: {error.strerror or error}") from error
+
+
 @contextmanager
 def _typed_errors(what: str, path: Path) -> Iterator[None]:
     try:

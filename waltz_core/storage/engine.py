@@ -51,6 +51,7 @@ from waltz_core.storage.format import (
     decode_storage_id,
     encode_storage_id,
     of_file,
+    segment_name,
 )
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
 from waltz_core.storage.removal import Wipe
@@ -215,6 +216,10 @@ class Engine:
         self.logs[partition_id] = log
         self.failed.pop(partition_id, None)
         return log
+
+    def segment_path(self, partition_id: PartitionId, first: TransactionId) -> Path:
+        """Return the file with the records of the segment that begins with an id."""
+        return self._directory_of(partition_id) / segment_name(first, ".seg")
 
     def _directory_of(self, partition_id: PartitionId) -> Path:
         return self.directory / str(partition_id)

@@ -9,6 +9,8 @@ Rules:
     3. A wrong index and a wrong batch entry are mended from what is around them, once for a read.
     4. What the disk does not give is asked for once more; what it does not give then either is as
        good as wrong, and rules 1 to 3 hold for it. Each error is kept until somebody tells it.
+    5. A reader of this machine may be told where records lie instead. Then rule 1 is his: what he
+       finds wrong he asks for again, and does not get (`client/nearby.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, Tr
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import IdRange, Slot, with_damage
 from waltz_core.storage.segments import Segments, first_wrong
+from waltz_core.wire.places import Place
 
 I64 = npt.NDArray[np.int64]
 _Read = TypeVar("_Read")
@@ -54,6 +57,15 @@ class HeadersRead(NamedTuple):
     headers: bytes
     entries: tuple[LineageEntry, ...]
     chain_before: Chain
+
+
+class PlacesRead(NamedTuple):
+    """Where records `first` and following lie, and the batches that they belong to."""
+
+    first: TransactionId
+    lengths: I64
+    places: tuple[Place, ...]
+    entries: tuple[LineageEntry, ...]
 
 
 class LogReader:
@@ -251,6 +263,31 @@ class LogReader:
             next_id = TransactionId(next_id + int(read.lengths.size))
         chain_before, entries = self.lineage(first, TransactionId(next_id - 1))
         return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
+
+    def places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
+        """Return where the records of first..last lie that fit into `bytes_max`, one at least.
+
+        They are not read. The answer stops before damage that is known.
+
+        Raises:
+            BadRequest, ChecksumMismatch: as `read_range`.
+        """
+        if not 0 <= first <= last <= self._segments.last:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
+                f"found {first}..{last}"
+            )
+        self._refuse_damaged(first, whole_batches=False)
+        return self._mended(first, last, lambda: self._places(first, last, bytes_max))
+
+    def _places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
+        # They cannot have more batches than that, so that none is left out.
+        last = min(last, TransactionId(first + LINEAGE_ENTRIES_MAX - 1))
+        end = self._segments.fitting(first, last, bytes_max)
+        end = self._before_damage(first, end, whole_batches=False)
+        _, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
+        places, lengths = self._segments.places(first, end)
+        return PlacesRead(first, lengths, tuple(places), entries)
 
     def lineage(
         self, first: TransactionId, last: TransactionId

@@ -36,6 +36,7 @@ from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import IdRange, SegmentHeader, first_of_name
 from waltz_core.storage.lock_file import LockFile
 from waltz_core.storage.segment import Segment
+from waltz_core.wire.places import Place
 
 I64 = npt.NDArray[np.int64]
 _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
@@ -273,6 +274,20 @@ class Segments:
         if len(runs) == 1:
             return runs[0], lengths[0]
         return b"".join(runs), np.concatenate(lengths)
+
+    def places(self, first: TransactionId, last: TransactionId) -> tuple[list[Place], I64]:
+        """Return where the bytes of first..last lie, and their lengths, by the index alone."""
+        places: list[Place] = []
+        lengths: list[I64] = []
+        while first <= last:
+            segment = self._holding(first)
+            end = min(last, segment.last)
+            offsets = segment.bounds(first, end)
+            start = int(offsets[0])
+            places.append(Place(segment.first, start, int(offsets[-1]) - start))
+            lengths.append(raw_records.lengths_between(offsets))
+            first = TransactionId(end + 1)
+        return places, np.concatenate(lengths)
 
     def fitting(self, first: TransactionId, last: TransactionId, bytes_max: int) -> TransactionId:
         """Return the last id that fits into `bytes_max` with all from `first` on; one always does.

@@ -42,6 +42,7 @@ from waltz_core.record import (
 )
 from waltz_core.storage.format import IdRange, without_damage
 from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.reading import PlacesRead
 from waltz_core.storage.room import Room, append_bytes
 from waltz_core.storage.scrub import Piece, Scrubbed
 from waltz_core.values import value
@@ -65,6 +66,7 @@ from waltz_core.wire.messages import (
     StorageMessage,
     Truncate,
 )
+from waltz_core.wire.places import PLACES, PLACES_BYTES_MAX, encode_places
 
 ConnectionId = NewType("ConnectionId", int)
 # The most that is read for one answer; a single batch or record that is larger is sent whole.
@@ -343,6 +345,8 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
     bytes_max = min(max(1, message.bytes_max), limit)
     if message.reader and first > last:
         return _nothing(message)
+    if message.form == PLACES and message.reader:
+        return _places(log.reader.places(first, last, _places_bytes(message)), message, result)
     if message.form == RangeForm.HEADERS:
         headers = log.read_headers(first, last, bytes_max)
         records, lengths = headers.headers, b""
@@ -367,6 +371,28 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
         records_crc=crc32(records),
         chain_before=chain_before,
         lineage=entries,
+    )
+
+
+def _places_bytes(message: RangeRaw) -> int:
+    return min(max(1, message.bytes_max), PLACES_BYTES_MAX)
+
+
+def _places(read: PlacesRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
+    """Return where the records lie: whoever asked reads them himself, and checks them."""
+    count, places = int(read.lengths.size), encode_places(read.places)
+    result.read_count += count
+    result.read_bytes += sum(place.size for place in read.places)
+    return RangeBytes(
+        *_prefix(message),
+        first=read.first,
+        count=count,
+        form=PLACES,
+        lengths=raw_records.lengths_to_wire(read.lengths),
+        records=places,
+        records_crc=crc32(places),
+        chain_before=GENESIS_CHAIN,  # which only whole batches need
+        lineage=read.entries,
     )
 
 

@@ -157,7 +157,7 @@ def test_headers_that_a_replica_s_answer_does_not_vouch_for_are_not_believed(at:
     assert headers_from_replica(good, crc32(good)).next == 14
     bad = bytearray(good)
     bad[at] ^= 1
-    with pytest.raises(errors.ChecksumMismatch, match="s1:6001: the headers' CRC"):
+    with pytest.raises(errors.ChecksumMismatch, match="s1:6001: the answer's CRC"):
         headers_from_replica(bytes(bad), crc32(good))
 
 

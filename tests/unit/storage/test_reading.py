@@ -252,3 +252,51 @@ def test_verifying_passes_over_the_damage_that_it_stands_in_and_no_other(log):
     log.disk.overwrite(lineage, len(log.disk.content(lineage)) - 10, bytes(10))
     with pytest.raises(ChecksumMismatch, match="the last 1 of 2 batches"):
         log.reader.verify(0, 1 << 20)
+
+
+def placed(log, first, last, bytes_max=1 << 20):
+    """Ask where records lie; return the last id of the answer when the places are right."""
+    read = log.reader.places(first, last, bytes_max)
+    found = b""
+    for place in read.places:
+        content = log.disk.content(ROOT / segment_name(place.segment, ".seg"))
+        found += content[place.offset : place.offset + place.size]
+    end = first + read.lengths.size - 1
+    assert read.first == first
+    assert found == log.records[first * RECORD_BYTES : (end + 1) * RECORD_BYTES]
+    assert read.lengths.tolist() == [RECORD_BYTES] * read.lengths.size
+    assert read.entries == tuple(
+        one for one in log.entries if one.last >= first and one.first <= end
+    )
+    return end
+
+
+def test_places_are_told_over_segments_as_far_as_they_fit(log):
+    assert placed(log, 0, 11) == 11
+    assert placed(log, 4, 6) == 6
+    assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
+    assert placed(log, 7, 11, 1) == 7
+    with pytest.raises(BadRequest, match="expected ids up to 11"):
+        log.reader.places(3, 12, 1)
+
+
+def test_places_are_not_read_but_stop_before_damage_that_is_known(log):
+    log.rot(6)
+    assert log.reader.places(0, 11, 1 << 20).lengths.size == 12
+    assert log.slots.slot.damaged == ()
+    log.read(0, 11)
+    assert placed(log, 0, 11) == 5
+    with pytest.raises(ChecksumMismatch, match=r"records 6\.\.6 are damaged"):
+        log.reader.places(6, 11, 1 << 20)
+    assert placed(log, 7, 11) == 11
+
+
+def test_a_wrong_index_is_mended_before_places_are_told(log):
+    log.rot_index(6, 0, 1)
+    assert placed(log, 0, 11) == 11
+    assert log.slots.slot.damaged == ()
+
+
+def test_places_are_never_of_more_records_than_batches_can_be_told_of(log, monkeypatch):
+    monkeypatch.setattr(reading, "LINEAGE_ENTRIES_MAX", 2)
+    assert placed(log, 0, 11) == 1

@@ -16,6 +16,7 @@ from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import work
 from waltz_core.storage.disk import RealDisk, RealFile
 from waltz_core.storage.engine import Engine
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.scrub import Piece, Scrubbed
 from waltz_core.storage.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, Request, Work
@@ -33,6 +34,7 @@ from waltz_core.wire.messages import (
     SuccessResponse,
     Truncate,
 )
+from waltz_core.wire.places import PLACES, Place, decode_places
 
 STORAGE_ID = b"the storage's id"
 
@@ -180,6 +182,22 @@ def test_reads_are_bounded_whatever_is_asked_for(log, monkeypatch):
     assert asked == [RANGE_BYTES_MAX, BATCHES_BYTES_MAX, 1]
     # However small its records are, the lineage of an answer fits into a message.
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
+
+
+def test_where_records_lie_is_told_to_readers_and_counted_as_read(log):
+    owner = Owner(5)
+    run(log, owner.append(3))
+    (told,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
+    assert (told.first, told.count, told.form) == (1, 2, PLACES)
+    assert decode_places(told.records, 2 * 44) == (Place(0, SEGMENT_HEADER_BYTES + 44, 88),)
+    assert told.records_crc == zlib.crc32(told.records)
+    assert told.lineage[0].last == 2
+    result = run(log, owner.make(RangeRaw, 0, 9, -5, PLACES, False, True))
+    assert (result.read_count, result.read_bytes) == (1, 44)
+    (refused,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, False)).outcomes
+    assert isinstance(refused, BadRequest)
+    (beyond,) = run(log, owner.make(RangeRaw, 3, 9, 1 << 20, PLACES, False, True)).outcomes
+    assert beyond.count == 0
 
 
 @contextmanager

@@ -1,0 +1,162 @@
+"""A reader and a storage daemon on one machine: the storage says where records lie, and no more."""
+
+import contextlib
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.integration.run_storage import KEY, PARTITION_COUNT
+from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
+from tests.storage_owner import records_of
+from waltz_core import errors, handover
+from waltz_core.client import ranges
+from waltz_core.client.ranges import RangeQuery, ReplicaReader, ReplicaSet
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
+from waltz_core.wire.messages import DamageFound, RangeForm
+
+pytestmark = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
+
+COUNT = 60
+RECORDS = records_of(0, COUNT)[0]
+SIZE = len(RECORDS) // COUNT
+
+
+class Log:
+    """A daemon that holds 60 records in batches of 10, and one that reads them."""
+
+    def __init__(self, address, owner):
+        self.address = address
+        self.owner = owner
+        self.from_server = []
+
+    async def server(self, query):
+        self.from_server.append(query.first)
+        raise errors.Unavailable("the server's turn")
+
+    @contextlib.contextmanager
+    def reader(self, session_id=5, last=COUNT - 1):
+        replicas = ReplicaSet(KEY.bytes, PARTITION_COUNT, session_id, last, (self.address,))
+        made = ReplicaReader(0, replicas, self.server, timeout_s=10.0, random=Random(1))
+        try:
+            yield made
+        finally:
+            made.close()
+
+    async def read(self, reader, first=0, last=COUNT - 1, form=RangeForm.WHOLE):
+        """Read in chunks of 7 records; return all bytes up to where only the server is left."""
+        got = b""
+        while first <= last:
+            try:
+                chunk = await reader.fetch(RangeQuery(first, last, form, (), 7 * SIZE))
+            except errors.Unavailable:
+                break
+            assert chunk.first == first
+            assert chunk.lineage[0].first <= first
+            assert chunk.lineage[-1].last >= chunk.next - 1
+            got += bytes(chunk.records)
+            first = chunk.next
+        return got
+
+
+@contextlib.asynccontextmanager
+async def log_in(directory):
+    async with serving(config_for(directory)) as address, session(address, 5) as owner:
+        await owner.prepare()
+        await owner.engage()
+        for _ in range(COUNT // 10):
+            await owner.ask(owner.owner.append(10))
+        yield Log(address, owner)
+
+
+def test_records_are_read_from_the_files_in_all_their_bytes(tmp_path):
+    async def main():
+        async with log_in(tmp_path) as log:
+            with log.reader() as reader:
+                assert await log.read(reader) == RECORDS
+                assert reader.from_nearby_count == reader.from_replica_count == 9
+                assert await log.read(reader, 33, 41) == RECORDS[33 * SIZE : 42 * SIZE]
+                heads = await log.read(reader, 0, 9, RangeForm.HEADERS)
+                assert heads[28:56] == RECORDS[SIZE : SIZE + 28]
+                assert (reader.from_nearby_count, reader.from_replica_count) == (11, 12)
+            assert log.from_server == []
+
+    on_loop(main())
+
+
+def test_damage_is_found_by_the_reader_and_told_to_the_storage(tmp_path):
+    async def main():
+        async with log_in(tmp_path) as log:
+            path = tmp_path / "0" / segment_name(0, ".seg")
+            place = SEGMENT_HEADER_BYTES + 33 * SIZE + 37
+            content = path.read_bytes()
+            path.write_bytes(content[:place] + b"X" + content[place + 1 :])
+            with log.reader() as reader:
+                assert await log.read(reader) == RECORDS[: 33 * SIZE]
+                assert reader.from_nearby_count == 4  # the fifth would have had it
+            assert log.from_server == [33]
+            (told,) = await log.owner.link.receive()  # the owner will have it mended
+            assert isinstance(told, DamageFound)
+            assert np.frombuffer(told.damaged, ">i8").tolist() == [33, 33]
+            with log.reader() as reader:  # what is known to be damaged is told of nobody
+                assert await log.read(reader, 30) == RECORDS[30 * SIZE : 33 * SIZE]
+                assert reader.from_nearby_count == 1
+
+    on_loop(main())
+
+
+def test_a_session_that_is_over_or_is_none_yet_is_told_nothing(tmp_path):
+    async def main():
+        async with log_in(tmp_path) as log:
+            for session_id in (4, 6):
+                with log.reader(session_id) as reader:
+                    assert await log.read(reader) == b""
+            async with session(log.address, 6) as later:
+                await later.prepare()
+                with log.reader() as reader:
+                    assert await log.read(reader) == b""
+                with log.reader(6) as reader:  # prepared, and not engaged yet
+                    assert await log.read(reader) == b""
+            assert log.from_server == [0, 0, 0, 0]
+
+    on_loop(main())
+
+
+def test_nothing_beyond_the_mark_is_asked_for(tmp_path):
+    async def main():
+        async with log_in(tmp_path) as log:
+            with log.reader(last=19) as reader:
+                assert await log.read(reader, 0, 19) == RECORDS[: 20 * SIZE]
+                assert await log.read(reader, 0, 20) == b""
+            assert log.from_server == [0]
+
+    on_loop(main())
+
+
+def test_a_storage_that_goes_away_in_the_middle_is_left(tmp_path):
+    async def main():
+        async with contextlib.AsyncExitStack() as running:
+            log = await running.enter_async_context(log_in(tmp_path))
+            with log.reader() as reader:
+                assert await log.read(reader, 0, 6) == RECORDS[: 7 * SIZE]
+                await reader.fetch(RangeQuery(7, COUNT - 1, RangeForm.WHOLE, (), SIZE))
+                await running.aclose()
+                assert await log.read(reader, 8) == b""
+            assert log.from_server == [8]
+
+    on_loop(main())
+
+
+def test_a_storage_that_hands_nothing_over_sends_the_records(tmp_path, monkeypatch):
+    async def main():
+        async with log_in(tmp_path) as log:
+            with log.reader() as reader, monkeypatch.context() as changed:
+                changed.setattr(ranges.handover, "is_offered", lambda _door: False)
+                assert await log.read(reader) == RECORDS
+                assert reader.from_nearby_count == 0
+            (tmp_path / "0" / segment_name(0, ".seg")).rename(tmp_path / "elsewhere")
+            with log.reader() as reader:  # it says where, and cannot open it for another
+                assert await log.read(reader) == RECORDS
+                assert (reader.from_nearby_count, reader.from_replica_count) == (0, 9)
+
+    on_loop(main())

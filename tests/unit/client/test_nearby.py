@@ -1,0 +1,149 @@
+"""What a reader believes of the files of a storage on its own machine."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from tests.storage_owner import records_of
+from waltz_core import errors
+from waltz_core.client import nearby as nearby_module
+from waltz_core.client.nearby import Grant, Nearby
+from waltz_core.record import LineageEntry
+from waltz_core.wire.places import Place, decode_segment
+
+SKIPPED = 128  # what lies before the first record of a segment
+
+
+class Files:
+    """Records 10..29 in two segments, 10..16 and 17..29, and what was asked for of them."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.records, _, lengths = records_of(10, 20)
+        self.lengths = np.frombuffer(lengths, ">i4").astype(np.int64)
+        self.size = int(self.lengths[0])
+        self.write(10, self.records[: 7 * self.size])
+        self.write(17, self.records[7 * self.size :])
+        self.asked = []
+        self.taken = []
+
+    def write(self, segment, records):
+        (self.directory / str(segment)).write_bytes(bytes(SKIPPED) + records)
+
+    def take(self, door, question, *, timeout_s):
+        assert (door, timeout_s) == ("the door", 5.0)
+        partition_id, segment = decode_segment(question)
+        assert partition_id == 3
+        self.taken.append(segment)
+        return os.open(self.directory / str(segment), os.O_RDONLY)
+
+    def grant(self, first, count):
+        """Return a grant for so many records from `first` on."""
+        places = []
+        for segment, end in ((10, 17), (17, 30)):
+            low, high = max(first, segment), min(first + count, end)
+            if low < high:
+                offset = SKIPPED + (low - segment) * self.size
+                places.append(Place(segment, offset, (high - low) * self.size))
+        lineage = (LineageEntry(8, 14, 1, 77, bytes(16)), LineageEntry(15, 40, 2, 78, bytes(16)))
+        return Grant(first, self.lengths[:count], tuple(places), lineage)
+
+    def read(self, reader, first, last, bytes_max=1 << 20, count=20):
+        async def ask():
+            self.asked.append(first)
+            return self.grant(first, min(count, 30 - first))
+
+        return asyncio.run(reader.read(first, last, bytes_max, ask))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    made = Files(tmp_path)
+    monkeypatch.setattr(nearby_module.handover, "take", made.take)
+    return made
+
+
+@pytest.fixture
+def reader():
+    made = Nearby("the door", 3, timeout_s=5.0)
+    yield made
+    made.close()
+
+
+def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader):
+    got, first = b"", 10
+    while first < 30:
+        stretch = files.read(reader, first, 29, 3 * files.size)
+        assert stretch.lengths.size == min(3, 30 - first)
+        touching = {8} if first + 2 < 15 else {8, 15} if first < 15 else {15}
+        assert {entry.first for entry in stretch.lineage} == touching
+        got += bytes(stretch.records)
+        first += stretch.lengths.size
+    assert got == files.records
+    assert files.asked == [10]
+    assert files.taken == [10, 17]
+
+
+def test_no_more_is_read_than_asked_for_and_one_record_at_least(files, reader):
+    assert files.read(reader, 12, 13).lengths.size == 2
+    assert files.read(reader, 20, 29, 1).lengths.size == 1
+    assert files.read(reader, 11, 29).lengths.size == 19
+    assert files.asked == [12, 11]  # what a grant does not hold is asked for
+
+
+def test_what_the_grant_ends_before_is_asked_for_anew(files, reader):
+    assert files.read(reader, 10, 29, count=8).lengths.size == 8
+    assert files.read(reader, 18, 29).lengths.size == 12
+    assert files.asked == [10, 18]
+
+
+@pytest.mark.parametrize("at", [7, 28, 35, 36, 43])
+def test_no_byte_of_a_record_may_differ(files, reader, at):
+    bad = bytearray(files.records[: 7 * files.size])
+    bad[2 * files.size + at] ^= 1
+    files.write(10, bytes(bad))
+    with pytest.raises(errors.ChecksumMismatch, match=r"partition 3: one of the records 10\.\.29"):
+        files.read(reader, 10, 29)
+
+
+def test_right_records_in_the_wrong_place_are_refused(files, reader):
+    """A place that is off by a record has right sums and wrong ids."""
+    files.write(10, files.records[files.size : 8 * files.size])
+    with pytest.raises(errors.ChecksumMismatch):
+        files.read(reader, 10, 12)
+
+
+def test_a_file_that_was_cut_meanwhile_is_told(files, reader):
+    files.read(reader, 10, 12)
+    os.truncate(files.directory / "10", SKIPPED + 4 * files.size + 5)
+    assert files.read(reader, 13, 13).lengths.size == 1
+    with pytest.raises(errors.ReadFailed, match="found its end"):
+        files.read(reader, 13, 14)
+
+
+def test_who_hands_over_nothing_is_told(files, reader, monkeypatch):
+    def refuses(_door, _question, *, timeout_s):
+        raise errors.Unreachable(f"nobody within {timeout_s}")
+
+    monkeypatch.setattr(nearby_module.handover, "take", refuses)
+    with pytest.raises(errors.Unreachable, match="nobody"):
+        files.read(reader, 10, 12)
+
+
+def test_a_reader_that_was_closed_has_no_files_open(files, reader):
+    files.read(reader, 10, 29)
+    opened = list(reader._files.values())
+    reader.close()
+    assert [file.closed for file in opened] == [True, True]
+
+
+def test_what_is_held_is_not_written_over(files, reader):
+    kept = [files.read(reader, first, first).records[:] for first in range(10, 30)]
+    assert b"".join(kept) == files.records
+
+
+def test_memory_that_nobody_holds_is_used_again(files, reader):
+    places = {files.read(reader, first, first).records.obj.ctypes.data for first in range(10, 30)}
+    assert len(places) <= 2

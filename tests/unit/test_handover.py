@@ -1,0 +1,125 @@
+"""One process hands another an open file: who is given what, and who is not."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+
+import pytest
+
+from waltz_core import errors, handover, net
+
+pytestmark = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
+
+
+@pytest.fixture
+def name():
+    return f"waltz-test/{secrets.token_hex(16)}"
+
+
+@contextlib.asynccontextmanager
+async def offering(name, path):
+    """Offer one file, under the question b"this"."""
+
+    async def open_asked(question):
+        if question != b"this":
+            raise errors.UnknownPartition("not here")
+        return os.open(path, os.O_RDONLY)
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(handover.offer(name, 4, open_asked))
+        await asyncio.sleep(0)  # its first step binds and listens
+        assert handover.is_offered(name)
+        yield task
+        task.cancel()
+
+
+def run(name, path, call):
+    """Call on a thread while the file is offered; return what it returns."""
+
+    async def main():
+        async with offering(name, path), asyncio.timeout(30):
+            return await asyncio.to_thread(call)
+
+    return net.run(main())
+
+
+def take(name, question=b"this"):
+    with open(handover.take(name, question, timeout_s=10), "rb") as file:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(file.fileno(), b"x")
+        return file.read()
+
+
+def test_a_file_is_handed_over_for_reading_as_often_as_it_is_asked_for(tmp_path, name):
+    path = tmp_path / "file"
+    path.write_bytes(b"what lies in it")
+    run(name, path, lambda: take(name))  # the first loop of a process keeps files of its own
+    count = len(os.listdir("/proc/self/fd"))
+    found = run(name, path, lambda: [take(name) for _ in range(3 * handover.CALLERS_MAX)])
+    assert set(found) == {b"what lies in it"}
+    assert len(os.listdir("/proc/self/fd")) == count
+
+
+def test_a_file_outlives_its_name_and_who_has_handed_it_over(tmp_path, name):
+    path = tmp_path / "file"
+    path.write_bytes(b"still there")
+    taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=10))
+    path.unlink()
+    with open(taken, "rb") as file:
+        assert file.read() == b"still there"
+    assert not handover.is_offered(name)
+
+
+def test_what_is_not_there_is_not_had(tmp_path, name):
+    with pytest.raises(errors.Unreachable, match="Connection refused"):
+        handover.take(name, b"this", timeout_s=10)
+    path = tmp_path / "none"
+
+    def asks():
+        for question in (b"that", b"this"):  # refused, and a file that does not exist
+            with pytest.raises(errors.Unreachable, match="what was asked for is not there"):
+                handover.take(name, question, timeout_s=10)
+
+    run(name, path, asks)
+
+
+def test_who_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(handover, "QUESTION_S_MAX", 2.0)
+    path = tmp_path / "file"
+    path.write_bytes(b"here")
+
+    def asks():
+        with contextlib.ExitStack() as opened:
+            silent = [
+                opened.enter_context(socket.socket(socket.AF_UNIX))
+                for _ in range(handover.CALLERS_MAX)
+            ]
+            for each in silent:
+                each.connect(f"\0{name}")
+                each.send(b"th")
+            assert take(name) == b"here"
+            assert {each.recv(1) for each in silent} == {b""}
+
+    run(name, path, asks)
+
+
+def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path, name):
+    path = tmp_path / "file"
+    path.write_bytes(b"the first one's")
+
+    async def main():
+        async with offering(name, path), offering(name, tmp_path / "none") as second:
+            await second  # it has given up, and nobody is worse off
+            return await asyncio.to_thread(take, name)
+
+    assert net.run(main()) == b"the first one's"
+
+
+def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
+    monkeypatch.setattr(handover, "IS_POSSIBLE", False)
+    net.run(handover.offer(name, 4, None))
+    assert not handover.is_offered(name)
+    with pytest.raises(errors.Unreachable, match="no abstract names"):
+        handover.take(name, b"this", timeout_s=1)

@@ -1,0 +1,69 @@
+"""Where records lie: what goes in comes out, and nothing else is taken for it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.errors import BadFormat
+from waltz_core.wire.places import (
+    SEGMENT_QUESTION_BYTES,
+    Place,
+    decode_places,
+    decode_segment,
+    door_of,
+    encode_places,
+    encode_segment,
+)
+
+KEY = bytes(range(16))
+sizes = st.integers(1, 1 << 40)
+places = st.lists(st.builds(Place, st.integers(0, 1 << 62), st.integers(0, 1 << 40), sizes))
+
+
+@given(places)
+def test_places_come_back_as_they_were(made):
+    total = sum(place.size for place in made)
+    assert decode_places(encode_places(made), total) == tuple(made)
+
+
+@given(st.binary(max_size=100), st.integers(0, 1000))
+def test_junk_is_refused_or_adds_up(junk, records_bytes):
+    try:
+        found = decode_places(junk, records_bytes)
+    except BadFormat:
+        return
+    assert sum(place.size for place in found) == records_bytes
+    assert encode_places(found) == junk
+
+
+@pytest.mark.parametrize(
+    ("made", "records_bytes", "sentence"),
+    [
+        ([Place(0, 128, 10)], 11, "expected 11 bytes, found 10"),
+        ([Place(0, 128, 10), Place(5, 128, -1)], 9, "expected a run of bytes of a segment"),
+        ([Place(0, -1, 10)], 10, "expected a run of bytes of a segment"),
+        ([Place(-1, 0, 10)], 10, "expected a run of bytes of a segment"),
+    ],
+)
+def test_impossible_places_are_refused(made, records_bytes, sentence):
+    with pytest.raises(BadFormat, match=sentence):
+        decode_places(encode_places(made), records_bytes)
+
+
+def test_a_place_is_whole_or_refused():
+    with pytest.raises(BadFormat, match="expected 24 bytes each, found 23"):
+        decode_places(encode_places([Place(0, 128, 10)])[:-1], 10)
+
+
+@given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 63) - 1))
+def test_the_question_for_a_segment_comes_back(partition_id, first):
+    question = encode_segment(partition_id, first)
+    assert len(question) == SEGMENT_QUESTION_BYTES
+    assert decode_segment(question) == (partition_id, first)
+
+
+def test_each_storage_of_each_cluster_has_a_door_of_its_own_that_fits_a_socket_s_name():
+    host = "a-host-with-a-very-long-name." * 8
+    doors = {door_of(key, f"{host}:{port}") for key in (KEY, bytes(16)) for port in (1, 2)}
+    assert len(doors) == 4
+    assert max(map(len, doors)) < 100

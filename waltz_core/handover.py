@@ -1,0 +1,124 @@
+"""Handing an open file over to another process of this machine, through a Unix socket.
+
+Why it stands alone: besides `net.py` it is the one file that opens sockets of our own. Bytes that
+lie in a file here need no socket at all: who is given the file reads them from the system's memory.
+
+Rules:
+    1. The socket's name is an abstract one: it ends with its process, it leaves no file behind, and
+       nobody on another machine, or in another network namespace, reaches it.
+    2. One connection, one question of a fixed size, one answer: an open file, or nothing.
+    3. What is handed over can be read and not be written.
+    4. Where there are no abstract names (they are Linux's), nothing is offered and nothing is had.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from typing import Final
+
+from waltz_core.errors import Unreachable, WaltzError
+
+_log = logging.getLogger(__name__)
+
+IS_POSSIBLE: Final = sys.platform == "linux"
+QUESTION_S_MAX: Final = 5.0
+CALLERS_MAX: Final = 64
+_NAME_BYTES_MAX: Final = 107
+_HERE: Final = b"\x01"
+
+# Opens what a question asks for, for reading only, and returns its descriptor; raises WaltzError.
+Open = Callable[[bytes], Awaitable[int]]
+
+
+async def offer(name: str, question_bytes: int, open_asked: Open) -> None:
+    """Hand files over to whoever asks under this name, until it is cancelled.
+
+    Returns when that is not possible here: who asks finds nobody, and has other ways.
+    """
+    if not IS_POSSIBLE:
+        return
+    loop = asyncio.get_running_loop()
+    room = asyncio.Semaphore(CALLERS_MAX)
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listening:
+        listening.setblocking(False)  # noqa: FBT003 - its only parameter
+        async with asyncio.TaskGroup() as callers:
+            try:
+                listening.bind(_abstract(name))
+                listening.listen(CALLERS_MAX)
+                while True:
+                    await room.acquire()
+                    caller, _ = await loop.sock_accept(listening)
+                    answering = callers.create_task(_answer(caller, question_bytes, open_asked))
+                    answering.add_done_callback(lambda _: room.release())
+            except OSError as error:  # the name is taken, or too many files are open
+                _log.warning("handover.not_offered name=%s error=%s", name, error)
+
+
+def is_offered(name: str) -> bool:
+    """Return whether somebody of this machine offers files under a name; never waits."""
+    if not IS_POSSIBLE:
+        return False
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
+        made.setblocking(False)  # noqa: FBT003 - its only parameter
+        try:
+            made.connect(_abstract(name))
+        except OSError:
+            return False
+        return True
+
+
+def take(name: str, question: bytes, *, timeout_s: float) -> int:
+    """Return the descriptor of the file that is asked for; blocks, and the caller closes it.
+
+    Raises:
+        Unreachable: nobody of this machine has the name, or he does not have what is asked for.
+    """
+    if not IS_POSSIBLE:
+        raise Unreachable(f"{name}: this system has no abstract names")
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
+        made.settimeout(timeout_s)
+        try:
+            made.connect(_abstract(name))
+            made.sendall(question)
+            answer, descriptors, _, _ = socket.recv_fds(made, len(_HERE), 1)
+        except OSError as error:
+            raise Unreachable(f"{name}: {error}") from error
+        if answer != _HERE or len(descriptors) != 1:
+            for each in descriptors:
+                os.close(each)
+            raise Unreachable(f"{name}: what was asked for is not there")
+        return descriptors[0]
+
+
+async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) -> None:
+    """Rule 2; who asks nothing in time is not answered."""
+    loop = asyncio.get_running_loop()
+    with closing(caller):
+        try:
+            async with asyncio.timeout(QUESTION_S_MAX):
+                question = b""
+                while len(question) < question_bytes:
+                    part = await loop.sock_recv(caller, question_bytes - len(question))
+                    if not part:
+                        return
+                    question += part
+                descriptor = await open_asked(question)
+        except (WaltzError, OSError, TimeoutError) as error:
+            _log.info("handover.refused error=%s", error)
+            return
+        try:
+            socket.send_fds(caller, [_HERE], [descriptor])
+        except OSError as error:  # he has gone away meanwhile
+            _log.info("handover.not_taken error=%s", error)
+        finally:
+            os.close(descriptor)
+
+
+def _abstract(name: str) -> str:
+    encoded = f"\0{name}"
+    assert len(encoded.encode()) <= _NAME_BYTES_MAX, name
+    return encoded

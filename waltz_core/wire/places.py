@@ -1,0 +1,78 @@
+"""Where the records of a range lie on a storage's disk, for a reader on the same machine.
+
+Why it stands alone: a storage answers a `RangeRaw` of form `PLACES` with `RangeBytes` that hold
+lengths and lineage as always, and these places instead of the records. A storage that does not
+know the form refuses it, so nothing else of the protocol changes.
+
+Rules:
+    1. The places are runs of a segment file's bytes, in the order of the ids, without a gap between
+       their records.
+    2. Together they have as many bytes as the lengths of the answer add up to.
+"""
+
+from collections.abc import Iterable
+from hashlib import sha256
+from struct import Struct
+from typing import Final, NamedTuple
+
+from waltz_core.errors import BadFormat
+from waltz_core.record import PartitionId, TransactionId
+from waltz_core.wire.messages import Buffer
+
+# The form of the request and the answer, beside those of `RangeForm`, which are for everybody.
+PLACES: Final = 2
+# More records than that in one answer, by their bytes, are not worth the memory of their lengths.
+PLACES_BYTES_MAX: Final = 64 * 1024 * 1024
+_PLACE: Final = Struct(">qqq")
+_SEGMENT: Final = Struct(">iq")
+SEGMENT_QUESTION_BYTES: Final = _SEGMENT.size
+
+
+class Place(NamedTuple):
+    """A run of bytes of the segment whose first id is `segment`."""
+
+    segment: TransactionId
+    offset: int
+    size: int
+
+
+def encode_places(places: Iterable[Place]) -> bytes:
+    """Return the places, 24 bytes each."""
+    return b"".join(_PLACE.pack(*place) for place in places)
+
+
+def decode_places(packed: Buffer, records_bytes: int) -> tuple[Place, ...]:
+    """Return the places of `records_bytes` bytes of records; raise BadFormat for what is wrong."""
+    if len(packed) % _PLACE.size:
+        raise BadFormat(f"places: expected {_PLACE.size} bytes each, found {len(packed)} in all")
+    places = tuple(
+        Place(TransactionId(segment), offset, size)
+        for segment, offset, size in _PLACE.iter_unpack(packed)
+    )
+    for place in places:
+        if place.segment < 0 or place.offset < 0 or place.size <= 0:
+            raise BadFormat(f"places: expected a run of bytes of a segment, found {place}")
+    total = sum(place.size for place in places)
+    if total != records_bytes:
+        raise BadFormat(f"places: expected {records_bytes} bytes, found {total}")
+    return places
+
+
+def door_of(cluster_key: bytes, address: str) -> str:
+    """Return the name under which the storage of an address hands its open segments over.
+
+    A cluster has one storage of an address, so no other one of this machine has the name.
+    """
+    # An address may be longer than such a name.
+    return f"waltz/{cluster_key.hex()}/{sha256(address.encode()).hexdigest()[:32]}"
+
+
+def encode_segment(partition_id: PartitionId, segment: TransactionId) -> bytes:
+    """Return the question for a segment."""
+    return _SEGMENT.pack(partition_id, segment)
+
+
+def decode_segment(question: bytes) -> tuple[PartitionId, TransactionId]:
+    """Return which segment is asked for; the question has `SEGMENT_QUESTION_BYTES`."""
+    partition_id, segment = _SEGMENT.unpack(question)
+    return PartitionId(partition_id), TransactionId(segment)
