@@ -46,6 +46,7 @@ from waltz_core.storage.errands import (
     Empty,
     Errand,
     FindHeld,
+    FindRoom,
     FindStanding,
     GiveUp,
     Held,
@@ -55,6 +56,7 @@ from waltz_core.storage.errands import (
     PutCopy,
     ReadRange,
     ReplicaFacts,
+    RoomFacts,
     Scrub,
     Standing,
     Switch,
@@ -69,6 +71,8 @@ from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
 
 # Requests that wait for their turn, over all connections; there is one operator, or a few.
 WAITING_MAX: Final = 256
+# Under these names the gauges have what `RoomFacts` has.
+ROOM_GAUGES: Final = ("free-bytes", "reserved-bytes", "is-full", "clock-ms")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -312,7 +316,9 @@ class AdminService:
 
     def _tell_gauges(self, message: wire.MetricsRequest) -> Script:
         held = yield from _held()
-        return wire.MetricsResponse(message.sequence, gauges_json(held))
+        room = yield FindRoom()
+        assert isinstance(room, RoomFacts)
+        return wire.MetricsResponse(message.sequence, gauges_json(held, room))
 
     def _tell_marks(self, message: wire.SessionInfoRequest) -> Script:
         info = (yield from _look_at(PartitionId(message.partition_id))).info
@@ -511,13 +517,17 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
     return tuple(found)
 
 
-def gauges_json(held: Sequence[Held]) -> bytes:
-    """Return the gauges under the original's names (interop.md 3.2), as its tools read them."""
+def gauges_json(held: Sequence[Held], room: RoomFacts) -> bytes:
+    """Return the gauges under the original's names (interop.md 3.2), as its tools read them.
+
+    Disk and clock are ours; those tools pass over names that they do not know.
+    """
     group = "waltz-storage"
     values: dict[str, object] = {
         f"{group}.waltz-storage-num-partitions": len(held),
         f"{group}.waltz-storage-partition-ids": [one.partition_id for one in held],
     }
+    values |= {f"{group}.{name}": value for name, value in zip(ROOM_GAUGES, room, strict=True)}
     for one in held:
         own = f"{group}.partition-{one.partition_id}"
         values |= {

@@ -11,6 +11,7 @@ Rules:
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -138,6 +139,9 @@ class AdminPort:
         match errand:
             case errands.FindHeld():
                 return upkeep.held_by(self._engine)
+            case errands.FindRoom():
+                read = partial(upkeep.room_of, self._engine, time.time_ns() // 1_000_000)
+                return await self._in_thread(read)
             case errands.LookAt():
                 is_served = errand.partition_id in self._serving.logs
                 return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)

@@ -29,6 +29,11 @@ class FindHeld:
 
 
 @value(frozen=True, slots=True)
+class FindRoom:
+    """How the disk and the clock stand: `RoomFacts`."""
+
+
+@value(frozen=True, slots=True)
 class LookAt:
     """How a partition stands here: `ReplicaFacts`."""
 
@@ -108,7 +113,7 @@ class PutCopy:
     batches: Copy
 
 
-Question: TypeAlias = FindHeld | LookAt | FindStanding | ReadRange | Scrub
+Question: TypeAlias = FindHeld | FindRoom | LookAt | FindStanding | ReadRange | Scrub
 Change: TypeAlias = Hold | GiveUp | Switch | Doubt | Empty | PutCopy
 Errand: TypeAlias = Question | Change
 
@@ -120,6 +125,18 @@ class Held(NamedTuple):
     info: PartitionInfo
     synced_max: TransactionId
     is_available: bool
+
+
+class RoomFacts(NamedTuple):
+    """Free bytes of the disk, what is kept back of them, and what the clock shows.
+
+    `is_full`: appends are refused. `clock_ms` is in ms since the epoch.
+    """
+
+    free_bytes: int
+    reserved_bytes: int
+    is_full: bool
+    clock_ms: int
 
 
 class LogFacts(NamedTuple):

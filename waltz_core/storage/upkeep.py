@@ -12,7 +12,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.record import BEFORE_FIRST, PartitionId
 from waltz_core.storage import errands
 from waltz_core.storage.engine import Engine
-from waltz_core.storage.errands import Change, Held, LogFacts, ReplicaFacts
+from waltz_core.storage.errands import Change, Held, LogFacts, ReplicaFacts, RoomFacts
 from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE
 from waltz_core.storage.partition_log import PartitionLog
 
@@ -68,6 +68,12 @@ def held_by(engine: Engine) -> tuple[Held, ...]:
         is_available = engine.is_available(partition_id)
         found.append(Held(partition_id, engine.info(partition_id), synced_max, is_available))
     return tuple(found)
+
+
+def room_of(engine: Engine, clock_ms: int) -> RoomFacts:
+    """Return how the disk stands, with the time that it is; raises DiskFailed."""
+    room = engine.room
+    return RoomFacts(room.free_bytes(), room.reserved_bytes, room.is_short, clock_ms)
 
 
 def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> ReplicaFacts:

@@ -23,6 +23,7 @@ from waltz_core.storage.errands import (
     Doubt,
     Empty,
     FindHeld,
+    FindRoom,
     FindStanding,
     GiveUp,
     Held,
@@ -32,6 +33,7 @@ from waltz_core.storage.errands import (
     PutCopy,
     ReadRange,
     ReplicaFacts,
+    RoomFacts,
     Standing,
     Switch,
 )
@@ -104,7 +106,7 @@ class Desk:
 
     @property
     def changes(self):
-        questions = (LookAt, FindHeld, FindStanding, ReadRange)
+        questions = (LookAt, FindHeld, FindRoom, FindStanding, ReadRange)
         return [errand for errand in self.errands if not isinstance(errand, questions)]
 
 
@@ -157,15 +159,20 @@ def test_marks_and_held_partitions_are_told():
 
 
 def test_the_gauges_have_the_originals_names_and_form():
-    desk = Desk(FindHeld=(Held(3, INFO, 52, True),))
+    held, room = (Held(3, INFO, 52, True),), RoomFacts(5_000, 64, True, 1_700_000_000_000)
+    desk = Desk(FindHeld=held, FindRoom=room)
     answer = desk.ask(wire.MetricsRequest(1), version=0)
-    assert answer.json == gauges_json((Held(3, INFO, 52, True),))
+    assert answer.json == gauges_json(held, room)
     told = json.loads(answer.json)
     assert set(told) == {"metrics", "ids", "gauges", "counters", "histograms", "meters", "timers"}
     values = {name: gauge["value"] for name, gauge in told["gauges"].items()}
     assert values == {
         "waltz-storage.waltz-storage-num-partitions": 1,
         "waltz-storage.waltz-storage-partition-ids": [3],
+        "waltz-storage.free-bytes": 5_000,
+        "waltz-storage.reserved-bytes": 64,
+        "waltz-storage.is-full": True,
+        "waltz-storage.clock-ms": 1_700_000_000_000,
         "waltz-storage.partition-3.session-id": 6,
         "waltz-storage.partition-3.low-water-mark": 40,
         "waltz-storage.partition-3.local-low-water-mark": 39,

@@ -13,7 +13,7 @@ from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import errands, upkeep
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.upkeep import carry_out, facts_of, held_by
+from waltz_core.storage.upkeep import carry_out, facts_of, held_by, room_of
 from waltz_core.wire.admin_messages import Copy
 
 NONCE = b"a nonce of owner"
@@ -52,6 +52,14 @@ def test_what_is_held_and_how_it_stands_is_told(engine):
     found = facts_of(engine, 1, is_served=True)
     assert (found.is_held, found.is_served, found.why_not) == (True, True, "")
     assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
+
+
+def test_the_disk_is_told_with_the_time(engine):
+    room = room_of(engine, 1_234)
+    assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
+    assert room.free_bytes > 0
+    engine.room.lacked(1)
+    assert room_of(engine, 1_234).is_full
 
 
 @pytest.mark.parametrize(
