@@ -5,7 +5,7 @@ retry can help, and both ends must agree on them. Nothing else in the project de
 
     WaltzError
       UsageError        you called it wrong; do not retry
-        BadConfig, BadRequest, ClientAhead, TooLarge, UnknownPartition
+        BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable, CoordinatorUnavailable,
         OutcomeUnknown, CoordinatorOutcomeUnknown
@@ -43,6 +43,12 @@ class BadConfig(UsageError):
     """A setting, option or argument is unknown, misspelt or out of bounds."""
 
     code = 11
+
+
+class NoCluster(BadConfig):
+    """ZooKeeper answers, and has no cluster at the root that was named."""
+
+    code = 16
 
 
 class BadRequest(UsageError):

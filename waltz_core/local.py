@@ -84,6 +84,17 @@ class Member:
             return None
         return found if alive else None
 
+    @property
+    def state(self) -> str:
+        """Return "up", "stopped" (by a signal, such as SIGSTOP) or "down"."""
+        found = self.process()
+        if found is None:
+            return "down"
+        try:
+            return "stopped" if found.status() == psutil.STATUS_STOPPED else "up"
+        except psutil.NoSuchProcess:
+            return "down"
+
 
 @dataclass(slots=True)
 class State:
@@ -147,6 +158,11 @@ class LocalCluster:
         state = self._loaded()
         hosts = [f"{state.host}:{member.port}" for member in self.zookeepers]
         return str(ConnectString(tuple(hosts), state.root, state.auth_file))
+
+    @property
+    def host(self) -> str:
+        """Return the address at which all members listen."""
+        return self._loaded().host
 
     @property
     def zookeepers(self) -> list[Member]:

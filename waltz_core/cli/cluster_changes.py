@@ -48,6 +48,10 @@ def _add_storage_verbs(verbs: Verbs) -> None:
     removed = verbs.add_parser("remove-storage", help="move its replicas away, then leave it out")
     removed.add_argument("address", metavar="HOST:PORT")
     _finish(removed, _remove_storage)
+    moved = verbs.add_parser("set-admin-port", help="say where a storage is administered")
+    moved.add_argument("address", metavar="HOST:PORT")
+    moved.add_argument("admin_port", metavar="ADMIN_PORT", type=int)
+    _finish(moved, _set_admin_port)
     replaced = verbs.add_parser(
         "replace-storage", help="give what a storage held to another one, or to its empty successor"
     )
@@ -112,6 +116,12 @@ async def _add_storage(command: Command) -> Result:
         "group": group,
         "summary": f"{address} is a storage of group {group} and holds nothing yet",
     }
+
+
+async def _set_admin_port(command: Command) -> Result:
+    address, port = ReplicaId(command.arguments.address), command.arguments.admin_port
+    await command.coordinator.storages.change(lambda old: old.with_admin_port(address, port))
+    return {"storage": address, "summary": f"{address} is administered at port {port}"}
 
 
 async def _remove_storage(command: Command) -> Result:

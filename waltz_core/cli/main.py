@@ -26,6 +26,10 @@ NOUNS: dict[str, tuple[str, str]] = {
         "waltz_core.cli.cluster",
         "create, show, check and change a cluster: its storages, replicas, preferences",
     ),
+    "doctor": (
+        "waltz_core.cli.doctor",
+        "say what is wrong with a cluster, and which command mends it",
+    ),
     "storage": ("waltz_core.cli.storage", "run a storage daemon, administer storages"),
     "server": ("waltz_core.cli.server", "run a server daemon, list servers, choose what they own"),
     "disk": ("waltz_core.cli.disk", "look at a storage's files, verify them, mend an index"),

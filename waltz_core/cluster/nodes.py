@@ -66,9 +66,9 @@ class ClusterNodes:
         finally:
             self.znodes.drop_signal(signal)
 
-    def no_cluster(self) -> errors.BadConfig:
+    def no_cluster(self) -> errors.NoCluster:
         """Return the error for a root without a cluster."""
-        return errors.BadConfig(
+        return errors.NoCluster(
             f"no cluster at root {self.paths.root} of ZooKeeper {self.znodes.where}: "
             "create it with `waltz-core cluster create`"
         )

@@ -49,8 +49,7 @@ class Layout:
         Raises BadRequest when there is one, BadConfig when it has no right address or port.
         """
         split_address(address)
-        if not 1 <= admin_port <= 65535:
-            raise errors.BadConfig(f"the admin port {admin_port}: expected 1..65535")
+        _check_port(admin_port)
         if address in self.assignment.partitions:
             raise errors.BadRequest(f"{address} is a storage of this cluster already")
         its_group = max(self.groups.values(), default=-1) + 1 if group is None else group
@@ -59,6 +58,16 @@ class Layout:
             {**self.groups, address: its_group},
             {**self.admin_ports, address: admin_port},
         )
+
+    def with_admin_port(self, address: ReplicaId, admin_port: int) -> "Layout":
+        """Return the layout with another admin port of a storage.
+
+        Raises BadRequest when there is no such storage, BadConfig for no right port.
+        """
+        self.check_known(address)
+        _check_port(admin_port)
+        ports = {**self.admin_ports, address: admin_port}
+        return Layout(self.assignment, self.groups, ports)
 
     def without_storage(self, address: ReplicaId) -> "Layout":
         """Return the layout without a storage; raises BadRequest while it holds partitions."""
@@ -229,6 +238,11 @@ class Storages:
         groups = await read(self._paths.groups, model.GroupDescriptor.from_bytes)
         ports = await read(self._paths.connections, model.ConnectionMetadata.from_bytes)
         return Layout(assignment, groups.groups, ports.admin_ports), steps
+
+
+def _check_port(admin_port: int) -> None:
+    if not 1 <= admin_port <= 65535:
+        raise errors.BadConfig(f"the admin port {admin_port}: expected 1..65535")
 
 
 def _but(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:

@@ -137,14 +137,8 @@ class AdminPort:
 
     async def _carry_out(self, errand: Errand) -> object:
         match errand:
-            case errands.FindHeld():
-                return upkeep.held_by(self._engine)
-            case errands.FindRoom():
-                read = partial(upkeep.room_of, self._engine, time.time_ns() // 1_000_000)
-                return await self._in_thread(read)
-            case errands.LookAt():
-                is_served = errand.partition_id in self._serving.logs
-                return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
+            case errands.FindHeld() | errands.FindRoom() | errands.LookAt():
+                return await self._look(errand)
             case errands.FindStanding():
                 return await self._serving.standing(errand.partition_id)
             case errands.ReadRange():
@@ -154,6 +148,15 @@ class AdminPort:
             case _:
                 call = partial(upkeep.carry_out, self._engine, errand)
                 return await self._serving.alone(upkeep.partition_of(errand), call)
+
+    async def _look(self, errand: errands.FindHeld | errands.FindRoom | errands.LookAt) -> object:
+        if isinstance(errand, errands.FindHeld):
+            return upkeep.held_by(self._engine)
+        if isinstance(errand, errands.FindRoom):
+            clock_ms = time.time_ns() // 1_000_000
+            return await self._in_thread(partial(upkeep.room_of, self._engine, clock_ms))
+        is_served = errand.partition_id in self._serving.logs
+        return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
 
     def _scrub(self, errand: errands.Scrub) -> ScrubState | None:
         if errand.begins:

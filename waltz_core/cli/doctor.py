@@ -1,0 +1,170 @@
+"""`waltz-core doctor`: what is wrong with a cluster, in sentences, and which command mends it.
+
+Why it stands alone: everything else in `waltz-core` does one thing that somebody has decided on;
+this says what there is to decide. What may be wrong stands in `cluster/findings.py`.
+
+Rules:
+    1. It changes nothing, and it ends: each question has a timeout.
+    2. Whatever is gone when it looks again was on its way (a partition that moves, a replica that
+       catches up), and is not told.
+    3. Exit code 0: nothing is wrong, 1: something is, or nobody could be asked.
+"""
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+from typing import Final
+
+from waltz_core import net
+from waltz_core.cli.doctor_probes import gather, local_cluster
+from waltz_core.cli.output import show, show_json
+from waltz_core.cluster.diagnosis import diagnose, summary
+from waltz_core.cluster.facts import Facts
+from waltz_core.cluster.findings import Finding
+from waltz_core.errors import BadConfig
+from waltz_core.local import LocalCluster
+
+TIMEOUT_S: Final = 3.0
+# Long enough for a session to open or a partition to move, where nothing is in the way.
+LOOK_AGAIN_S: Final = 1.5
+LOCAL_DIRECTORY: Final = ".waltz"
+NOT_MEASURED: Final = (
+    "the clocks of ZooKeeper's nodes, which tell no time",
+    "the clocks of servers, but for commit times that lie in the future",
+    "whether the processes can reach each other, but for servers to storages",
+)
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Declare the command; it has no verbs."""
+    command.add_argument(
+        "--connect",
+        default=os.environ.get("WALTZ_CONNECT"),
+        help="zk1:2181,zk2:2181/waltz/payments (default $WALTZ_CONNECT, else the cluster that "
+        "`waltz-core local up` has made here)",
+    )
+    command.add_argument(
+        "--directory",
+        type=Path,
+        default=Path(os.environ.get("WALTZ_LOCAL_DIRECTORY", LOCAL_DIRECTORY)),
+        help=f"of a cluster on this machine (default {LOCAL_DIRECTORY}, or "
+        "$WALTZ_LOCAL_DIRECTORY): its processes are looked at, too",
+    )
+    command.add_argument(
+        "--timeout-s",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="S",
+        help=f"how long an answer may take (default {TIMEOUT_S:g})",
+    )
+    command.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    command.set_defaults(verb=lambda arguments: net.run(_doctor(arguments)))
+
+
+async def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.timeout_s <= 0:
+        raise BadConfig(f"--timeout-s: expected more than 0, found {arguments.timeout_s:g}")
+    connect, local = _cluster_of(arguments)
+    facts = await gather(connect, timeout_s=arguments.timeout_s, local=local)
+    found = diagnose(facts)
+    if found:
+        await asyncio.sleep(LOOK_AGAIN_S)
+        facts = await gather(connect, timeout_s=arguments.timeout_s, local=local)
+        found = lasting(found, diagnose(facts))
+    if arguments.json:
+        show_json(as_json(facts, found))
+    else:
+        for line in as_text(facts, found):
+            show(line)
+    return 1 if found else 0
+
+
+def _cluster_of(arguments: argparse.Namespace) -> tuple[str, LocalCluster | None]:
+    """Return which cluster is meant, and what of it belongs to this machine."""
+    local = local_cluster(arguments.directory)
+    if arguments.connect is None:
+        if local is None:
+            raise BadConfig(
+                "expected --connect zk1:2181,zk2:2181/waltz/payments, or a cluster on this machine "
+                f"in {arguments.directory}; found neither"
+            )
+        return local.connect, local
+    return arguments.connect, local if local and local.connect == arguments.connect else None
+
+
+def lasting(before: list[Finding], after: list[Finding]) -> list[Finding]:
+    """Return what was found twice (rule 2), as it was found last."""
+    known = {each.key for each in before}
+    return [each for each in after if each.key in known]
+
+
+def as_text(facts: Facts, found: list[Finding]) -> list[str]:
+    """Return the lines for people."""
+    if not found:
+        if facts.cluster is None:
+            return ["nothing that lasts was found, and the cluster could not be asked: try again"]
+        return [f"nothing is wrong: {summary(facts)}", f"clocks: {_clocks(facts)}"]
+    lines = []
+    for number, each in enumerate(found, 1):
+        lines += [f"{number}. {each.sentence}", f"   {each.command}"]
+    return lines
+
+
+def _clocks(facts: Facts) -> str:
+    assert facts.cluster is not None
+    apart = [each.clock_ahead_ms for each in facts.cluster.storages.values()]
+    known = [0.0, *(each for each in apart if each is not None)]
+    if len(known) == 1:
+        return "no storage tells its own"
+    return (
+        f"those of {len(known) - 1} storages and of this machine are at most "
+        f"{max(known) - min(known):.0f} ms apart; servers and ZooKeeper do not tell theirs"
+    )
+
+
+def as_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
+    """Return the one value for scripts."""
+    return {
+        "is_well": not found,
+        "findings": [
+            {
+                "name": each.name,
+                "about": each.about,
+                "sentence": each.sentence,
+                "command": each.command,
+            }
+            for each in found
+        ],
+        "seen": _seen(facts),
+        "not_measured": list(NOT_MEASURED),
+    }
+
+
+def _seen(facts: Facts) -> dict[str, object]:
+    nodes = {
+        each.address: {"mode": each.mode, "latency_ms": each.latency_ms} for each in facts.nodes
+    }
+    cluster = facts.cluster
+    if cluster is None:
+        return {"zookeeper": nodes}
+    return {
+        "zookeeper": nodes,
+        "servers": {
+            each.address: {
+                "latency_ms": each.latency_ms,
+                "open": sorted(number for number, is_open in each.served.items() if is_open),
+            }
+            for each in cluster.servers.values()
+        },
+        "storages": {
+            each.address: {
+                "latency_ms": each.latency_ms,
+                "free_bytes": None if each.room is None else each.room.free_bytes,
+                "clock_ahead_ms": each.clock_ahead_ms,
+                "replicas": len(each.replicas),
+            }
+            for each in cluster.storages.values()
+        },
+        "marks": {number: each.mark for number, each in cluster.partitions.items()},
+    }

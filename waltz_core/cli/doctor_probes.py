@@ -1,0 +1,465 @@
+"""Asks everybody how they are: ZooKeeper's nodes, the servers, the storages, this machine.
+
+Why it stands alone: it only asks. What is made of the answers is `cluster/diagnosis.py`'s.
+
+Rules:
+    1. Each question has a timeout, and those that can be asked side by side are.
+    2. Whoever does not answer costs one timeout, or two, and no more is asked of him.
+    3. Nothing is changed by a question, and no answer of anybody raises: it is part of the facts.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from waltz_core import net
+from waltz_core.cli.storage_views import damaged_count
+from waltz_core.client.connections import ServerLink, ServerLinks
+from waltz_core.client.storage_admin import StorageAdmin, administered
+from waltz_core.cluster import changes, zookeeper
+from waltz_core.cluster.connect_string import ConnectString, parse_connect_string, split_address
+from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
+from waltz_core.cluster.facts import (
+    ClusterFacts,
+    Facts,
+    LocalFacts,
+    MemberFacts,
+    NodeFacts,
+    PartitionFacts,
+    ReplicaFacts,
+    RoomFacts,
+    ServerFacts,
+    StorageFacts,
+)
+from waltz_core.cluster.storages import Layout
+from waltz_core.errors import ClusterKeyMismatch, NoCluster, Unavailable, WaltzError
+from waltz_core.local import LocalCluster
+from waltz_core.record import PartitionId, ReplicaId, ReqId, SessionId, TransactionId
+from waltz_core.wire.admin_messages import (
+    CheckCluster,
+    Done,
+    HeldRequest,
+    HeldResponse,
+    MetricsRequest,
+    MetricsResponse,
+    ReplicaRequest,
+    ReplicaResponse,
+    StorageRequest,
+    StorageResponse,
+)
+from waltz_core.wire.messages import (
+    CheckConnectivityRequest,
+    CheckConnectivityResponse,
+    ClientMessage,
+    HighWaterMarkRequest,
+    HighWaterMarkResponse,
+    PartitionsHealthRequest,
+    PartitionsHealthResponse,
+    RangeData,
+    RangeForm,
+    RangeRequest,
+    Surface,
+)
+
+AT_ONCE: Final = 32
+# What a server itself waits for storages that do not answer comes on top.
+CONNECTIVITY_S: Final = 5.0
+# A clock that was read within a longer time says nothing of a second.
+READ_MS_MAX: Final = 500.0
+NOT_A_CLIENT: Final = -1
+NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
+ResultT = TypeVar("ResultT")
+AnswerT = TypeVar("AnswerT", bound=ClientMessage)
+ItemT = TypeVar("ItemT")
+
+
+async def gather(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
+    """Ask everybody; raises BadConfig for a connect string that is none."""
+    place = parse_connect_string(connect)
+    found = Facts(connect, local=None if local is None else _members_of(local))
+    async with asyncio.TaskGroup() as tasks:
+        nodes = [tasks.create_task(_node(each, timeout_s)) for each in place.hosts]
+        cluster = tasks.create_task(_cluster(place, found, timeout_s))
+    return replace(await cluster, nodes=tuple([await each for each in nodes]))
+
+
+def local_cluster(directory: Path) -> LocalCluster | None:
+    """Return the cluster that lies in a directory of this machine, if one does."""
+    found = LocalCluster(directory)
+    return found if found.exists() else None
+
+
+def _members_of(local: LocalCluster) -> LocalFacts:
+    members = [
+        MemberFacts(each.name, f"{local.host}:{each.port}", each.state, each.pid, each.admin_port)
+        for each in local.members
+    ]
+    return LocalFacts(str(local.directory), tuple(members))
+
+
+async def _side_by_side(
+    items: Iterable[ItemT], ask: Callable[[ItemT], Awaitable[ResultT]]
+) -> list[ResultT]:
+    """Ask of all items, so many at a time; return the answers in their order."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(item: ItemT) -> ResultT:
+        async with room:
+            return await ask(item)
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(one(item)) for item in items]
+    return [await each for each in asked]
+
+
+def _ms_since(began_s: float) -> float:
+    return round((time.monotonic() - began_s) * 1000, 2)
+
+
+def _now_ms() -> float:
+    return time.time_ns() / 1_000_000
+
+
+async def _is_taking(address: str, timeout_s: float) -> bool:
+    """Tell whether somebody takes connections there, whether or not he says anything."""
+    host, port = net.split_address(address)
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port)
+        writer.transport.abort()
+        return True
+    return False
+
+
+# --- ZooKeeper
+
+
+async def _node(address: str, timeout_s: float) -> NodeFacts:
+    """Ask one node for `srvr`, which every ZooKeeper answers unless it was told not to."""
+    host, port = net.split_address(address)
+    began_s = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(b"srvr")
+                answer = await reader.read(-1)
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        is_silent = await _is_taking(address, timeout_s)
+        return NodeFacts(address, f"no answer within {timeout_s:g} s", is_silent)
+    except OSError as error:
+        return NodeFacts(address, str(error))
+    return NodeFacts(address, mode=mode_of(answer), latency_ms=_ms_since(began_s))
+
+
+def mode_of(answer: bytes) -> str:
+    """Return what a node says that it is; empty for one that serves nobody."""
+    if NOT_ALLOWED in answer:
+        return "not told"
+    for line in answer.decode("utf-8", "replace").splitlines():
+        title, _, value = line.partition(":")
+        if title == "Mode":
+            return value.strip()
+    return "" if NOT_SERVING in answer or not answer else "not told"
+
+
+async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Facts:
+    timeout_ms = round(timeout_s * 1000)
+    try:
+        async with zookeeper.connected(
+            place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
+        ) as coordinator:
+            seen = await _Seen.read(coordinator)
+    except NoCluster:
+        return replace(found, is_no_cluster=True)
+    except Unavailable as error:
+        return replace(found, zookeeper_trouble=str(error))
+    except WaltzError as error:
+        return replace(found, refusal=str(error))
+    return replace(found, cluster=await seen.ask(timeout_s, found.local))
+
+
+class _Seen:
+    """What ZooKeeper says of a cluster."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        servers: ServersView,
+        layout: Layout,
+        storage_ids: Mapping[ReplicaId, str],
+        partitions: Sequence[PartitionView],
+    ) -> None:
+        self.view, self.servers, self.layout = view, servers, layout
+        self.storage_ids, self.partitions = storage_ids, partitions
+        self.count = view.params.partition_count
+        self.assigned = changes.placement_of(layout.assignment, self.count)
+
+    @staticmethod
+    async def read(coordinator: Coordinator) -> "_Seen":
+        view = await coordinator.read_cluster()
+        ids = await coordinator.read_storage_ids()
+        numbers = map(PartitionId, range(view.params.partition_count))
+        return _Seen(
+            view,
+            await coordinator.read_servers(),
+            await coordinator.storages.read(),
+            {address: one.hex for address, one in ids.items()},
+            await _side_by_side(numbers, coordinator.read_partition),
+        )
+
+    async def ask(self, timeout_s: float, local: LocalFacts | None) -> ClusterFacts:
+        """Ask the cluster's processes, all at once."""
+        servers = self.servers.servers
+        async with asyncio.TaskGroup() as tasks:
+            told = {
+                each: tasks.create_task(_Server(self, each, timeout_s).ask()) for each in servers
+            }
+            storages = [
+                tasks.create_task(_Storage(self, each, timeout_s, local).ask())
+                for each in self.layout.assignment.partitions
+            ]
+        partitions = {
+            PartitionId(number): PartitionFacts(each.metadata, each.marker)
+            for number, each in enumerate(self.partitions)
+        }
+        for task in told.values():
+            for partition_id, (mark, trouble, ahead_ms) in (await task)[1].items():
+                partitions[partition_id] = replace(
+                    partitions[partition_id],
+                    mark=mark,
+                    mark_trouble=trouble,
+                    stamp_ahead_ms=ahead_ms,
+                )
+        return ClusterFacts(
+            self.count,
+            self.servers.is_settled,
+            self.servers.owners,
+            {int(each): (await task)[0] for each, task in told.items()},
+            {facts.address: facts for facts in [await each for each in storages]},
+            self.assigned,
+            self.layout.groups,
+            partitions,
+        )
+
+
+# --- servers
+
+_Mark = tuple[TransactionId | None, str, float | None]
+
+
+class _Server:
+    """The questions to one server."""
+
+    def __init__(self, seen: _Seen, server_id: int, timeout_s: float) -> None:
+        descriptor = next(each for key, each in seen.servers.servers.items() if key == server_id)
+        self._facts = ServerFacts(descriptor.address, tuple(descriptor.preferred))
+        self._owned = [
+            partition_id
+            for partition_id, owner in seen.servers.owners.items()
+            if owner.server_id == server_id
+        ]
+        self._timeout_s = timeout_s
+
+    async def ask(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
+        links = ServerLinks(dial_timeout_s=self._timeout_s, late_answers_s=0.0)
+        address, began_s = self._facts.address, time.monotonic()
+        try:
+            link = await links.get(address)
+            facts = replace(self._facts, latency_ms=_ms_since(began_s))
+            return await self._ask(link, facts)
+        except WaltzError as error:
+            is_silent = await _is_taking(address, self._timeout_s)
+            return replace(self._facts, trouble=str(error), is_silent=is_silent), {}
+        finally:
+            await links.close("asked")
+
+    async def _ask(
+        self, link: ServerLink, facts: ServerFacts
+    ) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
+        health = await link.request(
+            PartitionsHealthResponse,
+            PartitionsHealthRequest,
+            client_id=NOT_A_CLIENT,
+            partition_id=0,
+            timeout_s=self._timeout_s,
+        )
+        served = {PartitionId(each): is_open for each, is_open in health.healthy}
+        async with asyncio.TaskGroup() as tasks:
+            reach = tasks.create_task(self._out_of_reach(link))
+            opened = [each for each in self._owned if served.get(each)]
+            marks = tasks.create_task(_side_by_side(opened, lambda each: self._mark(link, each)))
+        facts = replace(facts, served=served, out_of_reach=await reach)
+        return facts, dict(zip(opened, await marks, strict=True))
+
+    async def _out_of_reach(self, link: ServerLink) -> tuple[ReplicaId, ...]:
+        try:
+            answer = await link.request(
+                CheckConnectivityResponse,
+                CheckConnectivityRequest,
+                client_id=NOT_A_CLIENT,
+                partition_id=0,
+                timeout_s=self._timeout_s + CONNECTIVITY_S,
+            )
+        except WaltzError:
+            return ()  # an old server, or one that is told as silent by the next question
+        return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
+
+    async def _mark(self, link: ServerLink, partition_id: PartitionId) -> _Mark:
+        """Ask as a client does: the mark, and when its transaction was committed."""
+        try:
+            mark = await self._of_partition(
+                link, HighWaterMarkResponse, HighWaterMarkRequest, partition_id
+            )
+        except WaltzError as error:
+            return None, str(error), None
+        last = TransactionId(mark.high_water_mark)
+        return last, "", await self._stamp_ahead_ms(link, partition_id, last)
+
+    async def _stamp_ahead_ms(
+        self, link: ServerLink, partition_id: PartitionId, last: TransactionId
+    ) -> float | None:
+        if last < 0:
+            return None
+
+        def request(req_id: ReqId) -> ClientMessage:
+            return RangeRequest(req_id, last, last, 1, RangeForm.HEADERS, ())
+
+        try:
+            told = await self._of_partition(link, RangeData, request, partition_id)
+        except WaltzError:
+            return None  # an original's server, which keeps no times; or the log is told elsewhere
+        return told.lineage[-1].stamp_ms - _now_ms() if told.lineage else None
+
+    async def _of_partition(
+        self,
+        link: ServerLink,
+        answer: type[AnswerT],
+        request: Callable[[ReqId], ClientMessage],
+        partition_id: PartitionId,
+    ) -> AnswerT:
+        return await link.request(
+            answer,
+            request,
+            client_id=NOT_A_CLIENT,
+            partition_id=partition_id,
+            timeout_s=self._timeout_s,
+        )
+
+
+# --- storages
+
+
+class _Storage:
+    """The questions to one storage."""
+
+    def __init__(
+        self, seen: _Seen, address: ReplicaId, timeout_s: float, local: LocalFacts | None
+    ) -> None:
+        self._seen, self._address, self._timeout_s = seen, address, timeout_s
+        self._host, port = split_address(address)
+        members = () if local is None else local.members
+        noted = [each.admin_port for each in members if each.address == address]
+        # Where its administration may be: at the next port, unless it was told else.
+        self._admin_ports = [*filter(None, noted), port + 1]
+        admin = f"{self._host}:{seen.layout.admin_ports.get(address, port + 1)}"
+        registered = seen.storage_ids.get(address)
+        self._facts = StorageFacts(address, admin, registered_id=registered)
+
+    async def ask(self) -> StorageFacts:
+        began_s = time.monotonic()
+        try:
+            link = await net.dial(Surface.STORAGE, self._address, timeout_s=self._timeout_s)
+        except WaltzError as error:
+            is_silent = await _is_taking(self._address, self._timeout_s)
+            return replace(self._facts, trouble=str(error), is_silent=is_silent)
+        link.abort("asked")
+        facts = replace(self._facts, latency_ms=_ms_since(began_s))
+        try:
+            async with administered(facts.admin) as admin:
+                return await self._ask(admin, facts)
+        except ClusterKeyMismatch:
+            return replace(facts, is_of_cluster=False)
+        except (WaltzError, TimeoutError) as error:
+            why = str(error) or f"no answer within {self._timeout_s:g} s"
+            other = await self._other_admin()
+            return replace(facts, admin_trouble=why, other_admin=other)
+
+    async def _ask(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
+        store = self._seen.view.store
+        async with asyncio.timeout(self._timeout_s):
+            await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
+            held = dict((await admin.ask(HeldResponse, HeldRequest)).available)
+        if not admin.is_ours:
+            return replace(
+                facts,
+                replicas={
+                    PartitionId(each): ReplicaFacts(is_available=is_available)
+                    for each, is_available in held.items()
+                },
+            )
+        async with asyncio.timeout(self._timeout_s):
+            told = await admin.ask(StorageResponse, StorageRequest)
+        facts = await self._with_gauges(admin, facts)
+        facts = replace(facts, storage_id=bytes(told.storage_id).hex())
+        assigned = self._seen.layout.assignment.partitions[self._address]
+        return replace(
+            facts,
+            replicas={
+                PartitionId(each): await self._replica(admin, each)
+                for each in sorted({*held, *assigned})
+            },
+        )
+
+    async def _with_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
+        """Read disk and clock, which an older storage does not tell."""
+        async with asyncio.timeout(self._timeout_s):
+            before_ms = _now_ms()
+            answer = await admin.ask(MetricsResponse, MetricsRequest)
+            after_ms = _now_ms()
+        gauges = json.loads(bytes(answer.json))["gauges"]
+
+        def gauge(name: str) -> int | None:
+            found = gauges.get(f"waltz-storage.{name}")
+            return None if found is None else int(found["value"])
+
+        free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
+        room = None if free is None else RoomFacts(free, bool(is_full))
+        ahead_ms = None
+        if clock_ms is not None and after_ms - before_ms < READ_MS_MAX:
+            ahead_ms = round(clock_ms - (before_ms + after_ms) / 2, 1)
+        return replace(facts, room=room, clock_ahead_ms=ahead_ms)
+
+    async def _replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
+        async with asyncio.timeout(self._timeout_s):
+            told = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+        return ReplicaFacts(
+            told.is_held,
+            told.is_available,
+            told.is_served,
+            told.why_not,
+            told.is_suspect,
+            SessionId(told.last_session),
+            TransactionId(told.synced_max),
+            damaged_count(told),
+        )
+
+    async def _other_admin(self) -> int | None:
+        """Look for its administration where it may be."""
+        for port in self._admin_ports:
+            with suppress(WaltzError, TimeoutError):
+                async with (
+                    asyncio.timeout(self._timeout_s),
+                    administered(f"{self._host}:{port}") as admin,
+                ):
+                    told = await admin.ask(StorageResponse, StorageRequest)
+                    if told.address == self._address:
+                        return port
+        return None

@@ -1,0 +1,515 @@
+"""From what the doctor was told to what is wrong: facts in, findings out.
+
+Why it stands alone: whether something is wrong is a question of what was told, not of when and by
+whom, so each finding can be tried out without a cluster.
+
+Rules:
+    1. A cause is told, and what only follows from it is not: of a storage that does not answer
+       nobody needs to hear that servers cannot reach it, too.
+    2. What is not known is not wrong: of whoever could not be asked only that is told.
+    3. The loss of a quorum is told whatever the cause, since it is what stops appends.
+    4. Findings come in the order of the table, and then of what they are about.
+"""
+
+import shlex
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from waltz_core.cluster import changes, rebuilding
+from waltz_core.cluster.changes import Replicas
+from waltz_core.cluster.connect_string import split_address
+from waltz_core.cluster.facts import (
+    ClusterFacts,
+    Facts,
+    MemberFacts,
+    NodeFacts,
+    PartitionFacts,
+    ReplicaFacts,
+    ServerFacts,
+    StorageFacts,
+)
+from waltz_core.cluster.findings import KINDS, Finding, finding
+from waltz_core.cluster.model import UNRESOLVED, MarkerState, ReplicaState
+from waltz_core.record import PartitionId, ReplicaId
+
+MIB: Final = 1024 * 1024
+# Two machines whose clocks are set by NTP differ by less; nothing is decided by clocks.
+CLOCK_MS_MAX: Final = 1_000
+NEARLY_FULL_BYTES: Final = 1024 * MIB
+# More than a replica is behind that is fed from memory.
+LAG_MAX: Final = 100_000
+_CONFIGS: Final = {"zookeeper": "zoo.cfg", "server": "server.toml", "storage": "storage.toml"}
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    """Return everything that is wrong (rule 4)."""
+    case = _Case(facts)
+    case.look_at_zookeeper()
+    case.look_at_processes()
+    if facts.cluster is not None:
+        _Cluster(case, facts.cluster).look()
+    order = list(KINDS)
+    return sorted(case.found, key=lambda each: order.index(each.name))
+
+
+def summary(facts: Facts) -> str:
+    """Return what there is, for when nothing is wrong."""
+    cluster = facts.cluster
+    assert cluster is not None
+    replicas = sorted({len(each) for each in cluster.assigned.values()})
+    return (
+        f"{_count(len(cluster.servers), 'server')}, {_count(len(cluster.storages), 'storage')}, "
+        f"{_count(cluster.partition_count, 'partition')} with "
+        f"{' or '.join(map(str, replicas))} replicas each, "
+        f"{_count(len(facts.nodes), 'node')} of ZooKeeper"
+    )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+@dataclass(slots=True)
+class _Case:
+    """What was found so far, and how things are started where this cluster runs."""
+
+    facts: Facts
+    found: list[Finding] = field(default_factory=list)
+
+    def tell(self, name: str, about: object, **fields: object) -> None:
+        self.found.append(finding(name, about, connect=self.connect, **fields))
+
+    @property
+    def connect(self) -> str:
+        """The connect string as a shell takes it."""
+        return shlex.quote(self.facts.connect)
+
+    def member_at(self, address: str) -> MemberFacts | None:
+        """Return the process of a cluster on this machine that belongs at an address."""
+        members = () if self.facts.local is None else self.facts.local.members
+        return next((each for each in members if each.address == address), None)
+
+    def is_told(self, address: str) -> bool:
+        """Whether the process at an address is told as one that does not run (rule 1)."""
+        member = self.member_at(address)
+        return member is not None and member.state != "up"
+
+    def start(self, kind: str, address: str = "") -> str:
+        """Return the command that starts a process, again where it lives and says nothing."""
+        local = self.facts.local
+        if local is None:
+            return f"waltz-core {kind} run --config {_CONFIGS[kind]}"
+        up = f"waltz-core local up --directory {shlex.quote(local.directory)}"
+        member = self.member_at(address)
+        return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
+
+    def look_at_zookeeper(self) -> None:
+        facts = self.facts
+        start = self.start("zookeeper")
+        if facts.zookeeper_trouble:
+            self.tell("zookeeper-away", facts.connect, why=facts.zookeeper_trouble, start=start)
+        for node in facts.nodes:
+            self._look_at_node(node)
+        if facts.refusal:
+            hosts = facts.connect.partition("?")[0]
+            self.tell("zookeeper-refuses", facts.connect, why=facts.refusal, hosts=hosts)
+        if facts.is_no_cluster:
+            self.tell("no-cluster", facts.connect)
+
+    def _look_at_node(self, node: NodeFacts) -> None:
+        start = self.start("zookeeper", node.address)
+        if node.trouble and not self.is_told(node.address):
+            self.tell(
+                "zookeeper-node-away",
+                node.address,
+                node=node.address,
+                why=node.trouble,
+                start=start,
+            )
+        elif not node.trouble and not node.mode:
+            self.tell("zookeeper-node-alone", node.address, node=node.address, start=start)
+
+    def look_at_processes(self) -> None:
+        local = self.facts.local
+        for member in () if local is None else local.members:
+            if member.state == "up":
+                continue
+            assert local is not None
+            name = "process-down" if member.state == "down" else "process-stopped"
+            where = shlex.quote(local.directory)
+            self.tell(name, member.name, member=member.name, pid=member.pid, directory=where)
+
+
+class _Cluster:
+    """The findings of one cluster."""
+
+    def __init__(self, case: _Case, cluster: ClusterFacts) -> None:
+        self._case = case
+        self._cluster = cluster
+        self._tell = case.tell
+
+    def look(self) -> None:
+        for server in self._cluster.servers.values():
+            self._look_at_server(server)
+        self._look_at_assignment()
+        for storage in self._cluster.storages.values():
+            self._look_at_storage(storage)
+        crowded = changes.crowded(self._cluster.assigned, self._cluster.groups)
+        for number in range(self._cluster.partition_count):
+            partition_id = PartitionId(number)
+            _Partition(self._case, self._cluster, self, partition_id).look()
+            if partition_id in crowded:
+                self._tell("groups-crowded", partition_id, partition=partition_id)
+
+    # --- servers
+
+    def _look_at_server(self, server: ServerFacts) -> None:
+        address = server.address
+        if server.trouble:
+            if not self._case.is_told(address):
+                name = "server-silent" if server.is_silent else "server-away"
+                start = self._case.start("server", address)
+                self._tell(name, address, server=address, why=server.trouble, start=start)
+            return
+        for storage in server.out_of_reach:
+            known = self._cluster.storages.get(storage)
+            if known is not None and not known.trouble:
+                about = f"{address} {storage}"
+                self._tell("storage-out-of-reach", about, server=address, storage=storage)
+
+    def _look_at_assignment(self) -> None:
+        cluster = self._cluster
+        if not cluster.servers:
+            self._tell("no-server", "servers", start=self._case.start("server"))
+            return
+        lead = cluster.servers[min(cluster.servers)].address
+        if not cluster.is_settled:
+            start = self._case.start("server", lead)
+            self._tell("assignment-stale", lead, server=lead, start=start)
+            return
+        for server in cluster.servers.values():
+            for partition_id in server.preferred:
+                owner = self.owner_of(partition_id)
+                if owner is None or owner is server or partition_id not in owner.preferred:
+                    continue
+                self._tell(
+                    "preference-not-granted",
+                    f"{partition_id} {server.address}",
+                    partition=partition_id,
+                    server=server.address,
+                    owner=owner.address,
+                )
+
+    def owner_of(self, partition_id: PartitionId) -> ServerFacts | None:
+        """Return the live server that owns a partition."""
+        owner = self._cluster.owners.get(partition_id)
+        return None if owner is None else self._cluster.servers.get(owner.server_id)
+
+    # --- storages
+
+    def _look_at_storage(self, storage: StorageFacts) -> None:
+        address = storage.address
+        start = self._case.start("storage", address)
+        if storage.trouble:
+            if self._case.is_told(address):
+                return
+            name = "storage-silent" if storage.is_silent else "storage-away"
+            if storage.registered_id is None:
+                name = "storage-never-started"
+            self._tell(name, address, storage=address, why=storage.trouble, start=start)
+        elif not storage.is_of_cluster:
+            self._tell("storage-of-another-cluster", address, storage=address, start=start)
+        elif storage.storage_id is not None and storage.storage_id != storage.registered_id:
+            self._tell(
+                "another-storage",
+                address,
+                storage=address,
+                found=storage.storage_id,
+                expected=storage.registered_id or "none",
+            )
+        elif storage.admin_trouble:
+            self._tell(
+                "admin-port-wrong",
+                address,
+                storage=address,
+                admin=storage.admin,
+                why=storage.admin_trouble,
+                port=storage.other_admin or "ADMIN_PORT",
+            )
+        else:
+            self._look_at_machine(storage)
+
+    def _look_at_machine(self, storage: StorageFacts) -> None:
+        held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
+        room = storage.room
+        if room is not None and held and (room.is_full or room.free_bytes < NEARLY_FULL_BYTES):
+            self._tell(
+                "disk-full" if room.is_full else "disk-nearly-full",
+                storage.address,
+                storage=storage.address,
+                free=room.free_bytes // MIB,
+                empty=self.empty(storage.address, held),
+            )
+        ahead = storage.clock_ahead_ms
+        if ahead is not None and abs(ahead) > CLOCK_MS_MAX:
+            self._tell(
+                "clock-of-storage",
+                storage.address,
+                storage=storage.address,
+                seconds=f"{abs(ahead) / 1000:.1f}",
+                way="ahead of" if ahead > 0 else "behind",
+            )
+
+    def empty(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
+        """Return the command that moves replicas away, to where there is room for most of them."""
+
+        def movable(name: ReplicaId) -> list[PartitionId]:
+            return [each for each in partitions if name not in self._cluster.assigned[each]]
+
+        def is_fit(storage: StorageFacts) -> bool:
+            room = storage.room
+            return not (
+                storage.trouble
+                or storage.admin_trouble
+                or room is None
+                or room.is_full
+                or room.free_bytes < NEARLY_FULL_BYTES
+            )
+
+        group = self._cluster.groups.get(address)
+        spare = [each.address for each in self._cluster.storages.values() if is_fit(each)]
+        spare = [each for each in spare if each != address and movable(each)]
+        if not spare:
+            return f"waltz-core cluster add-storage HOST:PORT --connect {self._case.connect}"
+        chosen = max(
+            spare, key=lambda each: (self._cluster.groups.get(each) == group, len(movable(each)))
+        )
+        return (
+            f"waltz-core cluster move-replica {_ranges(movable(chosen))} {address} {chosen} "
+            f"--connect {self._case.connect}"
+        )
+
+    def move(self, partition_id: PartitionId, owner: ServerFacts) -> str:
+        """Return the command that has another server own a partition, if there is one."""
+        others = [
+            each.address
+            for each in self._cluster.servers.values()
+            if each is not owner and not each.trouble
+        ]
+        if not others:
+            return self._case.start("server", owner.address)
+        return (
+            f"waltz-core cluster prefer {partition_id} {others[0]} --connect {self._case.connect}"
+        )
+
+    def rebuilding(self) -> str:
+        """Return the storages as `rebuild-metadata` takes them."""
+        words = []
+        for each in self._cluster.storages.values():
+            words.append(f"--storage {each.address}:{split_address(each.admin)[1]}")
+            group = self._cluster.groups.get(each.address)
+            words[-1] += "" if group is None else f":{group}"
+        return " ".join(words)
+
+
+class _Partition:
+    """The findings of one partition."""
+
+    def __init__(
+        self, case: _Case, cluster: ClusterFacts, whole: _Cluster, partition_id: PartitionId
+    ) -> None:
+        self._case, self._cluster, self._whole, self._id = case, cluster, whole, partition_id
+        self._facts = cluster.partitions.get(partition_id, PartitionFacts())
+        self._assigned = cluster.assigned.get(partition_id, ())
+        self._replicas = Replicas(self._assigned, self._facts.metadata)
+        self._quorum = len(self._assigned) // 2 + 1
+
+    def look(self) -> None:
+        self._look_for_leftovers()
+        if not self._assigned:
+            self._tell("no-replicas")
+            return
+        self._look_at_count()
+        if self._look_at_metadata():
+            return
+        for address in self._assigned:
+            self._look_at_replica(self._cluster.storages[address])
+        has_votes = self._look_at_quorum()
+        self._look_at_owner(has_votes=has_votes)
+
+    def _tell(self, name: str, about: object = "", **fields: object) -> None:
+        about = f"{self._id} {about}".strip()
+        self._case.tell(name, about, partition=self._id, **fields)
+
+    # --- replicas
+
+    def _look_for_leftovers(self) -> None:
+        metadata = self._facts.metadata
+        named = () if metadata is None else metadata.states
+        for storage in self._cluster.storages.values():
+            held = storage.replicas.get(self._id)
+            is_wanted = storage.address in self._assigned or storage.address in named
+            if held is not None and held.is_held and not is_wanted:
+                self._tell("replica-left-over", storage.address, storage=storage.address)
+
+    def _look_at_count(self) -> None:
+        counts = [len(each) for each in self._cluster.assigned.values()]
+        usual = max(counts, key=lambda each: (counts.count(each), each))
+        count = len(self._assigned)
+        if count < usual:
+            self._tell("too-few-replicas", count=count, usual=usual)
+
+    def _look_at_metadata(self) -> bool:
+        """Tell what ZooKeeper has lost; whether it has."""
+        metadata, marker = self._facts.metadata, self._facts.marker
+        if rebuilding.is_waiting(metadata, marker):
+            self._tell("rebuilding-unfinished", storages=self._whole.rebuilding())
+            return True
+        is_lost = marker is not None and marker.state is MarkerState.OPEN
+        if is_lost and not self._replicas.was_opened:
+            self._tell("metadata-lost", storages=self._whole.rebuilding())
+            return True
+        return False
+
+    def _look_at_replica(self, storage: StorageFacts) -> None:
+        held, address = storage.replicas.get(self._id), storage.address
+        if held is None or storage.trouble:
+            return
+        if not held.is_available:
+            self._tell("replica-offline", address, storage=address)
+        elif not held.is_held:
+            self._tell("replica-not-held", address, storage=address)
+        elif held.why_not:
+            self._tell("replica-unreadable", address, storage=address, why=held.why_not)
+        else:
+            self._look_at_log(storage, held)
+
+    def _look_at_log(self, storage: StorageFacts, held: ReplicaFacts) -> None:
+        address = storage.address
+        if held.damaged_count:
+            self._tell("replica-damaged", address, storage=address, count=held.damaged_count)
+        if held.is_suspect:
+            if not self._nobody_can_vouch():
+                self._tell("replica-suspect", address, storage=address)
+        elif self._is_open() and address not in self._replicas.level:
+            full = storage.room is not None and storage.room.is_full
+            if not full and address in self._states():
+                self._tell("replica-not-engaged", address, storage=address, last=held.last)
+        elif self._is_open() and self._newest() - held.last > LAG_MAX:
+            count = self._newest() - held.last
+            empty = self._whole.empty(address, [self._id])
+            self._tell("replica-lagging", address, storage=address, count=count, empty=empty)
+
+    def _newest(self) -> int:
+        storages = [self._cluster.storages[each] for each in self._assigned]
+        ends = [each.replicas[self._id].last for each in storages if self._id in each.replicas]
+        return max(ends, default=-1)
+
+    # --- the quorum (rule 3)
+
+    def _look_at_quorum(self) -> bool:
+        """Tell that there is none; whether a session could be open as far as replicas go."""
+        answering = [each for each in self._assigned if self._answers(each)]
+        if len(answering) < self._quorum:
+            away = [each for each in self._assigned if each not in answering]
+            self._tell(
+                "no-quorum",
+                count=len(self._assigned),
+                answering=len(answering),
+                quorum=self._quorum,
+                start=self._case.start("storage", away[0]),
+            )
+            return False
+        if self._nobody_can_vouch():
+            able = len(self._assigned) - len(self._suspects())
+            self._tell(
+                "nobody-can-vouch", count=len(self._assigned), able=able, quorum=self._quorum
+            )
+            return False
+        return len(self._unknown()) < self._quorum
+
+    def _answers(self, address: ReplicaId) -> bool:
+        storage = self._cluster.storages[address]
+        held = storage.replicas.get(self._id)
+        if storage.trouble:
+            return False
+        return held is None or (held.is_held and held.is_available and not held.why_not)
+
+    def _suspects(self) -> list[ReplicaId]:
+        return [each for each in self._engaged() if self._answers(each) and self._is_suspect(each)]
+
+    def _unknown(self) -> list[ReplicaId]:
+        """Return of whom a recovery would not know what they have acknowledged."""
+        return [
+            each for each in self._engaged() if not self._answers(each) or self._is_suspect(each)
+        ]
+
+    def _is_suspect(self, address: ReplicaId) -> bool:
+        held = self._cluster.storages[address].replicas.get(self._id)
+        return held is not None and held.is_suspect
+
+    def _engaged(self) -> list[ReplicaId]:
+        states = self._states()
+        known = [each for each in states if each in self._cluster.storages]
+        return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
+
+    def _nobody_can_vouch(self) -> bool:
+        """Whether all answer, and too many of them are suspect: starting something is no help."""
+        is_answered = all(self._answers(each) for each in self._engaged())
+        return is_answered and not self._is_open() and len(self._suspects()) >= self._quorum
+
+    def _states(self) -> dict[ReplicaId, ReplicaState]:
+        metadata = self._facts.metadata
+        return {} if metadata is None else dict(metadata.states)
+
+    # --- the owner
+
+    def _is_open(self) -> bool:
+        owner = self._whole.owner_of(self._id)
+        return owner is not None and owner.served.get(self._id, False)
+
+    def _look_at_owner(self, *, has_votes: bool) -> None:
+        owner = self._whole.owner_of(self._id)
+        if owner is None:
+            if self._cluster.servers and self._cluster.is_settled:
+                self._tell("partition-without-server", start=self._case.start("server"))
+            return
+        for other in self._cluster.servers.values():
+            if other is not owner and self._id in other.served and self._cluster.is_settled:
+                start = self._case.start("server", other.address)
+                fields = {"server": other.address, "owner": owner.address, "start": start}
+                self._tell("partition-served-by-another", other.address, **fields)
+        if owner.trouble or not self._cluster.is_settled:
+            return
+        fields = {"server": owner.address, "move": self._whole.move(self._id, owner)}
+        if self._id not in owner.served:
+            self._tell("partition-not-served", **fields)
+        elif not self._is_open():
+            if has_votes:
+                was_opened = self._replicas.was_opened
+                self._tell("session-not-open" if was_opened else "never-opened", **fields)
+        else:
+            self._look_at_session(owner, fields)
+
+    def _look_at_session(self, owner: ServerFacts, fields: dict[str, str]) -> None:
+        facts, states = self._facts, self._states()
+        if set(states) != set(self._assigned):
+            assigned, replicas = ", ".join(self._assigned), ", ".join(states)
+            self._tell("session-of-other-replicas", assigned=assigned, replicas=replicas, **fields)
+        if facts.mark_trouble:
+            self._tell("mark-not-told", why=facts.mark_trouble, **fields)
+        if facts.stamp_ahead_ms is not None and facts.stamp_ahead_ms > CLOCK_MS_MAX:
+            seconds = f"{facts.stamp_ahead_ms / 1000:.1f}"
+            self._tell("clock-of-server", owner.address, seconds=seconds, **fields)
+
+
+def _ranges(partitions: Iterable[int]) -> str:
+    """Return partitions as commands take them: 0-6,9."""
+    runs: list[list[int]] = []
+    for each in sorted(partitions):
+        if runs and runs[-1][1] == each - 1:
+            runs[-1][1] = each
+        else:
+            runs.append([each, each])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
