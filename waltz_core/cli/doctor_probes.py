@@ -67,8 +67,6 @@ from waltz_core.wire.messages import (
 )
 
 AT_ONCE: Final = 32
-# What a server itself waits for storages that do not answer comes on top.
-CONNECTIVITY_S: Final = 5.0
 # A clock that was read within a longer time says nothing of a second.
 READ_MS_MAX: Final = 500.0
 NOT_A_CLIENT: Final = -1
@@ -306,10 +304,12 @@ class _Server:
                 CheckConnectivityRequest,
                 client_id=NOT_A_CLIENT,
                 partition_id=0,
-                timeout_s=self._timeout_s + CONNECTIVITY_S,
+                timeout_s=self._timeout_s,
             )
         except WaltzError:
-            return ()  # an old server, or one that is told as silent by the next question
+            # A storage that says nothing takes longer, and is told by itself; an original's server
+            # may not know the question.
+            return ()
         return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
 
     async def _mark(self, link: ServerLink, partition_id: PartitionId) -> _Mark:

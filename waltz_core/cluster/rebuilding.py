@@ -6,15 +6,25 @@ when ZooKeeper has lost its data, and when too few replicas of a partition can v
 What must not be lost was synced by a quorum of the replicas in some session. A storage writes the
 session down before it takes appends in it, and only with a log that has all that came before. So of
 the replicas that were heard, the one with the newest session, and of those the longest log, has
-everything, provided that fewer than a quorum were not heard.
+everything, provided that fewer than a quorum were not heard: of n replicas with a quorum of Q, any
+n - Q + 1 include one that has synced what was acknowledged.
+
+They have to be of the replicas that the partition had at last, and nobody says any more who those
+were. A copy of an older session may be a replica that had fallen behind, or what was left lying
+when the partition moved away, and then it says nothing of what came later; meanwhile a replica
+that does not open its log, was taken offline or has an empty directory looks like a storage that
+never had one. Only a copy of the newest session was certainly a replica in it.
 
 Rules (correctness.md 2.4, row 15):
     1. Nodes that were made for a rebuilding have no partition that may be opened: its marker says
        that there was a history, and no replica is engaged.
     2. One replica is declared engaged, and nobody else. It is assigned together with a second one,
        so that nothing is acknowledged by one disk alone; the others are added as replicas ever are.
-    3. A replica that is suspect, or damaged above its mark, is not chosen unasked.
-    4. Client ids and generations go on above all that were ever given out, so that no append is
+    3. A replica that is suspect, or damaged above its mark, is not chosen unasked. That it knows of
+       a later session than the others is believed all the same.
+    4. Who counts as heard is a copy of the newest session, and nobody else. This may refuse what
+       would have been safe (one replica behind and another one lost); a person can decide then.
+    5. Client ids and generations go on above all that were ever given out, so that no append is
        taken for an old one.
 """
 
@@ -100,14 +110,17 @@ def choose(
     """
     able = {name: log for name, log in logs.items() if log.can_vouch}
     silent = [*unheard, *(name for name in logs if name not in able)]
+    newest = max((log.last_session for log in logs.values()), default=NO_SESSION)
+    heard = [name for name, log in able.items() if log.last_session == newest]  # rule 4
+    older = [name for name in able if name not in heard]
     quorum = replica_count // 2 + 1
-    # One that says it has no replica may be one that cannot open it.
-    missing_count = max(len(silent), replica_count - len(able))
-    if missing_count >= quorum:
+    if max(len(silent), replica_count - len(heard)) >= quorum:
         raise errors.BadRequest(
-            f"partition {partition_id}: of {replica_count} replicas {len(able)} were heard "
-            f"({', '.join(able) or 'none'}), {', '.join(silent) or 'no other storage'} could not "
-            f"tell; fewer than {quorum} may be missing: bring more of them back, or decide with "
+            f"partition {partition_id}: of {replica_count} replicas {len(heard)} were heard that "
+            f"took part in the last session ({', '.join(heard) or 'none'}); "
+            f"{', '.join(silent) or 'no other storage'} could not tell, "
+            f"{', '.join(older) or 'none'} knows of older sessions only; fewer than {quorum} may "
+            "be missing: bring more of them back, or decide with "
             f"`cluster accept-replicas {partition_id}`"
         )
     ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
@@ -142,14 +155,14 @@ def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
 
 
 def ids_from(now_s: int) -> int:
-    """Return where ids and generations go on after all was lost (rule 4)."""
+    """Return where ids and generations go on after all was lost (rule 5)."""
     return min(max(now_s - IDS_EPOCH_S, 1), model.INT32_MAX // 2)
 
 
 def rebuilding_steps(
     paths: ClusterPaths, new: NewCluster, *, root_version: int, ids: int
 ) -> list[list[Operation]]:
-    """Return the writes that make a cluster's nodes for a rebuilding (rules 1 and 4).
+    """Return the writes that make a cluster's nodes for a rebuilding (rules 1 and 5).
 
     Every storage is named by every partition's metadata, so that each serves what lies in its
     directory, and nothing else.

@@ -4,7 +4,7 @@ import asyncio
 from uuid import UUID
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from waltz_core import errors
@@ -44,7 +44,7 @@ def test_the_members_are_of_different_groups_first():
 
 def test_fewer_than_a_quorum_may_be_missing():
     assert chosen({"A": log(5, 10), "B": log(5, 9)}, unheard=["C"]).source == "A"
-    with pytest.raises(errors.BadRequest, match=r"partition 7: of 3 replicas 1 were heard \(A\)"):
+    with pytest.raises(errors.BadRequest, match=r"7: of 3 replicas 1 were heard .* \(A\)"):
         chosen({"A": log(5, 10)}, unheard=["B", "C"])
     with pytest.raises(errors.BadRequest, match="fewer than 2 may be missing"):
         chosen({"A": log(5, 10)})
@@ -54,10 +54,51 @@ def test_fewer_than_a_quorum_may_be_missing():
 
 @pytest.mark.parametrize("trouble", ["suspect", "damaged"])
 def test_who_cannot_vouch_counts_as_missing(trouble):
-    doubtful = log(6, 99, **{trouble: True})
+    doubtful = log(5, 99, **{trouble: True})
     assert chosen({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
     with pytest.raises(errors.BadRequest, match="A could not tell"):
         chosen({"A": doubtful, "B": log(5, 9)})
+
+
+def test_a_copy_of_an_older_session_stands_in_for_nobody():
+    """A and B do not open their logs, so they seem to have none; D is left over from a move."""
+    with pytest.raises(errors.BadRequest, match=r"\(C\).* D knows of older sessions only"):
+        chosen({"C": log(5, 80), "D": log(3, 70)})
+    # The same from a replica that is behind: nobody can tell it from D.
+    with pytest.raises(errors.BadRequest, match="C could not tell, B knows of older"):
+        chosen({"A": log(5, 80), "B": log(4, 70)}, unheard=["C"])
+    assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
+    assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}, count=2).source == "C"
+
+
+@pytest.mark.parametrize("trouble", ["suspect", "damaged"])
+def test_who_cannot_vouch_is_believed_that_there_was_a_later_session(trouble):
+    later = log(6, 99, **{trouble: True})
+    with pytest.raises(errors.BadRequest, match=r"0 were heard .* A could not tell, B, C knows"):
+        chosen({"A": later, "B": log(5, 9), "C": log(5, 8)})
+
+
+@settings(max_examples=400)
+@given(st.integers(1, 5), st.data())
+def test_nothing_is_chosen_that_lacks_what_a_quorum_had(count, data):
+    """Any number of replicas seem to have no copy, and copies of older sessions lie about."""
+    quorum = quorum_size(count)
+    other = st.sampled_from((4, 4, 3, 1))
+    sessions = [4] * quorum + [data.draw(other) for _ in range(count - quorum)]
+    logs = {f"r{n}": log(each, data.draw(st.integers(-1, 9))) for n, each in enumerate(sessions)}
+    in_last = {name: its.synced_max for name, its in logs.items() if its.last_session == 4}
+    acknowledged = sorted(in_last.values(), reverse=True)[quorum - 1]
+    heard_of_last = data.draw(st.sets(st.sampled_from(sorted(in_last)), min_size=1))
+    hidden = data.draw(st.sets(st.sampled_from(sorted(logs)))) | set(in_last) - heard_of_last
+    heard = {name: its for name, its in logs.items() if name not in hidden - heard_of_last}
+    for number, session in enumerate(data.draw(st.lists(st.integers(0, 3), max_size=4))):
+        heard[f"left{number}"] = log(session, 20)
+    try:
+        found = choose(0, heard, groups={}, replica_count=count, unheard=[])
+    except errors.BadRequest:
+        return
+    assert found.log.last_session == 4
+    assert found.log.synced_max >= acknowledged
 
 
 @given(

@@ -141,6 +141,15 @@ def test_a_storage_goes_when_it_holds_nothing():
         layout().without_storage(D)
 
 
+def test_an_admin_port_can_be_told_anew():
+    assert layout().with_admin_port(B, 77).admin_ports == {**layout().admin_ports, B: 77}
+    assert layout().with_admin_port(B, 77).assignment == layout().assignment
+    with pytest.raises(errors.BadRequest):
+        layout().with_admin_port(D, 77)
+    with pytest.raises(errors.BadConfig, match=r"admin port 0: expected 1\.\.65535"):
+        layout().with_admin_port(B, 0)
+
+
 @in_cluster
 async def test_the_three_nodes_change_in_one_write(cluster):
     storages = cluster.coordinator.storages

@@ -1,0 +1,425 @@
+"""Facts in, findings out: a healthy cluster has none, and each fault has its own."""
+
+from dataclasses import replace
+
+import pytest
+
+from waltz_core.cluster.coordinator import Ownership
+from waltz_core.cluster.diagnosis import LAG_MAX, diagnose, summary
+from waltz_core.cluster.facts import (
+    ClusterFacts,
+    Facts,
+    LocalFacts,
+    MemberFacts,
+    NodeFacts,
+    PartitionFacts,
+    ReplicaFacts,
+    RoomFacts,
+    ServerFacts,
+    StorageFacts,
+)
+from waltz_core.cluster.findings import KINDS
+from waltz_core.cluster.model import (
+    UNRESOLVED,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.record import BEFORE_FIRST, NO_SESSION
+
+A, B, C, SPARE = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280", "10.0.0.4:5280"
+ONE, TWO = "10.0.1.1:5180", "10.0.1.2:5180"
+NODES = ("zk1:2181", "zk2:2181", "zk3:2181")
+CONNECT = "zk1:2181,zk2:2181,zk3:2181/waltz/payments"
+ROOMY, OPEN, NEW = (
+    RoomFacts(1 << 40, False),
+    PartitionMarker(MarkerState.OPEN),
+    PartitionMarker(MarkerState.NEW),
+)
+ENGAGED = ReplicaState(7, UNRESOLVED)
+
+
+def storage(address, partitions=(0, 1)):
+    return StorageFacts(
+        address,
+        address.replace("5280", "5281"),
+        registered_id="aa",
+        storage_id="aa",
+        room=ROOMY,
+        clock_ahead_ms=3.0,
+        replicas={each: ReplicaFacts(last_session=7, last=90) for each in partitions},
+    )
+
+
+def partition():
+    return PartitionFacts(
+        PartitionMetadata(1, 7, dict.fromkeys((A, B, C), ENGAGED)), OPEN, 90, stamp_ahead_ms=-5.0
+    )
+
+
+def healthy():
+    cluster = ClusterFacts(
+        partition_count=2,
+        is_settled=True,
+        owners={0: Ownership(1, 4), 1: Ownership(2, 4)},
+        servers={1: ServerFacts(ONE, served={0: True}), 2: ServerFacts(TWO, served={1: True})},
+        storages={each: storage(each) for each in (A, B, C)} | {SPARE: storage(SPARE, ())},
+        assigned={0: (A, B, C), 1: (A, B, C)},
+        groups={A: 0, B: 1, C: 2, SPARE: 2},
+        partitions={0: partition(), 1: partition()},
+    )
+    nodes = tuple(NodeFacts(each, mode="follower") for each in NODES)
+    return Facts(CONNECT, nodes, cluster=cluster)
+
+
+class Case:
+    """A cluster that is healthy until something of it is changed."""
+
+    def __init__(self):
+        self.facts = healthy()
+
+    def cluster(self, **changed):
+        self.facts = replace(self.facts, cluster=replace(self.facts.cluster, **changed))
+
+    def storage(self, address, **changed):
+        storages = self.facts.cluster.storages
+        self.cluster(storages={**storages, address: replace(storages[address], **changed)})
+
+    def replica(self, address, number=0, **changed):
+        replicas = dict(self.facts.cluster.storages[address].replicas)
+        replicas[number] = replace(replicas.get(number, ReplicaFacts()), **changed)
+        self.storage(address, replicas=replicas)
+
+    def server(self, number, **changed):
+        servers = self.facts.cluster.servers
+        self.cluster(servers={**servers, number: replace(servers[number], **changed)})
+
+    def partition(self, number=0, **changed):
+        partitions = self.facts.cluster.partitions
+        self.cluster(partitions={**partitions, number: replace(partitions[number], **changed)})
+
+    def states(self, states, number=0):
+        self.partition(number, metadata=PartitionMetadata(1, 7, states))
+
+    def node(self, **changed):
+        first, *others = self.facts.nodes
+        self.facts = replace(self.facts, nodes=(replace(first, **changed), *others))
+
+    def local(self, *members):
+        self.facts = replace(self.facts, local=LocalFacts("here/.waltz", members))
+
+    def found(self):
+        return [(each.name, each.about) for each in diagnose(self.facts)]
+
+    def the_only(self, name):
+        (found,) = diagnose(self.facts)
+        assert found.name == name
+        return found
+
+
+@pytest.fixture
+def case():
+    return Case()
+
+
+def test_nothing_is_wrong_with_a_healthy_cluster(case):
+    assert case.found() == []
+    assert summary(case.facts) == (
+        "2 servers, 4 storages, 2 partitions with 3 replicas each, 3 nodes of ZooKeeper"
+    )
+
+
+# --- ZooKeeper, and the processes of a cluster on this machine
+
+
+def test_without_zookeeper_only_that_is_told(case):
+    case.facts = Facts(CONNECT, zookeeper_trouble="no answer")
+    found = case.the_only("zookeeper-away")
+    assert found.sentence.endswith("can be seen: no answer")
+    assert found.command == "waltz-core zookeeper run --config zoo.cfg"
+    case.facts = Facts(CONNECT, refusal="who are you")
+    assert case.the_only("zookeeper-refuses").command.endswith(f"--connect '{CONNECT}?auth=FILE'")
+    case.facts = Facts(CONNECT, is_no_cluster=True)
+    assert case.the_only("no-cluster").sentence == f"there is no cluster at {CONNECT}"
+
+
+def test_a_node_of_zookeeper(case):
+    case.node(trouble="refused", mode="")
+    assert case.the_only("zookeeper-node-away").sentence == (
+        "node zk1:2181 of ZooKeeper does not answer: refused"
+    )
+    case.node(trouble="", mode="")
+    assert "finds no quorum" in case.the_only("zookeeper-node-alone").sentence
+
+
+def test_a_process_that_does_not_run_is_told_once_and_by_name(case):
+    case.local(MemberFacts("storage-1", A, "down"), MemberFacts("server-2", TWO, "up", 77))
+    case.storage(A, trouble="refused", replicas={})
+    found = case.the_only("process-down")
+    assert found.sentence == "storage-1 of the cluster in here/.waltz does not run"
+    assert found.command == "waltz-core local up --directory here/.waltz"
+    case.local(MemberFacts("storage-1", A, "stopped", 78))
+    found = case.the_only("process-stopped")
+    assert found.command == "kill -CONT 78"
+    # One that runs and says nothing is ended first.
+    case.local(MemberFacts("storage-1", A, "up", 79))
+    case.storage(A, is_silent=True)
+    assert case.the_only("storage-silent").command == (
+        "kill -9 79; waltz-core local up --directory here/.waltz"
+    )
+
+
+# --- servers
+
+
+def test_a_server_that_does_not_answer(case):
+    case.server(1, trouble="refused", served={})
+    assert case.the_only("server-away").command == (
+        f"waltz-core cluster remove-server {ONE} --connect {CONNECT}"
+    )
+    case.server(1, is_silent=True)
+    found = case.the_only("server-silent")
+    assert found.command == "waltz-core server run --config server.toml"
+    case.cluster(servers={}, owners={}, is_settled=False)
+    assert case.the_only("no-server").sentence.startswith("no server is registered")
+
+
+def test_an_assignment_that_is_not_in_force(case):
+    case.cluster(is_settled=False)
+    assert f"the lead server {ONE}" in case.the_only("assignment-stale").sentence
+    case.cluster(is_settled=True, owners={1: Ownership(2, 4)})
+    case.server(1, served={})
+    assert case.the_only("partition-without-server").sentence == "partition 0 belongs to no server"
+
+
+def test_a_preference_that_cannot_be_granted(case):
+    case.server(1, preferred=(0,))
+    assert case.found() == []
+    case.server(2, preferred=(0, 1))
+    found = case.the_only("preference-not-granted")
+    assert f"server {TWO} is to own it before all others, and {ONE} is so, too" in found.sentence
+    assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
+
+
+def test_a_storage_that_a_server_cannot_reach_is_told_unless_nobody_can(case):
+    case.server(1, out_of_reach=(C,))
+    assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
+    case.storage(C, trouble="refused", replicas={})
+    assert case.found() == [("storage-away", C)]
+
+
+# --- storages
+
+
+def test_a_storage_that_does_not_answer(case):
+    case.storage(A, trouble="refused", replicas={})
+    assert case.the_only("storage-away").command == "waltz-core storage run --config storage.toml"
+    case.storage(A, is_silent=True)
+    assert case.the_only("storage-silent").about == A
+    case.storage(A, registered_id=None)
+    assert "has never started" in case.the_only("storage-never-started").sentence
+
+
+def test_a_storage_that_is_another_one(case):
+    case.storage(A, storage_id="bb")
+    found = case.the_only("another-storage")
+    assert "storage bb, and aa is registered" in found.sentence
+    assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
+    case.storage(A, is_of_cluster=False)
+    assert case.the_only("storage-of-another-cluster").about == A
+
+
+def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
+    case.storage(A, admin_trouble="refused", replicas={})
+    assert case.the_only("admin-port-wrong").command == (
+        f"waltz-core cluster set-admin-port {A} ADMIN_PORT --connect {CONNECT}"
+    )
+    case.storage(A, other_admin=5299)
+    assert f"set-admin-port {A} 5299" in case.the_only("admin-port-wrong").command
+
+
+def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
+    case.storage(A, room=RoomFacts(5 << 20, True))
+    found = case.the_only("disk-full")
+    assert found.sentence.endswith("it refuses appends, with 5 MiB free")
+    assert found.command == (
+        f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}"
+    )
+    case.storage(A, room=RoomFacts(900 << 20, False))
+    assert case.the_only("disk-nearly-full").sentence.endswith("900 MiB are free")
+    case.storage(SPARE, trouble="refused")
+    assert ("disk-nearly-full", A) in case.found()
+    assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
+    # Nobody minds the full disk of a storage that holds nothing.
+    case.facts = healthy()
+    case.storage(SPARE, room=RoomFacts(0, True))
+    assert case.found() == []
+
+
+def test_clocks_that_differ(case):
+    case.storage(A, clock_ahead_ms=-4_200.0)
+    found = case.the_only("clock-of-storage")
+    assert f"storage {A} is 4.2 s behind the clock of this machine" in found.sentence
+    case.storage(A, clock_ahead_ms=None)
+    case.partition(stamp_ahead_ms=61_000.0)
+    found = case.the_only("clock-of-server")
+    assert "61.0 s in the future" in found.sentence
+    assert ONE in found.sentence
+
+
+# --- replicas
+
+
+def test_a_replica_that_is_not_served(case):
+    at = f"--connect {CONNECT} --storage {B} --partition 0"
+    for changed, name, command in (
+        ({"is_available": False}, "replica-offline", f"availability {at} --online true"),
+        ({"is_held": False}, "replica-not-held", f"add-partition {at}"),
+        ({"why_not": "no slot"}, "replica-unreadable", f"re-seed {at}"),
+        ({"damaged_count": 3}, "replica-damaged", f"scrub {at}"),
+    ):
+        case.facts = healthy()
+        case.replica(B, **changed)
+        assert case.the_only(name).command == f"waltz-core storage {command}"
+
+
+def test_a_partition_that_is_left_over(case):
+    case.replica(SPARE)
+    assert case.the_only("replica-left-over").command == (
+        f"waltz-core storage remove-partition --connect {CONNECT} --storage {SPARE} --partition 0 "
+        "--delete-files"
+    )
+    # Until its owner has left it out, it is on its way.
+    case.states({A: ENGAGED, B: ENGAGED, C: ENGAGED, SPARE: ENGAGED})
+    assert case.found() == [("session-of-other-replicas", "0")]
+
+
+def test_a_replica_that_the_session_does_not_count_on(case):
+    case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
+    case.replica(C, last=50)
+    found = case.the_only("replica-not-engaged")
+    assert found.sentence.endswith("it ends at 50")
+    assert "--online false && waltz-core storage availability" in found.command
+    case.storage(C, trouble="refused")
+    assert case.found() == [("storage-away", C)]
+
+
+def test_a_replica_that_lags(case):
+    case.replica(A, last=91 + LAG_MAX)
+    case.replica(B, last=91 + LAG_MAX)
+    found = case.the_only("replica-lagging")
+    assert found.about == f"0 {C}"
+    assert f"{LAG_MAX + 1} transactions behind" in found.sentence
+    assert f"move-replica 0 {C} {SPARE}" in found.command
+
+
+def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
+    case.replica(A, is_suspect=True)
+    assert case.found() == [("replica-suspect", f"0 {A}")]
+    case.replica(B, is_suspect=True)
+    case.server(1, served={0: False})
+    found = case.the_only("nobody-can-vouch")
+    assert "of its 3 replicas 1 can vouch" in found.sentence
+    assert found.command == f"waltz-core cluster accept-replicas 0 --yes --connect {CONNECT}"
+
+
+def test_nothing_is_to_be_decided_while_somebody_who_knows_is_only_away(case):
+    case.server(1, served={0: False})
+    case.replica(A, is_suspect=True)
+    case.storage(B, trouble="refused", replicas={})
+    names = [each.name for each in diagnose(case.facts)]
+    assert names == ["storage-away", "replica-suspect"]
+
+
+# --- partitions
+
+
+def test_a_quorum_that_is_lost_is_told_whatever_the_cause(case):
+    for address in (A, B):
+        case.storage(address, trouble="refused", replicas={})
+    case.server(1, served={0: False})
+    case.server(2, served={1: False})
+    assert case.found() == [
+        ("storage-away", A),
+        ("storage-away", B),
+        ("no-quorum", "0"),
+        ("no-quorum", "1"),
+    ]
+    found = diagnose(case.facts)[2]
+    assert "of its 3 replicas 1 answer, and 2 are needed" in found.sentence
+    assert found.command == "waltz-core storage run --config storage.toml"
+
+
+def test_a_session_that_is_not_open_though_it_could_be(case):
+    case.server(1, served={0: False})
+    assert case.the_only("session-not-open").command == (
+        f"waltz-core cluster prefer 0 {TWO} --connect {CONNECT}"
+    )
+    case.server(2, trouble="refused", served={})
+    opened = next(each for each in diagnose(case.facts) if each.name == "session-not-open")
+    assert opened.command == "waltz-core server run --config server.toml"
+
+
+def test_a_partition_that_was_never_opened(case):
+    case.server(1, served={0: False})
+    case.partition(metadata=None, marker=NEW)
+    assert case.the_only("never-opened").about == "0"
+
+
+def test_a_partition_in_the_wrong_hands(case):
+    case.server(1, served={})
+    assert case.the_only("partition-not-served").about == "0"
+    case.server(1, served={0: True})
+    case.server(2, served={0: True, 1: True})
+    found = case.the_only("partition-served-by-another")
+    assert f"server {TWO} serves it, and {ONE} owns it" in found.sentence
+
+
+def test_a_session_with_other_replicas_and_a_mark_that_is_not_told(case):
+    case.states({A: ENGAGED, B: ENGAGED})
+    case.partition(mark=None, mark_trouble="no answer")
+    assert case.found() == [("session-of-other-replicas", "0"), ("mark-not-told", "0")]
+
+
+def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
+    case.cluster(assigned={0: (A, B), 1: (A, B, C)}, groups=dict.fromkeys((A, B, C, SPARE), 0))
+    case.states({A: ENGAGED, B: ENGAGED})
+    case.storage(C, replicas={1: ReplicaFacts(last=90)})
+    assert case.the_only("too-few-replicas").command == (
+        f"waltz-core cluster auto-assign --replicas 3 --connect {CONNECT}"
+    )
+    case.facts = healthy()
+    case.cluster(groups={A: 0, B: 0, C: 2, SPARE: 3})
+    assert case.found() == [("groups-crowded", "0"), ("groups-crowded", "1")]
+    case.facts = healthy()
+    case.cluster(assigned={0: (), 1: ()})
+    for address in (A, B, C):
+        case.storage(address, replicas={})
+    assert case.found() == [("no-replicas", "0"), ("no-replicas", "1")]
+
+
+def test_metadata_that_is_lost(case):
+    case.partition(metadata=PartitionMetadata())
+    found = case.the_only("metadata-lost")
+    storages = f"--storage {A[:-5]}:5280:5281:0 --storage {B[:-5]}:5280:5281:1"
+    assert found.command.startswith(
+        f"waltz-core cluster rebuild-metadata --connect {CONNECT} {storages}"
+    )
+    case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
+    assert case.the_only("rebuilding-unfinished").about == "0"
+
+
+def test_findings_come_in_the_order_of_the_table(case):
+    case.replica(A, is_available=False)
+    case.node(trouble="refused")
+    case.server(2, trouble="refused", served={})
+    names = [each.name for each in diagnose(case.facts)]
+    assert names == sorted(names, key=list(KINDS).index)
+    assert len(names) == 3
+
+
+def test_a_connect_string_is_given_as_a_shell_takes_it(case):
+    case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
+    case.server(1, trouble="refused", served={})
+    assert case.the_only("server-away").command.endswith(f"'{CONNECT}?auth=/etc/my file'")

@@ -1,0 +1,31 @@
+"""The table of findings: every row can be filled in, and no two say the same."""
+
+import re
+
+import pytest
+
+from waltz_core.cluster.findings import KINDS, fields_of, finding
+
+
+def test_each_finding_has_a_sentence_of_its_own():
+    assert len(KINDS) >= 20
+    sentences = [each.sentence for each in KINDS.values()]
+    assert len(set(sentences)) == len(sentences)
+    assert all(re.fullmatch(r"[a-z-]+", name) for name in KINDS)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_finding_names_what_it_was_given(name):
+    fields = {field: f"<{field}>" for field in fields_of(KINDS[name])}
+    found = finding(name, "it", **fields)
+    assert found.key == (name, "it")
+    for field in fields.values():
+        assert field in found.sentence + found.command
+    assert "{" not in found.sentence + found.command
+    words = (found.command.removeprefix("<start>").removeprefix("<move>") or "waltz-core").split()
+    assert words[0] in ("waltz-core", "kill", "timedatectl", "<empty>")
+
+
+def test_a_field_that_is_missing_is_our_bug():
+    with pytest.raises(KeyError):
+        finding("storage-away", "a:1", storage="a:1", start="x")
