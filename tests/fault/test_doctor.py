@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.fault.changing import address, does, new_storage, replicas
-from tests.fault.load import command, wait_until
+from tests.fault.load import ROOT, command, wait_until
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.storages import Layout
@@ -83,13 +83,14 @@ def run_as_printed(line: str) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["/bin/sh", "-c", line],
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
     assert "Traceback" not in done.stderr, done.stderr
+    print(line, done.returncode, done.stderr)  # noqa: T201
 
 
 def mend(cluster: LocalCluster, found: list[dict[str, str]]) -> None:

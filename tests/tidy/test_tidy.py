@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from waltz_core.config import ClientConfig, ServerConfig, StorageConfig
+from waltz_core.config import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("waltz_core", "waltz_spark")
@@ -312,7 +312,7 @@ def test_nothing_is_pickled_or_evaluated():
     nothing(wrong, "pickle, eval and their like")
 
 
-def test_every_setting_of_a_daemon_or_client_is_read():
+def test_every_setting_is_read():
     """A setting that nothing obeys promises what is not so."""
     read = {
         node.attr
@@ -323,7 +323,7 @@ def test_every_setting_of_a_daemon_or_client_is_read():
     }
     dead = [
         f"{config_type.__name__}.{each.name}"
-        for config_type in (StorageConfig, ServerConfig, ClientConfig)
+        for config_type in KINDS.values()
         for each in fields(config_type)
         if each.name not in read
     ]

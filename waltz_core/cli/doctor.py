@@ -22,13 +22,13 @@ from waltz_core.cli.output import show, show_json
 from waltz_core.cluster.diagnosis import diagnose, summary
 from waltz_core.cluster.facts import Facts
 from waltz_core.cluster.findings import Finding
+from waltz_core.config import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
 TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move, where nothing is in the way.
 LOOK_AGAIN_S: Final = 1.5
-LOCAL_DIRECTORY: Final = ".waltz"
 NOT_MEASURED: Final = (
     "the clocks of ZooKeeper's nodes, which tell no time",
     "the clocks of servers, but for commit times that lie in the future",
@@ -47,8 +47,8 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--directory",
         type=Path,
-        default=Path(os.environ.get("WALTZ_LOCAL_DIRECTORY", LOCAL_DIRECTORY)),
-        help=f"of a cluster on this machine (default {LOCAL_DIRECTORY}, or "
+        default=Path(os.environ.get("WALTZ_LOCAL_DIRECTORY", LocalConfig().directory)),
+        help=f"of a cluster on this machine (default {LocalConfig().directory}, or "
         "$WALTZ_LOCAL_DIRECTORY): its processes are looked at, too",
     )
     command.add_argument(

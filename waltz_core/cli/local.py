@@ -3,26 +3,36 @@
 import argparse
 import os
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.config import LocalConfig
 from waltz_core.local import LocalCluster
+from waltz_core.settings import load
 
-DIRECTORY_DEFAULT = ".waltz"
+# flag -> setting
+COUNTS = {
+    "--zookeepers": "zookeeper_count",
+    "--storages": "storage_count",
+    "--servers": "server_count",
+    "--partitions": "partition_count",
+}
 
 
 def add(command: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
     up = verbs.add_parser("up", help="start the cluster; what runs already is left alone")
-    up.add_argument("--zookeepers", type=int, default=1, help="default 1; 3 make an ensemble")
-    up.add_argument("--storages", type=int, default=3, help="default 3")
-    up.add_argument("--servers", type=int, default=2, help="default 2")
-    up.add_argument("--partitions", type=int, default=4, help="default 4")
+    up.add_argument("--config", type=Path, help="a TOML file (conf/local.toml); flags win over it")
+    for flag, name in COUNTS.items():
+        (doc,) = [each.metadata["doc"] for each in fields(LocalConfig) if each.name == name]
+        default = getattr(LocalConfig(), name)
+        up.add_argument(flag, dest=name, metavar="N", help=f"default {default}. {doc}")
     up.add_argument(
         "--zookeeper-auth", type=Path, metavar="FILE", help="an auth file (docs/zookeeper.md)"
     )
-    up.add_argument("--timeout-s", type=float, default=60.0, help="default 60")
+    up.add_argument("--timeout-s", type=float, help="default 60")
     up.set_defaults(verb=_up)
     status = verbs.add_parser("status", help="show what runs")
     status.add_argument("--json", action="store_true", help="one JSON value on standard output")
@@ -33,31 +43,42 @@ def add(command: argparse.ArgumentParser) -> None:
         verb.add_argument(
             "--directory",
             type=Path,
-            default=Path(os.environ.get("WALTZ_LOCAL_DIRECTORY", DIRECTORY_DEFAULT)),
-            help=f"where it lives (default {DIRECTORY_DEFAULT}, or $WALTZ_LOCAL_DIRECTORY)",
+            help=f"where it lives (default {LocalConfig().directory}, or $WALTZ_LOCAL_DIRECTORY)",
         )
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
     cluster = LocalCluster(
-        arguments.directory,
-        zookeeper_count=arguments.zookeepers,
-        storage_count=arguments.storages,
-        server_count=arguments.servers,
-        partition_count=arguments.partitions,
+        Path(config.directory),
+        zookeeper_count=config.zookeeper_count,
+        storage_count=config.storage_count,
+        server_count=config.server_count,
+        partition_count=config.partition_count,
         auth_file=arguments.zookeeper_auth,
         usual_ports=True,
     )
     began = time.monotonic()
-    connect = cluster.up(arguments.timeout_s)
+    connect = cluster.up(config.ready_timeout_ms / 1000)
     took = time.monotonic() - began
     say(f"ready in {took:.1f} s; data, configuration and logs lie in {cluster.directory}")
     show(connect)
     return 0
 
 
+def _config(arguments: argparse.Namespace) -> LocalConfig:
+    """Return the settings by file, environment and flag; raises BadConfig."""
+    given = vars(arguments)
+    flags = {name: given.get(name) for name in COUNTS.values()}
+    if arguments.directory is not None:
+        flags["directory"] = str(arguments.directory)
+    if given.get("timeout_s") is not None:
+        flags["ready_timeout_ms"] = str(round(arguments.timeout_s * 1000))
+    return load(LocalConfig, path=given.get("config"), environment=os.environ, flags=flags).config
+
+
 def _status(arguments: argparse.Namespace) -> int:
-    cluster = LocalCluster(arguments.directory)
+    cluster = LocalCluster(Path(_config(arguments).directory))
     rows = [
         (member.name, "up" if member.process() else "down", member.port, member.pid)
         for member in cluster.members
@@ -72,6 +93,6 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    ended = LocalCluster(arguments.directory).down()
+    ended = LocalCluster(Path(_config(arguments).directory)).down()
     say(f"ended {', '.join(ended)}" if ended else "nothing was running")
     return 0
