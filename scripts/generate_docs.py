@@ -7,6 +7,7 @@ drift from the code that it describes.
 import sys
 from pathlib import Path
 
+from waltz_core.cluster.findings import KINDS as FINDINGS
 from waltz_core.cluster.paths import ZNODES
 from waltz_core.config import KINDS
 from waltz_core.settings import sample_toml
@@ -18,6 +19,8 @@ OPTIONS_BEGIN = "<!-- options: written by `make docs` from waltz_spark/option_ta
 OPTIONS_END = "<!-- /options -->"
 NODES_BEGIN = "<!-- nodes: written by `make docs` from waltz_core/cluster/paths.py -->"
 NODES_END = "<!-- /nodes -->"
+FINDINGS_BEGIN = "<!-- findings: written by `make docs` from waltz_core/cluster/findings.py -->"
+FINDINGS_END = "<!-- /findings -->"
 
 LOGGING = """\
 # What is logged and where, as Python's logging.config.dictConfig takes it.
@@ -89,7 +92,23 @@ def generated() -> dict[Path, str]:
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
     texts[ROOT / "docs" / "spark.md"] = spark_page()
     texts[ROOT / "docs" / "zookeeper.md"] = zookeeper_page()
+    texts[ROOT / "docs" / "doctor.md"] = doctor_page()
     return texts
+
+
+def doctor_page() -> str:
+    """Return docs/doctor.md with the table of findings as the code has it."""
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    head, mark, rest = page.partition(FINDINGS_BEGIN)
+    _, end, tail = rest.partition(FINDINGS_END)
+    assert mark, "docs/doctor.md has no place for the findings"
+    assert end, "docs/doctor.md has no end of the findings"
+    rows = [
+        f"| {number} | {each.area.value} | `{each.name}` | {each.sentence} | `{each.command}` |"
+        for number, each in enumerate(FINDINGS.values(), 1)
+    ]
+    titles = ["| | about | name | sentence | command |", "|---|---|---|---|---|"]
+    return head + mark + "\n\n" + "\n".join([*titles, *rows]) + "\n\n" + end + tail
 
 
 def zookeeper_page() -> str:

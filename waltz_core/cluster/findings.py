@@ -43,6 +43,7 @@ class Finding:
     about: str
     sentence: str
     command: str
+    partition: int | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -336,10 +337,12 @@ KINDS: dict[str, Kind] = {
 
 def finding(name: str, about: object, **fields: object) -> Finding:
     """Return a finding with everything filled in; a field that is missing is our bug."""
+    partition = fields.get("partition")
+    number = partition if isinstance(partition, int) else None
     kind = KINDS[name]
     texts = {each: str(value) for each, value in fields.items()}
     sentence = kind.sentence.format_map(texts)
-    return Finding(name, str(about), sentence, kind.command.format_map(texts))
+    return Finding(name, str(about), sentence, kind.command.format_map(texts), number)
 
 
 def fields_of(kind: Kind) -> set[str]:

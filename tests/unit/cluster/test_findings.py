@@ -29,3 +29,9 @@ def test_a_finding_names_what_it_was_given(name):
 def test_a_field_that_is_missing_is_our_bug():
     with pytest.raises(KeyError):
         finding("storage-away", "a:1", storage="a:1", start="x")
+
+
+def test_a_finding_of_a_partition_says_of_which():
+    fields = {"storage": "a:1", "connect": "z:1/w", "partition": 3}
+    assert finding("replica-offline", "3 a:1", **fields).partition == 3
+    assert finding("no-server", "servers", start="x").partition is None
