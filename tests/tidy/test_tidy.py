@@ -32,6 +32,7 @@ MIRRORED = ("replication", "wire", "storage", "cluster", "server")
 SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "multiprocessing", "kazoo")
 # Files that only declare; whoever uses them tests them.
 DECLARATIONS = {
+    "waltz_core/cluster/facts.py",
     "waltz_core/cluster/znodes.py",
     "waltz_core/replication/events.py",
     "waltz_core/server/events.py",
