@@ -90,7 +90,6 @@ def run_as_printed(line: str) -> None:
         timeout=60,
     )
     assert "Traceback" not in done.stderr, done.stderr
-    print(line, done.returncode, done.stderr)  # noqa: T201
 
 
 def mend(cluster: LocalCluster, found: list[dict[str, str]]) -> None:
@@ -99,7 +98,6 @@ def mend(cluster: LocalCluster, found: list[dict[str, str]]) -> None:
         for line in dict.fromkeys(each["command"] for each in found):
             run_as_printed(line)
         found = doctor(cluster, "--timeout-s", "1.5")
-        print([each["sentence"] for each in found])  # noqa: T201
         if not found:
             return
     pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}")
@@ -118,6 +116,14 @@ def kill(*names: str) -> Callable[[LocalCluster], None]:
 
 def freeze(name: str) -> Callable[[LocalCluster], None]:
     return lambda cluster: cluster.kill(name, signal.SIGSTOP)
+
+
+def all_of(*faults: Callable[[LocalCluster], None]) -> Callable[[LocalCluster], None]:
+    def inject(cluster: LocalCluster) -> None:
+        for each in faults:
+            each(cluster)
+
+    return inject
 
 
 def storage(cluster: LocalCluster, verb: str, name: str, *words: str) -> None:
@@ -187,7 +193,7 @@ def change_layout(cluster: LocalCluster, change: Callable[[Layout], Layout]) -> 
 
 
 def misname_admin_port(cluster: LocalCluster) -> None:
-    one = address(cluster, "storage-1")
+    one = address(cluster, "storage-2")
     change_layout(cluster, lambda old: replace(old, admin_ports={**old.admin_ports, one: 1}))
 
 
@@ -204,26 +210,25 @@ def crowd(cluster: LocalCluster) -> None:
 
 
 FAULTS = {
-    "a storage is killed": Fault(("process-down",), kill("storage-1")),
-    "a server is killed": Fault(("process-down",), kill("server-1")),
+    "a quorum of the storages is killed": Fault(
+        ("process-down", "no-quorum"), kill("storage-1", "storage-2")
+    ),
     "all servers are killed": Fault(("process-down", "no-server"), kill("server-1", "server-2")),
-    "a storage is frozen": Fault(("process-stopped",), freeze("storage-2")),
-    "a server is frozen": Fault(("process-stopped",), freeze("server-2")),
-    "a node of ZooKeeper is lost": Fault(("process-down",), kill("zookeeper-1")),
-    "no node of ZooKeeper finds a quorum": Fault(
+    "a storage and a server are frozen": Fault(
+        ("process-stopped",), all_of(freeze("storage-2"), freeze("server-2"))
+    ),
+    "a node of ZooKeeper finds no quorum": Fault(
         ("process-down", "zookeeper-away", "zookeeper-node-alone"),
         kill("zookeeper-1", "zookeeper-2"),
     ),
-    "a quorum of the storages is lost": Fault(
-        ("process-down", "no-quorum"), kill("storage-1", "storage-2")
+    "three people have each changed something": Fault(
+        ("replica-offline", "preference-not-granted", "admin-port-wrong"),
+        all_of(take_offline, prefer_twice, misname_admin_port),
     ),
-    "a replica is offline": Fault(("replica-offline",), take_offline),
     "nobody can vouch": Fault(("nobody-can-vouch",), doubt_two),
     "a record has rotted": Fault(("process-down", "replica-damaged"), damage),
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),
-    "two servers want the same": Fault(("preference-not-granted",), prefer_twice),
-    "an admin port is wrong": Fault(("admin-port-wrong",), misname_admin_port),
     "groups are crowded": Fault(("groups-crowded",), crowd),
 }
 

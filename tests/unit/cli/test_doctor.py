@@ -1,0 +1,110 @@
+"""The doctor's command: what it prints, how it ends, and that it ends."""
+
+import asyncio
+import json
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.cluster.test_diagnosis import A, B, healthy
+from waltz_core.cli import doctor
+from waltz_core.cli.doctor_probes import gather, mode_of
+from waltz_core.cli.main import main
+from waltz_core.cluster.diagnosis import diagnose
+from waltz_core.cluster.facts import Facts
+
+CONNECT = "127.0.0.1:1/waltz/none"
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path):
+    """Let the doctor be told these facts, one after the other; the last one stays."""
+    monkeypatch.setattr(doctor, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WALTZ_CONNECT", raising=False)
+    facts = [healthy()]
+
+    async def tell(connect, **_):
+        assert connect == CONNECT
+        return facts.pop(0) if len(facts) > 1 else facts[0]
+
+    monkeypatch.setattr(doctor, "gather", tell)
+    return facts
+
+
+def without(facts, address):
+    storages = dict(facts.cluster.storages)
+    storages[address] = replace(storages[address], trouble="refused", replicas={})
+    return replace(facts, cluster=replace(facts.cluster, storages=storages))
+
+
+def test_a_healthy_cluster_is_said_to_be_so(told, capsys):
+    assert main(["doctor", "--connect", CONNECT]) == 0
+    first, clocks = capsys.readouterr().out.splitlines()
+    assert first.startswith("nothing is wrong: 2 servers, 4 storages,")
+    assert "4 storages and of this machine are at most 3 ms apart" in clocks
+
+
+def test_what_is_wrong_is_numbered_with_its_command(told, capsys):
+    told[:] = [without(healthy(), A)]
+    assert main(["doctor", "--connect", CONNECT]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"1. storage {A} does not answer: refused",
+        "   waltz-core storage run --config storage.toml",
+    ]
+
+
+def test_what_is_gone_at_the_second_look_is_not_told(told, capsys):
+    told[:] = [without(healthy(), A), without(healthy(), B)]
+    assert main(["doctor", "--connect", CONNECT, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["is_well"], value["findings"]) == (True, [])
+
+
+def test_scripts_get_one_value(told, capsys):
+    told[:] = [without(healthy(), A)]
+    assert main(["doctor", "--connect", CONNECT, "--json"]) == 1
+    value = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["about"]) for each in value["findings"]] == [("storage-away", A)]
+    assert value["seen"]["storages"][B]["clock_ahead_ms"] == 3.0
+    assert value["seen"]["marks"] == {"0": 90, "1": 90}
+    assert value["not_measured"]
+
+
+def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():
+    assert "could not be asked" in doctor.as_text(Facts(CONNECT), [])[0]
+    assert "zookeeper" in doctor.as_json(Facts(CONNECT), [])["seen"]
+
+
+def test_without_a_cluster_to_look_at_it_says_what_it_expects(told, capsys):
+    assert main(["doctor"]) == 1
+    assert "expected --connect zk1:2181" in capsys.readouterr().err
+    assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1
+    assert "expected more than 0, found 0" in capsys.readouterr().err
+
+
+def test_a_node_of_zookeeper_says_what_it_is():
+    assert mode_of(b"Zookeeper version: 3.9\nMode: leader\nNode count: 5\n") == "leader"
+    assert mode_of(b"This ZooKeeper instance is not currently serving requests\n") == ""
+    assert mode_of(b"srvr is not executed because it is not in the whitelist.\n") == "not told"
+    assert mode_of(b"") == ""
+
+
+def test_it_ends_though_nobody_says_anything():
+    """A port that takes connections and is silent is told as such, by its node's name."""
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"
+        began_s = time.monotonic()
+        found = asyncio.run(gather(connect, timeout_s=0.3, local=None))
+    assert time.monotonic() - began_s < 20
+    first, second = found.nodes
+    assert first.is_silent
+    assert not second.is_silent
+    assert [each.name for each in diagnose(found)] == [
+        "zookeeper-away",
+        "zookeeper-node-away",
+        "zookeeper-node-away",
+    ]

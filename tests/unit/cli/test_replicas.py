@@ -1,0 +1,70 @@
+"""Links to storages as an owner's: what is said unasked is passed over, what is wrong is told."""
+
+import asyncio
+import struct
+
+import pytest
+
+from waltz_core.cli.replicas import ClusterFacts, ReplicaLink, Session, log_of
+from waltz_core.errors import RemoteProtocolError, SessionFenced
+from waltz_core.wire.messages import (
+    DamageFound,
+    Nack,
+    Prepare,
+    Prepared,
+    ReplicaState,
+    SetLowWaterMark,
+    SuccessResponse,
+)
+
+FACTS = ClusterFacts(bytes(16), 4)
+SESSION = Session(7, b"n" * 16)
+DAMAGE = DamageFound(6, 0, 2, struct.pack(">2q", 3, 3))
+
+
+class Link:
+    """What a storage sends, a list of messages at a time."""
+
+    def __init__(self, *received):
+        self.received, self.sent = list(received), []
+
+    def send(self, message):
+        self.sent.append(message)
+
+    async def receive(self):
+        return self.received.pop(0)
+
+
+def prepared(partition=2, *, mark=10, damaged=()):
+    packed = struct.pack(f">{2 * len(damaged)}q", *[each for pair in damaged for each in pair])
+    fields = (bytes(16), 6, mark, True, 20, b"c" * 16, False, packed)
+    return Prepared(7, partition, partition, *fields)
+
+
+def asked(link, call):
+    return asyncio.run(call(ReplicaLink("a:1", link, FACTS)))
+
+
+def test_damage_that_is_told_unasked_is_no_answer():
+    link = Link([DAMAGE], [prepared(2), DAMAGE], [DAMAGE, prepared(3)])
+    found = asked(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
+    assert found == {2: prepared(2), 3: prepared(3)}
+    assert [(type(each), each.partition_id) for each in link.sent] == [(Prepare, 2), (Prepare, 3)]
+    done = ReplicaState(7, 1_000_000, 2, 20, b"c" * 16)
+    link = Link([DAMAGE, done])
+    assert asked(link, lambda replica: replica.set_mark(2, SESSION, prepared())) is None
+    assert [type(each) for each in link.sent] == [SetLowWaterMark]
+
+
+def test_another_answer_and_a_refusal_are_told():
+    with pytest.raises(RemoteProtocolError, match="a:1: unexpected SuccessResponse"):
+        asked(Link([SuccessResponse(7, 0, 2)]), lambda replica: replica.prepare({2: SESSION}))
+    refusal = Nack(7, 1_000_000, 2, SessionFenced.code, 9, "a later one")
+    with pytest.raises(SessionFenced, match="a:1: a later one"):
+        asked(Link([refusal]), lambda replica: replica.set_mark(2, SESSION, prepared()))
+
+
+def test_only_damage_above_the_mark_leaves_a_log_without_a_voice():
+    assert not log_of(prepared(damaged=[(3, 4), (9, 10)])).is_damaged
+    assert log_of(prepared(damaged=[(3, 4), (9, 11)])).is_damaged
+    assert log_of(prepared()).rank == (6, 20)

@@ -1,0 +1,50 @@
+"""How replicas are shown."""
+
+import struct
+
+import pytest
+
+from waltz_core.cli.storage_views import _row, damaged_count, state_of
+from waltz_core.wire.admin_messages import ReplicaResponse
+
+LONG = 1 << 40  # more than an int32 has room for
+
+
+def replica(**changed):
+    fields = {
+        "sequence": 1,
+        "partition_id": 3,
+        "is_held": True,
+        "is_available": True,
+        "is_served": True,
+        "why_not": "",
+        "is_suspect": False,
+        "promised": LONG + 2,
+        "last_session": LONG + 1,
+        "low_water_mark": LONG,
+        "synced_max": LONG + 9,
+        "chain": bytes(16),
+        "damaged": struct.pack(">4q", 5, 7, LONG, LONG),
+    }
+    return ReplicaResponse(**(fields | changed))
+
+
+def test_marks_of_any_length_are_shown_whole():
+    row = _row("a:1", replica())
+    assert (row.low_water_mark, row.last) == (LONG, LONG + 9)
+    assert (row.session, row.promised) == (LONG + 1, LONG + 2)
+    assert row.damaged == damaged_count(replica()) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "state"),
+    [
+        ({}, "online"),
+        ({"is_held": False}, "not held"),
+        ({"is_served": False}, "not served"),
+        ({"is_available": False, "is_suspect": True}, "offline, suspect"),
+        ({"why_not": "no slot"}, "online, unreadable: no slot"),
+    ],
+)
+def test_how_a_replica_stands_is_said_in_words(changed, state):
+    assert state_of(replica(**changed)) == state
