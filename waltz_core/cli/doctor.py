@@ -131,6 +131,7 @@ def as_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
             {
                 "name": each.name,
                 "about": each.about,
+                "partition": each.partition,
                 "sentence": each.sentence,
                 "command": each.command,
             }

@@ -81,7 +81,7 @@ waltz-core: the quorum-replicated log with optimistic locking. To begin with:
   waltz-core client append --partition 0 hello world  append two transactions to it
   waltz-core client read --partition 0                read them
   waltz-core cluster show                             see its servers, storages, partitions
-  waltz-core doctor                                   see what is wrong with it, if anything
+  waltz-core doctor                                   see what is wrong, and what mends it
 
 `waltz-core --help` lists all commands, `waltz-core cluster --help` those for a cluster."""
 VERBS_COLUMN = 28
