@@ -9,12 +9,15 @@ Rules:
     2. One connection, one question of a fixed size, one answer: an open file, or nothing.
     3. What is handed over can be read and not be written.
     4. Where there are no abstract names (they are Linux's), nothing is offered and nothing is had.
+    5. Only processes of the same user, and root's, are given anything: a file holds more than what
+       was asked for, and they could open it by its path as well.
 """
 
 import asyncio
 import logging
 import os
 import socket
+import struct
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -29,6 +32,8 @@ QUESTION_S_MAX: Final = 5.0
 CALLERS_MAX: Final = 64
 _NAME_BYTES_MAX: Final = 107
 _HERE: Final = b"\x01"
+_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
+_ROOT: Final = 0
 
 # Opens what a question asks for, for reading only, and returns its descriptor; raises WaltzError.
 Open = Callable[[bytes], Awaitable[int]]
@@ -98,6 +103,10 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
     """Rule 2; who asks nothing in time is not answered."""
     loop = asyncio.get_running_loop()
     with closing(caller):
+        user = _user_of(caller)
+        if user not in (os.geteuid(), _ROOT):
+            _log.info("handover.refused error=user %d is not who runs this", user)
+            return
         try:
             async with asyncio.timeout(QUESTION_S_MAX):
                 question = b""
@@ -116,6 +125,11 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
             _log.info("handover.not_taken error=%s", error)
         finally:
             os.close(descriptor)
+
+
+def _user_of(caller: socket.socket) -> int:
+    told = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(told)[1])
 
 
 def _abstract(name: str) -> str:

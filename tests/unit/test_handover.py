@@ -5,6 +5,7 @@ import contextlib
 import os
 import secrets
 import socket
+import subprocess
 
 import pytest
 
@@ -46,7 +47,7 @@ def run(name, path, call):
 
 
 def take(name, question=b"this"):
-    with open(handover.take(name, question, timeout_s=10), "rb") as file:
+    with open(handover.take(name, question, timeout_s=30), "rb") as file:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.write(file.fileno(), b"x")
         return file.read()
@@ -65,7 +66,7 @@ def test_a_file_is_handed_over_for_reading_as_often_as_it_is_asked_for(tmp_path,
 def test_a_file_outlives_its_name_and_who_has_handed_it_over(tmp_path, name):
     path = tmp_path / "file"
     path.write_bytes(b"still there")
-    taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=10))
+    taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=30))
     path.unlink()
     with open(taken, "rb") as file:
         assert file.read() == b"still there"
@@ -74,15 +75,41 @@ def test_a_file_outlives_its_name_and_who_has_handed_it_over(tmp_path, name):
 
 def test_what_is_not_there_is_not_had(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
-        handover.take(name, b"this", timeout_s=10)
+        handover.take(name, b"this", timeout_s=30)
     path = tmp_path / "none"
 
     def asks():
         for question in (b"that", b"this"):  # refused, and a file that does not exist
             with pytest.raises(errors.Unreachable, match="what was asked for is not there"):
-                handover.take(name, question, timeout_s=10)
+                handover.take(name, question, timeout_s=30)
 
     run(name, path, asks)
+
+
+ASKS = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as asking:
+    asking.settimeout(10)
+    asking.connect("\\0" + sys.argv[1])
+    try:
+        asking.sendall(b"this")
+        print(len(socket.recv_fds(asking, 1, 1)[1]))
+    except OSError:
+        print(0)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process of another user")
+def test_a_process_of_another_user_is_given_nothing(tmp_path, name):
+    path = tmp_path / "file"
+    path.write_bytes(b"not his")
+
+    def asked_by(user):
+        line = ["/usr/bin/env", "python3", "-c", ASKS, name]
+        ran = subprocess.run(line, user=user, cwd="/", capture_output=True, text=True, check=True)
+        return int(ran.stdout)
+
+    assert run(name, path, lambda: (asked_by(os.geteuid()), asked_by(65_534))) == (1, 0)
 
 
 def test_who_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, monkeypatch):
