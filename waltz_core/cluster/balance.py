@@ -10,7 +10,7 @@ Rules:
        greater of the two loads falls. To begin with, the giver has to do a quarter more than
        servers do on average, and the gain to be an eighth of that average: noise does not reach
        both. For `motion_ms` after that a twentieth is enough, so that what has begun comes to its
-       end. No move is undone while loads stay as they are.
+       end. Each move makes two servers more even, so while loads stay as they are moves end.
     3. A partition that was moved stays for `rest_ms`; at most `moves_max` go at one time.
     4. What is nearly idle counts as `IDLE_LOAD`: idle partitions are spread by count.
     5. Nothing is ever left without an owner: an answer says where to, for partitions that have one.

@@ -149,6 +149,7 @@ class Server:
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferring = asyncio.Lock()
         self._handed_over_s: dict[PartitionId, float] = {}
+        self._handing_over = asyncio.Lock()
         self.address = ""
 
     # -----------------------------------------------------------------------------------------
@@ -326,8 +327,13 @@ class Server:
         last_s = self._handed_over_s.get(partition_id, -math.inf)
         if time.monotonic() < last_s + HAND_OVER_PAUSE_S:
             return False
-        if not await self._coordinator.hand_over(partition_id, generation):
-            return False
+        # One after the other: each changes the same node, and all at once would only conflict.
+        async with self._handing_over:
+            host = self.hosts.get(partition_id)
+            if host is None or host.partition.is_owned:
+                return False  # While it has waited for its turn, it has begun anew.
+            if not await self._coordinator.hand_over(partition_id, generation):
+                return False
         # Not before: what ZooKeeper has not answered is tried again at the next release.
         self._handed_over_s[partition_id] = time.monotonic()
         return True
