@@ -119,10 +119,16 @@ def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
     )
     assert sorted(engine.logs) == [0, 1, 2, 3]
     engine.close()
-    # The three whose directories were not there are begun anew, without the session of the old.
+    # An original makes the directory of a partition before it has a session: where there is none, it
+    # was lost. So the three without one are begun anew, and do not vouch for what was in them.
     notes = [
-        f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"
+        note
         for one in (1, 2, 3)
+        for note in (
+            f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0",
+            f"{one}/waltz-x.ctl: suspect: this replica does not vouch for its log until it was "
+            "repaired",
+        )
     ]
     assert found(storage) == ([], notes)
     log = verified(storage).logs[0]
