@@ -119,17 +119,13 @@ def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
     )
     assert sorted(engine.logs) == [0, 1, 2, 3]
     engine.close()
-    # An original makes the directory of a partition before it has a session: where there is none, it
-    # was lost. So the three without one are begun anew, and do not vouch for what was in them.
-    notes = [
-        note
-        for one in (1, 2, 3)
-        for note in (
-            f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0",
-            f"{one}/waltz-x.ctl: suspect: this replica does not vouch for its log until it was "
-            "repaired",
-        )
-    ]
+    # An original makes a partition's directory before it has a session: where there is none, it was
+    # lost. So the three without one are begun anew, and do not vouch for what was in them.
+    lost = "suspect: this replica does not vouch for its log until it was repaired"
+    notes = []
+    for one in (1, 2, 3):
+        anew = f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"
+        notes += [anew, f"{one}/waltz-x.ctl: {lost}"]
     assert found(storage) == ([], notes)
     log = verified(storage).logs[0]
     assert (log.last, log.chains, log.unchecked_chains) == (8, 1, 0)
