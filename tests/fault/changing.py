@@ -61,6 +61,12 @@ def new_storage(cluster: LocalCluster) -> str:
     return f"127.0.0.1:{made.port}"
 
 
+def admin_port(cluster: LocalCluster, storage: str) -> tuple[str, str]:
+    """Return the words that say where a storage of this machine is administered."""
+    port = int(storage.rpartition(":")[2])
+    return "--admin-port", str(next(m.admin_port for m in cluster.members if m.port == port))
+
+
 def replicas(cluster: LocalCluster) -> dict[int, set[str]]:
     """Return the assigned replicas of each partition."""
     view = shown(cluster)

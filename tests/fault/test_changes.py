@@ -7,6 +7,7 @@ import pytest
 
 from tests.fault.changing import (
     address,
+    admin_port,
     check_level,
     does,
     new_storage,
@@ -31,8 +32,10 @@ def test_the_four_examples_of_recovery_with_writes_going_on(story: Story):
     usual = replicas(cluster)[0]
     with story.load() as load:
         load.goes_on()
-        assert does(cluster, "add-storage", d, "--group", "0")["group"] == 0
-        does(cluster, "add-storage", e, "--group", "1")
+        assert (
+            does(cluster, "add-storage", d, "--group", "0", *admin_port(cluster, d))["group"] == 0
+        )
+        does(cluster, "add-storage", e, "--group", "1", *admin_port(cluster, e))
         does(cluster, "add-replica", "0", d)
         assert replicas(cluster)[0] == usual | {d}
         load.goes_on()
@@ -92,7 +95,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(story: Story):
         load.goes_on()
         cluster.kill("storage-3")
         load.goes_on()
-        told = does(cluster, "replace-storage", dead, fresh)
+        told = does(cluster, "replace-storage", dead, fresh, *admin_port(cluster, fresh))
         assert told["moved"] == cluster.partition_count
         load.goes_on()
         assert held_by(story) == {*(held_by(story) - {dead}), fresh}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fault.changing import address, does, new_storage, replicas
+from tests.fault.changing import address, admin_port, does, new_storage, replicas
 from tests.fault.load import ROOT, command, wait_until
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
@@ -49,9 +49,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     STARTED.append(made)
     try:
         made.up()
-        does(
-            made, "add-storage", new_storage(made), "--admin-port", str(made.members[-1].admin_port)
-        )
+        spare = new_storage(made)
+        does(made, "add-storage", spare, *admin_port(made, spare))
         yield where
     finally:
         for each in reversed(STARTED):
