@@ -48,6 +48,7 @@ class Handing:
         self.go, self.asked, self.at_once = asyncio.Event(), list[int](), 0
         self.is_taken, self.most_at_once = is_taken, 0
         self.take_out_server = None
+        self.keep_partitions_where_they_are = lambda: None
 
     async def hand_over(self, partition_id: int, _generation: int) -> bool:
         self.asked.append(partition_id)
@@ -101,6 +102,9 @@ def test_a_partition_is_handed_over_once_in_a_while_and_again_when_nobody_took_i
         assert not await server._hand_over(1, 1)
         assert not await server._hand_over(1, 1)
         assert coordinator.asked == [0, 1, 1]
+        # So it is given nothing for its load, though it looks idle.
+        assert not server._balancing()._is_fit()
+        assert server_of(coordinator)._balancing()._is_fit()
 
     asyncio.run(story())
 
