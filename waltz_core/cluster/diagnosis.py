@@ -425,13 +425,15 @@ class _Partition:
         """Tell that there is none; whether a session could be open as far as replicas go."""
         answering = [each for each in self._assigned if self._answers(each)]
         if len(answering) < self._quorum:
-            away = [each for each in self._assigned if each not in answering]
+            away = [each for each in self._assigned if self._cluster.storages[each].trouble]
+            # Nobody who is well is ended: what is offline, or does not open, is told by itself.
+            again = f"waltz-core doctor --connect {self._case.connect}"
             self._tell(
                 "no-quorum",
                 count=len(self._assigned),
                 answering=len(answering),
                 quorum=self._quorum,
-                start=self._case.start("storage", away[0]),
+                start=self._case.start("storage", away[0]) if away else again,
             )
             return False
         if self._nobody_can_vouch():

@@ -366,6 +366,25 @@ def test_a_quorum_that_is_lost_is_told_whatever_the_cause(case):
     assert found.command == "waltz-core storage run --config storage.toml"
 
 
+def test_no_storage_that_is_well_is_ended_for_a_quorum(case):
+    members = [
+        MemberFacts(f"storage-{at}", each, "up", 77 + at) for at, each in enumerate((A, B, C))
+    ]
+    case.local(*members)
+    case.server(1, served={0: False})
+    case.replica(A, is_available=False)
+    case.replica(B, is_available=False)
+    assert [each.name for each in diagnose(case.facts)] == [
+        "replica-offline",
+        "replica-offline",
+        "no-quorum",
+    ]
+    assert not any("kill" in each.command for each in diagnose(case.facts))
+    case.storage(C, trouble="silent", is_silent=True, replicas={})
+    (found,) = [each for each in diagnose(case.facts) if each.name == "no-quorum"][:1]
+    assert found.command.startswith("kill -9 79; ")
+
+
 def test_a_session_that_is_not_open_though_it_could_be(case):
     case.server(1, served={0: False})
     assert case.the_only("session-not-open").command == (
