@@ -213,10 +213,15 @@ def _chosen(
     if not logs:
         raise Unavailable(f"partition {partition_id}: no replica answers; start a storage")
     if asked is None:
-        return max(logs, key=lambda each: (not logs[each].is_damaged, *logs[each].rank))
+        return max(logs, key=lambda each: _worth(logs[each]))
     if asked not in logs:
         raise BadConfig(f"{asked} was not heard as a replica of partition {partition_id}")
     return ReplicaId(asked)
+
+
+def _worth(log: Log) -> tuple[bool, int, int, bool]:
+    """Return what is greater for a log that should be taken: whole, has most, can be believed."""
+    return not log.is_damaged, *log.rank, not log.is_suspect
 
 
 def _show_replicas(logs: Mapping[ReplicaId, Log], unheard: Mapping[ReplicaId, str]) -> None:

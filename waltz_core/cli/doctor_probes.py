@@ -245,6 +245,7 @@ class _Seen:
             self.assigned,
             self.layout.groups,
             partitions,
+            str(self.view.store.cluster_key),
         )
 
 

@@ -14,6 +14,7 @@ Invariants of `assign_partitions`:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 
 from waltz_core import errors
 from waltz_core.cluster.model import (
@@ -87,17 +88,18 @@ def assign_partitions(
 def handed_over(
     old: PartitionAssignment, partition_id: PartitionId, generation: Generation, owner: ServerId
 ) -> PartitionAssignment | None:
-    """Return the assignment with one partition given by its owner to whoever has fewest.
+    """Return the assignment with one partition given by its owner to the next server.
 
+    Each partition has the servers in a ring of its own, so that it comes to all of them before it
+    is back, and those of one owner go to different ones. By count it would not: whoever has just
+    handed everything over has the fewest, and would get it back.
     None when there is nobody else, or when the partition is not that owner's any more.
     """
     if old.servers.get(owner, {}).get(partition_id) != generation:
         return None
-    others = [each for each in sorted(old.servers) if each != owner]
-    if not others:
-        return None
-    heir = min(others, key=lambda each: len(old.servers[each]))
-    return move_partitions(old, {partition_id: heir})
+    ring = sorted(old.servers, key=lambda each: blake2b(b"%d %d" % (partition_id, each)).digest())
+    heir = ring[(ring.index(owner) + 1) % len(ring)]
+    return None if heir == owner else move_partitions(old, {partition_id: heir})
 
 
 def move_partitions(

@@ -9,6 +9,8 @@ Rules:
     2. What is not known is not wrong: of whoever could not be asked only that is told.
     3. The loss of a quorum is told whatever the cause, since it is what stops appends.
     4. Findings come in the order of the table, and then of what they are about.
+    5. That files may be deleted is told only of a log that all replicas of an open session reach:
+       where ZooKeeper is wrong about who they are, what it does not name may be all there is.
 """
 
 import shlex
@@ -303,9 +305,14 @@ class _Cluster:
             f"waltz-core cluster prefer {partition_id} {others[0]} --connect {self._case.connect}"
         )
 
-    def rebuilding(self) -> str:
-        """Return the storages as `rebuild-metadata` takes them."""
-        words = []
+    def rebuilding(self, count: int | None) -> str:
+        """Return the cluster as `rebuild-metadata` takes it; `count` replicas, where it is known.
+
+        Too small a count would have it believe too few.
+        """
+        cluster = self._cluster
+        words = [f"--cluster-key {cluster.cluster_key} --partitions {cluster.partition_count}"]
+        words.append(f"--replicas {count or 'COUNT'}")
         for each in self._cluster.storages.values():
             words.append(f"--storage {each.address}:{split_address(each.admin)[1]}")
             group = self._cluster.groups.get(each.address)
@@ -326,17 +333,17 @@ class _Partition:
         self._quorum = len(self._assigned) // 2 + 1
 
     def look(self) -> None:
-        self._look_for_leftovers()
+        if self._look_at_metadata():
+            return
         if not self._assigned:
             self._tell("no-replicas")
             return
         self._look_at_count()
-        if self._look_at_metadata():
-            return
         for address in self._assigned:
             self._look_at_replica(self._cluster.storages[address])
         has_votes = self._look_at_quorum()
         self._look_at_owner(has_votes=has_votes)
+        self._look_for_leftovers()
 
     def _tell(self, name: str, about: object = "", **fields: object) -> None:
         about = f"{self._id} {about}".strip()
@@ -346,11 +353,15 @@ class _Partition:
 
     def _look_for_leftovers(self) -> None:
         metadata = self._facts.metadata
-        named = () if metadata is None else metadata.states
+        is_whole = self._is_open() and set(self._replicas.level) == set(self._assigned)
+        if metadata is None or not is_whole:
+            return  # rule 5
         for storage in self._cluster.storages.values():
             held = storage.replicas.get(self._id)
-            is_wanted = storage.address in self._assigned or storage.address in named
-            if held is not None and held.is_held and not is_wanted:
+            is_wanted = storage.address in self._assigned or storage.address in metadata.states
+            if held is None or not held.is_held or is_wanted:
+                continue
+            if held.last <= self._newest() and held.last_session <= metadata.session_id:
                 self._tell("replica-left-over", storage.address, storage=storage.address)
 
     def _look_at_count(self) -> None:
@@ -364,11 +375,13 @@ class _Partition:
         """Tell what ZooKeeper has lost; whether it has."""
         metadata, marker = self._facts.metadata, self._facts.marker
         if rebuilding.is_waiting(metadata, marker):
-            self._tell("rebuilding-unfinished", storages=self._whole.rebuilding())
+            # What is assigned by now is what was decided so far, not what there was.
+            self._tell("rebuilding-unfinished", storages=self._whole.rebuilding(None))
             return True
         is_lost = marker is not None and marker.state is MarkerState.OPEN
         if is_lost and not self._replicas.was_opened:
-            self._tell("metadata-lost", storages=self._whole.rebuilding())
+            counts = map(len, self._cluster.assigned.values())
+            self._tell("metadata-lost", storages=self._whole.rebuilding(max(counts, default=0)))
             return True
         return False
 
@@ -412,13 +425,15 @@ class _Partition:
         """Tell that there is none; whether a session could be open as far as replicas go."""
         answering = [each for each in self._assigned if self._answers(each)]
         if len(answering) < self._quorum:
-            away = [each for each in self._assigned if each not in answering]
+            away = [each for each in self._assigned if self._cluster.storages[each].trouble]
+            # Nobody who is well is ended: what is offline, or does not open, is told by itself.
+            again = f"waltz-core doctor --connect {self._case.connect}"
             self._tell(
                 "no-quorum",
                 count=len(self._assigned),
                 answering=len(answering),
                 quorum=self._quorum,
-                start=self._case.start("storage", away[0]),
+                start=self._case.start("storage", away[0]) if away else again,
             )
             return False
         if self._nobody_can_vouch():

@@ -139,6 +139,7 @@ class ClusterFacts:
     assigned: Mapping[PartitionId, tuple[ReplicaId, ...]]
     groups: Mapping[ReplicaId, int]
     partitions: Mapping[PartitionId, PartitionFacts]
+    cluster_key: str = "CLUSTER_KEY"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ all of them stand in one table; docs/doctor.md is written from it.
 
 Rules:
     1. A finding has a sentence of its own, and a command that can be given as it is printed. Words
-       in capitals in it are for whoever gives it: nobody here can know them.
+       in capitals in it are for whoever gives it: nobody here can know them. What may lose data
+       is not decided by a command as it is printed.
     2. A name never changes its meaning: scripts look for it.
 """
 
@@ -89,7 +90,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "no-cluster",
-            "there is no cluster at {connect}",
+            "there is no cluster at {connect}; was there one, do not create it anew, but see 'When "
+            "ZooKeeper's data is lost'",
             "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
         ),
     ),
@@ -249,9 +251,9 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "nobody-can-vouch",
             "partition {partition}: of its {count} replicas {able} can vouch for what was "
-            "acknowledged, and {quorum} are needed; without --yes the command says what may be "
-            "lost",
-            "waltz-core cluster accept-replicas {partition} --yes --connect {connect}",
+            "acknowledged, and {quorum} are needed; the command says what may be lost, and with "
+            "--yes decides",
+            "waltz-core cluster accept-replicas {partition} --connect {connect}",
         ),
         _row(
             "no-replicas",

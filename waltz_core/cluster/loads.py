@@ -156,6 +156,13 @@ class LoadBoard:
             steps += [Delete(path, node.stat.version), Create(path, data, ephemeral=True)]
         await nodes.znodes.write(steps)
 
+    async def withdraw(self, server_id: ServerId) -> None:
+        """Say nothing any more of what this server's partitions cost; raises as `tell` does."""
+        path = self._nodes.paths.load(server_id)
+        node = await self._nodes.znodes.get(path)
+        if node is not None:
+            await self._nodes.znodes.write([Delete(path, node.stat.version)])
+
     async def read(self, server_ids: Iterable[ServerId]) -> dict[ServerId, dict[PartitionId, Load]]:
         """Return what these servers tell; one that tells nothing is not there."""
         told: dict[ServerId, dict[PartitionId, Load]] = {}

@@ -241,7 +241,7 @@ class Membership:
                 await self._nodes.znodes.sync()
 
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
-        """Give a partition of this process to the live server that has fewest.
+        """Give a partition of this process to another live server.
 
         False when nobody else is there, or when it is not this process's any more. Raises
         CoordinatorUnavailable when ZooKeeper does not answer.

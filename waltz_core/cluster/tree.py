@@ -7,8 +7,9 @@ Rules:
     1. The root loses its data first: from then on it is no cluster, wherever the deletion ends.
     2. Nodes go deepest first, each at the version that was read. What is made or changed meanwhile
        is looked at again, and goes, too; what reappears for ever is told.
-    3. Nothing outside of the root is touched; the nodes above it stay. A root without a cluster is
-       deleted only while it has no data and no children but those of a cluster half made.
+    3. Nothing outside of the root is touched, nor another cluster below it; the nodes above it
+       stay. A root without a cluster is deleted only while it has no data and no children but
+       those of a cluster half made.
 """
 
 from collections.abc import Callable
@@ -99,10 +100,18 @@ async def delete_tree(
 async def _check_ours(znodes: Znodes, root: str) -> None:
     """Rule 3."""
     node, listing = await znodes.get(root), await znodes.children(root)
-    if node is None or _params(node.data) is not None:
+    if node is None:
         return
     names = () if listing is None else listing.names
     strange = [name for name in names if name not in TOP_NAMES]
+    for path in _children(root, tuple(strange)):
+        for other in await find_clusters(znodes, path):
+            raise errors.BadRequest(
+                f"{root} of ZooKeeper {znodes.where}: expected no other cluster below it, found "
+                f"{other.params.name} at {other.root}: delete that one first"
+            )
+    if _params(node.data) is not None:
+        return
     if node.data or strange:
         what = f"a node {strange[0]}" if strange else f"{len(node.data)} bytes of somebody else's"
         raise errors.BadRequest(

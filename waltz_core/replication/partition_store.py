@@ -270,7 +270,8 @@ class PartitionStore:
         self._generation, self._replicas = generation, replicas
         self._final_refusal = None
         self._lost_race_count = self._failure_count = 0
-        self._no_quorum_since_ms = self._now_ms
+        # Counted from the first claim on: of many partitions, one may wait long for its turn.
+        self._no_quorum_since_ms = None
         self._claim_after(0)
 
     def _drop_ownership(self, reason: str) -> None:
@@ -504,6 +505,8 @@ class PartitionStore:
     def _claim(self, view: View) -> None:
         assert self._generation is not None
         assert self._session is None
+        if self._no_quorum_since_ms is None:
+            self._no_quorum_since_ms = self._now_ms
         if is_newer(view.metadata.generation, self._generation):
             self._release(
                 f"the partition is at generation {view.metadata.generation}, "

@@ -8,6 +8,8 @@ Rules:
        it was read at: somebody else's change in between makes it look again next time.
     2. Nothing here is needed for anything else. What fails is tried again after the next pause.
     3. After the set of servers has changed, nothing moves until the loads of a window are in.
+    4. A server that could not open its partitions has nothing to do, and looks idle: while it is
+       not fit it tells no load, so that it neither gives nor takes.
 """
 
 import asyncio
@@ -43,6 +45,7 @@ class Balancing:
         coordinator: where loads are told and moves are written.
         costs: what each partition that is served here has cost so far.
         pace: how often, and how fast.
+        is_fit: whether this server can serve what it is given (rule 4).
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class Balancing:
         coordinator: Coordinator,
         costs: Callable[[], Mapping[PartitionId, float]],
         pace: Pace,
+        is_fit: Callable[[], bool] = lambda: True,
     ) -> None:
         self._server_id = server_id
         self._coordinator = coordinator
         self._costs = costs
         self._pace = pace
+        self._is_fit = is_fit
         self._meter = LoadMeter(pace.window_ms)
         self._book = LoadBook(pace.window_ms)
         self._balancer = Balancer(BalanceLimits(pace.rest_ms, motion_ms=2 * pace.window_ms))
@@ -73,7 +78,10 @@ class Balancing:
 
     async def _look(self) -> None:
         loads = self._meter.take(self._costs(), loop_clock_ms())
-        await self._coordinator.loads.tell(self._server_id, loads)
+        if self._is_fit():
+            await self._coordinator.loads.tell(self._server_id, loads)
+        else:
+            await self._coordinator.loads.withdraw(self._server_id)
         view = await self._coordinator.read_servers()
         if not view.is_settled or self._server_id != min(view.servers):
             self._servers = frozenset()

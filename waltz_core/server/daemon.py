@@ -150,6 +150,7 @@ class Server:
         self._preferring = asyncio.Lock()
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
+        self._without_quorum_s = -math.inf
         self.address = ""
 
     # -----------------------------------------------------------------------------------------
@@ -213,6 +214,7 @@ class Server:
             self._coordinator,
             lambda: {partition_id: host.cost for partition_id, host in self.hosts.items()},
             pace,
+            lambda: time.monotonic() >= self._without_quorum_s + pace.rest_ms / 1000,
         )
 
     async def _until(self, stop: asyncio.Event) -> None:
@@ -324,6 +326,7 @@ class Server:
 
     async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition to another server, but not again and again: all may be as badly off."""
+        self._without_quorum_s = time.monotonic()
         last_s = self._handed_over_s.get(partition_id, -math.inf)
         if time.monotonic() < last_s + HAND_OVER_PAUSE_S:
             return False

@@ -141,7 +141,7 @@ def test_without_zookeeper_only_that_is_told(case):
     case.facts = Facts(CONNECT, refusal="who are you")
     assert case.the_only("zookeeper-refuses").command.endswith(f"--connect '{CONNECT}?auth=FILE'")
     case.facts = Facts(CONNECT, is_no_cluster=True)
-    assert case.the_only("no-cluster").sentence == f"there is no cluster at {CONNECT}"
+    assert case.the_only("no-cluster").sentence.startswith(f"there is no cluster at {CONNECT}; ")
 
 
 def test_a_node_of_zookeeper(case):
@@ -283,7 +283,7 @@ def test_a_replica_that_is_not_served(case):
 
 
 def test_a_partition_that_is_left_over(case):
-    case.replica(SPARE)
+    case.replica(SPARE, last=90, last_session=6)
     assert case.the_only("replica-left-over").command == (
         f"waltz-core storage remove-partition --connect {CONNECT} --storage {SPARE} --partition 0 "
         "--delete-files"
@@ -291,6 +291,23 @@ def test_a_partition_that_is_left_over(case):
     # Until its owner has left it out, it is on its way.
     case.states({A: ENGAGED, B: ENGAGED, C: ENGAGED, SPARE: ENGAGED})
     assert case.found() == [("session-of-other-replicas", "0")]
+
+
+@pytest.mark.parametrize(
+    "doubt",
+    [
+        lambda case: case.server(1, served={0: False}),
+        lambda case: case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)}),
+        lambda case: case.partition(metadata=PartitionMetadata()),
+        lambda case: case.cluster(assigned={0: (), 1: (A, B, C)}),
+        lambda case: case.replica(SPARE, last=91),  # ZooKeeper's data is older than this log
+        lambda case: case.replica(SPARE, last_session=8),
+    ],
+)
+def test_nothing_is_to_be_deleted_that_others_may_lack(case, doubt):
+    case.replica(SPARE, last=90, last_session=6)
+    doubt(case)
+    assert [each.name for each in diagnose(case.facts) if "delete" in each.command] == []
 
 
 def test_a_replica_that_the_session_does_not_count_on(case):
@@ -319,7 +336,7 @@ def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
     case.server(1, served={0: False})
     found = case.the_only("nobody-can-vouch")
     assert "of its 3 replicas 1 can vouch" in found.sentence
-    assert found.command == f"waltz-core cluster accept-replicas 0 --yes --connect {CONNECT}"
+    assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
 def test_nothing_is_to_be_decided_while_somebody_who_knows_is_only_away(case):
@@ -347,6 +364,25 @@ def test_a_quorum_that_is_lost_is_told_whatever_the_cause(case):
     found = diagnose(case.facts)[2]
     assert "of its 3 replicas 1 answer, and 2 are needed" in found.sentence
     assert found.command == "waltz-core storage run --config storage.toml"
+
+
+def test_no_storage_that_is_well_is_ended_for_a_quorum(case):
+    members = [
+        MemberFacts(f"storage-{at}", each, "up", 77 + at) for at, each in enumerate((A, B, C))
+    ]
+    case.local(*members)
+    case.server(1, served={0: False})
+    case.replica(A, is_available=False)
+    case.replica(B, is_available=False)
+    assert [each.name for each in diagnose(case.facts)] == [
+        "replica-offline",
+        "replica-offline",
+        "no-quorum",
+    ]
+    assert not any("kill" in each.command for each in diagnose(case.facts))
+    case.storage(C, trouble="silent", is_silent=True, replicas={})
+    (found,) = [each for each in diagnose(case.facts) if each.name == "no-quorum"][:1]
+    assert found.command.startswith("kill -9 79; ")
 
 
 def test_a_session_that_is_not_open_though_it_could_be(case):
@@ -400,12 +436,19 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
 def test_metadata_that_is_lost(case):
     case.partition(metadata=PartitionMetadata())
     found = case.the_only("metadata-lost")
-    storages = f"--storage {A[:-5]}:5280:5281:0 --storage {B[:-5]}:5280:5281:1"
+    storages = (
+        "--cluster-key CLUSTER_KEY --partitions 2 --replicas 3 "
+        f"--storage {A[:-5]}:5280:5281:0 --storage {B[:-5]}:5280:5281:1"
+    )
     assert found.command.startswith(
         f"waltz-core cluster rebuild-metadata --connect {CONNECT} {storages}"
     )
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
     assert case.the_only("rebuilding-unfinished").about == "0"
+    # It is told also while nothing is assigned, as when the command has just made the nodes.
+    case.cluster(assigned={0: (), 1: (A, B, C)})
+    case.storage(A, replicas={1: ReplicaFacts(last_session=7, last=90)})
+    assert " --replicas COUNT --storage " in case.the_only("rebuilding-unfinished").command
 
 
 def test_findings_come_in_the_order_of_the_table(case):

@@ -164,6 +164,19 @@ async def test_the_remains_of_a_cluster_go_and_what_is_somebody_elses_stays(it):
     assert set(it.zookeeper.dump()) == {"/", "/a", "/a/ids", "/a/topics", "/b"}
 
 
+@story
+async def test_a_cluster_below_another_one_is_not_deleted_with_it(it):
+    await it.cluster("/w")
+    await it.cluster("/w/team/payments", "payments")
+    before = it.zookeeper.dump()
+    with pytest.raises(errors.BadRequest, match="found payments at /w/team/payments: delete that"):
+        await tree.delete_tree(it.session, "/w")
+    assert it.zookeeper.dump() == before
+    await tree.delete_tree(it.session, "/w/team/payments")
+    await tree.delete_tree(it.session, "/w")
+    assert set(it.zookeeper.dump()) == {"/"}
+
+
 def test_the_names_below_a_root_are_those_of_the_paths():
     paths = ClusterPaths("/r")
     below = [paths.ids, paths.servers, paths.store, paths.ours]

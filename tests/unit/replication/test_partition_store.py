@@ -362,6 +362,26 @@ def test_no_quorum_for_long_releases_the_partition():
     assert bench.store.wake_at_ms is None
 
 
+def test_what_waits_for_its_turn_to_ask_zookeeper_is_not_released():
+    bench = Bench()
+    bench.own()
+    bench.wait(60_000)
+    assert not bench.all_told(Released)
+    bench.run()
+    assert bench.store.open_session == 0
+    # From then on time counts as ever.
+    bench.down = {A, B}
+    bench.own(2)
+    for _ in range(11):
+        bench.run()
+        bench.wait(1000)
+    assert not bench.all_told(Released)
+    for _ in range(3):
+        bench.run()
+        bench.wait(1000)
+    assert "no quorum" in bench.all_told(Released)[0].reason
+
+
 def test_appends_that_reach_nobody_release_the_partition():
     bench = Bench()
     bench.open()

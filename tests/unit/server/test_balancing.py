@@ -12,8 +12,12 @@ RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
 PACE = Pace(interval_ms=5, window_ms=100, rest_ms=3_600_000)
 
 
-async def balanced(zookeeper, *, servers, telling):
-    """Return views and rounds of a cluster whose servers balance, those in `telling`."""
+async def balanced(zookeeper, *, servers, telling, sick=None):
+    """Return views and rounds of a cluster whose servers balance, those in `telling`.
+
+    The partitions of a server in `sick` do not open, so they cost it nothing.
+    """
+    ill = set() if sick is None else sick
     await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), KEY))
     inbox, looks, works, by_server = Inbox(), Inbox(), [], {}
     for server_id in servers:
@@ -27,11 +31,16 @@ async def balanced(zookeeper, *, servers, telling):
         looks(len(looks.all))
         now = asyncio.get_running_loop().time()
         mine = inbox.all[-1].partitions_of(server_id) if inbox.all else {}
-        return {partition: RATES[partition] * now for partition in mine}
+        rate = 0.0 if server_id in ill else 1.0
+        return {partition: RATES[partition] * now * rate for partition in mine}
 
     for server_id in telling:
         balancing = Balancing(
-            server_id, by_server[server_id], lambda each=server_id: costs(each), PACE
+            server_id,
+            by_server[server_id],
+            lambda each=server_id: costs(each),
+            PACE,
+            lambda each=server_id: each not in ill,
         )
         works.append(balancing.run())
     return inbox, looks, works
@@ -71,5 +80,23 @@ def test_nothing_moves_to_a_server_that_tells_nothing():
             await some_rounds(looks)
             assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/1" in zookeeper.dump()
+
+    asyncio.run(story())
+
+
+def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
+    async def story():
+        sick = {2}
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1, 2), sick=sick)
+        async with asyncio.timeout(60), running(*works):
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await some_rounds(looks)
+            assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
+            assert f"{ROOT}/x/load/2" not in zookeeper.dump()
+            sick.clear()
+            await looks.until(lambda _: f"{ROOT}/x/load/2" in zookeeper.dump())
+            sick.add(2)
+            await looks.until(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
 
     asyncio.run(story())

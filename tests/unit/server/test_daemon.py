@@ -1,11 +1,15 @@
 """What the settings become: limits that fit together, and refusals at the start."""
 
+import asyncio
+from types import SimpleNamespace
+from uuid import UUID
+
 import pytest
 
 from waltz_core import errors
 from waltz_core.config import ServerConfig
 from waltz_core.record import FRAME_BYTES_MAX
-from waltz_core.server.daemon import limits_of, store_limits_of
+from waltz_core.server.daemon import Server, limits_of, store_limits_of
 
 MIB = 1024 * 1024
 
@@ -35,3 +39,85 @@ def test_batches_that_could_never_be_stored_are_refused_at_the_start() -> None:
 def test_settings_reach_replication() -> None:
     limits = store_limits_of(config(replica_lag_bytes_max=20 * MIB, quorum_timeout_ms=700))
     assert (limits.lag_bytes_max, limits.answer_ms_max) == (20 * MIB, 700)
+
+
+class Handing:
+    """A coordinator of whom servers only want to hand over; each hand-over waits for `go`."""
+
+    def __init__(self, *, is_taken: bool = True) -> None:
+        self.go, self.asked, self.at_once = asyncio.Event(), list[int](), 0
+        self.is_taken, self.most_at_once = is_taken, 0
+        self.take_out_server = None
+        self.keep_partitions_where_they_are = lambda: None
+
+    async def hand_over(self, partition_id: int, _generation: int) -> bool:
+        self.asked.append(partition_id)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await self.go.wait()
+        self.at_once -= 1
+        return self.is_taken
+
+
+def server_of(coordinator: Handing, *released: int) -> Server:
+    store = SimpleNamespace(cluster_key=UUID(int=1))
+    cluster = SimpleNamespace(params=SimpleNamespace(partition_count=4), store=store)
+    server = Server(config(), coordinator, cluster, 1)  # type: ignore[arg-type]
+    for each in released:
+        server.hosts[each] = SimpleNamespace(partition=SimpleNamespace(is_owned=False))  # type: ignore[index, assignment]
+    return server
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released() -> None:
+    async def story() -> None:
+        coordinator = Handing()
+        server = server_of(coordinator, 0, 1, 2, 3)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(server._hand_over(each, 1)) for each in range(4)]
+            await turns()
+            assert coordinator.asked == [0]
+            # Meanwhile one has begun anew, and one has moved away.
+            server.hosts[1].partition.is_owned = True
+            del server.hosts[2]
+            coordinator.go.set()
+        assert [each.result() for each in asked] == [True, False, False, True]
+        assert (coordinator.asked, coordinator.most_at_once) == ([0, 3], 1)
+
+    asyncio.run(story())
+
+
+def test_a_partition_is_handed_over_once_in_a_while_and_again_when_nobody_took_it() -> None:
+    async def story() -> None:
+        coordinator = Handing()
+        coordinator.go.set()
+        server = server_of(coordinator, 0, 1)
+        assert await server._hand_over(0, 1)
+        assert not await server._hand_over(0, 3)  # it has come back
+        coordinator.is_taken = False
+        assert not await server._hand_over(1, 1)
+        assert not await server._hand_over(1, 1)
+        assert coordinator.asked == [0, 1, 1]
+        # So it is given nothing for its load, though it looks idle.
+        assert not server._balancing()._is_fit()
+        assert server_of(coordinator)._balancing()._is_fit()
+
+    asyncio.run(story())
+
+
+def test_who_is_cancelled_while_handing_over_holds_up_nobody() -> None:
+    async def story() -> None:
+        coordinator = Handing()
+        server = server_of(coordinator, 0, 1)
+        first = asyncio.get_running_loop().create_task(server._hand_over(0, 1))
+        await turns()
+        first.cancel()
+        await turns()
+        coordinator.go.set()
+        assert await server._hand_over(1, 1)
+
+    asyncio.run(story())
