@@ -8,9 +8,10 @@ Rules:
     1. Nothing is taken from a partition that any live server prefers (assignment.py).
     2. Work is moved from one server to the least loaded one, and only for a gain: by so much the
        greater of the two loads falls. To begin with, the giver has to do a quarter more than
-       servers do on average, and the gain to be an eighth of that average: noise does not reach
-       both. For `motion_ms` after that a twentieth is enough, so that what has begun comes to its
-       end. Each move makes two servers more even, so while loads stay as they are moves end.
+       servers do on average, and the gain to be an eighth of that average, for `lasting_ms`: noise
+       does not reach that, nor does a load that has only begun to show. For `motion_ms` after that
+       a twentieth is enough, so that what has begun comes to its end. Each move makes two servers
+       more even, so while loads stay as they are moves end.
     3. A partition that was moved stays for `rest_ms`; at most `moves_max` go at one time.
     4. What is nearly idle counts as `IDLE_LOAD`: idle partitions are spread by count.
     5. Nothing is ever left without an owner: an answer says where to, for partitions that have one.
@@ -31,6 +32,7 @@ class BalanceLimits:
     """When a move is worth it; see the module's rules."""
 
     rest_ms: int
+    lasting_ms: int
     motion_ms: int
     excess_to_begin: float = 0.25
     gain_to_begin: float = 0.125
@@ -53,6 +55,7 @@ class Balancer:
         self._limits = limits
         self._moved_ms: dict[PartitionId, int] = {}
         self._in_motion_until_ms: int | None = None
+        self._uneven_since_ms: int | None = None
 
     def moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
         """Take in that these have moved (rule 3)."""
@@ -81,8 +84,10 @@ class Balancer:
             return {}
         movable = {each for each in loads if each not in pinned}
         moves: dict[PartitionId, ServerId] = {}
+        if not self._is_in_motion(held, movable, now_ms):
+            return moves
         while len(moves) < self._limits.moves_max:
-            found = self._best_shift(held, movable, now_ms)
+            found = _best_shift(held, movable, self._limits.gain_to_go_on)
             if found is None:
                 break
             source, shift = found
@@ -98,32 +103,47 @@ class Balancer:
             each: at_ms for each, at_ms in self._moved_ms.items() if at_ms > oldest_ms
         }
 
-    def _best_shift(
+    def _is_in_motion(
         self,
         held: Mapping[ServerId, Mapping[PartitionId, float]],
         movable: Collection[PartitionId],
         now_ms: int,
-    ) -> tuple[ServerId, _Shift] | None:
-        """Return what to take from the most loaded server where that is worth it (rule 2)."""
-        totals = {each: sum(its.values()) for each, its in held.items()}
-        target = min(totals, key=lambda each: (totals[each], each))
-        mean = sum(totals.values()) / len(totals)
-        until_ms, limits = self._in_motion_until_ms, self._limits
-        is_in_motion = until_ms is not None and now_ms < until_ms
-        for source in sorted(totals, key=lambda each: (-totals[each], each)):
-            its = {each: load for each, load in held[source].items() if each in movable}
-            shift = _shift(its, totals[source], totals[target], target)
-            if source == target:
-                continue
-            may_begin = (
-                totals[source] > (1 + limits.excess_to_begin) * mean
-                and shift.gain > limits.gain_to_begin * mean
-            )
-            if may_begin:
-                self._in_motion_until_ms = now_ms + limits.motion_ms
-            if may_begin or (is_in_motion and shift.gain > limits.gain_to_go_on * mean):
-                return source, shift
-        return None
+    ) -> bool:
+        """Return whether anything is to move, which what lasts begins (rule 2)."""
+        limits = self._limits
+        found = _best_shift(held, movable, limits.gain_to_begin, limits.excess_to_begin)
+        if found is None:
+            self._uneven_since_ms = None
+        elif self._uneven_since_ms is None:
+            self._uneven_since_ms = now_ms
+        since_ms = self._uneven_since_ms
+        if since_ms is not None and now_ms - since_ms >= limits.lasting_ms:
+            self._in_motion_until_ms = now_ms + limits.motion_ms
+        until_ms = self._in_motion_until_ms
+        return until_ms is not None and now_ms < until_ms
+
+
+def _best_shift(
+    held: Mapping[ServerId, Mapping[PartitionId, float]],
+    movable: Collection[PartitionId],
+    gain_min: float,
+    excess_min: float = 0.0,
+) -> tuple[ServerId, _Shift] | None:
+    """Return what to take from the most loaded server where that is worth it (rule 2).
+
+    Gain and excess are shares of what servers do on average.
+    """
+    totals = {each: sum(its.values()) for each, its in held.items()}
+    target = min(totals, key=lambda each: (totals[each], each))
+    mean = sum(totals.values()) / len(totals)
+    for source in sorted(totals, key=lambda each: (-totals[each], each)):
+        if source == target or totals[source] <= (1 + excess_min) * mean:
+            continue
+        its = {each: load for each, load in held[source].items() if each in movable}
+        shift = _shift(its, totals[source], totals[target], target)
+        if shift.gain > gain_min * mean:
+            return source, shift
+    return None
 
 
 def _shift(

@@ -63,7 +63,9 @@ class Balancing:
         self._is_fit = is_fit
         self._meter = LoadMeter(pace.window_ms)
         self._book = LoadBook(pace.window_ms)
-        self._balancer = Balancer(BalanceLimits(pace.rest_ms, motion_ms=2 * pace.window_ms))
+        window_ms = pace.window_ms
+        limits = BalanceLimits(pace.rest_ms, lasting_ms=window_ms // 2, motion_ms=2 * window_ms)
+        self._balancer = Balancer(limits)
         self._servers: frozenset[ServerId] = frozenset()
         self._quiet_until_ms = 0
 

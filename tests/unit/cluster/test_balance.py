@@ -19,7 +19,7 @@ MINUTE_MS = 60_000
 
 
 def planned(owners, loads, *, servers=None, preferred=(), now_ms=0, limits=None):
-    balancer = Balancer(limits or BalanceLimits(REST_MS, 2 * WINDOW_MS))
+    balancer = Balancer(limits or BalanceLimits(REST_MS, 0, 2 * WINDOW_MS))
     return balancer.plan(owners, preferred, loads, servers or sorted(set(owners.values())), now_ms)
 
 
@@ -80,7 +80,7 @@ def test_a_partition_without_a_load_stays():
 def test_so_many_move_at_once_and_then_rest():
     owners = dict.fromkeys(range(100), 1)
     loads = dict.fromkeys(owners, 100.0)
-    balancer = Balancer(BalanceLimits(REST_MS, 2 * WINDOW_MS, moves_max=5))
+    balancer = Balancer(BalanceLimits(REST_MS, 0, 2 * WINDOW_MS, moves_max=5))
     moves = balancer.plan(owners, (), loads, [1, 2], 0)
     assert len(moves) == 5
     balancer.moved(moves, 0)
@@ -103,7 +103,7 @@ def clusters(draw):
 @given(clusters())
 def test_any_plan_keeps_the_rules(cluster):
     servers, owners, loads, preferred = cluster
-    limits = BalanceLimits(REST_MS, 2 * WINDOW_MS)
+    limits = BalanceLimits(REST_MS, 0, 2 * WINDOW_MS)
     moves = planned(owners, loads, servers=servers, preferred=preferred, limits=limits)
     assert moves.keys() <= owners.keys() & loads.keys()  # rule 5
     assert not moves.keys() & preferred
@@ -120,7 +120,7 @@ def test_any_plan_keeps_the_rules(cluster):
 @given(clusters())
 def test_planning_on_and_on_comes_to_an_end(cluster):
     servers, owners, loads, preferred = cluster
-    balancer = Balancer(BalanceLimits(rest_ms=1, motion_ms=2 * WINDOW_MS))
+    balancer = Balancer(BalanceLimits(rest_ms=1, lasting_ms=0, motion_ms=2 * WINDOW_MS))
     for number in range(30):
         now_ms = number * INTERVAL_MS  # Nothing rests any more, so anything might go back.
         moves = balancer.plan(owners, preferred, loads, servers, now_ms)
@@ -129,6 +129,16 @@ def test_planning_on_and_on_comes_to_an_end(cluster):
         balancer.moved(moves, now_ms)
         owners = {**owners, **moves}
     raise AssertionError(f"still moving: {moves}")
+
+
+def test_what_does_not_last_moves_nothing():
+    balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
+    owners = {0: 1, 1: 1, 2: 2, 3: 2}
+    even, uneven = dict.fromkeys(owners, 500), {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
+    looked = [(0, uneven), (10_000, uneven), (14_000, even), (15_000, uneven), (29_000, uneven)]
+    for now_ms, loads in looked:
+        assert balancer.plan(owners, (), loads, (1, 2), now_ms) == {}
+    assert balancer.plan(owners, (), uneven, (1, 2), 30_000) == {1: 2}
 
 
 # --- hours
@@ -151,7 +161,7 @@ class Cluster:
         )
         self._meters = {each: LoadMeter(WINDOW_MS) for each in servers}
         self._book = LoadBook(WINDOW_MS)
-        self._balancer = Balancer(BalanceLimits(REST_MS, 2 * WINDOW_MS))
+        self._balancer = Balancer(BalanceLimits(REST_MS, WINDOW_MS // 2, 2 * WINDOW_MS))
 
     @property
     def owners(self):
