@@ -120,7 +120,8 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
                     if not part:
                         return
                     question += part
-                descriptor = await open_asked(question)
+            # NB: not under the timeout: what a thread has opened for nobody stays open for ever.
+            descriptor = await open_asked(question)
         except (WaltzError, OSError, TimeoutError) as error:
             _log.info("handover.refused error=%s", error)
             return

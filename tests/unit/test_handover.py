@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import subprocess
+import time
 
 import pytest
 
@@ -165,6 +166,26 @@ def test_who_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, 
             assert {each.recv(1) for each in silent} == {b""}
 
     run(name, path, asks)
+
+
+def test_a_file_that_takes_long_to_open_is_not_left_open(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(handover, "QUESTION_S_MAX", 0.1)
+    path = tmp_path / "file"
+    path.write_bytes(b"slowly")
+
+    def open_slowly():
+        time.sleep(0.5)
+        return os.open(path, os.O_RDONLY)
+
+    async def main():
+        async with asyncio.TaskGroup() as tasks:
+            offering = handover.offer(name, 4, lambda _: asyncio.to_thread(open_slowly))
+            offered = tasks.create_task(offering)
+            await asyncio.sleep(0)
+            assert await asyncio.to_thread(take, name) == b"slowly"
+            offered.cancel()
+
+    net.run(main())
 
 
 def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path, name):
