@@ -10,7 +10,8 @@ Rules:
     3. What is handed over can be read and not be written.
     4. Where there are no abstract names (they are Linux's), nothing is offered and nothing is had.
     5. Only processes of the same user, and root's, are given anything: a file holds more than what
-       was asked for, and they could open it by its path as well.
+       was asked for, and they could open it by its path as well. Nor is anything taken from others:
+       anybody may have the name before its owner has it, and hand over a file of his own making.
 """
 
 import asyncio
@@ -71,9 +72,9 @@ def is_offered(name: str) -> bool:
         made.setblocking(False)  # noqa: FBT003 - its only parameter
         try:
             made.connect(_abstract(name))
+            return _user_of(made) in _trusted()
         except OSError:
             return False
-        return True
 
 
 def take(name: str, question: bytes, *, timeout_s: float) -> int:
@@ -88,6 +89,9 @@ def take(name: str, question: bytes, *, timeout_s: float) -> int:
         made.settimeout(timeout_s)
         try:
             made.connect(_abstract(name))
+            user = _user_of(made)  # who listens
+            if user not in _trusted():
+                raise Unreachable(f"{name}: user {user} has that name, who is not trusted here")
             made.sendall(question)
             answer, descriptors, _, _ = socket.recv_fds(made, len(_HERE), 1)
         except OSError as error:
@@ -96,6 +100,7 @@ def take(name: str, question: bytes, *, timeout_s: float) -> int:
             for each in descriptors:
                 os.close(each)
             raise Unreachable(f"{name}: what was asked for is not there")
+        os.set_inheritable(descriptors[0], False)  # noqa: FBT003 - NB: `recv_fds` ignores its flags
         return descriptors[0]
 
 
@@ -104,7 +109,7 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
     loop = asyncio.get_running_loop()
     with closing(caller):
         user = _user_of(caller)
-        if user not in (os.geteuid(), _ROOT):
+        if user not in _trusted():
             _log.info("handover.refused error=user %d is not who runs this", user)
             return
         try:
@@ -115,7 +120,8 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
                     if not part:
                         return
                     question += part
-                descriptor = await open_asked(question)
+            # NB: not under the timeout: what a thread has opened for nobody stays open for ever.
+            descriptor = await open_asked(question)
         except (WaltzError, OSError, TimeoutError) as error:
             _log.info("handover.refused error=%s", error)
             return
@@ -127,8 +133,12 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
             os.close(descriptor)
 
 
-def _user_of(caller: socket.socket) -> int:
-    told = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def _trusted() -> tuple[int, int]:
+    return os.geteuid(), _ROOT
+
+
+def _user_of(other: socket.socket) -> int:
+    told = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(told)[1])
 
 

@@ -1,5 +1,6 @@
 """A reader and a storage daemon on one machine: the storage says where records lie, and no more."""
 
+import asyncio
 import contextlib
 from random import Random
 
@@ -143,6 +144,26 @@ def test_a_storage_that_goes_away_in_the_middle_is_left(tmp_path):
                 await running.aclose()
                 assert await log.read(reader, 8) == b""
             assert log.from_server == [8]
+
+    on_loop(main())
+
+
+def test_a_reader_that_is_closed_while_it_asks_goes_on_to_the_server(tmp_path):
+    async def refused(reader):
+        with pytest.raises(errors.Unavailable) as told:
+            await reader.fetch(RangeQuery(0, COUNT - 1))
+        return str(told.value)
+
+    async def main():
+        async with log_in(tmp_path) as log:
+            with log.reader() as reader:
+                await reader.fetch(RangeQuery(30, COUNT - 1, RangeForm.WHOLE, (), SIZE))
+                async with asyncio.TaskGroup() as tasks:
+                    told = tasks.create_task(refused(reader))
+                    await asyncio.sleep(0)  # the storage is being asked where they lie
+                    reader.close()
+                assert await told == "the server's turn"
+            assert log.from_server == [0]
 
     on_loop(main())
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import subprocess
+import time
 
 import pytest
 
@@ -112,6 +113,41 @@ def test_a_process_of_another_user_is_given_nothing(tmp_path, name):
     assert run(name, path, lambda: (asked_by(os.geteuid()), asked_by(65_534))) == (1, 0)
 
 
+GIVES = """
+import os, socket, sys
+with socket.socket(socket.AF_UNIX) as listening:
+    listening.bind("\\0" + sys.argv[1])
+    listening.listen()
+    print("listening", flush=True)
+    while True:
+        caller, _ = listening.accept()
+        with caller:
+            if caller.recv(4):
+                socket.send_fds(caller, [b"\\x01"], [os.open("/dev/null", os.O_RDONLY)])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process of another user")
+def test_what_another_user_hands_over_under_the_name_is_not_taken(name):
+    line = ["/usr/bin/env", "python3", "-c", GIVES, name]
+    with subprocess.Popen(line, user=65_534, cwd="/", stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() == b"listening\n"
+            assert not handover.is_offered(name)
+            with pytest.raises(errors.Unreachable, match="user 65534 has that name"):
+                handover.take(name, b"this", timeout_s=30)
+        finally:
+            other.kill()
+
+
+def test_what_is_taken_is_not_inherited_by_other_programs(tmp_path, name):
+    path = tmp_path / "file"
+    path.write_bytes(b"ours")
+    taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=30))
+    assert not os.get_inheritable(taken)
+    os.close(taken)
+
+
 def test_who_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, monkeypatch):
     monkeypatch.setattr(handover, "QUESTION_S_MAX", 2.0)
     path = tmp_path / "file"
@@ -130,6 +166,26 @@ def test_who_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, 
             assert {each.recv(1) for each in silent} == {b""}
 
     run(name, path, asks)
+
+
+def test_a_file_that_takes_long_to_open_is_not_left_open(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(handover, "QUESTION_S_MAX", 0.1)
+    path = tmp_path / "file"
+    path.write_bytes(b"slowly")
+
+    def open_slowly():
+        time.sleep(0.5)
+        return os.open(path, os.O_RDONLY)
+
+    async def main():
+        async with asyncio.TaskGroup() as tasks:
+            offering = handover.offer(name, 4, lambda _: asyncio.to_thread(open_slowly))
+            offered = tasks.create_task(offering)
+            await asyncio.sleep(0)
+            assert await asyncio.to_thread(take, name) == b"slowly"
+            offered.cancel()
+
+    net.run(main())
 
 
 def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path, name):

@@ -19,7 +19,7 @@ import asyncio
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from io import FileIO
 from typing import Final
@@ -105,6 +105,7 @@ class Nearby:
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await ask()
+            self._leave_all_but({place.segment for place in grant.places})
         low = first - grant.first
         high = min(last + 1, grant.next) - grant.first
         high = low + raw_records.count_within(grant.lengths[low:high], bytes_max)
@@ -119,6 +120,11 @@ class Nearby:
             ) from error
         end = TransactionId(grant.first + high - 1)
         return Stretch(grant.lengths[low:high], records, grant.batches_of(first, end))
+
+    def _leave_all_but(self, segments: Collection[TransactionId]) -> None:
+        """Give files back that a reader has got beyond: a log may have more than it may open."""
+        for segment in [each for each in self._files if each not in segments]:
+            self._files.pop(segment).close()
 
     def _read(self, grant: Grant, low: int, high: int) -> memoryview:
         """Read records low..high-1 of a grant and check them (rule 2); runs on a thread."""

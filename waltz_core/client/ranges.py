@@ -388,10 +388,13 @@ class ReplicaReader:
             self._hang_up()
             self._link = await ReplicaLink.open(address, self._replicas, timeout_s=self._timeout_s)
             self._nearby = self._nearby_at(address)
+        link = self._link  # the reader may be closed while something is read for it
         if self._nearby is not None and query.form is RangeForm.WHOLE:
             try:
-                return await self._fetch_nearby(self._nearby, self._link, query)
+                return await self._fetch_nearby(self._nearby, link, query)
             except errors.WaltzError as error:
+                if self._is_closed:
+                    raise
                 _log.warning(
                     "ranges.not_nearby partition=%d replica=%s error=%s",
                     self._partition_id,
@@ -399,7 +402,7 @@ class ReplicaReader:
                     error,
                 )
                 self._go_far()
-        return await self._link.fetch(
+        return await link.fetch(
             self._partition_id,
             query,
             session_id=SessionId(self._replicas.session_id),

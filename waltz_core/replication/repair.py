@@ -179,10 +179,13 @@ class Repair:
     def _complete(self, mark: TransactionId, chain: Chain, *, can_mend: CanMend) -> Step | None:
         """The log is the goal's as far as it goes: mend it, fill it up, mark it."""
         assert self.last <= mark
-        self.damaged = [(first, last) for first, last in self.damaged if first <= self.last]
+        # A cut may have gone through a range: what it has taken away is to be had from nobody.
+        self.damaged = [
+            (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
+        ]
         for first, last in self.damaged:
             if can_mend(first, last):
-                return self._mend(first, min(last, self.last))
+                return self._mend(first, last)
         if any(self._must_mend(last) for _, last in self.damaged):
             return None
         if self.last < mark:

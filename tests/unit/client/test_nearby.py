@@ -139,6 +139,14 @@ def test_a_reader_that_was_closed_has_no_files_open(files, reader):
     assert [file.closed for file in opened] == [True, True]
 
 
+def test_files_that_a_reader_has_got_beyond_are_given_back(files, reader):
+    files.read(reader, 10, 29, count=7)
+    (left,) = reader._files.values()
+    files.read(reader, 17, 29)
+    assert left.closed
+    assert list(reader._files) == [17]
+
+
 def test_what_is_held_is_not_written_over(files, reader):
     kept = [files.read(reader, first, first).records[:] for first in range(10, 30)]
     assert b"".join(kept) == files.records

@@ -371,6 +371,16 @@ def test_damage_that_is_cut_away_is_no_damage():
     assert "Mend" not in kinds(steps)
 
 
+def test_of_damage_that_was_cut_through_only_what_is_left_is_asked_for():
+    one, source = storage(*OLD, (3, [7])), storage(*OLD)
+    one.disk.damaged = {5}
+    repair = repair_of(one)
+    repair.damage_found([(5, 6)])  # as a storage tells of records that lie side by side
+    steps = walk(repair, one, source, Goal(5, source.chain), can_mend=lambda _, last: last <= 5)
+    assert kinds(steps)[-3:] == ["Fetch", "Mend", "SetMark"]
+    assert not one.disk.damaged
+
+
 # ---------------------------------------------------------------------------------------------
 # what is not believed
 
