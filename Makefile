@@ -23,9 +23,10 @@ QUICK = $(call present,tidy unit property golden)
 SIMULATED = $(call present,sim crash)
 REAL = $(call present,integration fault chaos)
 SPARK = $(call present,notebooks spark)
-# The longest file first, so that nobody waits for it at the end. Two Sparks fit into two cores, each with a
-# cluster of its own; more would only wait. Daemons that are killed and started again run one at a time.
+# Each file has a cluster of its own. Two Sparks fill two cores; of tests with daemons, which wait
+# more than they work, three do.
 TWO = -n 2 --dist loadfile
+THREE = -n 3 --dist loadfile
 
 .PHONY: help demo test check sim chaos bench notebook docs local format
 
@@ -41,7 +42,7 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 
 test: check ## Everything: check, then the simulator, real daemons, faults, Spark, notebooks
 	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
-	@$(RUN) python -m pytest $(REAL) $(ARGS)
+	@$(RUN) python -m pytest $(THREE) $(REAL) $(ARGS)
 	@$(RUN) python -m pytest $(TWO) $(SPARK) $(ARGS)
 
 check: ## Style, types, layers, and the quick tests; under a minute
