@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 IS_POSSIBLE: Final = sys.platform == "linux"
 QUESTION_S_MAX: Final = 5.0
 CALLERS_MAX: Final = 64
+PAUSE_S: Final = 1.0
 _NAME_BYTES_MAX: Final = 107
 _HERE: Final = b"\x01"
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
@@ -47,7 +48,6 @@ async def offer(name: str, question_bytes: int, open_asked: Open) -> None:
     """
     if not IS_POSSIBLE:
         return
-    loop = asyncio.get_running_loop()
     room = asyncio.Semaphore(CALLERS_MAX)
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listening:
         listening.setblocking(False)  # noqa: FBT003 - its only parameter
@@ -55,13 +55,24 @@ async def offer(name: str, question_bytes: int, open_asked: Open) -> None:
             try:
                 listening.bind(_abstract(name))
                 listening.listen(CALLERS_MAX)
-                while True:
-                    await room.acquire()
-                    caller, _ = await loop.sock_accept(listening)
-                    answering = callers.create_task(_answer(caller, question_bytes, open_asked))
-                    answering.add_done_callback(lambda _: room.release())
-            except OSError as error:  # the name is taken, or too many files are open
+            except OSError as error:  # the name is taken
                 _log.warning("handover.not_offered name=%s error=%s", name, error)
+                return
+            while True:
+                await room.acquire()
+                try:
+                    caller, _ = await _accept(listening)
+                except OSError as error:  # too many files are open, or he has gone again
+                    room.release()
+                    _log.warning("handover.not_let_in name=%s error=%s", name, error)
+                    await asyncio.sleep(PAUSE_S)
+                    continue
+                answering = callers.create_task(_answer(caller, question_bytes, open_asked))
+                answering.add_done_callback(lambda _: room.release())
+
+
+async def _accept(listening: socket.socket) -> tuple[socket.socket, object]:
+    return await asyncio.get_running_loop().sock_accept(listening)
 
 
 def is_offered(name: str) -> bool:

@@ -87,6 +87,20 @@ def test_what_is_not_there_is_not_had(tmp_path, name):
     run(name, path, asks)
 
 
+PYTHON = ["/usr/bin/env", "python3", "-c"]
+
+
+def has_another_user():
+    """Whether a Python can be run by another user: by root only, and where he may read one."""
+    if os.geteuid() != 0:
+        return False
+    return subprocess.run([*PYTHON, ""], user=65_534, cwd="/", check=False).returncode == 0
+
+
+needs_another_user = pytest.mark.skipif(
+    not has_another_user(), reason="no Python can be run here as another user"
+)
+
 ASKS = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as asking:
@@ -100,13 +114,13 @@ with socket.socket(socket.AF_UNIX) as asking:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process of another user")
+@needs_another_user
 def test_a_process_of_another_user_is_given_nothing(tmp_path, name):
     path = tmp_path / "file"
     path.write_bytes(b"not his")
 
     def asked_by(user):
-        line = ["/usr/bin/env", "python3", "-c", ASKS, name]
+        line = [*PYTHON, ASKS, name]
         ran = subprocess.run(line, user=user, cwd="/", capture_output=True, text=True, check=True)
         return int(ran.stdout)
 
@@ -127,9 +141,9 @@ with socket.socket(socket.AF_UNIX) as listening:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process of another user")
+@needs_another_user
 def test_what_another_user_hands_over_under_the_name_is_not_taken(name):
-    line = ["/usr/bin/env", "python3", "-c", GIVES, name]
+    line = [*PYTHON, GIVES, name]
     with subprocess.Popen(line, user=65_534, cwd="/", stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout.readline() == b"listening\n"
@@ -206,3 +220,26 @@ def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
     assert not handover.is_offered(name)
     with pytest.raises(errors.Unreachable, match="no abstract names"):
         handover.take(name, b"this", timeout_s=1)
+
+
+def test_who_cannot_be_let_in_once_is_let_in_later(tmp_path, name, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"here")
+    monkeypatch.setattr(handover, "PAUSE_S", 0.01)
+    failures = [OSError(24, "Too many open files")]
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        accept = loop.sock_accept
+
+        async def fails_once(listening):
+            if failures:
+                raise failures.pop()
+            return await accept(listening)
+
+        monkeypatch.setattr(handover, "_accept", fails_once)
+        async with offering(name, path):
+            assert await asyncio.to_thread(take, name) == b"here"
+
+    net.run(main())
+    assert not failures
