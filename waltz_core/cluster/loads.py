@@ -164,11 +164,18 @@ class LoadBoard:
             await self._nodes.znodes.write([Delete(path, node.stat.version)])
 
     async def read(self, server_ids: Iterable[ServerId]) -> dict[ServerId, dict[PartitionId, Load]]:
-        """Return what these servers tell; one that tells nothing is not there."""
+        """Return what these servers tell.
+
+        One that tells nothing, or what cannot be read, is left out: it neither gives nor takes.
+        """
         told: dict[ServerId, dict[PartitionId, Load]] = {}
         for server_id in server_ids:
             path = self._nodes.paths.load(server_id)
             node = await self._nodes.znodes.get(path)
-            if node is not None:
+            if node is None:
+                continue
+            try:
                 told[server_id] = decode_node(path, node, decode_loads)
+            except errors.BadFormat:
+                continue  # a server of another version
         return told

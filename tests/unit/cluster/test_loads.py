@@ -10,6 +10,7 @@ from tests.cluster_contract import KEY
 from waltz_core.cluster.creation import NewCluster
 from waltz_core.cluster.loads import Load, LoadBook, LoadMeter, decode_loads, encode_loads
 from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.znodes import Set
 from waltz_core.errors import BadFormat
 
 WINDOW_MS = 30_000
@@ -107,6 +108,12 @@ def test_servers_tell_and_the_lead_reads():
         # The node of a process that is about to go, under the id that it keeps.
         await two.loads.tell(1, {0: Load(3.0, 15)})
         assert await one.loads.read([1]) == {1: {0: Load(3.0, 15)}}
+        # One of a version to come does not keep the others from being read.
+        nodes = one.loads._nodes
+        path = nodes.paths.load(1)
+        found = await nodes.znodes.get(path)
+        await nodes.znodes.write([Set(path, b'{"format": 99}', found.stat.version)])
+        assert await one.loads.read([1, 2]) == {2: {}}
         await two.close()
         assert await one.loads.read([1, 2]) == {}
 
