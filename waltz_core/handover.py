@@ -54,7 +54,7 @@ async def offer(name: str, question_bytes: int, open_asked: Open) -> None:
         async with asyncio.TaskGroup() as callers:
             try:
                 listening.bind(_abstract(name))
-                listening.listen(CALLERS_MAX)
+                listening.listen(2 * CALLERS_MAX)
             except OSError as error:  # the name is taken
                 _log.warning("handover.not_offered name=%s error=%s", name, error)
                 return
