@@ -26,6 +26,7 @@ class Shared:
         """Return when a question was answered that was put after this call."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._put(self._running))
+            self._next.add_done_callback(_take)
         await asyncio.shield(self._next)
 
     async def _put(self, before: asyncio.Task[None] | None) -> None:
@@ -33,3 +34,9 @@ class Shared:
             await asyncio.wait((before,))
         self._running, self._next = self._next, None
         await self._ask()
+
+
+def _take(answered: asyncio.Task[None]) -> None:
+    """Look at how it went: whoever asked may have been cancelled, and nobody needs to know then."""
+    if not answered.cancelled():
+        answered.exception()

@@ -1,6 +1,7 @@
 """Tests of `waltz_core.cluster.sharing`."""
 
 import asyncio
+import gc
 
 from waltz_core.cluster.sharing import Shared
 from waltz_core.errors import CoordinatorUnavailable
@@ -101,3 +102,29 @@ def test_who_gives_up_takes_the_answer_from_nobody():
         assert oracle.asked == 1
 
     asyncio.run(story())
+
+
+def test_a_failure_that_nobody_waits_for_any_more_is_no_error_of_the_loop():
+    async def story() -> list[str]:
+        complaints: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        may_fail = asyncio.Event()
+
+        async def ask() -> None:
+            await may_fail.wait()
+            raise CoordinatorUnavailable("closed")
+
+        shared = Shared(ask)
+        asking = loop.create_task(shared.answered())
+        await _turns()
+        asking.cancel()
+        await _turns()
+        may_fail.set()
+        await _turns()
+        del shared, asking
+        gc.collect()
+        await _turns()
+        return complaints
+
+    assert asyncio.run(story()) == []
