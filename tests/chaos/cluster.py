@@ -40,7 +40,8 @@ STORAGE_BYTES = 192 * 1024 * 1024
 RESERVE_BYTES = 4 * 1024 * 1024
 FILLER = "filler"
 READY_S = 60.0
-NOT_CONNECTED = "waltz-core: no ZooKeeper answered"
+# What a daemon says that has found no ZooKeeper, or has lost it again before it was ready.
+NOT_CONNECTED = ("waltz-core: no ZooKeeper answered", "waltz-core: ZooKeeper ")
 SEGMENT_HEADER_BYTES = 128
 SETTINGS: dict[str, dict[str, object]] = {
     "server": {
@@ -85,6 +86,7 @@ class Member:
     child: subprocess.Popen[bytes] | None = None
     is_frozen: bool = False
     is_wanted: bool = False  # it should run; whatever runs not has ended by itself
+    log_start: int = 0  # where in its log its process begins
 
     @property
     def kind(self) -> str:
@@ -167,6 +169,7 @@ class ChaosCluster:
         config = self._write_config(member)
         words = (sys.executable, "-m", "waltz_core", member.kind, "run", "--config", str(config))
         with self.log_path(name).open("ab") as log:
+            member.log_start = log.tell()
             member.child = subprocess.Popen(
                 member.machine.command(*words),
                 stdin=subprocess.DEVNULL,
@@ -210,8 +213,9 @@ class ChaosCluster:
             if member.is_wanted and not member.runs:
                 member.is_wanted = False
                 assert member.child is not None
-                *_, last = ["", *self.log_path(member.name).read_text().splitlines()]
-                if last.startswith(NOT_CONNECTED):
+                told = self.log_path(member.name).read_bytes()[member.log_start :].decode()
+                *_, last = ["", *told.splitlines()]
+                if last.startswith(NOT_CONNECTED) and f"{member.kind} ready" not in told:
                     self.start(member.name)
                 else:
                     code = member.child.returncode
