@@ -67,6 +67,25 @@ def test_one_that_begins_anew_keeps_its_promise_and_whether_it_is_available(disk
     assert (slots.slot.last_session, slots.slot.low_water_mark) == (NO_SESSION, BEFORE_FIRST)
 
 
+@pytest.mark.parametrize("intent", [KEPT, GONE])
+def test_each_step_is_durable_before_the_next(disk, control, intent):
+    """A file system may keep names in any order but for a sync of the directory between them.
+
+    A log that comes back without its slots could not be opened, or be believed again.
+    """
+    begun = len(disk.trace)
+    removal.wipe(disk, HOME, control, intent)
+    steps = disk.trace[begun:]
+    synced = [place for place, step in enumerate(steps) if step == f"syncdir {HOME.name}"]
+    logs = [at for at, step in enumerate(steps) if step.startswith("unlink 0")]
+    slots = [at for at, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}]
+    (gone,) = (at for at, step in enumerate(steps) if step == f"unlink {WIPE_NAME}")
+    assert len(logs) == 6
+    assert slots
+    for before, after in ((max(logs), slots[-1]), (slots[-1], gone), (gone, len(steps))):
+        assert any(before < place < after for place in synced), steps
+
+
 def test_without_an_intent_nothing_is_finished(disk, control):
     before = disk.files()
     removal.finish(disk, HOME, control, 2)
