@@ -42,6 +42,7 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 
 test: check ## Everything: check, then the simulator, real daemons, faults, Spark, notebooks
 	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
+	@$(RUN) python -m tests.java_classes
 	@$(RUN) python -m pytest $(THREE) $(REAL) $(ARGS)
 	@$(RUN) python -m pytest $(TWO) $(SPARK) $(ARGS)
 

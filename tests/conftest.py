@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import ports
+from tests import java_classes, ports
 
 # The machine may be busy, so a slow example is no failure; pytest-timeout ends what hangs.
 settings.register_profile(
@@ -19,9 +19,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Spark's workers must be this very Python; with another one they do not know waltz_spark.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-# Most of Spark's time here is its start, when the second compiler costs more than it gives back.
-os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
-
+java_classes.use()
 ports.keep_apart()
 
 _left_open: list[str] = []

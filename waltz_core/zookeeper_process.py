@@ -6,6 +6,7 @@ Nothing here speaks ZooKeeper's protocol; that is `cluster/zookeeper.py`.
 
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,10 @@ from typing import NamedTuple
 from waltz_core.errors import BadConfig
 
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
-HEAP = "-Xmx192m"
+# One collector thread, and no second compiler: it starts with 0.85 s of CPU instead of 1.4.
+JAVA_OPTIONS = ("-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+# As ZooKeeper's own scripts call it: what stands there comes last, so it wins.
+JAVA_OPTIONS_VARIABLE = "SERVER_JVMFLAGS"
 
 
 class Peer(NamedTuple):
@@ -104,8 +108,9 @@ def jars_directory() -> Path:
 
 
 def command(config: Path) -> list[str]:
-    """Return the command line of ZooKeeper for a zoo.cfg."""
-    return [find_java(), HEAP, "-cp", f"{jars_directory()}/*", MAIN_CLASS, str(config)]
+    """Return the command line of ZooKeeper for a zoo.cfg, with the user's `SERVER_JVMFLAGS`."""
+    options = [*JAVA_OPTIONS, *shlex.split(os.environ.get(JAVA_OPTIONS_VARIABLE, ""))]
+    return [find_java(), *options, "-cp", f"{jars_directory()}/*", MAIN_CLASS, str(config)]
 
 
 def run(config: Path, *, exit_with_parent: bool) -> int:

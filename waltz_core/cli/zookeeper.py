@@ -10,7 +10,9 @@ from waltz_core.errors import BadConfig
 def add(command: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
-    run = verbs.add_parser("run", help="run one node with a zoo.cfg (see conf/zoo.cfg)")
+    run = verbs.add_parser(
+        "run", help="run one node with a zoo.cfg (see conf/zoo.cfg) and the SERVER_JVMFLAGS"
+    )
     run.add_argument("--config", type=Path, required=True, help="a zoo.cfg")
     run.add_argument("--exit-with-parent", action="store_true", help=argparse.SUPPRESS)
     run.set_defaults(verb=_run)

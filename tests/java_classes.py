@@ -1,0 +1,106 @@
+"""Archives of the classes that Spark and ZooKeeper load at each start: half of a start's CPU.
+
+The tests start some dozens of each. `python -m tests.java_classes` makes the archives, once for a
+Java and a PySpark; where there are none, or they do not fit, Java loads its classes as ever.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from tests.ports import free_port
+from waltz_core import local
+from waltz_core.zookeeper_process import JAVA_OPTIONS_VARIABLE, find_java
+
+SPARK_OPTIONS_VARIABLE: Final = "SPARK_SUBMIT_OPTS"
+# Most of Spark's time here is its start, when the second compiler costs more than it gives back.
+_SPARK_OPTIONS: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+# An archive that does not fit is worth no line on the standard output.
+_QUIET: Final = "-Xlog:disable -Xlog:all=error:stderr"
+_DIRECTORY: Final = Path(sys.prefix) / "java-classes"
+_QUERY: Final = "SELECT count(*), sum(id) FROM range(100) WHERE id % 2 = 0"
+
+
+def _archive(name: str) -> Path:
+    java = Path(find_java()).resolve()
+    of = f"{java} {java.stat().st_mtime_ns} {version('pyspark')} {sys.prefix}"
+    return _DIRECTORY / f"{name}-{hashlib.sha256(of.encode()).hexdigest()[:12]}.jsa"
+
+
+def _using(archive: Path) -> str:
+    return f"-XX:SharedArchiveFile={archive} {_QUIET}" if archive.exists() else ""
+
+
+def use() -> None:
+    """Have what this process starts use the archives that there are."""
+    spark = f"{_SPARK_OPTIONS} {_using(_archive('spark'))}".strip()
+    os.environ.setdefault(SPARK_OPTIONS_VARIABLE, spark)
+    os.environ.setdefault(JAVA_OPTIONS_VARIABLE, _using(_archive("zookeeper")))
+
+
+def _start_zookeeper() -> None:
+    with local.running():
+        pass
+
+
+def _start_spark() -> None:
+    """Do once what the tests do most: a batch and a stream of ours, SQL, and Spark Connect."""
+    import waltz_spark  # noqa: PLC0415 - ZooKeeper's archive needs no Spark
+
+    port = str(free_port())
+    settings = {
+        "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
+        "spark.connect.grpc.binding.port": port,
+    }
+    with local.running() as cluster:
+        spark = waltz_spark.session("classes", master="local[2]", **settings)
+        java = spark.sparkContext._gateway.proc
+        rows = spark.range(100).selectExpr("cast(id as string) AS data")
+        rows.write.format("waltz").option("connect", cluster.connect).mode("append").save()
+        source = spark.read.format("waltz").option("connect", cluster.connect).load()
+        source.groupBy("partition").count().orderBy("partition").toPandas()
+        feed = spark.readStream.format("waltz").option("connect", cluster.connect).load()
+        stream = feed.writeStream.format("noop").trigger(availableNow=True)
+        stream.start().awaitTermination()
+        client = f"SparkSession.builder.remote('sc://127.0.0.1:{port}').getOrCreate()"
+        code = f"from pyspark.sql import SparkSession; {client}.sql({_QUERY!r}).collect()"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        spark.stop()
+        java.stdin.close()  # with it Java ends, and writes
+        java.wait()
+
+
+def _make(name: str, variable: str, options: str) -> None:
+    archive = _archive(name)
+    if archive.exists():
+        return
+    unfinished, log = archive.with_suffix(f".{os.getpid()}"), archive.with_suffix(".log")
+    told = f"{options} -XX:ArchiveClassesAtExit={unfinished} {_QUIET}".strip()
+    line = [sys.executable, "-m", "tests.java_classes", name]
+    with log.open("wb") as out:
+        environment = {**os.environ, variable: told}
+        ended = subprocess.run(line, env=environment, stdout=out, stderr=out, check=False)
+    if ended.returncode == 0 and unfinished.exists():
+        unfinished.rename(archive)
+    else:
+        sys.stderr.write(f"no archive of {name}'s classes, so it starts as ever; see {log}\n")
+
+
+def main(names: list[str]) -> None:
+    """Make the archives that are not there; called for one name, be what is to be archived."""
+    if names == ["zookeeper"]:
+        _start_zookeeper()
+    elif names == ["spark"]:
+        _start_spark()
+    else:
+        _DIRECTORY.mkdir(exist_ok=True)
+        _make("zookeeper", JAVA_OPTIONS_VARIABLE, "")
+        _make("spark", SPARK_OPTIONS_VARIABLE, _SPARK_OPTIONS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
