@@ -4,11 +4,12 @@ Each failure names the file, the line and the rule, so that the fix needs no loo
 """
 
 import ast
+import gc
 import re
 import runpy
 import subprocess
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -85,11 +86,12 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+|tmp/\w+)/")
 
 
 class Source(NamedTuple):
-    """One file of Python."""
+    """One file of Python, with all nodes of its tree, outer ones first."""
 
     path: str
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
 
 @cache
@@ -97,9 +99,13 @@ def sources_under(*folders: str) -> tuple[Source, ...]:
     """Return every Python file under some folders, in order."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     found = []
+    gc.disable()  # a million nodes that stay: looking through them again and again takes longest
     for path in paths:
         text = path.read_text(encoding="utf-8")
-        found.append(Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text)))
+        tree = ast.parse(text)
+        found.append(Source(path.relative_to(ROOT).as_posix(), text, tree, tuple(ast.walk(tree))))
+    gc.freeze()
+    gc.enable()
     return tuple(found)
 
 
@@ -142,13 +148,19 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def calls(tree: ast.AST, *names: str) -> list[ast.Call]:
+def calls(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
     """Return the calls of functions that are written like one of the names."""
-    return [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in names
-    ]
+    return [node for node in nodes if isinstance(node, ast.Call) and dotted(node.func) in names]
+
+
+def dotted(node: ast.AST) -> str:
+    """Return a name as it is written, `a.b.c`; of what is no name, only what follows it."""
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute():
+            return f"{dotted(node.value)}.{node.attr}"
+    return ""
 
 
 def nothing(found: Collection[str], rule: str) -> None:
@@ -206,7 +218,7 @@ def test_every_mirrored_file_has_a_test_file_of_its_own():
 
 def is_shell(source: Source) -> bool:
     """Return whether a file names what no pure file may name."""
-    names = {name for node in ast.walk(source.tree) for name in imported(node)}
+    names = {name for node in source.nodes for name in imported(node)}
     return bool(names & set(SHELL_MODULES))
 
 
@@ -228,7 +240,7 @@ def test_no_function_outgrows_a_screen():
     long = [
         f"{s.path}:{node.lineno} {node.name}"
         for s in (*product(), *of_tests())
-        for node in ast.walk(s.tree)
+        for node in s.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if body_lines(node) > FUNCTION_LINES_MAX
     ]
@@ -240,8 +252,8 @@ def test_pure_functions_take_no_bare_minus_one_for_an_id():
     bare = [
         f"{s.path}:{node.lineno}"
         for s in product()
-        for node in ast.walk(s.tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("TransactionId", "SessionId")
+        for node in s.nodes
+        if isinstance(node, ast.Call) and dotted(node.func) in ("TransactionId", "SessionId")
         if node.args and ast.unparse(node.args[0]) == "-1" and s.path != "waltz_core/record.py"
     ]
     nothing(bare, "a bare -1; BEFORE_FIRST and NO_SESSION have names")
@@ -254,7 +266,7 @@ def test_each_third_party_library_has_one_door():
     wrong = [
         f"{s.path}:{node.lineno} names {name}"
         for s in product()
-        for node in ast.walk(s.tree)
+        for node in s.nodes
         for name in imported(node)
         if (name in ONE_DOOR and s.path not in ONE_DOOR[name])
         or (name == "pyarrow" and s.path.startswith("waltz_core/") and s.path not in ARROW_DOORS)
@@ -284,19 +296,19 @@ def test_every_pure_file_is_under_the_contract_of_pure_modules():
 
 def test_a_path_is_only_a_name_where_a_disk_is_the_door():
     wrong = [
-        f"{s.path}:{node.lineno} {ast.unparse(node.func)}"
+        f"{s.path}:{node.lineno} {dotted(node.func)}"
         for s in product()
         if s.path.startswith(("waltz_core/storage/", "waltz_core/sim/"))
         if s.path not in DISK_DOORS and not is_shell(s)
-        for node in ast.walk(s.tree)
+        for node in s.nodes
         if isinstance(node, ast.Call)
-        if ast.unparse(node.func).split(".")[-1] in PATH_CALLS or ast.unparse(node.func) == "open"
+        if dotted(node.func).split(".")[-1] in PATH_CALLS or dotted(node.func) == "open"
     ]
     wrong += [
         f"{s.path}:{node.lineno} names {name}"
         for s in product()
         if s.path.startswith("waltz_core/storage/") and s.path not in DISK_DOORS and not is_shell(s)
-        for node in ast.walk(s.tree)
+        for node in s.nodes
         for name in imported(node)
         if name in ("os", "fcntl", "io", "tempfile", "shutil")
     ]
@@ -307,12 +319,12 @@ def test_nothing_is_pickled_or_evaluated():
     wrong = [
         f"{s.path}:{node.lineno} names {name}"
         for s in product()
-        for node in ast.walk(s.tree)
+        for node in s.nodes
         for name in imported(node)
         if name in BANNED_MODULES
     ]
     wrong += [
-        f"{s.path}:{c.lineno} evaluates" for s in product() for c in calls(s.tree, "eval", "exec")
+        f"{s.path}:{c.lineno} evaluates" for s in product() for c in calls(s.nodes, "eval", "exec")
     ]
     nothing(wrong, "pickle, eval and their like")
 
@@ -323,7 +335,7 @@ def test_every_setting_is_read():
         node.attr
         for s in product()
         if s.path != "waltz_core/config.py"
-        for node in ast.walk(s.tree)
+        for node in s.nodes
         if isinstance(node, ast.Attribute)
     }
     dead = [
@@ -343,14 +355,14 @@ def test_a_sleep_in_a_test_only_paces_the_wait_for_a_condition():
     for source in of_tests():
         paced = {
             id(call)
-            for loop in ast.walk(source.tree)
+            for loop in source.nodes
             # Nothing can be awaited where nothing is to happen: that is what `quiet` is for.
             if isinstance(loop, ast.While) or getattr(loop, "name", "") == "quiet"
-            for call in calls(loop, "time.sleep", "asyncio.sleep")
+            for call in calls(ast.walk(loop), "time.sleep", "asyncio.sleep")
         }
         wrong += [
             f"{source.path}:{call.lineno}"
-            for call in calls(source.tree, "time.sleep", "asyncio.sleep")
+            for call in calls(source.nodes, "time.sleep", "asyncio.sleep")
             if id(call) not in paced and ast.unparse(call.args[0]) != "0"
         ]
     nothing(wrong, "a sleep outside of a `while` that looks at a condition")
@@ -359,11 +371,11 @@ def test_a_sleep_in_a_test_only_paces_the_wait_for_a_condition():
 def test_whatever_is_skipped_says_why():
     wrong = []
     for source in of_tests():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Attribute) and node.attr in ("skip", "xfail", "skipif"):
                 reasoned = [
                     call
-                    for call in ast.walk(source.tree)
+                    for call in source.nodes
                     if isinstance(call, ast.Call) and call.func is node
                     if any(keyword.arg == "reason" for keyword in call.keywords)
                     or (node.attr == "skip" and call.args)
@@ -379,32 +391,31 @@ def test_every_test_can_fail():
     for source in of_tests():
         functions = [
             node
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         ]
+        refusing = {node.name for node in functions if refuses(node)}
         idle += [
             f"{source.path}:{node.lineno} {node.name}"
             for node in functions
-            if node.name.startswith("test_") and not can_fail(node, functions)
+            if node.name.startswith("test_") and not can_fail(node, refusing)
         ]
     nothing(idle, "a test that cannot fail")
 
 
-def can_fail(function: ast.AST, functions: list[ast.FunctionDef | ast.AsyncFunctionDef]) -> bool:
+def refuses(function: ast.AST) -> bool:
+    """Return whether a function asserts, or expects an exception."""
+    nodes = list(ast.walk(function))
+    asserts = any(isinstance(node, ast.Assert) for node in nodes)
+    return asserts or bool(calls(nodes, "pytest.raises"))
+
+
+def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
     """Return whether a function has something in it that may refuse the outcome."""
-    asserting = {"nothing", "raises", "suppress", "fail", "run_state_machine_as_test"}
-    asserting |= {
-        node.name
-        for node in functions
-        if any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
-        or calls(node, "pytest.raises")
-    }
-    called = {
-        ast.unparse(node.func).split(".")[-1]
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-    }
-    has_assert = any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(function))
+    asserting = {"nothing", "raises", "suppress", "fail", "run_state_machine_as_test", *refusing}
+    nodes = list(ast.walk(function))
+    called = {dotted(node.func).split(".")[-1] for node in nodes if isinstance(node, ast.Call)}
+    has_assert = any(isinstance(node, ast.Assert | ast.Raise) for node in nodes)
     return has_assert or any(
         name in asserting or name.startswith(("assert_", "expect_", "check_")) for name in called
     )
