@@ -108,6 +108,8 @@ ANY_ORDER = {
     "recovery.open_log#1": "names, and a slot in a file that had its name before",
     "segment.create > disk.create_durably#2": "what is in the files; each before its own rename",
     "segment.create > disk.create_durably#4": "names, and records that were not told yet",
+    "recovery._begin > disk.create_durably#2": "what is in the files; each before its own rename",
+    "recovery._begin > disk.create_durably#4": "names, and a promise that was not told yet",
     "segment.write_again#4": "records, index and batches: nothing is told until all are synced",
     "segment.write_again#5": "as the line before",
     "segment.write_again#6": "batches, and a slot that vouches for no more than was told",

@@ -145,7 +145,7 @@ class ControlFile:
         return self.info(partition_id)
 
     def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
-        """Write structures beside those that count, which they do when they are durable (rule 1)."""
+        """Write structures beside those that count, and let them count once durable (rule 1)."""
         next_infos = {
             each: info._replace(sequence=self.info(each).sequence + 1)
             for each, info in infos.items()

@@ -10,7 +10,7 @@ Rules (numbers in brackets: correctness.md 2.4):
        ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
        ever cut [15].
     4. The acked marker is an id at a batch's end, synced, index included, with the chain there. It
-       moves at each roll, and a second after what is beyond it; a log that ends below is suspect [2].
+       moves at each roll, or a second after what it lacks; a log that ends below is suspect [2].
     5. Each batch above the marker has a lineage entry; records without one are no part of the log.
     6. A failed write or sync is final for its file: what was not synced is cut away, and the log
        goes on in a new segment once a session prepares it again. When the cut or a slot fails too,

@@ -25,10 +25,10 @@ Rules:
        log and its promise: it begins empty and suspect, and refuses sessions as in rule 5. Both
        are durable with its first slot. (A log that was thrown away on purpose is forgotten by the
        control file before, see `removal.py`.)
-    9. What is durable already is not synced once more, as a storage opens a thousand of these: files
-       that this opening has made; an index up to the marker, which was synced before it; and the
-       slot before anything is changed, where a crash that brings the older one back may be let do
-       so. Whatever else this opening writes, or nothing vouches for, is synced.
+    9. What is durable already is not synced once more, as a storage opens a thousand of these:
+       files that this opening has made; records and index up to the marker, which were synced
+       before it; and the slot before anything is changed, where a crash may bring the older one
+       back. Whatever this opening has changed, or nothing vouches for, is synced.
 """
 
 from contextlib import suppress
@@ -136,9 +136,7 @@ def _begin(
 # slots
 
 
-def _open_slots(
-    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo
-) -> SlotFile:
+def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo) -> SlotFile:
     if disk.exists(directory / SLOTS_NAME):
         return SlotFile.open(disk, directory, blank.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
