@@ -78,7 +78,6 @@ NOT_NEEDED = {
     "control_file._create > disk.create_durably#4": "`Engine.open` syncs the same directory next",
     "engine.open#1": "only after two kills in a row are both names not durable yet",
     "recovery.open_log > disk.make_with_parents#1": "`Engine.open` has synced that directory",
-    "control_file.create > disk.create_durably#4": "the first segment's names are synced next",
     "segment.copy_index > disk.create_durably#4": "the new segment's names are synced next",
     "segments.renew > segment.create > disk.create_durably#3": "the old files of an empty segment "
     "are as good as the new ones",
@@ -105,6 +104,8 @@ ANY_ORDER = {
     "disk.make_with_parents#2": "names of different directories",
     "engine.open > control_file.open#1": "the control file and names",
     "control_file.set_flags#1": "a flag whose directory is not there yet, and the other way round",
+    "engine.found#0": "as the line before",
+    "engine.found > control_file.set_flags_of#1": "as the line before",
     "recovery.open_log#1": "names, and a slot in a file that had its name before",
     "segment.create > disk.create_durably#2": "what is in the files; each before its own rename",
     "segment.create > disk.create_durably#4": "names, and records that were not told yet",
