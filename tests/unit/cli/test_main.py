@@ -79,9 +79,7 @@ def test_a_daemon_imports_nothing_of_the_other_verbs_and_has_the_same_flags(noun
         "print([each for each in sys.modules if each.startswith(('waltz_core.client', "
         "'waltz_core.cli.changing', 'waltz_core.cli.http', 'psutil', 'pyspark'))])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     alone, whole = (
         cli.verbs_of(cli.verbs_of(cli.parser_for(noun, verb))[noun]) for verb in ("run", "")
