@@ -6,7 +6,7 @@ Why it stands alone: as `storage_run.py`.
 import argparse
 from typing import TypeAlias
 
-from waltz_core.cli.daemon import add_run, run_daemon
+from waltz_core.cli.daemon import add_run, run_daemon, spare_threads
 from waltz_core.config import ServerConfig
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -20,6 +20,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    spare_threads()
     from waltz_core.server.daemon import run  # noqa: PLC0415 - only a server needs it
 
     return run_daemon(arguments, ServerConfig, run)

@@ -7,7 +7,7 @@ need, which would be a quarter of the time until it serves.
 import argparse
 from typing import TypeAlias
 
-from waltz_core.cli.daemon import add_run, run_daemon
+from waltz_core.cli.daemon import add_run, run_daemon, spare_threads
 from waltz_core.config import StorageConfig
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -21,6 +21,7 @@ def add(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    spare_threads()
     from waltz_core.storage.daemon import run  # noqa: PLC0415 - only a storage needs it
 
     return run_daemon(arguments, StorageConfig, run)

@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 OPEN_AGAIN_S_MIN: Final = 1.0
 OPEN_AGAIN_S_MAX: Final = 60.0
-# So many partitions are opened at once. Each has a dozen syncs; a file system makes those of all
-# who wait durable in one go. With more threads they only contend for it.
+# So many partitions are opened at once. Each has three syncs, or six when it is new; a file system
+# makes those of all who wait durable in one go. With more threads they only contend for it.
 OPENERS_COUNT: Final = 8
 ResultT = TypeVar("ResultT")
 

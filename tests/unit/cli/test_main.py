@@ -74,7 +74,7 @@ def test_names_of_the_original_lead_to_ours(words):
 def test_a_daemon_imports_nothing_of_the_other_verbs_and_has_the_same_flags(noun):
     code = (
         "import sys; from waltz_core.cli import main as cli;"
-        f"cli.parser_for({noun!r}, 'run');"
+        f"cli.parser_for({noun!r}, 'run'); assert 'numpy' not in sys.modules;"
         f"import waltz_core.{noun}.daemon;"
         "print([each for each in sys.modules if each.startswith(('waltz_core.client', "
         "'waltz_core.cli.changing', 'waltz_core.cli.http', 'psutil', 'pyspark'))])"
