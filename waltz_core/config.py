@@ -132,7 +132,7 @@ class StorageConfig(ZooKeeperConfig):
         "machine a replica counts as suspect until it was repaired.",
     )
     writer_threads_count: int = setting(
-        2,
+        4,
         "Threads that write and sync, one call at a time for a partition. Too few: partitions wait "
         "for one another's syncs. Too many: they only contend for the disk.",
         least=1,

@@ -40,6 +40,8 @@ TRANSPARENT = {
     "segments.sync_index",
     "control_file.write",
     "control_file._write",
+    "control_file._write_all",
+    "control_file._sync",
     "partition_log._write_slot",
 }
 
@@ -253,6 +255,17 @@ class Story:
         self.histories[partition] = history or History()
         self.doing(lambda: self.engine.assign(partition))
 
+    def assign_all(self, partitions):
+        """Hold several partitions that were never held, as a daemon does."""
+
+        def hold():
+            self.engine.found(partitions)
+            for partition in partitions:
+                self.engine.assign(partition)
+
+        self.histories |= dict.fromkeys(partitions, History())
+        self.doing(hold)
+
     def remove(self, partition):
         """Hold a partition no longer, and delete its files."""
         self.doing(lambda: self.engine.unassign(partition, deletes_files=True))
@@ -403,6 +416,18 @@ def first_start():
     story.sync()
     story.append([1], partition=1)
     story.sync(1)
+    return story
+
+
+def first_start_of_several():
+    """A directory takes several partitions at once."""
+    story = Story()
+    story.start()
+    story.assign_all((2, 0, 1))
+    for partition in (0, 2):
+        story.prepare(partition)
+        story.append([2, 1], partition=partition)
+        story.sync(partition)
     return story
 
 
@@ -665,6 +690,7 @@ def re_seed():
 
 STORIES = (
     first_start,
+    first_start_of_several,
     appends,
     checkpoints,
     roll_over,

@@ -45,6 +45,11 @@ NOUNS: dict[str, tuple[str, str]] = {
     ),
     "bench": ("waltz_core.cli.bench", "load a cluster and print one JSON line of figures"),
 }
+# Verbs that are declared without the others of their noun when one of them is what was asked for.
+ALONE: dict[tuple[str, str], str] = {
+    ("storage", "run"): "waltz_core.cli.storage_run",
+    ("server", "run"): "waltz_core.cli.server_run",
+}
 # What a person may copy and change; at the end of a noun's help.
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "local": ("local up", "local up --zookeepers 3 --servers 3", "local status", "local down"),
@@ -96,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(OVERVIEW)
         return NO_COMMAND
     noun = noun_of(words)
-    parser = parser_for(noun)
+    parser = parser_for(noun, _word_after(noun, words))
     if noun in NOUNS and words == [noun] and verbs_of(verbs_of(parser)[noun]):
         words.append("--help")
     arguments = parser.parse_args(words)
@@ -129,8 +134,15 @@ def noun_of(words: Sequence[str]) -> str:
     return str(head.parse_known_args(words)[0].noun)
 
 
-def parser_for(noun: str) -> argparse.ArgumentParser:
-    """Return the parser of all nouns, of which this one's verbs are declared."""
+def _word_after(noun: str, words: Sequence[str]) -> str:
+    return next(iter(words[words.index(noun) + 1 :]), "") if noun in words else ""
+
+
+def parser_for(noun: str, verb: str = "") -> argparse.ArgumentParser:
+    """Return the parser of all nouns, of which this one's verbs are declared.
+
+    Where `verb` can stand alone, it is the only one: a daemon does not pay for the others.
+    """
     parser = argparse.ArgumentParser(
         prog="waltz-core", description="The quorum-replicated log with optimistic locking."
     )
@@ -139,8 +151,12 @@ def parser_for(noun: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, (module, text) in NOUNS.items():
         command = commands.add_parser(name, help=text, description=_sentence(text))
-        if name == noun:
+        if name == noun and (noun, verb) in ALONE:
+            verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
+            import_module(ALONE[noun, verb]).add(verbs)
+        elif name == noun:
             import_module(module).add(command)
+        if name == noun:
             _describe_verbs(command)
         if name in EXAMPLES:
             lines = [f"  waltz-core {each}" for each in EXAMPLES[name]]

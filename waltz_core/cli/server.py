@@ -5,13 +5,11 @@ import asyncio
 from typing import NamedTuple, TypeAlias
 
 from waltz_core import net
-from waltz_core.cli import cluster_checks, http_pages
+from waltz_core.cli import cluster_checks, http_pages, server_run
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import add_common, connected
-from waltz_core.cli.daemon import add_run, run_daemon
 from waltz_core.cli.output import show_json, show_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.config import ServerConfig
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse
 
@@ -33,9 +31,7 @@ class Row(NamedTuple):
 def add(command: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
-    run = verbs.add_parser("run", help="run a server (conf/server.toml is a sample)")
-    add_run(run, ServerConfig)
-    run.set_defaults(verb=_run)
+    server_run.add(verbs)
     listed = verbs.add_parser(
         "list", help="list the servers of a cluster, what each owns, and whether it can serve it"
     )
@@ -43,12 +39,6 @@ def add(command: argparse.ArgumentParser) -> None:
     listed.set_defaults(verb=lambda arguments: net.run(_list(arguments)))
     http_pages.add_metrics(verbs.add_parser("metrics", help="show the numbers of one server"))
     cluster_checks.add_preferring(verbs, "add-preferred-partition", "remove-preferred-partition")
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    from waltz_core.server.daemon import run  # noqa: PLC0415 - only a server needs it
-
-    return run_daemon(arguments, ServerConfig, run)
 
 
 async def _list(arguments: argparse.Namespace) -> int:

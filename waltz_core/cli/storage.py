@@ -2,9 +2,13 @@
 
 import argparse
 
-from waltz_core.cli import http_pages, storage_partitions, storage_scrub, storage_views
-from waltz_core.cli.daemon import add_run, run_daemon
-from waltz_core.config import StorageConfig
+from waltz_core.cli import (
+    http_pages,
+    storage_partitions,
+    storage_run,
+    storage_scrub,
+    storage_views,
+)
 
 # verb -> (what declares it, one line of help)
 VERBS = {
@@ -38,14 +42,6 @@ VERBS = {
 def add(command: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
-    run = verbs.add_parser("run", help="run a storage (conf/storage.toml is a sample)")
-    add_run(run, StorageConfig)
-    run.set_defaults(verb=_run)
+    storage_run.add(verbs)
     for name, (declare, text) in VERBS.items():
         declare(verbs.add_parser(name, help=text, description=text))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    from waltz_core.storage.daemon import run  # noqa: PLC0415 - only a storage needs it
-
-    return run_daemon(arguments, StorageConfig, run)

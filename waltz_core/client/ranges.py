@@ -244,11 +244,11 @@ class ReplicaLink:
         """Ask where the records of a stretch lie; raises as `fetch`, and where it is not known."""
         asked = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
         answer, where = await self._range(partition_id, asked, PLACES, session_id, timeout_s)
-        lengths: I64 = np.frombuffer(answer.lengths, dtype=">i4").astype(np.int64)
-        if lengths.size != answer.count:
+        if len(answer.lengths) != 4 * answer.count:
             raise errors.RemoteProtocolError(
-                f"{where}: found {lengths.size} lengths with a count of {answer.count}"
+                f"{where}: found {len(answer.lengths) / 4:g} lengths with a count of {answer.count}"
             )
+        lengths: I64 = np.frombuffer(answer.lengths, dtype=">i4").astype(np.int64)
         try:
             raw_records.lengths_from_wire(answer.lengths, int(lengths.sum()))
             places = decode_places(answer.records, int(lengths.sum()))

@@ -45,6 +45,12 @@ from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reaso
 _log = logging.getLogger(__name__)
 
 RELEASED_PAUSE_S: Final = 2.0
+_GAUGES: Final = (
+    "waltz_server_engaged_replicas",
+    "waltz_server_high_water_mark",
+    "waltz_server_feed_lag_transactions",
+    "waltz_server_store_session",
+)
 # The reports after which an attempt to open a session is over, well or not.
 _ENDS_OF_OPENING: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
 
@@ -263,11 +269,15 @@ class Host:
 
 
 class _Told:
-    """How much of a partition's running counts the metrics have been told."""
+    """What the metrics have been told of a partition; what is as it was is not told again.
+
+    They are told every second, of a thousand partitions of which most are at rest.
+    """
 
     def __init__(self) -> None:
         self._before: dict[str, int] = {}
         self._refused_before = [0] * len(Reason)
+        self._gauges: tuple[int, ...] = ()
 
     def show(self, partition_id: PartitionId, partition: Partition, metrics: Metrics) -> None:
         figures = partition.pipeline.figures
@@ -276,8 +286,9 @@ class _Told:
             ("waltz_server_appended_bytes_total", figures.committed_bytes),
             ("waltz_server_appended_batches_total", figures.batches),
         ):
-            metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
-            self._before[name] = total
+            if total != self._before.get(name):
+                metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
+                self._before[name] = total
         for reason in Reason:
             more = figures.refused[reason] - self._refused_before[reason]
             self._refused_before[reason] = figures.refused[reason]
@@ -292,26 +303,25 @@ class _Told:
             metrics.observe("waltz_server_append_seconds", figures.took_ms.popleft() / 1000)
         for (cache, outcome), total in partition.reads.cache_reads().items():
             name = f"{cache} {outcome}"
-            more = total - self._before.get(name, 0)
-            self._before[name] = total
-            metrics.add("waltz_server_cache_reads_total", more, cache=cache, outcome=outcome)
+            if total != self._before.get(name):
+                more = total - self._before.get(name, 0)
+                self._before[name] = total
+                metrics.add("waltz_server_cache_reads_total", more, cache=cache, outcome=outcome)
         self._show_gauges(partition_id, partition, metrics)
 
     def _show_gauges(
         self, partition_id: PartitionId, partition: Partition, metrics: Metrics
     ) -> None:
-        mark = partition.high_water_mark
-        metrics.set(
-            "waltz_server_engaged_replicas", partition.engaged_count, partition=partition_id
-        )
-        metrics.set("waltz_server_high_water_mark", mark, partition=partition_id)
-        lag = partition.feed.lag_max()
-        metrics.set("waltz_server_feed_lag_transactions", lag, partition=partition_id)
-        metrics.set(
-            "waltz_server_store_session",
-            partition.session_id if partition.is_open else 0,
-            partition=partition_id,
-        )
+        mark, lag = partition.high_water_mark, partition.feed.lag_max()
+        session_id = partition.session_id if partition.is_open else 0
+        gauges = (partition.engaged_count, mark, lag, session_id)
+        # With these the lock table is as it was too, but for what is in flight.
+        known = (*gauges, partition.pipeline.refill.floor)
+        if known == self._gauges:
+            return
+        self._gauges = known
+        for name, value in zip(_GAUGES, gauges, strict=True):
+            metrics.set(name, value, partition=partition_id)
         locks = partition.pipeline.locks
         if locks is not None:
             # For a client that is a thousand transactions behind.

@@ -216,6 +216,13 @@ class RecordingDisk:
         """Make a directory and its parents, durably."""
         make_with_parents(self, directory, self._make_one, self.sync_directory)
 
+    def make_directories(self, directory: Path, names: Sequence[str]) -> None:
+        """Make directories in one, durably."""
+        for name in names:
+            if not self.exists(directory / name):
+                self._make_one(directory / name)
+        self.sync_directory(directory)
+
     def _make_one(self, directory: Path) -> None:
         self.inner.make_directory(directory)
         self.changes.append(MakeDirectory(directory))

@@ -323,6 +323,11 @@ class SimDisk:
         self.strike(self.step("mkdir", directory), "mkdir", directory)
         self._directories.update((directory, *directory.parents))
 
+    def make_directories(self, directory: Path, names: Sequence[str]) -> None:
+        """Make directories in one, durably."""
+        for name in names:
+            self.make_directory(directory / name)
+
     def rename(self, source: Path, target: Path) -> None:
         """Give a file another name, in place of the one that has it."""
         self.check_power()

@@ -72,7 +72,7 @@ from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
 # Requests that wait for their turn, over all connections; there is one operator, or a few.
 WAITING_MAX: Final = 256
 # Under these names the gauges have what `RoomFacts` has.
-ROOM_GAUGES: Final = ("free-bytes", "reserved-bytes", "is-full", "clock-ms")
+ROOM_GAUGES: Final = ("free-bytes", "reserved-bytes", "is-full", "clock-ms", "disk-error")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -520,14 +520,16 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
 def gauges_json(held: Sequence[Held], room: RoomFacts) -> bytes:
     """Return the gauges under the original's names (interop.md 3.2), as its tools read them.
 
-    Disk and clock are ours; those tools pass over names that they do not know.
+    Disk and clock are ours; those tools pass over names that they do not know. What is not known
+    has no gauge.
     """
     group = "waltz-storage"
     values: dict[str, object] = {
         f"{group}.waltz-storage-num-partitions": len(held),
         f"{group}.waltz-storage-partition-ids": [one.partition_id for one in held],
     }
-    values |= {f"{group}.{name}": value for name, value in zip(ROOM_GAUGES, room, strict=True)}
+    facts = zip(ROOM_GAUGES, room, strict=True)
+    values |= {f"{group}.{name}": value for name, value in facts if value is not None}
     for one in held:
         own = f"{group}.partition-{one.partition_id}"
         values |= {

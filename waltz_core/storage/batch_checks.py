@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
 from waltz_core.record import (
     MADE_UP,
     NO_SESSION,
@@ -80,12 +80,17 @@ def check_batches(
         raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")
 
 
-def check_repaired(segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]) -> None:
-    """Check the chain of each repaired batch that has no damage left.
+def check_repaired(
+    segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]
+) -> tuple[IdRange, ...]:
+    """Check the chain of each repaired batch that has no damage left; return what comes to light.
+
+    That is damage beside what was repaired, in the same batch: it waits for its own repair.
 
     Raises:
         ChecksumMismatch: the records are not those that a batch was made of.
     """
+    found: list[IdRange] = []
     for entry in segments.entries(*repaired, repaired.last - repaired.first + 1)[1]:
         is_damaged = any(one.first <= entry.last and entry.first <= one.last for one in damaged)
         if is_damaged or entry.first > repaired.last:  # then those of what was repaired are gone
@@ -94,12 +99,33 @@ def check_repaired(segments: Segments, repaired: IdRange, damaged: Sequence[IdRa
         if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
             continue  # Its chain is not made of these records, nor is that of the next.
         chain, _ = segments.entries(entry.last, entry.last, 1)
-        crcs = segments.record_crcs(entry.first, entry.last)
+        crcs = _crcs(segments, entry.first, entry.last)
+        beside = () if crcs is not None else _wrong_beside(segments, entry, repaired)
+        found += beside
+        if beside:
+            continue
         if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
             raise ChecksumMismatch(
                 f"records {repaired.first}..{repaired.last} are not those that batch "
                 f"{entry.first}..{entry.last} was made of"
             )
+    return tuple(found)
+
+
+def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> bytes | None:
+    """Return the records' CRCs; None where one is wrong, or the disk does not give it."""
+    with suppress(ReadFailed):
+        return segments.record_crcs(first, last)
+    return None
+
+
+def _wrong_beside(
+    segments: Segments, entry: LineageEntry, repaired: IdRange
+) -> tuple[IdRange, ...]:
+    """Return the ids of a batch that are wrong, but for those that were repaired."""
+    every = map(TransactionId, range(entry.first, entry.last + 1))
+    beside = [each for each in every if not repaired.first <= each <= repaired.last]
+    return tuple(IdRange(each, each) for each in beside if _crcs(segments, each, each) is None)
 
 
 def entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:

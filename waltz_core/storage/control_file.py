@@ -7,7 +7,10 @@ Rules:
     1. Never write over the structure that counts; write the other one, sync, then let it count.
     2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs; the
        original takes the same lock (interop.md section 5.1).
-    3. Partitions do not share state here: each may be written by a thread of its own.
+    3. Partitions do not share state here: each may be written by a thread of its own. They share
+       the syncs of the control file: one is for all who had written when it began. One that fails
+       is told to all of these, and to all who come later: what it was to write is lost, the system
+       tells that once, and the pages hold the promises of many.
     4. Falling back to the older slot is told to the caller, as a promise may be lost with it. Even
        sequences stand in block 1 and odd ones in block 0: a slot that a disk has put where the
        other one belongs, or that is another partition's, is none.
@@ -17,12 +20,20 @@ Rules:
        believed.
 """
 
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from waltz_core.errors import BadFormat, ChecksumMismatch, ClusterKeyMismatch, DiskFailed
+from waltz_core.errors import (
+    BadFormat,
+    ChecksumMismatch,
+    ClusterKeyMismatch,
+    DiskFailed,
+    WaltzError,
+)
 from waltz_core.record import PartitionId, SessionId, TransactionId
 from waltz_core.storage.disk import Disk, File, create_durably
 from waltz_core.storage.format import (
@@ -54,6 +65,10 @@ class ControlFile:
         # Which of its two structures counts, for each partition; 0 or 1.
         self._current = current
         self._infos = [_read_info(file, index, slot) for index, slot in enumerate(current)]
+        self._writing = threading.Lock()
+        self._syncing = threading.Lock()
+        self._written_count = self._synced_count = 0
+        self._failure: WaltzError | None = None  # of a sync (rule 3)
 
     @classmethod
     def open(
@@ -113,6 +128,10 @@ class ControlFile:
         """Write the flags durably."""
         return self._write(partition_id, self.info(partition_id)._replace(flags=flags))
 
+    def set_flags_of(self, partition_ids: Sequence[PartitionId], flags: int) -> None:
+        """Write the flags of several partitions durably, by one sync."""
+        self._write_all({each: self.info(each)._replace(flags=flags) for each in partition_ids})
+
     def forget(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
         """Write durably what a partition has that nothing is known of, but for these flags."""
         return self._write(partition_id, NEW_PARTITION_INFOS[0]._replace(flags=flags))
@@ -122,13 +141,41 @@ class ControlFile:
         self._file.close()
 
     def _write(self, partition_id: PartitionId, info: PartitionInfo) -> PartitionInfo:
-        slot = 1 - self._current[partition_id]  # rule 1
-        info = info._replace(sequence=self.info(partition_id).sequence + 1)
-        self._file.pwrite([info.encode()], partition_info_offset(partition_id, slot))
-        self._file.sync()
-        self._current[partition_id] = slot
-        self._infos[partition_id] = info
-        return info
+        self._write_all({partition_id: info})
+        return self.info(partition_id)
+
+    def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
+        """Write structures beside those that count, and let them count once durable (rule 1)."""
+        next_infos = {
+            each: info._replace(sequence=self.info(each).sequence + 1)
+            for each, info in infos.items()
+        }
+        with self._writing:
+            for each, info in next_infos.items():
+                place = partition_info_offset(each, 1 - self._current[each])
+                self._file.pwrite([info.encode()], place)
+            self._written_count += 1
+            number = self._written_count
+        self._sync(number)
+        for each, info in next_infos.items():
+            self._current[each] = 1 - self._current[each]
+            self._infos[each] = info
+
+    def _sync(self, number: int) -> None:
+        """Make so many writes durable, or learn that another's sync has (rule 3)."""
+        with self._syncing:
+            if self._failure is not None:
+                raise DiskFailed(f"a sync has failed before: {self._failure}")
+            if self._synced_count >= number:
+                return
+            with self._writing:
+                count = self._written_count
+            try:
+                self._file.sync()
+            except WaltzError as error:
+                self._failure = error
+                raise
+            self._synced_count = count
 
 
 def _open_locked(disk: Disk, path: Path) -> File:
@@ -200,23 +247,33 @@ def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
 
 
 class SlotFile:
-    """The two slots of a partition; `slot` is the one that counts and is durable."""
+    """The two slots of a partition; `slot` is the one that counts and is durable.
 
-    def __init__(self, file: File, slot: Slot, place: int, *, fell_back: bool) -> None:
+    When the file was opened, `slot` is what is seen, and `older` what a crash may bring back, None
+    if there is none.
+    """
+
+    def __init__(self, file: File, slot: Slot, place: int, *, older: Slot | None) -> None:
         assert place in {0, 1}
         self.slot = slot
-        self.fell_back = fell_back
+        self.older = older
+        self.fell_back = older is None
         self._file = file
         self._place = place
 
     @classmethod
     def create(cls, disk: Disk, directory: Path, slot: Slot) -> "SlotFile":
         """Create the file with two valid slots, durably."""
+        create_durably(disk, directory, [cls.new_file(slot)])
+        return cls.open(disk, directory, slot.partition_id)
+
+    @staticmethod
+    def new_file(slot: Slot) -> tuple[str, bytes]:
+        """Return the name and the content of a file with two valid slots."""
         assert _block_of(slot.sequence) == 1, "rule 4"
         older = replace(slot, sequence=slot.sequence - 1)
         blocks = [one.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for one in (older, slot)]
-        create_durably(disk, directory, [(SLOTS_NAME, b"".join(blocks))])
-        return cls(disk.open(directory / SLOTS_NAME), slot, 1, fell_back=False)
+        return SLOTS_NAME, b"".join(blocks)
 
     @classmethod
     def open(cls, disk: Disk, directory: Path, partition_id: PartitionId) -> "SlotFile":
@@ -244,7 +301,8 @@ class SlotFile:
             why = f"expected partition {partition_id}, found {whose}" if found else "none"
             raise BadFormat(f"{path}: no control slot is valid: {why}")
         _, place, slot = max(valid, key=lambda one: one[0])
-        return cls(file, slot, place, fell_back=len(valid) == 1)
+        older = next((one for sequence, _, one in valid if sequence < slot.sequence), None)
+        return cls(file, slot, place, older=older)
 
     def write(self, slot: Slot) -> None:
         """Make a slot durable, and the one that counts (rule 1)."""
@@ -253,7 +311,7 @@ class SlotFile:
         assert place == _block_of(slot.sequence), "rule 4"
         self._file.pwrite([slot.encode()], SLOT_BLOCK_BYTES * place)
         self._file.sync()
-        self.slot, self._place = slot, place
+        self.slot, self.older, self._place = slot, self.slot, place
 
     def close(self) -> None:
         """Close the file."""

@@ -39,7 +39,7 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.net import Link
 from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
-from waltz_core.storage import service
+from waltz_core.storage import service, upkeep
 from waltz_core.storage.admin_port import AdminPort
 from waltz_core.storage.disk import RealDisk, open_for_another
 from waltz_core.storage.engine import Engine
@@ -496,7 +496,8 @@ class StorageDaemon:
         serving = self._serving
         assert serving is not None
         suspect = [each for each, log in serving.logs.items() if log.suspect]
-        is_full = self._engine is not None and self._engine.room.is_short
+        assert self._engine is not None
+        room = upkeep.room_of(self._engine, loop_clock_ms())
         coordinator = self._coordinator
         zookeeper = coordinator is None or coordinator.is_in_contact
         details = {
@@ -506,12 +507,13 @@ class StorageDaemon:
             "offline": sorted(serving.offline),
             "suspect": sorted(suspect),
             "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
-            "is_full": is_full,
+            "is_full": room.is_full,
+            "disk_error": room.disk_error,
             "zookeeper": zookeeper,
             "zookeeper_session": coordinator and coordinator.session_state.name,
         }
-        is_well = not (self._failure.done() or details["not_served"] or suspect or is_full)
-        is_well = is_well and zookeeper
+        is_well = not (self._failure.done() or details["not_served"] or suspect or room.is_full)
+        is_well = is_well and zookeeper and room.disk_error is None
         return Health(is_well, details)
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:

@@ -7,7 +7,8 @@ Rules:
     1. A hole is filled from its beginning on, so that what is left of it is one range again.
     2. Only records that are right by themselves are written, and only into known damage.
     3. The damage is forgotten last, and not before the chain of each batch that is whole again is
-       what it was: a record of the right id may still be that of another history.
+       what it was: a record of the right id may still be that of another history. One beside it
+       that is found wrong by that is noted as damaged: it is no fault of what was repaired.
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.record import TransactionId
 from waltz_core.storage.batch_checks import check_repaired
-from waltz_core.storage.format import IdRange, Slot, without_damage
+from waltz_core.storage.format import IdRange, Slot, with_damage, without_damage
 from waltz_core.storage.segments import Segments, first_wrong
 
 I64 = npt.NDArray[np.int64]
@@ -29,7 +30,7 @@ def fill(
     lengths: I64,
     records: bytes | memoryview,
 ) -> tuple[IdRange, ...]:
-    """Write records into a hole, durably; return the damage that is left.
+    """Write records into a hole, durably; return the damage that is known from then on.
 
     Raises:
         BadRequest: `first` does not begin a damaged range, or the records go beyond it.
@@ -51,5 +52,6 @@ def fill(
     segments.fill(first, lengths, memoryview(records).cast("B"), hole)
     filled = IdRange(first, last)
     left = without_damage(slot.damaged, filled)
-    check_repaired(segments, filled, left)  # rule 3
+    for found in check_repaired(segments, filled, left):  # rule 3
+        left = with_damage(left, found)
     return left

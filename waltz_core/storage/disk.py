@@ -89,6 +89,9 @@ class Disk(Protocol):
     def make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, unless they are there; their names are durable."""
 
+    def make_directories(self, directory: Path, names: Sequence[str]) -> None:
+        """Make directories in one that is durable, unless they are there; by one sync for all."""
+
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
         """Say that the beginnings and the ends of files will be read soon (rule 7)."""
 
@@ -490,6 +493,12 @@ class RealDisk:
     def make_directory(self, directory: Path) -> None:
         """Make it and its parents; each is durable in the one above."""
         make_with_parents(self, directory, self._make_one, self._sync_found)
+
+    def make_directories(self, directory: Path, names: Sequence[str]) -> None:
+        """Make directories in one that is durable, unless they are there; by one sync for all."""
+        for name in names:
+            self._make_one(directory / name)
+        self.sync_directory(directory)
 
     def _sync_found(self, directory: Path) -> None:
         """Sync a directory, unless it may not be read: then this process has made nothing there."""

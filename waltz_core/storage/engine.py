@@ -14,7 +14,7 @@ Rules:
     6. A greater sequence in the control file than our slot knows says that an original has been
        here (`format.Slot`). So the slot is told first of what is written there.
     7. Names are durable before anything in the files is believed: who made them may have been
-       killed before they were.
+       killed before they were. One sync is for the directories of all partitions.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,6 +92,7 @@ class Engine:
         self._control = control
         self._settings = settings
         self._id_file = id_file
+        self._named: set[PartitionId] = set()  # whose directories have durable names (rule 7)
 
     @classmethod
     def open(  # noqa: PLR0913 - what a directory is opened with, one by one
@@ -126,8 +127,10 @@ class Engine:
             control = ControlFile.open(
                 disk, directory, settings.cluster_key, partition_count, settings.now_ms()
             )
+            found = disk.list(directory)
             disk.sync_directory(directory)  # rule 7
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
+            engine._named |= {PartitionId(int(name)) for name in found if name.isdecimal()}
             engine.room.fill()
             engine._finish_removals()
             engine._open_assigned(for_each)
@@ -178,6 +181,22 @@ class Engine:
             self._write_flags(partition_id, flags | FLAG_ASSIGNED | FLAG_AVAILABLE)
         return self._open_log(partition_id)
 
+    def found(self, partition_ids: Sequence[PartitionId]) -> None:
+        """Begin to hold those that were never held, durably: what `assign` does, but all at once.
+
+        Raises:
+            UnknownPartition: the cluster has no such partition.
+        """
+        new: list[PartitionId] = []
+        for partition_id in partition_ids:
+            self._check_exists(partition_id)
+            if not self._disk.exists(self._directory_of(partition_id)):
+                new.append(partition_id)
+        if new:
+            self._disk.make_directories(self.directory, [str(each) for each in new])
+            self._named.update(new)
+            self._control.set_flags_of(new, FLAG_ASSIGNED | FLAG_AVAILABLE)
+
     def log(self, partition_id: PartitionId) -> PartitionLog:
         """Return the log of a partition.
 
@@ -208,11 +227,17 @@ class Engine:
         directory = self._directory_of(partition_id)
         try:
             log = PartitionLog.open(
-                self._disk, directory, partition_id, self._control, self._settings
+                self._disk,
+                directory,
+                partition_id,
+                self._control,
+                self._settings,
+                is_named=partition_id in self._named,
             )
         except WaltzError as error:
             self.failed[partition_id] = error
             raise
+        self._named.add(partition_id)
         self.logs[partition_id] = log
         self.failed.pop(partition_id, None)
         return log

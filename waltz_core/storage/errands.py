@@ -130,13 +130,15 @@ class Held(NamedTuple):
 class RoomFacts(NamedTuple):
     """Free bytes of the disk, what is kept back of them, and what the clock shows.
 
-    `is_full`: appends are refused. `clock_ms` is in ms since the epoch.
+    `is_full`: appends are refused. `clock_ms` is in ms since the epoch. `disk_error` is why the
+    disk does not say what is free, None if it does.
     """
 
-    free_bytes: int
+    free_bytes: int | None
     reserved_bytes: int
     is_full: bool
     clock_ms: int
+    disk_error: str | None = None
 
 
 class LogFacts(NamedTuple):

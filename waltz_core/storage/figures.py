@@ -8,8 +8,10 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping
+from math import nan
 from typing import TYPE_CHECKING
 
+from waltz_core.errors import DiskFailed
 from waltz_core.machine import Report
 from waltz_core.record import PartitionId
 from waltz_core.storage.format import count_of
@@ -40,7 +42,7 @@ class Figures:
         ask = self._metrics.ask
         ask("waltz_storage_connections", links_count)
         ask("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
-        ask("waltz_storage_free_bytes", room.free_bytes)
+        ask("waltz_storage_free_bytes", lambda: _free_bytes(room))
         ask("waltz_storage_full_disks", lambda: room.is_short)
         ask("waltz_storage_reserve_bytes", lambda: room.reserved_bytes)
         ask(
@@ -94,3 +96,11 @@ class Figures:
         if report.name == "scrub_finished":
             partition = str(dict(report.fields)["partition"])
             self._metrics.add("waltz_storage_scrub_passes_total", partition=partition)
+
+
+def _free_bytes(room: Room) -> float:
+    """Return what is free; not a number where the disk does not say: the others are shown too."""
+    try:
+        return room.free_bytes()
+    except DiskFailed:
+        return nan

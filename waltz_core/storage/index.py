@@ -48,6 +48,7 @@ class OffsetIndex:
     def __init__(self, file: File) -> None:
         self._file = file
         self.count = max(0, (file.size() - SEGMENT_HEADER_BYTES) // OFFSET_BYTES)
+        self.is_dirty = False  # written to, by us, since its last sync
 
     def read(self, place: int, count: int) -> I64:
         """Return up to `count` offsets from the record at `place` in the segment on."""
@@ -60,11 +61,13 @@ class OffsetIndex:
         """Write offsets from the record at `place` on; not durable."""
         assert 0 <= place <= self.count
         if offsets.size:
+            self.is_dirty = True
             self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_place(place))
             self.count = max(self.count, place + int(offsets.size))
 
     def add(self, offset: int) -> None:
         """Write the offset of one more record: for so few, arrays cost more than they save."""
+        self.is_dirty = True
         self._file.pwrite([_OFFSET.pack(offset)], _offset_place(self.count))
         self.count += 1
 
@@ -86,12 +89,14 @@ class OffsetIndex:
 
     def cut(self, count: int) -> None:
         """Keep the first `count` offsets."""
+        self.is_dirty = self.is_dirty or count != self.count
         self._file.truncate(_offset_place(count))
         self.count = count
 
     def sync(self) -> None:
         """Make it durable."""
         self._file.sync()
+        self.is_dirty = False
 
     def close(self) -> None:
         """Close the file."""

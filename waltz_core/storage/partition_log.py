@@ -10,7 +10,7 @@ Rules (numbers in brackets: correctness.md 2.4):
        ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
        ever cut [15].
     4. The acked marker is an id at a batch's end, synced, index included, with the chain there. It
-       moves at each roll and at most every second, and a log that ends below it is suspect [2].
+       moves at each roll, or a second after what it lacks; a log that ends below is suspect [2].
     5. Each batch above the marker has a lineage entry; records without one are no part of the log.
     6. A failed write or sync is final for its file: what was not synced is cut away, and the log
        goes on in a new segment once a session prepares it again. When the cut or a slot fails too,
@@ -49,13 +49,7 @@ from waltz_core.storage import damage, recovery, truncation
 from waltz_core.storage.batch_checks import check_batches
 from waltz_core.storage.control_file import ControlFile, SlotFile
 from waltz_core.storage.disk import Disk
-from waltz_core.storage.format import (
-    IdRange,
-    Mark,
-    Marker,
-    SegmentHeader,
-    Slot,
-)
+from waltz_core.storage.format import IdRange, Mark, Marker, SegmentHeader, Slot
 from waltz_core.storage.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
 from waltz_core.storage.segments import Segments
 
@@ -115,7 +109,7 @@ class PartitionLog:
         self.lock_file = segments.lock_file
         self.is_broken = False  # the disk has refused a cut; nothing until it is opened again
         self._synced_chain = segments.chain
-        self._marked_ms = settings.now_ms()
+        self._unmarked_ms = 0  # since when something synced is beyond the marker; 0: nothing is
 
     @classmethod
     def open(
@@ -125,20 +119,22 @@ class PartitionLog:
         partition_id: PartitionId,
         control: ControlFile,
         settings: LogSettings,
+        *,
+        is_named: bool = False,
     ) -> "PartitionLog":
-        """Open or create the log of a partition, and recover it (correctness.md 2.5); durable.
+        """Open or create a log, and recover it (correctness.md 2.5); durable. See `open_log`.
 
         Raises:
             BadFormat, ChecksumMismatch, MissingSegment: the files cannot be a log.
             DiskFailed, NoSpace: the disk could not be read or written.
         """
-        blank = SegmentHeader(
-            settings.now_ms(), settings.cluster_key, partition_id, TransactionId(0)
+        now_ms, key = settings.now_ms(), settings.cluster_key
+        blank = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
+        info, trusts = control.info(partition_id), settings.trust_fsync
+        opened = recovery.open_log(
+            disk, directory, blank, info, trust_fsync=trusts, is_named=is_named
         )
-        segments, slots = recovery.open_log(
-            disk, directory, blank, control.info(partition_id), trust_fsync=settings.trust_fsync
-        )
-        return cls(segments, slots, control, settings)
+        return cls(*opened, control, settings)
 
     # ---- what it is
 
@@ -368,13 +364,16 @@ class PartitionLog:
             raise DiskFailed(str(error)) from error
         self.synced_max = self.max_id
         self._synced_chain = self.chain
-        if self._settings.now_ms() - self._marked_ms >= MARKER_INTERVAL_MS:
-            self.mark_acked()
+        if self.slot.acked.transaction_id < self.synced_max:
+            now_ms = self._settings.now_ms()
+            self._unmarked_ms = self._unmarked_ms or now_ms
+            if now_ms - self._unmarked_ms >= MARKER_INTERVAL_MS:
+                self.mark_acked()
         return self.synced_max
 
     def mark_acked(self) -> None:
         """Move the acked marker to the last synced id, durably (rule 4)."""
-        self._marked_ms = self._settings.now_ms()
+        self._unmarked_ms = 0
         if self.slot.acked.transaction_id < self.synced_max:
             self._sync_index()
             marker = Marker(self.synced_max, self._synced_chain)
@@ -418,7 +417,7 @@ class PartitionLog:
         end = self._segments.lineage_end()
         if end is not None:
             self._write_slot(replace(self.slot, acked=Marker(end.last, end.chain)))
-            self._marked_ms = self._settings.now_ms()
+            self._unmarked_ms = 0
         self._segments.add(self._settings.now_ms(), chain)
         return entries[len(here) :]
 

@@ -25,6 +25,10 @@ Rules:
        log and its promise: it begins empty and suspect, and refuses sessions as in rule 5. Both
        are durable with its first slot. (A log that was thrown away on purpose is forgotten by the
        control file before, see `removal.py`.)
+    9. What is durable already is not synced once more, as a storage opens a thousand of these:
+       files that this opening has made; records and index up to the marker, which were synced
+       before it; and the slot before anything is changed, where a crash may bring the older one
+       back. Whatever this opening has changed, or nothing vouches for, is synced.
 """
 
 from contextlib import suppress
@@ -68,22 +72,33 @@ ADOPTED_BATCH_IDS: Final = 1024
 
 
 def open_log(
-    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
+    disk: Disk,
+    directory: Path,
+    blank: SegmentHeader,
+    info: PartitionInfo,
+    *,
+    trust_fsync: bool,
+    is_named: bool = False,
 ) -> tuple[Segments, SlotFile]:
     """Open or create the files of a partition and bring them into a state that can be believed.
 
-    Durable on return, the dirty bit included.
+    Durable on return, the dirty bit included. `is_named` says that the directory's name is
+    durable.
     """
-    disk.make_directory(directory)
+    if not (is_named and disk.exists(directory)):
+        disk.make_directory(directory)
     remove_temporary(disk, directory)
     firsts = _firsts(disk, directory)
+    if not firsts and not disk.exists(directory / SLOTS_NAME):
+        return _begin(disk, directory, blank, info, trust_fsync=trust_fsync)
     disk.will_read(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
-    slots = _open_slots(disk, directory, blank, info, has_segments=bool(firsts))
+    slots = _open_slots(disk, directory, blank, info)
     opening = _Opening(disk, directory, blank, info, slots)
     try:
         opening.slot = _at_open(slots, info, trust_fsync=trust_fsync)
-        slots.write(opening.slot)
+        if not opening.may_fall_back():
+            slots.write(opening.slot)
         segments = opening.open_segments(firsts)
         opening.recover_records(segments)
         opening.settle_lineage(segments)
@@ -102,22 +117,32 @@ def open_log(
     return segments, slots
 
 
+def _begin(
+    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
+) -> tuple[Segments, SlotFile]:
+    """Make the files of a log of which there is nothing yet, the `.seg` last, and durably."""
+    slot = Slot(
+        blank.partition_id, original_sequence=info.sequence, dirty=True, suspect=not trust_fsync
+    )
+    if info.session_id != NO_SESSION:  # rule 8
+        slot = replace(_promised_to_nobody(slot, info.session_id), suspect=True)
+    files = [SlotFile.new_file(slot), *Segment.new_files(blank, GENESIS_CHAIN)]
+    create_durably(disk, directory, files)
+    segments = Segments(disk, directory, blank, [Segment(disk, directory, blank)])
+    return segments, SlotFile.open(disk, directory, blank.partition_id)
+
+
 # ---------------------------------------------------------------------------------------------
 # slots
 
 
-def _open_slots(
-    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, has_segments: bool
-) -> SlotFile:
+def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo) -> SlotFile:
     if disk.exists(directory / SLOTS_NAME):
         return SlotFile.open(disk, directory, blank.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
         raise BadFormat(f"{directory}: expected {SLOTS_NAME} beside .chn files, found none")
     # An older sequence number than the original's says "adopt", also after a crash on the way.
-    sequence = info.sequence - 1 if has_segments else info.sequence
-    slot = Slot(blank.partition_id, original_sequence=sequence, dirty=True)
-    if not has_segments and info.session_id != NO_SESSION:  # rule 8
-        slot = replace(_promised_to_nobody(slot, info.session_id), suspect=True)
+    slot = Slot(blank.partition_id, original_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
 
@@ -188,6 +213,23 @@ class _Opening:
         self._marker = info.local_low_water_mark if self._adopting else slot.acked.transaction_id
         self._vouched = self._marker
 
+    def may_fall_back(self) -> bool:
+        """Whether it may still be the older slot that counts after a crash in this opening.
+
+        The newer one may be seen and not be durable (rule 7). What this opening cuts and mends
+        must then be what it might have cut and mended with the older one (rules 1, 2, 6).
+        """
+        newer, older = self._slots.slot, self._slots.older
+        return (
+            older is not None
+            and older.dirty
+            and self.slot == newer
+            and not newer.suspect
+            and not self._adopting
+            and newer.truncate is older.truncate is None
+            and older.acked.transaction_id <= newer.acked.transaction_id
+        )
+
     def open_segments(self, firsts: list[TransactionId]) -> Segments:
         """Open all segments, without those that a truncation had begun to remove (rule 1)."""
         intent = self.slot.truncate
@@ -202,8 +244,8 @@ class _Opening:
             if place + 1 < len(firsts):
                 chain = self._pass_by(segment, end, firsts[place + 1])
         if not opened:
-            first_segment = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
-            opened.append(first_segment)
+            made = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
+            opened.append(made)
         return Segments(self._disk, self._directory, self._blank, opened)
 
     def _open_segment(
@@ -428,9 +470,12 @@ class _Opening:
     # ---- the end
 
     def write_again(self, segments: Segments) -> None:
-        """Make durable what is believed (rule 7); an original's may be long and is only synced."""
+        """Make durable what is believed (rules 7, 9); an original's may be long: only synced."""
         current, vouched = segments.current, segments.last if self._adopting else self._vouched
-        current.write_again(max(current.first, TransactionId(vouched + 1)))
+        current.write_again(
+            max(current.first, TransactionId(vouched + 1)),
+            syncs_all=self._adopting or segments.last > self._marker,
+        )
 
     def settled(self, segments: Segments) -> Slot:
         """Return the slot as it is when the log is open (rule 5)."""

@@ -103,8 +103,10 @@ class Scrub:
         """A partition is served: its turn comes at once, from where a pass had come to."""
         turn = _Turn(self._places.pop(partition_id, _FIRST))
         self._turns[partition_id] = turn
-        turn.due_ms = now_ms if self._bytes_per_s else None
-        self._set_wake()
+        if self._bytes_per_s:
+            turn.due_ms = now_ms
+            if self._reading is None:  # Not `_set_wake`: there may be a thousand of them.
+                self.wake_at_ms = earlier(self.wake_at_ms, max(self._free_at_ms, now_ms))
 
     def dropped(self, partition_id: PartitionId) -> None:
         """A partition is served no longer."""

@@ -84,18 +84,18 @@ class Segment:
         cls, disk: Disk, directory: Path, header: SegmentHeader, chain_before: Chain
     ) -> "Segment":
         """Make an empty segment, durably (rule 1)."""
-        plain = header.encode()
-        first = header.first
-        create_durably(
-            disk,
-            directory,
-            [
-                (segment_name(first, ".idx"), plain),
-                (segment_name(first, ".chn"), LineageHeader(header, chain_before).encode()),
-                (segment_name(first, ".seg"), plain),
-            ],
-        )
+        create_durably(disk, directory, cls.new_files(header, chain_before))
         return cls(disk, directory, header)
+
+    @staticmethod
+    def new_files(header: SegmentHeader, chain_before: Chain) -> list[tuple[str, bytes]]:
+        """Return the files of an empty segment, `.seg` last (rule 1)."""
+        plain, first = header.encode(), header.first
+        return [
+            (segment_name(first, ".idx"), plain),
+            (segment_name(first, ".chn"), LineageHeader(header, chain_before).encode()),
+            (segment_name(first, ".seg"), plain),
+        ]
 
     @classmethod
     def open(
@@ -274,8 +274,9 @@ class Segment:
         return count
 
     def sync_index(self) -> None:
-        """Make the index durable."""
-        self.index.sync()
+        """Make the index durable, if it has changed."""
+        if self.index.is_dirty:
+            self.index.sync()
 
     def cut(self, last_to_keep: TransactionId) -> None:
         """Cut records and batches after an id; not durable.
@@ -324,8 +325,12 @@ class Segment:
         file.sync()
         index.sync()
 
-    def write_again(self, first: TransactionId) -> None:
-        """Write all from an id on as it is, and make all durable: the cache may call it clean."""
+    def write_again(self, first: TransactionId, *, syncs_all: bool = True) -> None:
+        """Write all from an id on as it is, and make all durable: the cache may call it clean.
+
+        Without `syncs_all`, records and index are those that were synced before, and are synced
+        only where an opening has changed them. What the batches do not name does not count.
+        """
         file, index, lineage = self._opened()
         if first < self.next_id:
             place = first - self.first
@@ -334,8 +339,10 @@ class Segment:
                 file.pwrite([file.pread(min(_SCAN_BYTES, self.size_bytes - start), start)], start)
             index.write(place, offsets[:-1])
         lineage.write_again(lineage.place_of(first))
-        file.sync()
-        index.sync()
+        if syncs_all or self._records_dirty:
+            file.sync()
+        if syncs_all or index.is_dirty:
+            index.sync()
         lineage.sync()
         self._records_dirty = self._lineage_dirty = False
 
@@ -430,10 +437,12 @@ class Segment:
         index.cut(next_id - self.first)
         if offset < file_size:
             file.truncate(offset)
+            self._records_dirty = True
         if not is_last:
             # Of the last one more may be cut; then `write_again` makes it durable.
             file.sync()
             index.sync()
+            self._records_dirty = False
         return Recovered(tuple(damaged), lost)
 
     def _mend(self, first: TransactionId, starts: I64) -> None:

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -35,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 OPEN_AGAIN_S_MIN: Final = 1.0
 OPEN_AGAIN_S_MAX: Final = 60.0
-# So many partitions are opened at once. Each has a dozen syncs; a file system makes those of all
-# who wait durable in one go. With more threads they only contend for it.
+# So many partitions are opened at once. Each has three syncs, or six when it is new; a file system
+# makes those of all who wait durable in one go. With more threads they only contend for it.
 OPENERS_COUNT: Final = 8
 ResultT = TypeVar("ResultT")
 
@@ -174,7 +175,12 @@ class Serving:
             except errors.WaltzError as error:
                 found[partition_id] = error
 
-        await self._in_thread(partial(side_by_side, open_one, partition_ids))
+        def open_all() -> None:
+            with suppress(errors.WaltzError):  # Each of them is told so once more.
+                self._engine.found(partition_ids)
+            side_by_side(open_one, partition_ids)
+
+        await self._in_thread(open_all)
         for partition_id in partition_ids:
             log = found[partition_id]
             if isinstance(log, errors.WaltzError):

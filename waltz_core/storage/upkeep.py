@@ -71,9 +71,13 @@ def held_by(engine: Engine) -> tuple[Held, ...]:
 
 
 def room_of(engine: Engine, clock_ms: int) -> RoomFacts:
-    """Return how the disk stands, with the time that it is; raises DiskFailed."""
+    """Return how the disk stands, with the time that it is."""
     room = engine.room
-    return RoomFacts(room.free_bytes(), room.reserved_bytes, room.is_short, clock_ms)
+    facts = RoomFacts(None, room.reserved_bytes, room.is_short, clock_ms)
+    try:
+        return facts._replace(free_bytes=room.free_bytes())
+    except WaltzError as error:
+        return facts._replace(disk_error=str(error))
 
 
 def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> ReplicaFacts:

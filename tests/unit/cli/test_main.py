@@ -1,6 +1,8 @@
 """What a person meets first: the overview, the helps, and sentences for what was not meant."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -66,6 +68,24 @@ def test_names_of_the_original_lead_to_ours(words):
     )
     assert ours.description
     assert theirs.description == ours.description
+
+
+@pytest.mark.parametrize("noun", ["storage", "server"])
+def test_a_daemon_imports_nothing_of_the_other_verbs_and_has_the_same_flags(noun):
+    code = (
+        "import sys; from waltz_core.cli import main as cli;"
+        f"cli.parser_for({noun!r}, 'run'); assert 'numpy' not in sys.modules;"
+        f"import waltz_core.{noun}.daemon;"
+        "print([each for each in sys.modules if each.startswith(('waltz_core.client', "
+        "'waltz_core.cli.changing', 'waltz_core.cli.http', 'psutil', 'pyspark'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    alone, whole = (
+        cli.verbs_of(cli.verbs_of(cli.parser_for(noun, verb))[noun]) for verb in ("run", "")
+    )
+    assert list(alone) == ["run"]
+    assert alone["run"].format_help() == whole["run"].format_help()
 
 
 @pytest.fixture

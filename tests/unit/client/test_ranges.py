@@ -23,6 +23,7 @@ from waltz_core.client.ranges import (
 )
 from waltz_core.record import LineageEntry, PartitionId, SessionId, TransactionId
 from waltz_core.wire.messages import RangeBytes, RangeData, RangeForm, RangeRaw
+from waltz_core.wire.places import PLACES
 
 P = PartitionId(3)
 QUERY = RangeQuery(TransactionId(10), TransactionId(14))
@@ -126,6 +127,17 @@ def from_replica(count: int) -> RangeChunk:
             timeout_s=5,
         )
     )
+
+
+@pytest.mark.parametrize("size", [3, 4, 15, 17, 20])
+def test_places_with_lengths_that_are_no_array_of_as_many_are_an_error_of_the_protocol(size: int):
+    storage = Storage(4)
+    storage.answer = replace(
+        storage.answer, form=PLACES, lengths=bytes(size), records=b"", records_crc=0
+    )
+    link, query = ReplicaLink(storage), replace(QUERY, last=TransactionId(13))
+    with pytest.raises(errors.RemoteProtocolError, match="lengths with a count of 4"):
+        asyncio.run(link.places(P, query, session_id=SessionId(1), timeout_s=5))
 
 
 def test_what_a_replica_adds_beyond_the_last_id_asked_for_is_not_believed():

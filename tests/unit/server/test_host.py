@@ -20,3 +20,34 @@ def test_the_feed_that_is_furthest_behind_is_told() -> None:
     world.step(Congested(A))
     world.fill(7)
     assert lag() == 7
+
+
+class Counted(Metrics):
+    """Metrics that count how often they are told something."""
+
+    told_count = 0
+
+    def set(self, name: str, value: float, **labels: str | int) -> None:
+        self.told_count += 1
+        super().set(name, value, **labels)
+
+    def add(self, name: str, amount: float = 1, **labels: str | int) -> None:
+        self.told_count += 1
+        super().add(name, amount, **labels)
+
+
+def test_what_is_as_it_was_is_not_told_again() -> None:
+    world, metrics, told = World(), Counted("server"), _Told()
+    world.open()
+    world.mount(ALICE, A, feed=True)
+    told.show(PartitionId(0), world.partition, metrics)
+    before = metrics.told_count
+    assert metrics.value("waltz_server_store_session", partition=0) > 0
+    told.show(PartitionId(0), world.partition, metrics)
+    assert metrics.told_count == before
+    world.fill(7)
+    told.show(PartitionId(0), world.partition, metrics)
+    mark = world.partition.high_water_mark
+    assert metrics.value("waltz_server_high_water_mark", partition=0) == mark
+    assert metrics.value("waltz_server_appended_transactions_total", partition=0) > 0
+    assert metrics.told_count > before

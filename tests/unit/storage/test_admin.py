@@ -182,6 +182,16 @@ def test_the_gauges_have_the_originals_names_and_form():
     }
 
 
+def test_a_disk_that_does_not_say_what_is_free_has_no_gauge_for_it_but_its_error():
+    room = RoomFacts(None, 64, False, 1_700_000_000_000, "statvfs: input/output error")
+    desk = Desk(FindHeld=(Held(3, INFO, 52, True),), FindRoom=room)
+    gauges = json.loads(desk.ask(wire.MetricsRequest(1)).json)["gauges"]
+    assert "waltz-storage.free-bytes" not in gauges
+    assert gauges["waltz-storage.disk-error"]["value"] == "statvfs: input/output error"
+    assert gauges["waltz-storage.reserved-bytes"]["value"] == 64
+    assert gauges["waltz-storage.partition-3.session-id"]["value"] == 6
+
+
 def range_of(first, count, data=b"data"):
     records, _, lengths = records_of(first, count, data)
     entry = LineageEntry(first, first + count - 1, 6, 5, b"d" * 16)

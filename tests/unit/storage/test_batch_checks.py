@@ -76,9 +76,23 @@ def test_a_batch_with_damage_left_waits_for_the_rest_of_it():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 4])
     disk.flip(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
-    check_repaired(segments, IdRange(3, 3), [IdRange(4, 4)])
-    with pytest.raises(ChecksumMismatch, match=r"records 3\.\.3"):
-        check_repaired(segments, IdRange(3, 3), ())
+    assert check_repaired(segments, IdRange(3, 3), [IdRange(4, 4)]) == ()
+    with pytest.raises(ChecksumMismatch, match=r"records 4\.\.4"):
+        check_repaired(segments, IdRange(4, 4), ())
+
+
+@pytest.mark.parametrize("is_unreadable", [False, True])
+def test_damage_beside_what_was_repaired_comes_to_light_and_waits_for_its_own(is_unreadable):
+    disk = new_disk()
+    segments, _, _ = make_segments(disk, [3, 40])
+    path, place = ROOT / segment_name(0, ".seg"), 128 + 36 * RECORD_BYTES + 44
+    if is_unreadable:
+        disk.make_unreadable(path, place, place)
+    else:
+        disk.flip(path, place)
+    found = check_repaired(segments, IdRange(3, 4), ())
+    assert IdRange(36, 36) in found
+    assert all(30 < one.first == one.last < 43 for one in found)
 
 
 def test_the_batch_before_an_id_is_the_one_that_ends_there():

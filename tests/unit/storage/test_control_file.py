@@ -1,12 +1,17 @@
 """The control file and the slots: the newer structure counts, and a crash leaves the other one."""
 
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.storage.logs import KEY, ROOT, new_disk
 from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, ReadFailed
+from waltz_core.record import NO_SESSION
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import RealDisk
@@ -71,6 +76,55 @@ def test_a_failed_write_changes_nothing_that_counts():
     assert control.info(2) == old
     assert control.set_flags(2, 5).sequence == old.sequence + 1
     assert open_control(disk).info(2).flags == 5
+
+
+def test_flags_of_several_partitions_are_durable_by_one_sync():
+    disk = new_disk()
+    control = open_control(disk)
+    syncs_before = disk.trace.count(f"sync {CONTROL_NAME}")
+    control.set_flags_of([0, 2], 5)
+    assert disk.trace.count(f"sync {CONTROL_NAME}") == syncs_before + 1
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert [open_control(disk).info(each).flags for each in range(3)] == [5, 1, 5]
+
+
+def test_a_sync_that_failed_is_told_to_every_partition_of_the_file():
+    disk = new_disk()
+    control = open_control(disk)
+    before = control.set_marks(0, 7, 41)
+    disk.plan(disk.step_count + 2, Fault.FAILS)
+    with pytest.raises(DiskFailed, match="sync "):
+        control.set_marks(1, 7, 41)
+    for partition_id in (0, 1, 2):
+        with pytest.raises(DiskFailed, match="a sync has failed before: sync "):
+            control.set_marks(partition_id, 8, 42)
+    assert control.info(0) == before
+    assert control.info(1).session_id == control.info(2).session_id == NO_SESSION
+
+
+def test_one_sync_is_for_all_that_had_written_before_it_began(tmp_path):
+    control = open_control(RealDisk(), tmp_path)
+    began, go_on, syncs = threading.Event(), threading.Event(), []
+    file = control._file
+
+    def slow_sync():
+        syncs.append(control._written_count)
+        began.set()
+        assert go_on.wait(10)
+        file.sync()
+
+    control._file = SimpleNamespace(pwrite=file.pwrite, sync=slow_sync, close=file.close)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(control.set_marks, 0, 7, 40)
+        assert began.wait(10)
+        others = [pool.submit(control.set_marks, each, 7, 41) for each in (1, 2)]
+        until = time.monotonic() + 10
+        while control._written_count < 3:
+            assert time.monotonic() < until
+        go_on.set()
+        assert [each.result(10).sequence for each in (first, *others)] == [1, 1, 1]
+    assert syncs == [1, 3]
+    control.close()
 
 
 def test_the_other_structure_counts_when_one_is_damaged():

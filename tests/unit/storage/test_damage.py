@@ -45,6 +45,12 @@ def test_a_hole_is_filled_bit_by_bit_from_its_beginning(log):
     assert log.fill(6, 6, slot=Slot(2, damaged=left)) == (IdRange(1, 1),)
 
 
+def test_damage_that_comes_to_light_beside_it_is_known_from_then_on(log):
+    log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 7 + 44)
+    assert log.fill(4, 6) == (IdRange(1, 1), IdRange(7, 7))
+    assert log.fill(7, 7, slot=Slot(2, damaged=(IdRange(7, 7),))) == ()
+
+
 @pytest.mark.parametrize(("first", "last"), [(5, 6), (0, 1), (1, 2), (4, 7), (8, 8)])
 def test_only_known_damage_is_written_over(log, first, last):
     before = log.disk.files()

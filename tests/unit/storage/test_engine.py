@@ -60,6 +60,34 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     engine.close()
 
 
+def test_several_partitions_begin_to_be_held_with_a_sync_of_names_and_one_of_flags():
+    disk = SimDisk()
+    engine = Engine.open(
+        disk, Path("/waltz"), SETTINGS, partition_count=9, new_storage_id=bytes(16)
+    )
+    engine.assign(4)
+    before = len(disk.trace)
+    engine.found([2, 4, 7])
+    assert [step.split()[0] for step in disk.trace[before:]].count("sync") == 1
+    assert engine.assigned() == [2, 4, 7]
+    assert sorted(engine.logs) == [4]
+    before = len(disk.trace)
+    engine.found([2, 4, 7])
+    assert len(disk.trace) == before, "they were held already"
+    for partition_id in (2, 7):
+        engine.assign(partition_id)
+    engine.abandon()
+    disk.power_loss(Survival.NOTHING, Random(1))
+    engine = Engine.open(
+        disk, Path("/waltz"), SETTINGS, partition_count=9, new_storage_id=bytes(16)
+    )
+    assert (sorted(engine.logs), engine.failed) == ([2, 4, 7], {})
+    with pytest.raises(UnknownPartition):
+        engine.found([1, 9])
+    assert engine.assigned() == [2, 4, 7]
+    engine.abandon()
+
+
 def test_partitions_are_opened_as_whoever_opens_the_directory_wants_it(tmp_path):
     engine = open_engine(tmp_path)
     for partition_id in (2, 0):

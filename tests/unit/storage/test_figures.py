@@ -1,7 +1,9 @@
 """What the metrics of a storage count, and what they show at the moment."""
 
+from math import isnan
 from types import SimpleNamespace
 
+from waltz_core.errors import DiskFailed
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.storage.figures import Figures
@@ -68,6 +70,20 @@ def test_gauges_read_what_is_so():
     log.damaged, room.is_short = (), False
     assert metrics.value("waltz_storage_damaged_transactions", partition=1) == 0
     assert metrics.value("waltz_storage_full_disks") == 0
+
+
+def test_a_disk_that_does_not_say_what_is_free_leaves_the_other_gauges():
+    metrics, figures = made()
+
+    def fail():
+        raise DiskFailed("looking at /waltz: input/output error")
+
+    room = SimpleNamespace(free_bytes=fail, is_short=False, reserved_bytes=30)
+    figures.show(SimpleNamespace(queued_bytes=11), room, links_count=lambda: 2, logs={})
+    assert isnan(metrics.value("waltz_storage_free_bytes"))
+    page = metrics.page().decode()
+    assert "waltz_storage_free_bytes NaN" in page
+    assert "waltz_storage_reserve_bytes 30.0" in page
 
 
 def test_a_pass_of_the_scrub_is_counted_for_its_partition():

@@ -404,6 +404,61 @@ def test_all_files_are_said_to_be_read_soon_before_the_first_of_them_is():
     assert disk.told == (before, ROOT, names | {SLOTS_NAME})
 
 
+# ---- what is synced (rule 9)
+
+
+def syncs(disk, **wanted):
+    """Open a log, and return what was synced for that: suffixes of files, SLOTS_NAME, "names"."""
+    before = len(disk.trace)
+    for each in open_log(disk, ROOT, BLANK, INFO, trust_fsync=True, is_named=True, **wanted):
+        each.close()
+    steps = [step.removesuffix(".tmp").split() for step in disk.trace[before:]]
+    files = [name.removeprefix(f"{0:019d}") for what, name in steps if what == "sync"]
+    return sorted(files) + ["names"] * sum(what == "syncdir" for what, _ in steps)
+
+
+def test_a_new_log_takes_a_sync_for_each_file_and_two_for_their_names():
+    expected = [".chn", ".idx", ".seg", SLOTS_NAME, "names", "names"]
+    assert syncs(new_disk()) == expected
+
+
+def test_a_log_up_to_its_marker_takes_a_sync_of_batches_slot_and_names():
+    disk = new_disk()
+    written(disk, [3, 2])
+    assert syncs(disk) == [".chn", SLOTS_NAME, "names"]
+    assert syncs(disk) == [".chn", SLOTS_NAME, "names"]
+
+
+def test_what_no_marker_vouches_for_and_what_was_mended_is_synced():
+    disk = new_disk()
+    written(disk, [3, 2], acked=1)
+    assert syncs(disk) == [".chn", ".idx", ".seg", SLOTS_NAME, "names"]
+    seg, idx = path_of(0, ".seg"), path_of(0, ".idx")
+    disk.put(seg, disk.content(seg) + b"torn")
+    assert syncs(disk) == [".chn", ".seg", SLOTS_NAME, "names"]
+    disk.put(idx, disk.content(idx)[:-8] + bytes(8))
+    assert ".idx" in syncs(disk)
+
+
+@pytest.mark.parametrize(
+    "newer",
+    [
+        {"dirty": False},
+        {"suspect": True},
+        {"truncate": TruncateIntent(4, None)},
+        {"acked": Marker(BEFORE_FIRST, GENESIS_CHAIN)},
+    ],
+    ids=str,
+)
+def test_a_slot_is_durable_before_anything_is_done_that_the_older_one_forbids(newer):
+    disk = new_disk()
+    written(disk, [3, 2])
+    slots = SlotFile.open(disk, ROOT, 2)
+    slots.write(dataclasses.replace(slots.slot, **newer))
+    slots.close()
+    assert syncs(disk).count(SLOTS_NAME) >= 2
+
+
 # ---- a crash while it is opened
 
 

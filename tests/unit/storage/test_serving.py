@@ -73,6 +73,9 @@ class Directory:
     def is_available(self, partition_id):
         return partition_id not in self.offline
 
+    def found(self, partition_ids):
+        pass
+
     def assign(self, partition_id):
         self.lying_here.add(partition_id)
         self.opened.append(partition_id)

@@ -7,7 +7,14 @@ import pytest
 from tests.storage_owner import Owner
 from tests.unit.storage.test_engine import open_engine
 from waltz_core import raw_records
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, NoSpace, UnknownPartition
+from waltz_core.errors import (
+    BadFormat,
+    BadRequest,
+    ChecksumMismatch,
+    DiskFailed,
+    NoSpace,
+    UnknownPartition,
+)
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import errands, upkeep
@@ -60,6 +67,20 @@ def test_the_disk_is_told_with_the_time(engine):
     assert room.free_bytes > 0
     engine.room.lacked(1)
     assert room_of(engine, 1_234).is_full
+
+
+def test_a_disk_that_does_not_say_what_is_free_is_told_with_the_rest(engine, monkeypatch):
+    def fail():
+        raise DiskFailed("looking at /waltz: input/output error")
+
+    monkeypatch.setattr(engine.room, "free_bytes", fail)
+    assert room_of(engine, 1_234) == (
+        None,
+        0,
+        False,
+        1_234,
+        "looking at /waltz: input/output error",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,26 @@
+"""`waltz-core server run`: a server daemon.
+
+Why it stands alone: as `storage_run.py`.
+"""
+
+import argparse
+from typing import TypeAlias
+
+from waltz_core.cli.daemon import add_run, run_daemon, spare_threads
+from waltz_core.config import ServerConfig
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add(verbs: Verbs) -> None:
+    """Declare the verb."""
+    run = verbs.add_parser("run", help="run a server (conf/server.toml is a sample)")
+    add_run(run, ServerConfig)
+    run.set_defaults(verb=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    spare_threads()
+    from waltz_core.server.daemon import run  # noqa: PLC0415 - only a server needs it
+
+    return run_daemon(arguments, ServerConfig, run)
