@@ -115,7 +115,9 @@ def move_partitions(
             target = moves.get(partition_id, source)
             if target != source:
                 del owned[source][partition_id]
-                owned.setdefault(target, {})[partition_id] = _next_generation(generation, partition_id)
+                owned.setdefault(target, {})[partition_id] = _next_generation(
+                    generation, partition_id
+                )
     servers = {server_id: dict(sorted(its.items())) for server_id, its in owned.items()}
     return PartitionAssignment(old.cversion, old.partition_count, servers)
 
