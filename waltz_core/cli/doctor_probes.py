@@ -49,6 +49,8 @@ from waltz_core.wire.admin_messages import (
     MetricsResponse,
     ReplicaRequest,
     ReplicaResponse,
+    SessionInfoRequest,
+    SessionInfoResponse,
     StorageRequest,
     StorageResponse,
 )
@@ -70,6 +72,8 @@ AT_ONCE: Final = 32
 # A clock that was read within a longer time says nothing of a second.
 READ_MS_MAX: Final = 500.0
 NOT_A_CLIENT: Final = -1
+# As a storage words it (`storage/upkeep.py`): it has not failed to open, it has not come to its end.
+OPENING: Final = "its log is not open"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
@@ -368,9 +372,10 @@ class _Storage:
         self._host, port = split_address(address)
         members = () if local is None else local.members
         noted = [each.admin_port for each in members if each.address == address]
+        registered_port = seen.layout.admin_ports.get(address, port + 1)
         # Where its administration may be: at the next port, unless it was told else.
-        self._admin_ports = [*filter(None, noted), port + 1]
-        admin = f"{self._host}:{seen.layout.admin_ports.get(address, port + 1)}"
+        self._admin_ports = list(dict.fromkeys([registered_port, *filter(None, noted), port + 1]))
+        admin = f"{self._host}:{registered_port}"
         registered = seen.storage_ids.get(address)
         self._facts = StorageFacts(address, admin, registered_id=registered)
 
@@ -380,7 +385,11 @@ class _Storage:
             link = await net.dial(Surface.STORAGE, self._address, timeout_s=self._timeout_s)
         except WaltzError as error:
             is_silent = await _is_taking(self._address, self._timeout_s)
-            return replace(self._facts, trouble=str(error), is_silent=is_silent)
+            # Until its logs are open it lets nobody in but its administration.
+            is_starting = is_silent and await self._admin_port() is not None
+            return replace(
+                self._facts, trouble=str(error), is_silent=is_silent, is_starting=is_starting
+            )
         link.abort("asked")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
@@ -390,8 +399,7 @@ class _Storage:
             return replace(facts, is_of_cluster=False)
         except (WaltzError, TimeoutError) as error:
             why = str(error) or f"no answer within {self._timeout_s:g} s"
-            other = await self._other_admin()
-            return replace(facts, admin_trouble=why, other_admin=other)
+            return replace(facts, admin_trouble=why, other_admin=await self._admin_port())
 
     async def _ask(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
         store = self._seen.view.store
@@ -441,6 +449,15 @@ class _Storage:
     async def _replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
         async with asyncio.timeout(self._timeout_s):
             told = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+            if told.is_held and told.why_not == OPENING:
+                marks = await admin.ask(SessionInfoResponse, SessionInfoRequest, partition)
+                return ReplicaFacts(
+                    is_available=told.is_available,
+                    is_served=told.is_served,
+                    is_opening=True,
+                    last_session=SessionId(marks.session_id),
+                    last=TransactionId(max(marks.low_water_mark, marks.local_low_water_mark)),
+                )
         return ReplicaFacts(
             told.is_held,
             told.is_available,
@@ -452,15 +469,19 @@ class _Storage:
             damaged_count(told),
         )
 
-    async def _other_admin(self) -> int | None:
-        """Look for its administration where it may be."""
-        for port in self._admin_ports:
-            with suppress(WaltzError, TimeoutError):
-                async with (
-                    asyncio.timeout(self._timeout_s),
-                    administered(f"{self._host}:{port}") as admin,
-                ):
-                    told = await admin.ask(StorageResponse, StorageRequest)
-                    if told.address == self._address:
-                        return port
-        return None
+    async def _admin_port(self) -> int | None:
+        """Look for its administration everywhere where it may be."""
+        found = await _side_by_side(self._admin_ports, self._is_admin_port)
+        return next(
+            (port for port, is_it in zip(self._admin_ports, found, strict=True) if is_it), None
+        )
+
+    async def _is_admin_port(self, port: int) -> bool:
+        with suppress(WaltzError, TimeoutError):
+            async with (
+                asyncio.timeout(self._timeout_s),
+                administered(f"{self._host}:{port}") as admin,
+            ):
+                told = await admin.ask(StorageResponse, StorageRequest)
+                return told.address == self._address
+        return False

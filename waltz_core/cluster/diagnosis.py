@@ -219,6 +219,8 @@ class _Cluster:
             name = "storage-silent" if storage.is_silent else "storage-away"
             if storage.registered_id is None:
                 name = "storage-never-started"
+            if self.is_starting(storage):
+                name = "storage-starting"
             self._tell(name, address, storage=address, why=storage.trouble, start=start)
         elif not storage.is_of_cluster:
             self._tell("storage-of-another-cluster", address, storage=address, start=start)
@@ -241,6 +243,13 @@ class _Cluster:
             )
         else:
             self._look_at_machine(storage)
+
+    def is_starting(self, storage: StorageFacts) -> bool:
+        """Whether it is only not there yet: nobody may be told to end it."""
+        member = self._case.member_at(storage.address)
+        # It has no port before its directory is open.
+        is_coming = member is not None and member.state == "up" and not storage.is_silent
+        return bool(storage.trouble) and (storage.is_starting or is_coming)
 
     def _look_at_machine(self, storage: StorageFacts) -> None:
         held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
@@ -393,6 +402,8 @@ class _Partition:
             self._tell("replica-offline", address, storage=address)
         elif not held.is_held:
             self._tell("replica-not-held", address, storage=address)
+        elif held.is_opening:
+            self._tell("replica-opening", address, storage=address)
         elif held.why_not:
             self._tell("replica-unreadable", address, storage=address, why=held.why_not)
         else:
@@ -425,8 +436,13 @@ class _Partition:
         """Tell that there is none; whether a session could be open as far as replicas go."""
         answering = [each for each in self._assigned if self._answers(each)]
         if len(answering) < self._quorum:
-            away = [each for each in self._assigned if self._cluster.storages[each].trouble]
+            storages = [self._cluster.storages[each] for each in self._assigned]
             # Nobody who is well is ended: what is offline, or does not open, is told by itself.
+            away = [
+                each.address
+                for each in storages
+                if each.trouble and not self._whole.is_starting(each)
+            ]
             again = f"waltz-core doctor --connect {self._case.connect}"
             self._tell(
                 "no-quorum",
@@ -449,7 +465,9 @@ class _Partition:
         held = storage.replicas.get(self._id)
         if storage.trouble:
             return False
-        return held is None or (held.is_held and held.is_available and not held.why_not)
+        if held is None:
+            return True
+        return held.is_held and held.is_available and not (held.why_not or held.is_opening)
 
     def _suspects(self) -> list[ReplicaId]:
         return [each for each in self._engaged() if self._answers(each) and self._is_suspect(each)]

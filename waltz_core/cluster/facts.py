@@ -51,7 +51,10 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """One partition of one storage; `why_not` says why its log does not open."""
+    """One partition of one storage; `why_not` says why its log does not open.
+
+    `is_opening`: nothing is known against its log, which is being read, or about to be.
+    """
 
     is_held: bool = True
     is_available: bool = True
@@ -61,6 +64,7 @@ class ReplicaFacts:
     last_session: SessionId = NO_SESSION
     last: TransactionId = BEFORE_FIRST
     damaged_count: int = 0
+    is_opening: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class RoomFacts:
 class StorageFacts:
     """One storage of the assignment: both its ports, who it is, what it holds.
 
+    `is_starting`: it has not let anybody in yet, and its administration answers meanwhile.
     `other_admin` is where its administration was found instead of at the port that ZooKeeper has;
     `clock_ahead_ms` is against the clock of whoever asked, and None where it does not tell.
     """
@@ -83,6 +88,7 @@ class StorageFacts:
     admin: str
     trouble: str = ""
     is_silent: bool = False
+    is_starting: bool = False
     latency_ms: float = 0.0
     admin_trouble: str = ""
     other_admin: int | None = None

@@ -59,6 +59,7 @@ def _row(name: str, sentence: str, command: str) -> tuple[str, str, str]:
 _START = "{start}"
 _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
+_LOOK_AGAIN = "waltz-core doctor --connect {connect}"
 _SYNC_CLOCK = "timedatectl set-ntp true"
 _REBUILD = "waltz-core cluster rebuild-metadata --connect {connect} {storages}"
 _DROP_AND_TAKE = (
@@ -156,6 +157,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
+            "storage-starting",
+            "storage {storage} is starting: it opens its logs, which may take minutes after a crash, "
+            "and lets nobody in before; wait, and do not end it",
+            _LOOK_AGAIN,
+        ),
+        _row(
             "storage-never-started",
             "storage {storage} has never started: nothing is registered for it",
             _START,
@@ -210,6 +217,11 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "replica-left-over",
             "partition {partition}: {storage} holds it, and nothing assigns it there",
             f"waltz-core storage remove-partition {_AT} --delete-files",
+        ),
+        _row(
+            "replica-opening",
+            "partition {partition}: {storage} opens its log, which may take minutes: wait",
+            _LOOK_AGAIN,
         ),
         _row(
             "replica-unreadable",

@@ -221,6 +221,32 @@ def test_a_storage_that_does_not_answer(case):
     assert "has never started" in case.the_only("storage-never-started").sentence
 
 
+def test_a_storage_that_is_only_starting_is_waited_for(case):
+    """After a crash it opens logs for minutes: who ends it has it begin anew."""
+    again = f"waltz-core doctor --connect {CONNECT}"
+    case.storage(A, trouble="no answer", is_silent=True, is_starting=True, replicas={})
+    found = case.the_only("storage-starting")
+    assert "wait, and do not end it" in found.sentence
+    assert found.command == again
+    # Of a cluster on this machine it is known before the process has a port.
+    case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
+    case.storage(A, trouble="refused", is_silent=False, is_starting=False)
+    assert case.the_only("storage-starting").command == again
+    # Nor is it ended for the sake of a quorum.
+    case.storage(B, trouble="no answer", is_silent=True, is_starting=True, replicas={})
+    case.server(1, served={0: False})
+    case.server(2, served={1: False})
+    assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
+    assert {each.command for each in diagnose(case.facts)} == {again}
+
+
+def test_a_log_that_is_being_opened_is_not_thrown_away(case):
+    case.replica(A, is_opening=True, last=-1, last_session=-1)
+    case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
+    found = case.the_only("replica-opening")
+    assert (found.about, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
+
+
 def test_a_storage_that_is_another_one(case):
     case.storage(A, storage_id="bb")
     found = case.the_only("another-storage")
