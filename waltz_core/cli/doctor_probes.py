@@ -72,7 +72,7 @@ AT_ONCE: Final = 32
 # A clock that was read within a longer time says nothing of a second.
 READ_MS_MAX: Final = 500.0
 NOT_A_CLIENT: Final = -1
-# As a storage words it (`storage/upkeep.py`): it has not failed to open, it has not come to its end.
+# As a storage words it of a log that has not failed to open, and is not open (storage/upkeep.py).
 OPENING: Final = "its log is not open"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
@@ -455,7 +455,7 @@ class _Storage:
                     is_available=told.is_available,
                     is_served=told.is_served,
                     is_opening=True,
-                    last_session=SessionId(marks.session_id),
+                    last_session=SessionId(marks.last_session),
                     last=TransactionId(max(marks.low_water_mark, marks.local_low_water_mark)),
                 )
         return ReplicaFacts(

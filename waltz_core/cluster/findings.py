@@ -158,8 +158,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-starting",
-            "storage {storage} is starting: it opens its logs, which may take minutes after a crash, "
-            "and lets nobody in before; wait, and do not end it",
+            "storage {storage} is starting: it opens its logs, which may take minutes after a "
+            "crash, and lets nobody in before; wait, and do not end it",
             _LOOK_AGAIN,
         ),
         _row(
