@@ -47,6 +47,8 @@ from waltz_core.wire.admin_messages import (
     HeldResponse,
     MetricsRequest,
     MetricsResponse,
+    RecordListRequest,
+    RecordListResponse,
     ReplicaRequest,
     ReplicaResponse,
     SessionInfoRequest,
@@ -69,6 +71,8 @@ from waltz_core.wire.messages import (
 )
 
 AT_ONCE: Final = 32
+# Reads of one storage side by side: one that does not come back holds up no more than its list.
+LISTS_COUNT: Final = 8
 # A clock that was read within a longer time says nothing of a second.
 READ_MS_MAX: Final = 500.0
 NOT_A_CLIENT: Final = -1
@@ -399,7 +403,9 @@ class _Storage:
             return replace(facts, is_of_cluster=False)
         except (WaltzError, TimeoutError) as error:
             why = str(error) or f"no answer within {self._timeout_s:g} s"
-            return replace(facts, admin_trouble=why, other_admin=await self._admin_port())
+            port = await self._admin_port()
+            is_hanging = isinstance(error, TimeoutError) and port == split_address(facts.admin)[1]
+            return replace(facts, admin_trouble=why, is_hanging=is_hanging, other_admin=port)
 
     async def _ask(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
         store = self._seen.view.store
@@ -419,13 +425,43 @@ class _Storage:
         facts = await self._with_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(told.storage_id).hex())
         assigned = self._seen.layout.assignment.partitions[self._address]
+        replicas = {
+            PartitionId(each): await self._replica(admin, each)
+            for each in sorted({*held, *assigned})
+        }
+        stuck = await self._stuck(replicas)
         return replace(
             facts,
             replicas={
-                PartitionId(each): await self._replica(admin, each)
-                for each in sorted({*held, *assigned})
+                each: replace(told, is_stuck=each in stuck) for each, told in replicas.items()
             },
         )
+
+    async def _stuck(self, replicas: Mapping[PartitionId, ReplicaFacts]) -> set[PartitionId]:
+        """Return which of the served logs do not answer; rule 2 holds for each of some lists."""
+        served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
+        lists = [served[at::LISTS_COUNT] for at in range(min(LISTS_COUNT, len(served)))]
+        first_stuck = await _side_by_side(lists, lambda each: self._first_stuck(each, replicas))
+        return {each for each in first_stuck if each is not None}
+
+    async def _first_stuck(
+        self, partitions: Sequence[PartitionId], replicas: Mapping[PartitionId, ReplicaFacts]
+    ) -> PartitionId | None:
+        """Read the last record of one log after the other, until one does not answer."""
+        with suppress(WaltzError):
+            async with administered(self._facts.admin) as admin:
+                for partition in partitions:
+                    last = replicas[partition].last
+                    try:
+                        # One that is refused was answered, and its trouble is told by others.
+                        with suppress(WaltzError):
+                            async with asyncio.timeout(self._timeout_s):
+                                await admin.ask(
+                                    RecordListResponse, RecordListRequest, partition, last, 1
+                                )
+                    except TimeoutError:
+                        return partition
+        return None
 
     async def _with_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
         """Read disk and clock, which an older storage does not tell."""

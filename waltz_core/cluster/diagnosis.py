@@ -232,6 +232,9 @@ class _Cluster:
                 found=storage.storage_id,
                 expected=storage.registered_id or "none",
             )
+        elif storage.is_hanging:
+            why = storage.admin_trouble
+            self._tell("storage-hangs", address, storage=address, why=why, start=start)
         elif storage.admin_trouble:
             self._tell(
                 "admin-port-wrong",
@@ -406,6 +409,9 @@ class _Partition:
             self._tell("replica-opening", address, storage=address)
         elif held.why_not:
             self._tell("replica-unreadable", address, storage=address, why=held.why_not)
+        elif held.is_stuck:
+            start = self._case.start("storage", address)
+            self._tell("replica-stuck", address, storage=address, start=start)
         else:
             self._look_at_log(storage, held)
 

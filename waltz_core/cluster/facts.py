@@ -54,6 +54,7 @@ class ReplicaFacts:
     """One partition of one storage; `why_not` says why its log does not open.
 
     `is_opening`: nothing is known against its log, which is being read, or about to be.
+    `is_stuck`: whoever reads from it gets no answer, though its storage answers.
     """
 
     is_held: bool = True
@@ -65,6 +66,7 @@ class ReplicaFacts:
     last: TransactionId = BEFORE_FIRST
     damaged_count: int = 0
     is_opening: bool = False
+    is_stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class StorageFacts:
     """One storage of the assignment: both its ports, who it is, what it holds.
 
     `is_starting`: it has not let anybody in yet, and its administration answers meanwhile.
+    `is_hanging`: its administration knows who it is, and does not come to its disk.
     `other_admin` is where its administration was found instead of at the port that ZooKeeper has;
     `clock_ahead_ms` is against the clock of whoever asked, and None where it does not tell.
     """
@@ -91,6 +94,7 @@ class StorageFacts:
     is_starting: bool = False
     latency_ms: float = 0.0
     admin_trouble: str = ""
+    is_hanging: bool = False
     other_admin: int | None = None
     registered_id: str | None = None
     storage_id: str | None = None

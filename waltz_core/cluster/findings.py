@@ -157,6 +157,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
+            "storage-hangs",
+            "storage {storage} takes questions, and its threads do not come to their end ({why}), "
+            "as when a disk does not answer: look at the disk, end its process and start it again",
+            _START,
+        ),
+        _row(
             "storage-starting",
             "storage {storage} is starting: it opens its logs, which may take minutes after a "
             "crash, and lets nobody in before; wait, and do not end it",
@@ -217,6 +223,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "replica-left-over",
             "partition {partition}: {storage} holds it, and nothing assigns it there",
             f"waltz-core storage remove-partition {_AT} --delete-files",
+        ),
+        _row(
+            "replica-stuck",
+            "partition {partition}: {storage} answers, but nothing that needs its log, as when a "
+            "disk does not answer: look at the disk, end its process and start it again",
+            _START,
         ),
         _row(
             "replica-opening",

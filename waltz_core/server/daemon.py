@@ -326,7 +326,7 @@ class Server:
             failed=self._fail,
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
         )
-        return Host(partition_id, partition, surroundings)
+        return Host(partition_id, partition, store.replica_waits_ms, surroundings)
 
     async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition to another server, but not again and again: all may be as badly off."""
@@ -416,6 +416,11 @@ class Server:
             "zookeeper_session": self._coordinator.session_state.name,
             "partitions": partitions,
             "resting_preferences": self._preferences.resting,
+            "silent_replicas": {
+                str(partition_id): host.silent_replicas
+                for partition_id, host in sorted(self.hosts.items())
+                if host.silent_replicas
+            },
         }
         return Health(zookeeper and all(partitions.values()), details)
 

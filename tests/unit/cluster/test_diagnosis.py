@@ -240,6 +240,19 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     assert {each.command for each in diagnose(case.facts)} == {again}
 
 
+def test_a_storage_that_hangs_is_ended_and_a_port_that_is_right_is_left(case):
+    case.local(MemberFacts("storage-1", A, "up", 79))
+    case.storage(A, admin_trouble="no answer within 3 s", other_admin=5281, is_hanging=True)
+    found = case.the_only("storage-hangs")
+    assert "(no answer within 3 s), as when a disk does not answer" in found.sentence
+    assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
+    case.storage(A, admin_trouble="", is_hanging=False)
+    case.replica(A, is_stuck=True)
+    case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
+    found = case.the_only("replica-stuck")
+    assert (found.about, found.command[:10]) == (f"0 {A}", "kill -9 79")
+
+
 def test_a_log_that_is_being_opened_is_not_thrown_away(case):
     case.replica(A, is_opening=True, last=-1, last_session=-1)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
