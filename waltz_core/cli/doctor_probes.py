@@ -254,6 +254,7 @@ class _Seen:
             self.layout.groups,
             partitions,
             str(self.view.store.cluster_key),
+            self.view.params.name,
         )
 
 

@@ -24,6 +24,7 @@ from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.facts import (
     ClusterFacts,
     Facts,
+    LocalFacts,
     MemberFacts,
     NodeFacts,
     PartitionFacts,
@@ -106,6 +107,31 @@ class _Case:
         member = self.member_at(address)
         return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
 
+    def rebuilding(self, rebuild: str, *before: str) -> str:
+        """Return the steps around `rebuild-metadata`: nobody may run before the nodes are there."""
+        local = self.facts.local
+        if local is None:
+            return " && ".join([*before, rebuild])
+        directory = f"--directory {shlex.quote(local.directory)}"
+        steps = [f"waltz-core local down --keep-zookeeper {directory}", *before]
+        together = f"{{ {rebuild} & waltz-core local up {directory}; wait; }}"
+        return " && ".join([*steps, f"{rebuild} --only-nodes", together])
+
+    def _tell_lost(self, local: LocalFacts) -> None:
+        """A cluster on this machine is not in ZooKeeper any more."""
+        storages = [each for each in local.members if each.name.startswith("storage")]
+        directory = shlex.quote(local.directory)
+        words = [f"--from-directory {directory}/{storages[0].name} --replicas COUNT"]
+        words += [f"--storage {each.address}:{each.admin_port}" for each in storages]
+        connect = f"--connect {self.connect}"
+        rebuild = f"waltz-core cluster rebuild-metadata {connect} --name local {' '.join(words)}"
+        self.tell(
+            "cluster-lost",
+            self.facts.connect,
+            directory=directory,
+            rebuild=self.rebuilding(rebuild),
+        )
+
     def look_at_zookeeper(self) -> None:
         facts = self.facts
         start = self.start("zookeeper")
@@ -117,7 +143,10 @@ class _Case:
             hosts = facts.connect.partition("?")[0]
             self.tell("zookeeper-refuses", facts.connect, why=facts.refusal, hosts=hosts)
         if facts.is_no_cluster:
-            self.tell("no-cluster", facts.connect)
+            if facts.local is None:
+                self.tell("no-cluster", facts.connect)
+            else:
+                self._tell_lost(facts.local)
 
     def _look_at_node(self, node: NodeFacts) -> None:
         start = self.start("zookeeper", node.address)
@@ -317,19 +346,25 @@ class _Cluster:
             f"waltz-core cluster prefer {partition_id} {others[0]} --connect {self._case.connect}"
         )
 
-    def rebuilding(self, count: int | None) -> str:
-        """Return the cluster as `rebuild-metadata` takes it; `count` replicas, where it is known.
+    def rebuild(self, count: int | None) -> str:
+        """Return what makes the nodes anew; `count` replicas, where it is known.
 
         Too small a count would have it believe too few.
         """
-        cluster = self._cluster
-        words = [f"--cluster-key {cluster.cluster_key} --partitions {cluster.partition_count}"]
-        words.append(f"--replicas {count or 'COUNT'}")
+        cluster, connect = self._cluster, self._case.connect
+        words = [
+            f"--name {shlex.quote(cluster.name)} --cluster-key {cluster.cluster_key}",
+            f"--partitions {cluster.partition_count} --replicas {count or 'COUNT'}",
+        ]
         for each in self._cluster.storages.values():
             words.append(f"--storage {each.address}:{split_address(each.admin)[1]}")
             group = self._cluster.groups.get(each.address)
             words[-1] += "" if group is None else f":{group}"
-        return " ".join(words)
+        rebuild = f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(words)}"
+        if count is None:
+            return rebuild  # The nodes are there, and processes may run.
+        delete = f"waltz-core cluster delete {shlex.quote(cluster.name)} --connect {connect}"
+        return self._case.rebuilding(rebuild, delete)
 
 
 class _Partition:
@@ -388,12 +423,12 @@ class _Partition:
         metadata, marker = self._facts.metadata, self._facts.marker
         if rebuilding.is_waiting(metadata, marker):
             # What is assigned by now is what was decided so far, not what there was.
-            self._tell("rebuilding-unfinished", storages=self._whole.rebuilding(None))
+            self._tell("rebuilding-unfinished", rebuild=self._whole.rebuild(None))
             return True
         is_lost = marker is not None and marker.state is MarkerState.OPEN
         if is_lost and not self._replicas.was_opened:
             counts = map(len, self._cluster.assigned.values())
-            self._tell("metadata-lost", storages=self._whole.rebuilding(max(counts, default=0)))
+            self._tell("metadata-lost", rebuild=self._whole.rebuild(max(counts, default=0)))
             return True
         return False
 

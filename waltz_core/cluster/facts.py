@@ -150,6 +150,7 @@ class ClusterFacts:
     groups: Mapping[ReplicaId, int]
     partitions: Mapping[PartitionId, PartitionFacts]
     cluster_key: str = "CLUSTER_KEY"
+    name: str = "NAME"
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,6 @@ _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
 _LOOK_AGAIN = "waltz-core doctor --connect {connect}"
 _SYNC_CLOCK = "timedatectl set-ntp true"
-_REBUILD = "waltz-core cluster rebuild-metadata --connect {connect} {storages}"
 _DROP_AND_TAKE = (
     f"waltz-core storage availability {_AT} --online false && "
     f"waltz-core storage availability {_AT} --online true"
@@ -94,6 +93,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "there is no cluster at {connect}; was there one, do not create it anew, but see 'When "
             "ZooKeeper's data is lost'",
             "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
+        ),
+        _row(
+            "cluster-lost",
+            "there is no cluster at {connect} any more; the one in {directory} was there, and its "
+            "storages know enough to make ZooKeeper's nodes anew",
+            "{rebuild}",
         ),
     ),
     Area.PROCESSES: (
@@ -341,15 +346,17 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "metadata-lost",
-            "partition {partition} has a history, and ZooKeeper has lost what it knew of it: stop "
-            "all servers and storages, then see 'When ZooKeeper's data is lost'",
-            _REBUILD,
+            "partition {partition} has a history, and ZooKeeper has lost what it knew of it. All "
+            "of the cluster's nodes have to be made anew, which takes the word of all storages: "
+            "stop all servers and storages, have the old nodes deleted, and start the storages, "
+            "then the servers, while the last command waits for them",
+            "{rebuild}",
         ),
         _row(
             "rebuilding-unfinished",
             "partition {partition} waits since ZooKeeper's nodes were made anew: the command was "
             "broken off",
-            _REBUILD,
+            "{rebuild}",
         ),
     ),
 }

@@ -346,7 +346,7 @@ def test_a_partition_that_is_left_over(case):
 def test_nothing_is_to_be_deleted_that_others_may_lack(case, doubt):
     case.replica(SPARE, last=90, last_session=6)
     doubt(case)
-    assert [each.name for each in diagnose(case.facts) if "delete" in each.command] == []
+    assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
 
 
 def test_a_replica_that_the_session_does_not_count_on(case):
@@ -472,22 +472,56 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
     assert case.found() == [("no-replicas", "0"), ("no-replicas", "1")]
 
 
+REBUILD = (
+    f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name pay --cluster-key K "
+    "--partitions 2 --replicas 3 "
+    + " ".join(f"--storage {each[:-5]}:5280:5281:{at}" for at, each in enumerate((A, B, C)))
+    + f" --storage {SPARE[:-5]}:5280:5281:2"
+)
+
+
 def test_metadata_that_is_lost(case):
+    case.cluster(cluster_key="K", name="pay")
     case.partition(metadata=PartitionMetadata())
     found = case.the_only("metadata-lost")
-    storages = (
-        "--cluster-key CLUSTER_KEY --partitions 2 --replicas 3 "
-        f"--storage {A[:-5]}:5280:5281:0 --storage {B[:-5]}:5280:5281:1"
+    # What is left of the old nodes has to go first: over it nothing is rebuilt.
+    delete = f"waltz-core cluster delete pay --connect {CONNECT}"
+    assert found.command == f"{delete} && {REBUILD}"
+    for step in ("stop all servers and storages", "have the old nodes deleted", "waits for them"):
+        assert step in found.sentence
+    # Of a cluster on this machine all steps are known.
+    case.local(MemberFacts("storage-1", A, "up", 79, 5281))
+    assert case.the_only("metadata-lost").command == (
+        f"waltz-core local down --keep-zookeeper --directory here/.waltz && {delete} && "
+        f"{REBUILD} --only-nodes && {{ {REBUILD} & waltz-core local up --directory here/.waltz; "
+        "wait; }"
     )
-    assert found.command.startswith(
-        f"waltz-core cluster rebuild-metadata --connect {CONNECT} {storages}"
-    )
+
+
+def test_a_rebuilding_that_was_broken_off_goes_on(case):
+    case.cluster(cluster_key="K", name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
-    assert case.the_only("rebuilding-unfinished").about == "0"
+    found = case.the_only("rebuilding-unfinished")
+    assert found.about == "0"
+    assert found.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
     # It is told also while nothing is assigned, as when the command has just made the nodes.
     case.cluster(assigned={0: (), 1: (A, B, C)})
     case.storage(A, replicas={1: ReplicaFacts(last_session=7, last=90)})
     assert " --replicas COUNT --storage " in case.the_only("rebuilding-unfinished").command
+
+
+def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_anew(case):
+    case.facts = Facts(CONNECT, is_no_cluster=True)
+    case.local(
+        MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "up", 79, 5281)
+    )
+    found = case.the_only("cluster-lost")
+    assert "cluster create" not in found.command
+    rebuild = (
+        f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name local "
+        f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
+    )
+    assert f" && {rebuild} --only-nodes && {{ {rebuild} & " in found.command
 
 
 def test_findings_come_in_the_order_of_the_table(case):
