@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from waltz_core import net
 from waltz_core.cli.storage_views import damaged_count
@@ -82,6 +82,11 @@ NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ItemT = TypeVar("ItemT")
+Tell: TypeAlias = Callable[[int, int, str], None]
+
+
+def _tell_nobody(_done_count: int, _count: int, _what: str) -> None:
+    """Nobody watches."""
 
 
 async def gather(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
@@ -192,6 +197,30 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
     return replace(found, cluster=await seen.ask(timeout_s, found.local))
 
 
+async def ask_cluster(coordinator: Coordinator, *, timeout_s: float, tell: Tell) -> ClusterFacts:
+    """Ask the processes of one cluster; `tell` hears how many have answered, and who has not."""
+    return await (await _Seen.read(coordinator)).ask(timeout_s, None, tell)
+
+
+class _Asked:
+    """Who was asked, and has not answered yet."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._waiting: dict[str, None] = {}
+        self._done_count = 0
+
+    async def one(self, name: str, asking: Awaitable[ResultT]) -> ResultT:
+        self._waiting[name] = None
+        answer = await asking
+        del self._waiting[name]
+        self._done_count += 1
+        waits = ", ".join(self._waiting)
+        what = f"waiting for {waits}" if waits else "all have answered"
+        self._tell(self._done_count, self._done_count + len(self._waiting), what)
+        return answer
+
+
 class _Seen:
     """What ZooKeeper says of a cluster."""
 
@@ -221,15 +250,23 @@ class _Seen:
             await _side_by_side(numbers, coordinator.read_partition),
         )
 
-    async def ask(self, timeout_s: float, local: LocalFacts | None) -> ClusterFacts:
+    async def ask(
+        self, timeout_s: float, local: LocalFacts | None, tell: Tell = _tell_nobody
+    ) -> ClusterFacts:
         """Ask the cluster's processes, all at once."""
         servers = self.servers.servers
+        asked = _Asked(tell)
         async with asyncio.TaskGroup() as tasks:
             told = {
-                each: tasks.create_task(_Server(self, each, timeout_s).ask()) for each in servers
+                key: tasks.create_task(
+                    asked.one(f"server {each.address}", _Server(self, key, timeout_s).ask())
+                )
+                for key, each in servers.items()
             }
             storages = [
-                tasks.create_task(_Storage(self, each, timeout_s, local).ask())
+                tasks.create_task(
+                    asked.one(f"storage {each}", _Storage(self, each, timeout_s, local).ask())
+                )
                 for each in self.layout.assignment.partitions
             ]
         partitions = {

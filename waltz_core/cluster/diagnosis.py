@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from waltz_core.cluster import changes, rebuilding
-from waltz_core.cluster.changes import Replicas
 from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.facts import (
     ClusterFacts,
@@ -27,13 +26,12 @@ from waltz_core.cluster.facts import (
     LocalFacts,
     MemberFacts,
     NodeFacts,
-    PartitionFacts,
     ReplicaFacts,
     ServerFacts,
     StorageFacts,
 )
 from waltz_core.cluster.findings import KINDS, Finding, finding
-from waltz_core.cluster.model import UNRESOLVED, MarkerState, ReplicaState
+from waltz_core.cluster.standing import Lack, Standing, lack_of
 from waltz_core.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
@@ -42,6 +40,13 @@ CLOCK_MS_MAX: Final = 1_000
 NEARLY_FULL_BYTES: Final = 1024 * MIB
 # More than a replica is behind that is fed from memory.
 LAG_MAX: Final = 100_000
+LACKS: Final = {
+    Lack.OFFLINE: "replica-offline",
+    Lack.NOT_HELD: "replica-not-held",
+    Lack.OPENING: "replica-opening",
+    Lack.UNREADABLE: "replica-unreadable",
+    Lack.STUCK: "replica-stuck",
+}
 _CONFIGS: Final = {"zookeeper": "zoo.cfg", "server": "server.toml", "storage": "storage.toml"}
 
 
@@ -166,6 +171,8 @@ class _Case:
         for member in () if local is None else local.members:
             if member.state == "up":
                 continue
+            if self.facts.is_no_cluster and not member.name.startswith("zookeeper"):
+                continue  # rule 1: without its cluster none of them can run
             assert local is not None
             name = "process-down" if member.state == "down" else "process-stopped"
             where = shlex.quote(local.directory)
@@ -221,7 +228,7 @@ class _Cluster:
             return
         for server in cluster.servers.values():
             for partition_id in server.preferred:
-                owner = self.owner_of(partition_id)
+                owner = Standing(cluster, partition_id).owner
                 if owner is None or owner is server or partition_id not in owner.preferred:
                     continue
                 self._tell(
@@ -231,11 +238,6 @@ class _Cluster:
                     server=server.address,
                     owner=owner.address,
                 )
-
-    def owner_of(self, partition_id: PartitionId) -> ServerFacts | None:
-        """Return the live server that owns a partition."""
-        owner = self._cluster.owners.get(partition_id)
-        return None if owner is None else self._cluster.servers.get(owner.server_id)
 
     # --- storages
 
@@ -374,20 +376,17 @@ class _Partition:
         self, case: _Case, cluster: ClusterFacts, whole: _Cluster, partition_id: PartitionId
     ) -> None:
         self._case, self._cluster, self._whole, self._id = case, cluster, whole, partition_id
-        self._facts = cluster.partitions.get(partition_id, PartitionFacts())
-        self._assigned = cluster.assigned.get(partition_id, ())
-        self._replicas = Replicas(self._assigned, self._facts.metadata)
-        self._quorum = len(self._assigned) // 2 + 1
+        self._now = Standing(cluster, partition_id)
 
     def look(self) -> None:
         if self._look_at_metadata():
             return
-        if not self._assigned:
+        if not self._now.assigned:
             self._tell("no-replicas")
             return
         self._look_at_count()
-        for address in self._assigned:
-            self._look_at_replica(self._cluster.storages[address])
+        for storage in self._now.storages:
+            self._look_at_replica(storage)
         has_votes = self._look_at_quorum()
         self._look_at_owner(has_votes=has_votes)
         self._look_for_leftovers()
@@ -399,34 +398,31 @@ class _Partition:
     # --- replicas
 
     def _look_for_leftovers(self) -> None:
-        metadata = self._facts.metadata
-        is_whole = self._is_open() and set(self._replicas.level) == set(self._assigned)
-        if metadata is None or not is_whole:
+        now, metadata = self._now, self._now.facts.metadata
+        if metadata is None or not now.is_open or now.behind:
             return  # rule 5
         for storage in self._cluster.storages.values():
             held = storage.replicas.get(self._id)
-            is_wanted = storage.address in self._assigned or storage.address in metadata.states
+            is_wanted = storage.address in now.assigned or storage.address in metadata.states
             if held is None or not held.is_held or is_wanted:
                 continue
-            if held.last <= self._newest() and held.last_session <= metadata.session_id:
+            if held.last <= now.newest and held.last_session <= metadata.session_id:
                 self._tell("replica-left-over", storage.address, storage=storage.address)
 
     def _look_at_count(self) -> None:
         counts = [len(each) for each in self._cluster.assigned.values()]
         usual = max(counts, key=lambda each: (counts.count(each), each))
-        count = len(self._assigned)
+        count = len(self._now.assigned)
         if count < usual:
             self._tell("too-few-replicas", count=count, usual=usual)
 
     def _look_at_metadata(self) -> bool:
         """Tell what ZooKeeper has lost; whether it has."""
-        metadata, marker = self._facts.metadata, self._facts.marker
-        if rebuilding.is_waiting(metadata, marker):
+        if rebuilding.is_waiting(self._now.facts.metadata, self._now.facts.marker):
             # What is assigned by now is what was decided so far, not what there was.
             self._tell("rebuilding-unfinished", rebuild=self._whole.rebuild(None))
             return True
-        is_lost = marker is not None and marker.state is MarkerState.OPEN
-        if is_lost and not self._replicas.was_opened:
+        if self._now.is_lost:
             counts = map(len, self._cluster.assigned.values())
             self._tell("metadata-lost", rebuild=self._whole.rebuild(max(counts, default=0)))
             return True
@@ -436,115 +432,60 @@ class _Partition:
         held, address = storage.replicas.get(self._id), storage.address
         if held is None or storage.trouble:
             return
-        if not held.is_available:
-            self._tell("replica-offline", address, storage=address)
-        elif not held.is_held:
-            self._tell("replica-not-held", address, storage=address)
-        elif held.is_opening:
-            self._tell("replica-opening", address, storage=address)
-        elif held.why_not:
-            self._tell("replica-unreadable", address, storage=address, why=held.why_not)
-        elif held.is_stuck:
-            start = self._case.start("storage", address)
-            self._tell("replica-stuck", address, storage=address, start=start)
-        else:
+        lack = lack_of(held)
+        if lack is None:
             self._look_at_log(storage, held)
+        else:
+            start = self._case.start("storage", address)
+            self._tell(LACKS[lack], address, storage=address, why=held.why_not, start=start)
 
     def _look_at_log(self, storage: StorageFacts, held: ReplicaFacts) -> None:
-        address = storage.address
+        now, address = self._now, storage.address
         if held.damaged_count:
             self._tell("replica-damaged", address, storage=address, count=held.damaged_count)
         if held.is_suspect:
-            if not self._nobody_can_vouch():
+            if not now.nobody_can_vouch:
                 self._tell("replica-suspect", address, storage=address)
-        elif self._is_open() and address not in self._replicas.level:
+        elif now.is_open and address in now.behind:
             full = storage.room is not None and storage.room.is_full
-            if not full and address in self._states():
+            if not full and address in now.states:
                 self._tell("replica-not-engaged", address, storage=address, last=held.last)
-        elif self._is_open() and self._newest() - held.last > LAG_MAX:
-            count = self._newest() - held.last
+        elif now.is_open and now.newest - held.last > LAG_MAX:
+            count = now.newest - held.last
             empty = self._whole.empty(address, [self._id])
             self._tell("replica-lagging", address, storage=address, count=count, empty=empty)
-
-    def _newest(self) -> int:
-        storages = [self._cluster.storages[each] for each in self._assigned]
-        ends = [each.replicas[self._id].last for each in storages if self._id in each.replicas]
-        return max(ends, default=-1)
 
     # --- the quorum (rule 3)
 
     def _look_at_quorum(self) -> bool:
         """Tell that there is none; whether a session could be open as far as replicas go."""
-        answering = [each for each in self._assigned if self._answers(each)]
-        if len(answering) < self._quorum:
-            storages = [self._cluster.storages[each] for each in self._assigned]
+        now, count = self._now, len(self._now.assigned)
+        if len(now.answering) < now.quorum:
             # Nobody who is well is ended: what is offline, or does not open, is told by itself.
             away = [
                 each.address
-                for each in storages
+                for each in now.storages
                 if each.trouble and not self._whole.is_starting(each)
             ]
             again = f"waltz-core doctor --connect {self._case.connect}"
             self._tell(
                 "no-quorum",
-                count=len(self._assigned),
-                answering=len(answering),
-                quorum=self._quorum,
+                count=count,
+                answering=len(now.answering),
+                quorum=now.quorum,
                 start=self._case.start("storage", away[0]) if away else again,
             )
             return False
-        if self._nobody_can_vouch():
-            able = len(self._assigned) - len(self._suspects())
-            self._tell(
-                "nobody-can-vouch", count=len(self._assigned), able=able, quorum=self._quorum
-            )
+        if now.nobody_can_vouch:
+            able = count - len(now.suspects)
+            self._tell("nobody-can-vouch", count=count, able=able, quorum=now.quorum)
             return False
-        return len(self._unknown()) < self._quorum
-
-    def _answers(self, address: ReplicaId) -> bool:
-        storage = self._cluster.storages[address]
-        held = storage.replicas.get(self._id)
-        if storage.trouble:
-            return False
-        if held is None:
-            return True
-        return held.is_held and held.is_available and not (held.why_not or held.is_opening)
-
-    def _suspects(self) -> list[ReplicaId]:
-        return [each for each in self._engaged() if self._answers(each) and self._is_suspect(each)]
-
-    def _unknown(self) -> list[ReplicaId]:
-        """Return of whom a recovery would not know what they have acknowledged."""
-        return [
-            each for each in self._engaged() if not self._answers(each) or self._is_suspect(each)
-        ]
-
-    def _is_suspect(self, address: ReplicaId) -> bool:
-        held = self._cluster.storages[address].replicas.get(self._id)
-        return held is not None and held.is_suspect
-
-    def _engaged(self) -> list[ReplicaId]:
-        states = self._states()
-        known = [each for each in states if each in self._cluster.storages]
-        return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
-
-    def _nobody_can_vouch(self) -> bool:
-        """Whether all answer, and too many of them are suspect: starting something is no help."""
-        is_answered = all(self._answers(each) for each in self._engaged())
-        return is_answered and not self._is_open() and len(self._suspects()) >= self._quorum
-
-    def _states(self) -> dict[ReplicaId, ReplicaState]:
-        metadata = self._facts.metadata
-        return {} if metadata is None else dict(metadata.states)
+        return len(now.unknown) < now.quorum
 
     # --- the owner
 
-    def _is_open(self) -> bool:
-        owner = self._whole.owner_of(self._id)
-        return owner is not None and owner.served.get(self._id, False)
-
     def _look_at_owner(self, *, has_votes: bool) -> None:
-        owner = self._whole.owner_of(self._id)
+        now, owner = self._now, self._now.owner
         if owner is None:
             if self._cluster.servers and self._cluster.is_settled:
                 self._tell("partition-without-server", start=self._case.start("server"))
@@ -557,19 +498,19 @@ class _Partition:
         if owner.trouble or not self._cluster.is_settled:
             return
         fields = {"server": owner.address, "move": self._whole.move(self._id, owner)}
-        if self._id not in owner.served:
+        if not now.is_served:
             self._tell("partition-not-served", **fields)
-        elif not self._is_open():
+        elif not now.is_open:
             if has_votes:
-                was_opened = self._replicas.was_opened
+                was_opened = now.replicas.was_opened
                 self._tell("session-not-open" if was_opened else "never-opened", **fields)
         else:
             self._look_at_session(owner, fields)
 
     def _look_at_session(self, owner: ServerFacts, fields: dict[str, str]) -> None:
-        facts, states = self._facts, self._states()
-        if set(states) != set(self._assigned):
-            assigned, replicas = ", ".join(self._assigned), ", ".join(states)
+        facts = self._now.facts
+        if self._now.is_of_other_replicas:
+            assigned, replicas = ", ".join(self._now.assigned), ", ".join(self._now.states)
             self._tell("session-of-other-replicas", assigned=assigned, replicas=replicas, **fields)
         if facts.mark_trouble:
             self._tell("mark-not-told", why=facts.mark_trouble, **fields)

@@ -522,6 +522,9 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_anew(c
         f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
     )
     assert f" && {rebuild} --only-nodes && {{ {rebuild} & " in found.command
+    # That its processes end for that is told by it.
+    case.local(MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "down"))
+    assert case.the_only("cluster-lost")
 
 
 def test_findings_come_in_the_order_of_the_table(case):
