@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fault.changing import admin_port, does, new_storage
-from tests.fault.load import ROOT, wait_until
+from tests.fault.load import DEADLINE_S, ROOT
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
@@ -131,14 +132,12 @@ def from_elsewhere(connect: str) -> tuple[str, str, str, str]:
 
 def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
     """Wait until the doctor finds exactly this, and return it."""
-    found: list[dict[str, str]] = []
-
-    def is_named() -> bool:
-        found[:] = doctor(*words)
-        return set(names) == {each["name"] for each in found}
-
-    wait_until(f"{set(names)} in {found}", is_named, seconds=90)
-    return found
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        found = doctor(*words)
+        if set(names) == {each["name"] for each in found}:
+            return found
+        assert time.monotonic() < deadline, f"not {set(names)}, but {found}"
 
 
 def _environment(*first_on_path: Path) -> dict[str, str]:

@@ -228,26 +228,45 @@ time.time_ns = lambda: real() + 7_000_000_000 * by_ns.exists()
 
 
 def leave_free(mib: int) -> Callable[[LocalCluster], None]:
-    """Have a storage lie on a disk of its own that has no more room than that."""
+    """Have the disk of a storage shrink to what it holds, and so much more."""
 
     def inject(cluster: LocalCluster) -> None:
         name = holding(cluster)
-        cluster.kill(name)
         where = cluster.directory / name
-        shutil.copytree(where, aside := where.with_suffix(".aside"))
-        mount("-t", "tmpfs", "-o", "size=4g", "tmpfs", str(where))
-        MOUNTED.append(where)
-        shutil.copytree(aside, where, dirs_exist_ok=True)
-        shutil.rmtree(aside)
-        cluster.start(name)
-        wait_until("it is there", lambda: not doctor(*here(cluster.directory)))
+        if where not in MOUNTED:
+            cluster.kill(name)
+            give_a_disk(where)
+            cluster.start(name)
+            wait_until("it is there", lambda: not doctor(*here(cluster.directory)))
         used = shutil.disk_usage(where).used
         mount("-o", f"remount,size={used + (mib << 20)}", str(where))
 
     return inject
 
 
+def give_a_disk(where: Path) -> None:
+    """Have a directory lie on a disk of its own, with what is in it."""
+    shutil.copytree(where, aside := where.with_suffix(".aside"))
+    mount("-t", "tmpfs", "-o", "size=4g", "tmpfs", str(where))
+    MOUNTED.append(where)
+    shutil.copytree(aside, where, dirs_exist_ok=True)
+    shutil.rmtree(aside)
+
+
+def give_room_back() -> None:
+    for where in MOUNTED:
+        mount("-o", "remount,size=4g", str(where))
+
+
 MOUNTED: list[Path] = []
+
+
+def fill(cluster: LocalCluster) -> None:
+    """A disk has no room for what comes; the others take it."""
+    leave_free(0)(cluster)
+    with WaltzClient(cluster.connect) as client:
+        for future in [client.append(bytes(100_000), partition=0) for _ in range(80)]:
+            future.result(45)
 
 
 def mount(*words: str) -> None:
@@ -310,7 +329,7 @@ FAULTS = {
     "a disk hangs": Fault(("storage-hangs",), hang),
     "a clock is wrong": Fault(("clock-of-storage",), shift_clock),
     "a disk is nearly full": Fault(("disk-nearly-full",), leave_free(300)),
-    "a disk is full": Fault(("disk-full",), leave_free(1)),
+    "a disk is full": Fault(("disk-full",), fill),
     "ZooKeeper has lost a node": Fault(("metadata-lost",), lose_metadata),
     "ZooKeeper has lost everything": Fault(("cluster-lost",), lose_zookeeper),
 }
@@ -327,4 +346,5 @@ def test_a_fault_is_named_and_mended_by_what_is_printed(patient: Patient, title:
         mend(patient.directory, found, patient.directory / "ahead" / "bin")
     finally:
         let_threads_go()
+        give_room_back()
     patient.check_whole(cluster.connect)

@@ -200,6 +200,9 @@ def _entry() -> AuditEntry:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = str(os.getuid())
+    sudoer = os.environ.get("SUDO_USER")
+    if sudoer and sudoer != user:
+        user = f"{sudoer} as {user}"
     return AuditEntry(f"{user}@{socket.gethostname()}", _now_ms(), shlex.join(sys.argv[1:]))
 
 

@@ -51,7 +51,7 @@ def add(verbs: Verbs) -> None:
     accept = verbs.add_parser(
         "accept-replicas", help="take one replica's log for the log when no quorum can vouch"
     )
-    accept.add_argument("partition", type=int)
+    accept.add_argument("partition", type=int, help="one of those that no quorum can vouch for")
     accept.add_argument("--replica", metavar="HOST:PORT", help="else the one that has most")
     accept.add_argument("--yes", action="store_true", help="else it is only shown what may be lost")
     add_common(accept)
@@ -59,7 +59,7 @@ def add(verbs: Verbs) -> None:
     rebuild = verbs.add_parser(
         "rebuild-metadata", help="make ZooKeeper's nodes anew from what the storages have"
     )
-    rebuild.add_argument("--name", default="waltz", help="default waltz")
+    rebuild.add_argument("--name", default="waltz", help="of the cluster (default waltz)")
     rebuild.add_argument(
         "--storage",
         action="append",

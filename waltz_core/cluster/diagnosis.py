@@ -212,7 +212,7 @@ class _Cluster:
             return
         for storage in server.out_of_reach:
             known = self._cluster.storages.get(storage)
-            if known is not None and not known.trouble:
+            if known is not None and not known.trouble and known.is_of_cluster:
                 about = f"{address} {storage}"
                 self._tell("storage-out-of-reach", about, server=address, storage=storage)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.cluster.test_diagnosis import A, B, healthy
+from tests.unit.cluster.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli import doctor
 from waltz_core.cli.doctor_probes import gather, mode_of
 from waltz_core.cli.main import main
@@ -67,7 +67,11 @@ def test_scripts_get_one_value(told, capsys):
     told[:] = [without(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
-    assert [(each["name"], each["about"]) for each in value["findings"]] == [("storage-away", A)]
+    assert value["connect"] == healthy().connect
+    (found,) = value["findings"]
+    assert (found["name"], found["area"], found["about"]) == ("storage-away", "storages", A)
+    server = value["seen"]["servers"][ONE]
+    assert (server["open"], server["not_open"], server["out_of_reach"]) == ([0], [], [])
     assert value["seen"]["storages"][B]["clock_ahead_ms"] == 3.0
     assert value["seen"]["marks"] == {"0": 90, "1": 90}
     assert value["not_measured"]

@@ -267,6 +267,9 @@ def test_a_storage_that_is_another_one(case):
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, is_of_cluster=False)
     assert case.the_only("storage-of-another-cluster").about == A
+    # It lets no server of this cluster in, which is not the network's fault.
+    case.server(1, out_of_reach=(A,))
+    assert case.the_only("storage-of-another-cluster").about == A
 
 
 def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
