@@ -28,10 +28,12 @@ NOWHERE = Path("/nonexistent")
 
 
 @contextlib.contextmanager
-def sick_cluster(where: Path) -> Iterator["Patient"]:
+def sick_cluster(
+    where: Path, settings: dict[str, dict[str, object]] | None = None
+) -> Iterator["Patient"]:
     """Run three nodes of ZooKeeper, three storages and a spare one, two servers."""
-    made = LocalCluster(where, zookeeper_count=3, partition_count=PARTITIONS)
-    patient = Patient(where)
+    patient = Patient(where, settings)
+    made = LocalCluster(where, zookeeper_count=3, partition_count=PARTITIONS, settings=settings)
     patient.started.append(made)
     try:
         made.up()
@@ -49,8 +51,11 @@ def sick_cluster(where: Path) -> Iterator["Patient"]:
 class Patient:
     """The cluster of a file's tests, and what clients were told that it has."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, settings: dict[str, dict[str, object]] | None = None
+    ) -> None:
         self.directory = directory
+        self._settings = settings
         # Whatever has started a process has to see to its end, too.
         self.started: list[LocalCluster] = []
         self.daemons: list[subprocess.Popen[bytes]] = []
@@ -58,7 +63,7 @@ class Patient:
 
     def cluster(self) -> LocalCluster:
         """Return the cluster as it is now: the commands that are printed start processes, too."""
-        found = LocalCluster(self.directory)
+        found = LocalCluster(self.directory, settings=self._settings)
         self.started.append(found)
         return found
 

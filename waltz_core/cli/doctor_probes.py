@@ -427,11 +427,7 @@ class _Storage:
             link = await net.dial(Surface.STORAGE, self._address, timeout_s=self._timeout_s)
         except WaltzError as error:
             is_silent = await _is_taking(self._address, self._timeout_s)
-            # Until its logs are open it lets nobody in but its administration.
-            is_starting = is_silent and await self._admin_port() is not None
-            return replace(
-                self._facts, trouble=str(error), is_silent=is_silent, is_starting=is_starting
-            )
+            return replace(self._facts, trouble=str(error), is_silent=is_silent)
         link.abort("asked")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:

@@ -279,11 +279,10 @@ class _Cluster:
             self._look_at_machine(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether it is only not there yet: nobody may be told to end it."""
+        """Whether its process is there, and no port yet: nobody may be told to end it."""
         member = self._case.member_at(storage.address)
-        # It has no port before its directory is open.
-        is_coming = member is not None and member.state == "up" and not storage.is_silent
-        return bool(storage.trouble) and (storage.is_starting or is_coming)
+        is_running = member is not None and member.state == "up"
+        return bool(storage.trouble) and is_running and not storage.is_silent
 
     def _look_at_machine(self, storage: StorageFacts) -> None:
         held = [each for each, names in self._cluster.assigned.items() if storage.address in names]

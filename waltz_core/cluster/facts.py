@@ -81,7 +81,6 @@ class RoomFacts:
 class StorageFacts:
     """One storage of the assignment: both its ports, who it is, what it holds.
 
-    `is_starting`: it has not let anybody in yet, and its administration answers meanwhile.
     `is_hanging`: its administration knows who it is, and does not come to its disk.
     `other_admin` is where its administration was found instead of at the port that ZooKeeper has;
     `clock_ahead_ms` is against the clock of whoever asked, and None where it does not tell.
@@ -91,7 +90,6 @@ class StorageFacts:
     admin: str
     trouble: str = ""
     is_silent: bool = False
-    is_starting: bool = False
     latency_ms: float = 0.0
     admin_trouble: str = ""
     is_hanging: bool = False

@@ -152,7 +152,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     Area.STORAGES: (
         _row(
             "storage-away",
-            "storage {storage} does not answer: {why}",
+            "storage {storage} does not answer: {why}; where its process runs, it is reading its "
+            "files after a crash, and to be waited for",
             _START,
         ),
         _row(
@@ -169,8 +170,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-starting",
-            "storage {storage} is starting: it opens its logs, which may take minutes after a "
-            "crash, and lets nobody in before; wait, and do not end it",
+            "storage {storage} is starting: it reads its files, which may take minutes after a "
+            "crash, and has no port before; wait, and do not end it",
             _LOOK_AGAIN,
         ),
         _row(

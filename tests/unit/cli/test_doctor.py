@@ -50,10 +50,9 @@ def test_a_healthy_cluster_is_said_to_be_so(told, capsys):
 def test_what_is_wrong_is_numbered_with_its_command(told, capsys):
     told[:] = [without(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        f"1. storage {A} does not answer: refused",
-        "   waltz-core storage run --config storage.toml",
-    ]
+    sentence, command = capsys.readouterr().out.splitlines()
+    assert sentence.startswith(f"1. storage {A} does not answer: refused; ")
+    assert command == "   waltz-core storage run --config storage.toml"
 
 
 def test_what_is_gone_at_the_second_look_is_not_told(told, capsys):

@@ -222,22 +222,23 @@ def test_a_storage_that_does_not_answer(case):
 
 
 def test_a_storage_that_is_only_starting_is_waited_for(case):
-    """After a crash it opens logs for minutes: who ends it has it begin anew."""
+    """After a crash it reads for minutes, and has no port: who ends it has it begin anew."""
     again = f"waltz-core doctor --connect {CONNECT}"
-    case.storage(A, trouble="no answer", is_silent=True, is_starting=True, replicas={})
+    case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
+    case.storage(A, trouble="refused", replicas={})
     found = case.the_only("storage-starting")
     assert "wait, and do not end it" in found.sentence
     assert found.command == again
-    # Of a cluster on this machine it is known before the process has a port.
-    case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
-    case.storage(A, trouble="refused", is_silent=False, is_starting=False)
-    assert case.the_only("storage-starting").command == again
     # Nor is it ended for the sake of a quorum.
-    case.storage(B, trouble="no answer", is_silent=True, is_starting=True, replicas={})
+    case.storage(B, trouble="refused", replicas={})
     case.server(1, served={0: False})
     case.server(2, served={1: False})
     assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
     assert {each.command for each in diagnose(case.facts)} == {again}
+    # From elsewhere nobody knows: to start it a second time does no harm.
+    case.facts = replace(case.facts, local=None)
+    assert {each.name for each in diagnose(case.facts)} == {"storage-away", "no-quorum"}
+    assert "to be waited for" in diagnose(case.facts)[0].sentence
 
 
 def test_a_storage_that_hangs_is_ended_and_a_port_that_is_right_is_left(case):
