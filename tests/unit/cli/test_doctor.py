@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.cluster.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli import doctor
-from waltz_core.cli.doctor_probes import gather, mode_of
+from waltz_core.cli.doctor_probes import _Asked, gather, mode_of
 from waltz_core.cli.main import main
 from waltz_core.cluster.diagnosis import diagnose
 from waltz_core.cluster.facts import Facts
@@ -111,3 +111,25 @@ def test_it_ends_though_nobody_says_anything():
         "zookeeper-node-away",
         "zookeeper-node-away",
     ]
+
+
+def test_who_is_still_waited_for_is_told_as_the_others_answer():
+    told, release = [], asyncio.Event()
+
+    async def slow():
+        await release.wait()
+        return "slow"
+
+    async def quick():
+        return "quick"
+
+    async def ask():
+        asked = _Asked(lambda *each: told.append(each))
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(asked.one("server a:1", slow()))
+            await tasks.create_task(asked.one("storage b:1", quick()))
+            release.set()
+        return first.result()
+
+    assert asyncio.run(ask()) == "slow"
+    assert told == [(1, 2, "waiting for server a:1"), (2, 2, "all have answered")]
