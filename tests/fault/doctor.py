@@ -150,8 +150,8 @@ def _environment(*first_on_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": ":".join(path), "PYTHONPATH": str(ROOT)}
 
 
-def run_as_printed(line: str, *first_on_path: Path) -> None:
-    """Give a command to a shell."""
+def run_as_printed(line: str, *first_on_path: Path) -> str:
+    """Give a command to a shell; return what it has said."""
     done = subprocess.run(
         ["/bin/sh", "-c", line],
         env=_environment(*first_on_path),
@@ -161,6 +161,7 @@ def run_as_printed(line: str, *first_on_path: Path) -> None:
         timeout=120,
     )
     assert "Traceback" not in done.stderr, done.stderr
+    return f"{line}: {done.returncode}, {done.stdout}{done.stderr}"
 
 
 def mend(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> None:
@@ -168,12 +169,15 @@ def mend(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> 
 
     Programs of the system that are printed are looked for in `first_on_path` before all others.
     """
+    said: list[str] = []
     for _ in range(ROUNDS_MAX):
         for line in dict.fromkeys(each["command"] for each in found):
             # What may lose data, or is known to people only, is for somebody to say: this test.
             words = f"{line} --yes" if "accept-replicas" in line else line
-            run_as_printed(words.replace("--replicas COUNT", "--replicas 3"), *first_on_path)
+            words = words.replace("--replicas COUNT", "--replicas 3")
+            said.append(run_as_printed(words, *first_on_path))
         found = doctor(*here(directory))
         if not found:
             return
-    pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}")
+    told = "\n".join(said)
+    pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}; what was given:\n{told}")

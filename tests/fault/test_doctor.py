@@ -34,7 +34,7 @@ from waltz_core.cluster.model import PartitionMetadata
 from waltz_core.cluster.storages import Layout
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster
-from waltz_core.record import PartitionId
+from waltz_core.record import PartitionId, ReplicaId
 from waltz_core.storage.format import SLOT_BYTES
 
 pytestmark = pytest.mark.fault
@@ -231,6 +231,7 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
     """Have the disk of a storage shrink to what it holds, and so much more."""
 
     def inject(cluster: LocalCluster) -> None:
+        change_layout(cluster, lambda old: replace(old, groups=groups_of_their_own(old)))
         name = holding(cluster)
         where = cluster.directory / name
         if where not in MOUNTED:
@@ -242,6 +243,11 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
         mount("-o", f"remount,size={used + (mib << 20)}", str(where))
 
     return inject
+
+
+def groups_of_their_own(layout: Layout) -> dict[ReplicaId, int]:
+    """Have any storage be as good as any other."""
+    return {each: at for at, each in enumerate(layout.groups)}
 
 
 def give_a_disk(where: Path) -> None:

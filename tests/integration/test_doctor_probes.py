@@ -22,7 +22,8 @@ from waltz_core.storage.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
 
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
-TIMEOUT_S = 0.5
+# Of those that are well nobody takes as long, however busy the machine is.
+TIMEOUT_S = 4.0
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_threads_that_do_not_come_back_are_no_wrong_port(tmp_path, monkeypatch, 
         async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:
             facts = await told(address, admin_port)
             assert facts.is_hanging
-            assert facts.admin_trouble == "no answer within 0.5 s"
+            assert facts.admin_trouble == "no answer within 4 s"
             released.set()
 
     on_loop(main())

@@ -198,7 +198,8 @@ class _Cluster:
             partition_id = PartitionId(number)
             _Partition(self._case, self._cluster, self, partition_id).look()
             if partition_id in crowded:
-                self._tell("groups-crowded", partition_id, partition=partition_id)
+                spread = self._spread(partition_id)
+                self._tell("groups-crowded", partition_id, partition=partition_id, spread=spread)
 
     # --- servers
 
@@ -305,24 +306,35 @@ class _Cluster:
                 way="ahead of" if ahead > 0 else "behind",
             )
 
+    def _is_fit(self, storage: StorageFacts) -> bool:
+        """Whether more replicas may go there."""
+        room = storage.room
+        return not (
+            storage.trouble
+            or storage.admin_trouble
+            or room is None
+            or room.is_full
+            or room.free_bytes < NEARLY_FULL_BYTES
+        )
+
+    def _spread(self, partition_id: PartitionId) -> str:
+        """Return the command that spreads replicas, but not onto a disk that was just emptied."""
+        groups, connect = self._cluster.groups, self._case.connect
+        taken = {groups.get(each) for each in self._cluster.assigned[partition_id]}
+        others = [each for each in self._cluster.storages.values() if self._is_fit(each)]
+        if any(groups.get(each.address) not in taken for each in others):
+            return f"waltz-core cluster auto-assign --connect {connect}"
+        group = min(each for each in groups.values() if each not in taken)
+        return f"waltz-core cluster add-storage HOST:PORT --group {group} --connect {connect}"
+
     def empty(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
         """Return the command that moves replicas away, to where there is room for most of them."""
 
         def movable(name: ReplicaId) -> list[PartitionId]:
             return [each for each in partitions if name not in self._cluster.assigned[each]]
 
-        def is_fit(storage: StorageFacts) -> bool:
-            room = storage.room
-            return not (
-                storage.trouble
-                or storage.admin_trouble
-                or room is None
-                or room.is_full
-                or room.free_bytes < NEARLY_FULL_BYTES
-            )
-
         group = self._cluster.groups.get(address)
-        spare = [each.address for each in self._cluster.storages.values() if is_fit(each)]
+        spare = [each.address for each in self._cluster.storages.values() if self._is_fit(each)]
         spare = [each for each in spare if each != address and movable(each)]
         if not spare:
             return f"waltz-core cluster add-storage HOST:PORT --connect {self._case.connect}"

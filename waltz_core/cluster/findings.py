@@ -299,7 +299,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "groups-crowded",
             "partition {partition}: its replicas are in fewer groups than they could be, so that "
             "one place may take too many of them with it",
-            "waltz-core cluster auto-assign --connect {connect}",
+            "{spread}",
         ),
         _row(
             "partition-without-server",

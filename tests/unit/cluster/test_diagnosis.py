@@ -469,6 +469,14 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
     case.facts = healthy()
     case.cluster(groups={A: 0, B: 0, C: 2, SPARE: 3})
     assert case.found() == [("groups-crowded", "0"), ("groups-crowded", "1")]
+    assert {each.command for each in diagnose(case.facts)} == {
+        f"waltz-core cluster auto-assign --connect {CONNECT}"
+    }
+    # Where the only storage of a group has no room, its replicas would come back to it.
+    case.storage(SPARE, room=RoomFacts(5 << 20, True))
+    assert {each.command for each in diagnose(case.facts)} == {
+        f"waltz-core cluster add-storage HOST:PORT --group 3 --connect {CONNECT}"
+    }
     case.facts = healthy()
     case.cluster(assigned={0: (), 1: ()})
     for address in (A, B, C):

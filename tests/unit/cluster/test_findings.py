@@ -25,7 +25,7 @@ def test_a_finding_names_what_it_was_given(name):
     first, *_ = found.command.split()
     assert first in (
         *("waltz-core", "kill", "timedatectl"),
-        *("<start>", "<move>", "<empty>", "<rebuild>"),
+        *("<start>", "<move>", "<empty>", "<rebuild>", "<spread>"),
     )
 
 
