@@ -27,7 +27,7 @@ def stop_threads(pid: int) -> None:
     libc = _libc()
     for each in os.listdir(f"/proc/{pid}/task"):
         thread = int(each)
-        if thread == pid:
+        if thread == pid or thread in _stopped:
             continue
         if libc.ptrace(_SEIZE, thread, None, None) != 0:
             pytest.skip(f"no thread can be stopped: {os.strerror(ctypes.get_errno())}")
