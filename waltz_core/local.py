@@ -273,12 +273,15 @@ class LocalCluster:
         if member.process() is None or signal_number in (signal.SIGKILL, signal.SIGTERM):
             self._await_end(member, STOP_TIMEOUT_S)
 
-    def down(self) -> list[str]:
-        """End what was started here, servers first and ZooKeeper last; return whose that was."""
+    def down(self, *, keep_zookeeper: bool = False) -> list[str]:
+        """End what was started here, servers first and ZooKeeper last; return whose that was.
+
+        `keep_zookeeper`: ZooKeeper goes on, as its nodes are to be changed while nobody else runs.
+        """
         ended: list[str] = []
         self._loaded()
         with self._exclusive():
-            for kind in _STOP_ORDER:
+            for kind in _STOP_ORDER[:-1] if keep_zookeeper else _STOP_ORDER:
                 running = [m for m in self.members if m.kind == kind and m.process() is not None]
                 for member in running:
                     self._signal(member, signal.SIGTERM)
@@ -289,6 +292,8 @@ class LocalCluster:
                     ended.append(member.name)
                     member.pid = 0
             for name in list(self._children):  # these have ended by themselves
+                if keep_zookeeper and self.member(name).kind == "zookeeper":
+                    continue
                 self._await_end(self.member(name), STOP_TIMEOUT_S)
             self._save()
         return ended

@@ -176,6 +176,17 @@ def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
     ] * 2
 
 
+def test_a_scrub_of_a_storage_that_has_gone_silent_ends(cluster: LocalCluster):
+    storage = address(cluster, "storage-1")
+    cluster.kill("storage-1", signal.SIGSTOP)
+    try:
+        words = ("--storage", storage, "--partition", "0-1", "--timeout", "1")
+        told = refused(cluster, "storage", "scrub", *words)
+    finally:
+        cluster.kill("storage-1", signal.SIGCONT)
+    assert f"not done within 1 s, still waiting: {storage} to answer." in told
+
+
 def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     at = ("--connect", cluster.connect, "--json")
     load = ("--seconds", "1", "--writers", "8", "--lock-pool", "2", "--interval-ms", "1")

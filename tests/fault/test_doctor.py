@@ -1,14 +1,13 @@
 """Faults in a whole cluster of processes: the doctor names each, and what it prints mends it.
 
-The cluster is one that `waltz-core local up` knows: three nodes of ZooKeeper, three storages and a
-spare one, two servers. Each test leaves it whole, though not always as it was.
+The cluster is one that `waltz-core local up` knows. Each test leaves it whole, though not always as
+it was: which storages hold a partition is looked up by whoever needs it.
 """
 
 import asyncio
-import contextlib
-import io
-import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,88 +18,47 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fault.changing import address, admin_port, does, new_storage, replicas
-from tests.fault.load import ROOT, command, wait_until
-from waltz_core.cli.main import main
+from tests.fault.changing import address, does, replicas
+from tests.fault.doctor import (
+    Patient,
+    await_findings,
+    doctor,
+    here,
+    mend,
+    sick_cluster,
+)
+from tests.fault.load import command, wait_until
+from tests.fault.threads import let_threads_go, stop_threads
 from waltz_core.client import WaltzClient
+from waltz_core.cluster.model import PartitionMetadata
 from waltz_core.cluster.storages import Layout
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster
+from waltz_core.record import PartitionId, ReplicaId
 from waltz_core.storage.format import SLOT_BYTES
 
 pytestmark = pytest.mark.fault
 
-ROUNDS_MAX = 4
-# Whatever has started a process has to see to its end, too.
-STARTED: list[LocalCluster] = []
-
 
 class Fault(NamedTuple):
-    """What is broken, and all that the doctor is to find then."""
+    """What is broken, and all that the doctor is to find then.
+
+    `passes` is what comes by itself, or is no command's: then the printed ones are given.
+    """
 
     names: tuple[str, ...]
     inject: Callable[[LocalCluster], None]
+    passes: Callable[[LocalCluster], None] = lambda _cluster: None
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    where = tmp_path_factory.mktemp("doctor") / "waltz"
-    made = LocalCluster(where, zookeeper_count=3, partition_count=2)
-    STARTED.append(made)
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
     try:
-        made.up()
-        spare = new_storage(made)
-        does(made, "add-storage", spare, *admin_port(made, spare))
-        yield where
+        with sick_cluster(tmp_path_factory.mktemp("doctor") / "waltz") as found:
+            yield found
     finally:
-        for each in reversed(STARTED):
-            each.down()
-        STARTED.clear()
-
-
-@pytest.fixture
-def cluster(directory: Path) -> LocalCluster:
-    """Give the cluster as it is now: the commands that are printed start processes, too."""
-    found = LocalCluster(directory)
-    STARTED.append(found)
-    return found
-
-
-def doctor(cluster: LocalCluster, *words: str) -> list[dict[str, str]]:
-    """Return what the doctor finds."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = main(["doctor", "--directory", str(cluster.directory), "--json", *words])
-    told = json.loads(out.getvalue())
-    assert code == (1 if told["findings"] else 0)
-    assert told["is_well"] == (not told["findings"])
-    findings: list[dict[str, str]] = told["findings"]
-    return findings
-
-
-def run_as_printed(line: str) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["/bin/sh", "-c", line],
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-
-
-def mend(cluster: LocalCluster, found: list[dict[str, str]]) -> None:
-    """Do what the doctor says until it has nothing more to say."""
-    for _ in range(ROUNDS_MAX):
-        for line in dict.fromkeys(each["command"] for each in found):
-            # What may lose data is for somebody to decide: here, for this test.
-            run_as_printed(f"{line} --yes" if "accept-replicas" in line else line)
-        found = doctor(cluster, "--timeout-s", "1.5")
-        if not found:
-            return
-    pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}")
+        for where in MOUNTED:
+            subprocess.run(["umount", "-l", str(where)], check=True, capture_output=True)
 
 
 # --- the faults
@@ -209,6 +167,154 @@ def crowd(cluster: LocalCluster) -> None:
     change_layout(cluster, lambda old: replace(old, groups=groups))
 
 
+def holding(cluster: LocalCluster) -> str:
+    """Return the name of a storage that holds partition 0: which ones do changes."""
+    first = min(replicas(cluster)[0])
+    return next(each.name for each in cluster.members if first.endswith(f":{each.port}"))
+
+
+# --- disks, threads and clocks
+
+HELD_UP: list[tuple[str, Path, Path]] = []
+
+
+def hold_up_a_start(cluster: LocalCluster) -> None:
+    """After a crash a storage reads the end of each log; here a read does not come to its end."""
+    name = holding(cluster)
+    cluster.kill(name)
+    newest = max((cluster.directory / name / "0").glob("*.seg"))
+    aside = newest.with_suffix(".aside")
+    newest.rename(aside)
+    os.mkfifo(newest)
+    HELD_UP.append((name, newest, aside))
+    cluster.start(name)
+
+
+def hold_up_no_more(cluster: LocalCluster) -> None:
+    for name, newest, aside in HELD_UP:
+        cluster.kill(name)
+        aside.replace(newest)
+        cluster.start(name)
+    HELD_UP.clear()
+
+
+def hang(cluster: LocalCluster) -> None:
+    """Its threads do not come back from the disk; that which talks to others goes on."""
+    process = cluster.member(holding(cluster)).process()
+    assert process is not None
+
+    def hangs() -> bool:
+        stop_threads(process.pid)  # again: while it has fewer than it may, it starts more
+        return any(each["name"] == "storage-hangs" for each in doctor(*here(cluster.directory)))
+
+    wait_until("all its threads hang", hangs)
+
+
+def shift_clock(cluster: LocalCluster) -> None:
+    """A storage reads a clock that goes some seconds ahead, until somebody sets it."""
+    ahead = cluster.directory / "ahead"
+    (ahead / "bin").mkdir(parents=True, exist_ok=True)
+    (ahead / "sitecustomize.py").write_text(AHEAD, encoding="utf-8")
+    (ahead / "by_ns").touch()
+    set_clock = ahead / "bin" / "timedatectl"
+    set_clock.write_text(f"#!/bin/sh\nrm {shlex.quote(str(ahead / 'by_ns'))}\n", encoding="utf-8")
+    set_clock.chmod(0o755)
+    cluster.kill("storage-2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ahead}:{os.environ.get('PYTHONPATH', '')}")
+        cluster.start("storage-2")
+
+
+AHEAD = """
+import pathlib, time
+real, by_ns = time.time_ns, pathlib.Path(__file__).with_name("by_ns")
+time.time_ns = lambda: real() + 7_000_000_000 * by_ns.exists()
+"""
+
+
+def leave_free(mib: int) -> Callable[[LocalCluster], None]:
+    """Have the disk of a storage shrink to what it holds, and so much more."""
+
+    def inject(cluster: LocalCluster) -> None:
+        change_layout(cluster, lambda old: replace(old, groups=groups_of_their_own(old)))
+        name = holding(cluster)
+        where = cluster.directory / name
+        if where not in MOUNTED:
+            cluster.kill(name)
+            give_a_disk(where)
+            cluster.start(name)
+            wait_until("it is there", lambda: not doctor(*here(cluster.directory)))
+        used = shutil.disk_usage(where).used
+        mount("-o", f"remount,size={used + (mib << 20)}", str(where))
+
+    return inject
+
+
+def groups_of_their_own(layout: Layout) -> dict[ReplicaId, int]:
+    """Have any storage be as good as any other."""
+    return {each: at for at, each in enumerate(layout.groups)}
+
+
+def give_a_disk(where: Path) -> None:
+    """Have a directory lie on a disk of its own, with what is in it."""
+    shutil.copytree(where, aside := where.with_suffix(".aside"))
+    mount("-t", "tmpfs", "-o", "size=4g", "tmpfs", str(where))
+    MOUNTED.append(where)
+    shutil.copytree(aside, where, dirs_exist_ok=True)
+    shutil.rmtree(aside)
+
+
+def give_room_back() -> None:
+    for where in MOUNTED:
+        mount("-o", "remount,size=4g", str(where))
+
+
+MOUNTED: list[Path] = []
+
+
+def fill(cluster: LocalCluster) -> None:
+    """A disk has no room for what comes; the others take it."""
+    leave_free(0)(cluster)
+    with WaltzClient(cluster.connect) as client:
+        for future in [client.append(bytes(100_000), partition=0) for _ in range(80)]:
+            future.result(45)
+
+
+def mount(*words: str) -> None:
+    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        pytest.skip("only root on Linux can mount a small disk")
+    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
+
+
+# --- what ZooKeeper has lost
+
+
+def lose_metadata(cluster: LocalCluster) -> None:
+    """Somebody has emptied the node of one partition."""
+
+    async def write() -> None:
+        async with connected(cluster.connect) as coordinator:
+            old = await coordinator.read_partition(PartitionId(1))
+            assert old.marker is not None
+            await coordinator.write_partition(
+                PartitionId(1), PartitionMetadata(), old.marker, old.versions
+            )
+
+    asyncio.run(write())
+
+
+def lose_zookeeper(cluster: LocalCluster) -> None:
+    """All nodes begin with empty directories."""
+    nodes = [each.name for each in cluster.zookeepers]
+    for name in nodes:
+        cluster.kill(name)
+    for name in nodes:
+        shutil.rmtree(cluster.directory / name / "version-2")
+        cluster.start(name)
+
+
 FAULTS = {
     "a quorum of the storages is killed": Fault(
         ("process-down", "no-quorum"), kill("storage-1", "storage-2")
@@ -230,18 +336,26 @@ FAULTS = {
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),
     "groups are crowded": Fault(("groups-crowded",), crowd),
+    "a start takes long": Fault(("storage-starting",), hold_up_a_start, hold_up_no_more),
+    "a disk hangs": Fault(("storage-hangs",), hang),
+    "a clock is wrong": Fault(("clock-of-storage",), shift_clock),
+    "a disk is nearly full": Fault(("disk-nearly-full",), leave_free(300)),
+    "a disk is full": Fault(("disk-full",), fill),
+    "ZooKeeper has lost a node": Fault(("metadata-lost",), lose_metadata),
+    "ZooKeeper has lost everything": Fault(("cluster-lost",), lose_zookeeper),
 }
 
 
 @pytest.mark.parametrize("title", list(FAULTS))
-def test_a_fault_is_named_and_mended_by_what_is_printed(cluster: LocalCluster, title: str):
-    fault = FAULTS[title]
+def test_a_fault_is_named_and_mended_by_what_is_printed(patient: Patient, title: str):
+    fault, cluster = FAULTS[title], patient.cluster()
+    patient.write(cluster.connect)
     fault.inject(cluster)
-    found: list[dict[str, str]] = []
-
-    def is_named() -> bool:
-        found[:] = doctor(cluster, "--timeout-s", "1.5")
-        return set(fault.names) == {each["name"] for each in found}
-
-    wait_until(f"{fault.names} in {found}", is_named)
-    mend(cluster, found)
+    found = await_findings(fault.names, *here(patient.directory))
+    fault.passes(cluster)
+    try:
+        mend(patient.directory, found, patient.directory / "ahead" / "bin")
+    finally:
+        let_threads_go()
+        give_room_back()
+    patient.check_whole(cluster.connect)

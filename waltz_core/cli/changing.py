@@ -33,6 +33,7 @@ from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 TIMEOUT_S = 600.0
 BROKEN_OFF = "failed: broken off"
+GOES_ON = "What was done stays done; the same command goes on from there"
 CONNECT_WAIT_S = 10.0
 
 Result = Mapping[str, object]
@@ -80,13 +81,18 @@ def add_common(verb: argparse.ArgumentParser, *, changes: bool = True) -> None:
     )
     verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
     if changes:
-        verb.add_argument(
-            "--timeout",
-            type=float,
-            default=TIMEOUT_S,
-            metavar="S",
-            help=f"give up waiting after so many seconds (default {TIMEOUT_S:.0f})",
-        )
+        add_timeout(verb)
+
+
+def add_timeout(verb: argparse.ArgumentParser) -> None:
+    """Declare for how long a command may wait (`in_time`)."""
+    verb.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="S",
+        help=f"give up waiting after so many seconds (default {TIMEOUT_S:.0f})",
+    )
 
 
 def add_place(verb: argparse.ArgumentParser) -> None:
@@ -138,8 +144,11 @@ async def _run(
 async def _on_record(
     command: Command, work: Callable[[Command], Awaitable[Result | None]]
 ) -> Result | None:
-    async with recorded(command.coordinator, creates=command.arguments.creates):
-        return await _in_time(command, work)
+    async with (
+        recorded(command.coordinator, creates=command.arguments.creates),
+        in_time(command.arguments.timeout, lambda: command.waits_for or "ZooKeeper"),
+    ):
+        return await work(command)
 
 
 @asynccontextmanager
@@ -172,18 +181,17 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
     return True
 
 
-async def _in_time(
-    command: Command, work: Callable[[Command], Awaitable[Result | None]]
-) -> Result | None:
-    timeout_s = command.arguments.timeout
+@asynccontextmanager
+async def in_time(
+    timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = GOES_ON
+) -> AsyncIterator[None]:
+    """Give a block so much time (rule 2); raises Unavailable, which says what it still awaits."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await work(command)
+            yield
     except TimeoutError:
-        waited = command.waits_for or "ZooKeeper"
         raise Unavailable(
-            f"not done within {timeout_s:.0f} s, still waiting: {waited}. What was done stays "
-            "done; the same command goes on from there"
+            f"not done within {timeout_s:g} s, still waiting: {waits_for()}. {afterwards}"
         ) from None
 
 
@@ -192,6 +200,9 @@ def _entry() -> AuditEntry:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = str(os.getuid())
+    sudoer = os.environ.get("SUDO_USER")
+    if sudoer and sudoer != user:
+        user = f"{sudoer} as {user}"
     return AuditEntry(f"{user}@{socket.gethostname()}", _now_ms(), shlex.join(sys.argv[1:]))
 
 

@@ -20,6 +20,7 @@ from waltz_core.wire.messages import Surface
 
 LOOK_AGAIN_S = 0.1
 
+STORAGE = "the address at which servers reach the storage"
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -35,27 +36,27 @@ def add(verbs: Verbs) -> None:
     )
     _finish(evened, _auto_assign)
     server = verbs.add_parser("remove-server", help="take the node of a dead server out")
-    server.add_argument("address", metavar="HOST:PORT")
+    server.add_argument("address", metavar="HOST:PORT", help="as `server list` has it")
     _finish(server, _remove_server)
 
 
 def _add_storage_verbs(verbs: Verbs) -> None:
     added = verbs.add_parser("add-storage", help="make a storage part of the cluster, empty")
-    added.add_argument("address", metavar="HOST:PORT")
+    added.add_argument("address", metavar="HOST:PORT", help=STORAGE)
     added.add_argument("--group", type=int, help="where it stands; else a group of its own")
     _add_admin_port(added)
     _finish(added, _add_storage)
     removed = verbs.add_parser("remove-storage", help="move its replicas away, then leave it out")
-    removed.add_argument("address", metavar="HOST:PORT")
+    removed.add_argument("address", metavar="HOST:PORT", help=STORAGE)
     _finish(removed, _remove_storage)
     moved = verbs.add_parser("set-admin-port", help="say where a storage is administered")
-    moved.add_argument("address", metavar="HOST:PORT")
-    moved.add_argument("admin_port", metavar="ADMIN_PORT", type=int)
+    moved.add_argument("address", metavar="HOST:PORT", help=STORAGE)
+    moved.add_argument("admin_port", metavar="ADMIN_PORT", type=int, help="where it listens now")
     _finish(moved, _set_admin_port)
     replaced = verbs.add_parser(
         "replace-storage", help="give what a storage held to another one, or to its empty successor"
     )
-    replaced.add_argument("address", metavar="OLD")
+    replaced.add_argument("address", metavar="OLD", help="HOST:PORT of the storage that is gone")
     replaced.add_argument("new", metavar="NEW", help="may be OLD: an empty one at its address")
     _add_admin_port(replaced)
     _finish(replaced, _replace_storage)
@@ -78,12 +79,12 @@ def _add_replica_verbs(verbs: Verbs) -> None:
     ):
         command = verbs.add_parser(name, aliases=[also], help=text)
         _add_partitions(command)
-        command.add_argument("address", metavar="HOST:PORT", nargs="+")
+        command.add_argument("address", metavar="HOST:PORT", nargs="+", help="the storages")
         _finish(command, verb)
     moved = verbs.add_parser("move-replica", help="move a replica from one storage to another")
     _add_partitions(moved)
-    moved.add_argument("old", metavar="FROM")
-    moved.add_argument("new", metavar="TO")
+    moved.add_argument("old", metavar="FROM", help="HOST:PORT of the storage that has it")
+    moved.add_argument("new", metavar="TO", help="HOST:PORT of the storage that is to have it")
     _finish(moved, _move_replica)
 
 

@@ -44,7 +44,7 @@ def add_preferring(verbs: Verbs, prefer: str, unprefer: str) -> None:
     ):
         command = verbs.add_parser(name, help=text)
         command.add_argument("partitions", metavar="PARTITIONS", help="like 3 or 0-6,9 or all")
-        command.add_argument("server", metavar="HOST:PORT")
+        command.add_argument("server", metavar="HOST:PORT", help="as `server list` has it")
         add_common(command)
         command.set_defaults(verb=_running(verb), creates=False)
 

@@ -51,7 +51,7 @@ def add(verbs: Verbs) -> None:
     accept = verbs.add_parser(
         "accept-replicas", help="take one replica's log for the log when no quorum can vouch"
     )
-    accept.add_argument("partition", type=int)
+    accept.add_argument("partition", type=int, help="one of those that no quorum can vouch for")
     accept.add_argument("--replica", metavar="HOST:PORT", help="else the one that has most")
     accept.add_argument("--yes", action="store_true", help="else it is only shown what may be lost")
     add_common(accept)
@@ -59,7 +59,7 @@ def add(verbs: Verbs) -> None:
     rebuild = verbs.add_parser(
         "rebuild-metadata", help="make ZooKeeper's nodes anew from what the storages have"
     )
-    rebuild.add_argument("--name", default="waltz", help="default waltz")
+    rebuild.add_argument("--name", default="waltz", help="of the cluster (default waltz)")
     rebuild.add_argument(
         "--storage",
         action="append",
@@ -83,6 +83,11 @@ def add(verbs: Verbs) -> None:
         help="a storage's directory that says both",
     )
     rebuild.add_argument("--replicas", type=int, help="of each partition; else one for each group")
+    rebuild.add_argument(
+        "--only-nodes",
+        action="store_true",
+        help="end when the nodes are made, before storages are started; give it again without",
+    )
     add_common(rebuild)
     rebuild.set_defaults(verb=lambda arguments: run(arguments, _rebuild), creates=True)
 
@@ -294,6 +299,9 @@ async def _rebuild(command: Command) -> Result:
         if each not in new.groups:
             raise BadConfig(f"--missing {each}: name it with --storage, too")
     await _make_nodes(command, new)
+    if command.arguments.only_nodes:
+        key = str(new.cluster_key)
+        return {"cluster_key": key, "summary": "start the storages, then the servers, and go on"}
     facts = ClusterFacts(new.cluster_key.bytes, new.partition_count)
     there = [each for each in new.groups if each not in missing]
     links = await _await_storages(command, there, facts)
@@ -384,7 +392,10 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
     for number in range(new.partition_count):
         if await _is_waiting(coordinator, PartitionId(number)):
             return
-    raise BadRequest(f"the cluster at {coordinator.where} has its metadata: nothing is to rebuild")
+    raise BadRequest(
+        f"the cluster at {coordinator.where} has its metadata: nothing is to rebuild. Where only "
+        "some of it is lost, the rest has to go first (`cluster delete`)"
+    )
 
 
 async def _is_waiting(coordinator: Coordinator, partition_id: PartitionId) -> bool:

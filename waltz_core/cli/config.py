@@ -17,7 +17,7 @@ def add(command: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
     shown = verbs.add_parser("show", help="show settings: defaults, file, environment")
-    shown.add_argument("kind", choices=sorted(KINDS))
+    shown.add_argument("kind", choices=sorted(KINDS), help="whose settings")
     shown.add_argument("--config", type=Path, help="a TOML file")
     shown.add_argument("--json", action="store_true", help="one JSON value on standard output")
     shown.set_defaults(verb=_show)

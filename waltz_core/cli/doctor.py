@@ -20,11 +20,12 @@ from waltz_core import net
 from waltz_core.cli.doctor_probes import gather, local_cluster
 from waltz_core.cli.output import show, show_json
 from waltz_core.cluster.diagnosis import diagnose, summary
-from waltz_core.cluster.facts import Facts
-from waltz_core.cluster.findings import Finding
+from waltz_core.cluster.facts import Facts, ServerFacts
+from waltz_core.cluster.findings import KINDS, Finding
 from waltz_core.config import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
+from waltz_core.record import PartitionId
 
 TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move, where nothing is in the way.
@@ -33,11 +34,18 @@ NOT_MEASURED: Final = (
     "the clocks of ZooKeeper's nodes, which tell no time",
     "the clocks of servers, but for commit times that lie in the future",
     "whether the processes can reach each other, but for servers to storages",
+    "who else reaches the ports, which ask nobody who he is: keep them in a private network",
 )
 
 
 def add(command: argparse.ArgumentParser) -> None:
     """Declare the command; it has no verbs."""
+    command.description = (
+        f"{command.description} It changes nothing. What lasts for {LOOK_AGAIN_S:g} s is told: a "
+        "sentence, and below it the command, where words in capitals are for you to fill in. Exit "
+        "code 0: nothing is wrong; 1: something is, or nobody could be asked. docs/doctor.md has "
+        "all sentences."
+    )
     command.add_argument(
         "--connect",
         default=os.environ.get("WALTZ_CONNECT"),
@@ -126,10 +134,12 @@ def _clocks(facts: Facts) -> str:
 def as_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
     """Return the one value for scripts."""
     return {
+        "connect": facts.connect,
         "is_well": not found,
         "findings": [
             {
                 "name": each.name,
+                "area": KINDS[each.name].area.value,
                 "about": each.about,
                 "partition": each.partition,
                 "sentence": each.sentence,
@@ -140,6 +150,10 @@ def as_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
         "seen": _seen(facts),
         "not_measured": list(NOT_MEASURED),
     }
+
+
+def _open(server: ServerFacts) -> set[PartitionId]:
+    return {number for number, is_open in server.served.items() if is_open}
 
 
 def _seen(facts: Facts) -> dict[str, object]:
@@ -154,7 +168,10 @@ def _seen(facts: Facts) -> dict[str, object]:
         "servers": {
             each.address: {
                 "latency_ms": each.latency_ms,
-                "open": sorted(number for number, is_open in each.served.items() if is_open),
+                "open": sorted(_open(each)),
+                "not_open": sorted(each.served.keys() - _open(each)),
+                "preferred": sorted(each.preferred),
+                "out_of_reach": sorted(each.out_of_reach),
             }
             for each in cluster.servers.values()
         },
@@ -162,6 +179,7 @@ def _seen(facts: Facts) -> dict[str, object]:
             each.address: {
                 "latency_ms": each.latency_ms,
                 "free_bytes": None if each.room is None else each.room.free_bytes,
+                "is_full": None if each.room is None else each.room.is_full,
                 "clock_ahead_ms": each.clock_ahead_ms,
                 "replicas": len(each.replicas),
             }

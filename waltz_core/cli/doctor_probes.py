@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from waltz_core import net
 from waltz_core.cli.storage_views import damaged_count
@@ -47,8 +47,12 @@ from waltz_core.wire.admin_messages import (
     HeldResponse,
     MetricsRequest,
     MetricsResponse,
+    RecordListRequest,
+    RecordListResponse,
     ReplicaRequest,
     ReplicaResponse,
+    SessionInfoRequest,
+    SessionInfoResponse,
     StorageRequest,
     StorageResponse,
 )
@@ -67,13 +71,22 @@ from waltz_core.wire.messages import (
 )
 
 AT_ONCE: Final = 32
+# Reads of one storage side by side: one that does not come back holds up no more than its list.
+LISTS_COUNT: Final = 8
 # A clock that was read within a longer time says nothing of a second.
 READ_MS_MAX: Final = 500.0
 NOT_A_CLIENT: Final = -1
+# As a storage words it of a log that has not failed to open, and is not open (storage/upkeep.py).
+OPENING: Final = "its log is not open"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ItemT = TypeVar("ItemT")
+Tell: TypeAlias = Callable[[int, int, str], None]
+
+
+def _tell_nobody(_done_count: int, _count: int, _what: str) -> None:
+    """Nobody watches."""
 
 
 async def gather(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
@@ -184,6 +197,30 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
     return replace(found, cluster=await seen.ask(timeout_s, found.local))
 
 
+async def ask_cluster(coordinator: Coordinator, *, timeout_s: float, tell: Tell) -> ClusterFacts:
+    """Ask the processes of one cluster; `tell` hears how many have answered, and who has not."""
+    return await (await _Seen.read(coordinator)).ask(timeout_s, None, tell)
+
+
+class _Asked:
+    """Who was asked, and has not answered yet."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._waiting: dict[str, None] = {}
+        self._done_count = 0
+
+    async def one(self, name: str, asking: Awaitable[ResultT]) -> ResultT:
+        self._waiting[name] = None
+        answer = await asking
+        del self._waiting[name]
+        self._done_count += 1
+        waits = ", ".join(self._waiting)
+        what = f"waiting for {waits}" if waits else "all have answered"
+        self._tell(self._done_count, self._done_count + len(self._waiting), what)
+        return answer
+
+
 class _Seen:
     """What ZooKeeper says of a cluster."""
 
@@ -213,15 +250,23 @@ class _Seen:
             await _side_by_side(numbers, coordinator.read_partition),
         )
 
-    async def ask(self, timeout_s: float, local: LocalFacts | None) -> ClusterFacts:
+    async def ask(
+        self, timeout_s: float, local: LocalFacts | None, tell: Tell = _tell_nobody
+    ) -> ClusterFacts:
         """Ask the cluster's processes, all at once."""
         servers = self.servers.servers
+        asked = _Asked(tell)
         async with asyncio.TaskGroup() as tasks:
             told = {
-                each: tasks.create_task(_Server(self, each, timeout_s).ask()) for each in servers
+                key: tasks.create_task(
+                    asked.one(f"server {each.address}", _Server(self, key, timeout_s).ask())
+                )
+                for key, each in servers.items()
             }
             storages = [
-                tasks.create_task(_Storage(self, each, timeout_s, local).ask())
+                tasks.create_task(
+                    asked.one(f"storage {each}", _Storage(self, each, timeout_s, local).ask())
+                )
                 for each in self.layout.assignment.partitions
             ]
         partitions = {
@@ -246,6 +291,7 @@ class _Seen:
             self.layout.groups,
             partitions,
             str(self.view.store.cluster_key),
+            self.view.params.name,
         )
 
 
@@ -368,9 +414,10 @@ class _Storage:
         self._host, port = split_address(address)
         members = () if local is None else local.members
         noted = [each.admin_port for each in members if each.address == address]
+        registered_port = seen.layout.admin_ports.get(address, port + 1)
         # Where its administration may be: at the next port, unless it was told else.
-        self._admin_ports = [*filter(None, noted), port + 1]
-        admin = f"{self._host}:{seen.layout.admin_ports.get(address, port + 1)}"
+        self._admin_ports = list(dict.fromkeys([registered_port, *filter(None, noted), port + 1]))
+        admin = f"{self._host}:{registered_port}"
         registered = seen.storage_ids.get(address)
         self._facts = StorageFacts(address, admin, registered_id=registered)
 
@@ -390,8 +437,9 @@ class _Storage:
             return replace(facts, is_of_cluster=False)
         except (WaltzError, TimeoutError) as error:
             why = str(error) or f"no answer within {self._timeout_s:g} s"
-            other = await self._other_admin()
-            return replace(facts, admin_trouble=why, other_admin=other)
+            port = await self._admin_port()
+            is_hanging = isinstance(error, TimeoutError) and port == split_address(facts.admin)[1]
+            return replace(facts, admin_trouble=why, is_hanging=is_hanging, other_admin=port)
 
     async def _ask(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
         store = self._seen.view.store
@@ -411,13 +459,43 @@ class _Storage:
         facts = await self._with_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(told.storage_id).hex())
         assigned = self._seen.layout.assignment.partitions[self._address]
+        replicas = {
+            PartitionId(each): await self._replica(admin, each)
+            for each in sorted({*held, *assigned})
+        }
+        stuck = await self._stuck(replicas)
         return replace(
             facts,
             replicas={
-                PartitionId(each): await self._replica(admin, each)
-                for each in sorted({*held, *assigned})
+                each: replace(told, is_stuck=each in stuck) for each, told in replicas.items()
             },
         )
+
+    async def _stuck(self, replicas: Mapping[PartitionId, ReplicaFacts]) -> set[PartitionId]:
+        """Return which of the served logs do not answer; rule 2 holds for each of some lists."""
+        served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
+        lists = [served[at::LISTS_COUNT] for at in range(min(LISTS_COUNT, len(served)))]
+        first_stuck = await _side_by_side(lists, lambda each: self._first_stuck(each, replicas))
+        return {each for each in first_stuck if each is not None}
+
+    async def _first_stuck(
+        self, partitions: Sequence[PartitionId], replicas: Mapping[PartitionId, ReplicaFacts]
+    ) -> PartitionId | None:
+        """Read the last record of one log after the other, until one does not answer."""
+        with suppress(WaltzError):
+            async with administered(self._facts.admin) as admin:
+                for partition in partitions:
+                    last = replicas[partition].last
+                    try:
+                        # One that is refused was answered, and its trouble is told by others.
+                        with suppress(WaltzError):
+                            async with asyncio.timeout(self._timeout_s):
+                                await admin.ask(
+                                    RecordListResponse, RecordListRequest, partition, last, 1
+                                )
+                    except TimeoutError:
+                        return partition
+        return None
 
     async def _with_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
         """Read disk and clock, which an older storage does not tell."""
@@ -441,6 +519,15 @@ class _Storage:
     async def _replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
         async with asyncio.timeout(self._timeout_s):
             told = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+            if told.is_held and told.why_not == OPENING:
+                marks = await admin.ask(SessionInfoResponse, SessionInfoRequest, partition)
+                return ReplicaFacts(
+                    is_available=told.is_available,
+                    is_served=told.is_served,
+                    is_opening=True,
+                    last_session=SessionId(marks.last_session),
+                    last=TransactionId(max(marks.low_water_mark, marks.local_low_water_mark)),
+                )
         return ReplicaFacts(
             told.is_held,
             told.is_available,
@@ -452,15 +539,19 @@ class _Storage:
             damaged_count(told),
         )
 
-    async def _other_admin(self) -> int | None:
-        """Look for its administration where it may be."""
-        for port in self._admin_ports:
-            with suppress(WaltzError, TimeoutError):
-                async with (
-                    asyncio.timeout(self._timeout_s),
-                    administered(f"{self._host}:{port}") as admin,
-                ):
-                    told = await admin.ask(StorageResponse, StorageRequest)
-                    if told.address == self._address:
-                        return port
-        return None
+    async def _admin_port(self) -> int | None:
+        """Look for its administration everywhere where it may be."""
+        found = await _side_by_side(self._admin_ports, self._is_admin_port)
+        return next(
+            (port for port, is_it in zip(self._admin_ports, found, strict=True) if is_it), None
+        )
+
+    async def _is_admin_port(self, port: int) -> bool:
+        with suppress(WaltzError, TimeoutError):
+            async with (
+                asyncio.timeout(self._timeout_s),
+                administered(f"{self._host}:{port}") as admin,
+            ):
+                told = await admin.ask(StorageResponse, StorageRequest)
+                return told.address == self._address
+        return False

@@ -38,6 +38,7 @@ def add(command: argparse.ArgumentParser) -> None:
     status.add_argument("--json", action="store_true", help="one JSON value on standard output")
     status.set_defaults(verb=_status)
     down = verbs.add_parser("down", help="end what `up` started; the data stays")
+    down.add_argument("--keep-zookeeper", action="store_true", help="end servers and storages only")
     down.set_defaults(verb=_down)
     for verb in (up, status, down):
         verb.add_argument(
@@ -93,6 +94,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    ended = LocalCluster(Path(_config(arguments).directory)).down()
+    ended = LocalCluster(Path(_config(arguments).directory)).down(
+        keep_zookeeper=arguments.keep_zookeeper
+    )
     say(f"ended {', '.join(ended)}" if ended else "nothing was running")
     return 0

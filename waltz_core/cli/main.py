@@ -58,6 +58,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "cluster verify --connect zk1:2181/waltz/payments --by-partition",
         "cluster add-replica 0-7 s4:15280 --connect zk1:2181/waltz/payments",
     ),
+    "doctor": ("doctor --connect zk1:2181/waltz/payments", "doctor --json --timeout-s 10"),
     "storage": (
         "storage run --config conf/storage.toml",
         "storage list --connect zk1:2181/waltz/payments",

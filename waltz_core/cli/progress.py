@@ -23,6 +23,7 @@ class ProgressLine:
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
         self._text = ""
+        self.awaited = ""  # what was waited for last, terminal or not
         self._is_shown = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -46,6 +47,7 @@ class ProgressLine:
 
     def show(self, done_count: int, count: int, what: str) -> None:
         """Say how much of it is done, and what happens or is waited for."""
+        self.awaited = what.removeprefix("waiting for ")
         filled = BAR_CHARACTERS * done_count // max(count, 1)
         bar = "#" * filled + "." * (BAR_CHARACTERS - filled)
         self._text = f"[{bar}] {done_count} of {count}  {what}"

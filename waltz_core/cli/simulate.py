@@ -48,7 +48,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trace", action="store_true", help="print all that happens in one run")
     command.add_argument("--shrink", action="store_true", help="shorten one run that fails")
     command.add_argument("--report", type=Path, metavar="FILE", help="write what was tried")
-    command.add_argument("--json", action="store_true")
+    command.add_argument("--json", action="store_true", help="one JSON value on standard output")
     command.set_defaults(verb=_simulate)
 
 

@@ -1,12 +1,14 @@
 """`waltz-core storage scrub`: have records read again now, wait, and tell what came of it.
 
-Why it stands alone: it is the one verb that takes as long as a disk takes.
+Why it stands alone: it is the one verb that takes as long as a disk takes. The pass is the
+storage's: it goes on when the command has waited long enough.
 """
 
 import argparse
 import asyncio
 from typing import Final
 
+from waltz_core.cli.changing import add_timeout, in_time
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage_target import add_partitions, add_target, partitions_of, target_of
@@ -21,6 +23,7 @@ from waltz_core.wire.admin_messages import (
 )
 
 LOOK_S: Final = 0.2
+_GOES_ON: Final = "The storage goes on with the pass that was begun; --status tells how far it is"
 _TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error")
 
 
@@ -30,6 +33,7 @@ def add_scrub(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--status", action="store_true", help="only tell how far the scrub is; begin nothing"
     )
+    add_timeout(verb)
     add_target(verb, _scrub)
 
 
@@ -38,7 +42,10 @@ async def _scrub(arguments: argparse.Namespace) -> int:
     target = await target_of(arguments)
     with ProgressLine() as line:
         line.show(0, len(partitions), f"waiting for {target} to answer")
-        async with administered(target.admin) as admin:
+        async with (
+            in_time(arguments.timeout, lambda: line.awaited, afterwards=_GOES_ON),
+            administered(target.admin) as admin,
+        ):
             if not admin.is_ours:
                 raise BadRequest(
                     f"{target}: expected a storage that scrubs, found one of the original"
@@ -63,12 +70,15 @@ async def _looked_at(
     admin: StorageAdmin, partition: int, line: ProgressLine, *, is_asked: bool
 ) -> dict[str, object]:
     """Begin a pass and wait for its end, if that was asked for; tell how the partition stands."""
+    line.show(0, 1, f"waiting for {admin.address} to answer about partition {partition}")
     state = await admin.ask(ScrubResponse, ScrubRequest, partition, is_asked)
     passes_count = state.passes_count
     while is_asked and state.passes_count == passes_count:
-        line.show(state.next_id, state.last_id + 1, f"records of partition {partition}")
+        at, count = state.next_id, state.last_id + 1
+        line.show(at, count, f"records of partition {partition}, {at} of {count}")
         await asyncio.sleep(LOOK_S)
         state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
+    line.show(1, 1, f"waiting for {admin.address} to tell the damage of partition {partition}")
     replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
     return _row(state, damaged_count(replica))
 

@@ -105,14 +105,19 @@ def handed_over(
 def move_partitions(
     old: PartitionAssignment, moves: Mapping[PartitionId, ServerId]
 ) -> PartitionAssignment:
-    """Return the assignment for the same servers after some partitions have moved."""
+    """Return the assignment for the same servers after some partitions have moved.
+
+    A server that the old one does not name has owned nothing: whoever wrote it left it out.
+    """
     owned = {server_id: dict(its) for server_id, its in old.servers.items()}
     for source, its in old.servers.items():
         for partition_id, generation in its.items():
             target = moves.get(partition_id, source)
             if target != source:
                 del owned[source][partition_id]
-                owned[target][partition_id] = _next_generation(generation, partition_id)
+                owned.setdefault(target, {})[partition_id] = _next_generation(
+                    generation, partition_id
+                )
     servers = {server_id: dict(sorted(its.items())) for server_id, its in owned.items()}
     return PartitionAssignment(old.cversion, old.partition_count, servers)
 

@@ -19,20 +19,19 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from waltz_core.cluster import changes, rebuilding
-from waltz_core.cluster.changes import Replicas
 from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.facts import (
     ClusterFacts,
     Facts,
+    LocalFacts,
     MemberFacts,
     NodeFacts,
-    PartitionFacts,
     ReplicaFacts,
     ServerFacts,
     StorageFacts,
 )
 from waltz_core.cluster.findings import KINDS, Finding, finding
-from waltz_core.cluster.model import UNRESOLVED, MarkerState, ReplicaState
+from waltz_core.cluster.standing import Lack, Standing, lack_of
 from waltz_core.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
@@ -41,6 +40,13 @@ CLOCK_MS_MAX: Final = 1_000
 NEARLY_FULL_BYTES: Final = 1024 * MIB
 # More than a replica is behind that is fed from memory.
 LAG_MAX: Final = 100_000
+LACKS: Final = {
+    Lack.OFFLINE: "replica-offline",
+    Lack.NOT_HELD: "replica-not-held",
+    Lack.OPENING: "replica-opening",
+    Lack.UNREADABLE: "replica-unreadable",
+    Lack.STUCK: "replica-stuck",
+}
 _CONFIGS: Final = {"zookeeper": "zoo.cfg", "server": "server.toml", "storage": "storage.toml"}
 
 
@@ -106,6 +112,31 @@ class _Case:
         member = self.member_at(address)
         return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
 
+    def rebuilding(self, rebuild: str, *before: str) -> str:
+        """Return the steps around `rebuild-metadata`: nobody may run before the nodes are there."""
+        local = self.facts.local
+        if local is None:
+            return " && ".join([*before, rebuild])
+        directory = f"--directory {shlex.quote(local.directory)}"
+        steps = [f"waltz-core local down --keep-zookeeper {directory}", *before]
+        together = f"{{ {rebuild} & waltz-core local up {directory}; wait; }}"
+        return " && ".join([*steps, f"{rebuild} --only-nodes", together])
+
+    def _tell_lost(self, local: LocalFacts) -> None:
+        """A cluster on this machine is not in ZooKeeper any more."""
+        storages = [each for each in local.members if each.name.startswith("storage")]
+        directory = shlex.quote(local.directory)
+        words = [f"--from-directory {directory}/{storages[0].name} --replicas COUNT"]
+        words += [f"--storage {each.address}:{each.admin_port}" for each in storages]
+        connect = f"--connect {self.connect}"
+        rebuild = f"waltz-core cluster rebuild-metadata {connect} --name local {' '.join(words)}"
+        self.tell(
+            "cluster-lost",
+            self.facts.connect,
+            directory=directory,
+            rebuild=self.rebuilding(rebuild),
+        )
+
     def look_at_zookeeper(self) -> None:
         facts = self.facts
         start = self.start("zookeeper")
@@ -117,7 +148,10 @@ class _Case:
             hosts = facts.connect.partition("?")[0]
             self.tell("zookeeper-refuses", facts.connect, why=facts.refusal, hosts=hosts)
         if facts.is_no_cluster:
-            self.tell("no-cluster", facts.connect)
+            if facts.local is None:
+                self.tell("no-cluster", facts.connect)
+            else:
+                self._tell_lost(facts.local)
 
     def _look_at_node(self, node: NodeFacts) -> None:
         start = self.start("zookeeper", node.address)
@@ -137,6 +171,8 @@ class _Case:
         for member in () if local is None else local.members:
             if member.state == "up":
                 continue
+            if self.facts.is_no_cluster and not member.name.startswith("zookeeper"):
+                continue  # rule 1: without its cluster none of them can run
             assert local is not None
             name = "process-down" if member.state == "down" else "process-stopped"
             where = shlex.quote(local.directory)
@@ -162,7 +198,8 @@ class _Cluster:
             partition_id = PartitionId(number)
             _Partition(self._case, self._cluster, self, partition_id).look()
             if partition_id in crowded:
-                self._tell("groups-crowded", partition_id, partition=partition_id)
+                spread = self._spread(partition_id)
+                self._tell("groups-crowded", partition_id, partition=partition_id, spread=spread)
 
     # --- servers
 
@@ -176,7 +213,7 @@ class _Cluster:
             return
         for storage in server.out_of_reach:
             known = self._cluster.storages.get(storage)
-            if known is not None and not known.trouble:
+            if known is not None and not known.trouble and known.is_of_cluster:
                 about = f"{address} {storage}"
                 self._tell("storage-out-of-reach", about, server=address, storage=storage)
 
@@ -192,7 +229,7 @@ class _Cluster:
             return
         for server in cluster.servers.values():
             for partition_id in server.preferred:
-                owner = self.owner_of(partition_id)
+                owner = Standing(cluster, partition_id).owner
                 if owner is None or owner is server or partition_id not in owner.preferred:
                     continue
                 self._tell(
@@ -202,11 +239,6 @@ class _Cluster:
                     server=server.address,
                     owner=owner.address,
                 )
-
-    def owner_of(self, partition_id: PartitionId) -> ServerFacts | None:
-        """Return the live server that owns a partition."""
-        owner = self._cluster.owners.get(partition_id)
-        return None if owner is None else self._cluster.servers.get(owner.server_id)
 
     # --- storages
 
@@ -219,6 +251,8 @@ class _Cluster:
             name = "storage-silent" if storage.is_silent else "storage-away"
             if storage.registered_id is None:
                 name = "storage-never-started"
+            if self.is_starting(storage):
+                name = "storage-starting"
             self._tell(name, address, storage=address, why=storage.trouble, start=start)
         elif not storage.is_of_cluster:
             self._tell("storage-of-another-cluster", address, storage=address, start=start)
@@ -230,6 +264,9 @@ class _Cluster:
                 found=storage.storage_id,
                 expected=storage.registered_id or "none",
             )
+        elif storage.is_hanging:
+            why = storage.admin_trouble
+            self._tell("storage-hangs", address, storage=address, why=why, start=start)
         elif storage.admin_trouble:
             self._tell(
                 "admin-port-wrong",
@@ -241,6 +278,12 @@ class _Cluster:
             )
         else:
             self._look_at_machine(storage)
+
+    def is_starting(self, storage: StorageFacts) -> bool:
+        """Whether its process is there, and no port yet: nobody may be told to end it."""
+        member = self._case.member_at(storage.address)
+        is_running = member is not None and member.state == "up"
+        return bool(storage.trouble) and is_running and not storage.is_silent
 
     def _look_at_machine(self, storage: StorageFacts) -> None:
         held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
@@ -263,24 +306,35 @@ class _Cluster:
                 way="ahead of" if ahead > 0 else "behind",
             )
 
+    def _is_fit(self, storage: StorageFacts) -> bool:
+        """Whether more replicas may go there."""
+        room = storage.room
+        return not (
+            storage.trouble
+            or storage.admin_trouble
+            or room is None
+            or room.is_full
+            or room.free_bytes < NEARLY_FULL_BYTES
+        )
+
+    def _spread(self, partition_id: PartitionId) -> str:
+        """Return the command that spreads replicas, but not onto a disk that was just emptied."""
+        groups, connect = self._cluster.groups, self._case.connect
+        taken = {groups.get(each) for each in self._cluster.assigned[partition_id]}
+        others = [each for each in self._cluster.storages.values() if self._is_fit(each)]
+        if any(groups.get(each.address) not in taken for each in others):
+            return f"waltz-core cluster auto-assign --connect {connect}"
+        group = min(each for each in groups.values() if each not in taken)
+        return f"waltz-core cluster add-storage HOST:PORT --group {group} --connect {connect}"
+
     def empty(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
         """Return the command that moves replicas away, to where there is room for most of them."""
 
         def movable(name: ReplicaId) -> list[PartitionId]:
             return [each for each in partitions if name not in self._cluster.assigned[each]]
 
-        def is_fit(storage: StorageFacts) -> bool:
-            room = storage.room
-            return not (
-                storage.trouble
-                or storage.admin_trouble
-                or room is None
-                or room.is_full
-                or room.free_bytes < NEARLY_FULL_BYTES
-            )
-
         group = self._cluster.groups.get(address)
-        spare = [each.address for each in self._cluster.storages.values() if is_fit(each)]
+        spare = [each.address for each in self._cluster.storages.values() if self._is_fit(each)]
         spare = [each for each in spare if each != address and movable(each)]
         if not spare:
             return f"waltz-core cluster add-storage HOST:PORT --connect {self._case.connect}"
@@ -305,19 +359,25 @@ class _Cluster:
             f"waltz-core cluster prefer {partition_id} {others[0]} --connect {self._case.connect}"
         )
 
-    def rebuilding(self, count: int | None) -> str:
-        """Return the cluster as `rebuild-metadata` takes it; `count` replicas, where it is known.
+    def rebuild(self, count: int | None) -> str:
+        """Return what makes the nodes anew; `count` replicas, where it is known.
 
         Too small a count would have it believe too few.
         """
-        cluster = self._cluster
-        words = [f"--cluster-key {cluster.cluster_key} --partitions {cluster.partition_count}"]
-        words.append(f"--replicas {count or 'COUNT'}")
+        cluster, connect = self._cluster, self._case.connect
+        words = [
+            f"--name {shlex.quote(cluster.name)} --cluster-key {cluster.cluster_key}",
+            f"--partitions {cluster.partition_count} --replicas {count or 'COUNT'}",
+        ]
         for each in self._cluster.storages.values():
             words.append(f"--storage {each.address}:{split_address(each.admin)[1]}")
             group = self._cluster.groups.get(each.address)
             words[-1] += "" if group is None else f":{group}"
-        return " ".join(words)
+        rebuild = f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(words)}"
+        if count is None:
+            return rebuild  # The nodes are there, and processes may run.
+        delete = f"waltz-core cluster delete {shlex.quote(cluster.name)} --connect {connect}"
+        return self._case.rebuilding(rebuild, delete)
 
 
 class _Partition:
@@ -327,20 +387,17 @@ class _Partition:
         self, case: _Case, cluster: ClusterFacts, whole: _Cluster, partition_id: PartitionId
     ) -> None:
         self._case, self._cluster, self._whole, self._id = case, cluster, whole, partition_id
-        self._facts = cluster.partitions.get(partition_id, PartitionFacts())
-        self._assigned = cluster.assigned.get(partition_id, ())
-        self._replicas = Replicas(self._assigned, self._facts.metadata)
-        self._quorum = len(self._assigned) // 2 + 1
+        self._now = Standing(cluster, partition_id)
 
     def look(self) -> None:
         if self._look_at_metadata():
             return
-        if not self._assigned:
+        if not self._now.assigned:
             self._tell("no-replicas")
             return
         self._look_at_count()
-        for address in self._assigned:
-            self._look_at_replica(self._cluster.storages[address])
+        for storage in self._now.storages:
+            self._look_at_replica(storage)
         has_votes = self._look_at_quorum()
         self._look_at_owner(has_votes=has_votes)
         self._look_for_leftovers()
@@ -352,36 +409,33 @@ class _Partition:
     # --- replicas
 
     def _look_for_leftovers(self) -> None:
-        metadata = self._facts.metadata
-        is_whole = self._is_open() and set(self._replicas.level) == set(self._assigned)
-        if metadata is None or not is_whole:
+        now, metadata = self._now, self._now.facts.metadata
+        if metadata is None or not now.is_open or now.behind:
             return  # rule 5
         for storage in self._cluster.storages.values():
             held = storage.replicas.get(self._id)
-            is_wanted = storage.address in self._assigned or storage.address in metadata.states
+            is_wanted = storage.address in now.assigned or storage.address in metadata.states
             if held is None or not held.is_held or is_wanted:
                 continue
-            if held.last <= self._newest() and held.last_session <= metadata.session_id:
+            if held.last <= now.newest and held.last_session <= metadata.session_id:
                 self._tell("replica-left-over", storage.address, storage=storage.address)
 
     def _look_at_count(self) -> None:
         counts = [len(each) for each in self._cluster.assigned.values()]
         usual = max(counts, key=lambda each: (counts.count(each), each))
-        count = len(self._assigned)
+        count = len(self._now.assigned)
         if count < usual:
             self._tell("too-few-replicas", count=count, usual=usual)
 
     def _look_at_metadata(self) -> bool:
         """Tell what ZooKeeper has lost; whether it has."""
-        metadata, marker = self._facts.metadata, self._facts.marker
-        if rebuilding.is_waiting(metadata, marker):
+        if rebuilding.is_waiting(self._now.facts.metadata, self._now.facts.marker):
             # What is assigned by now is what was decided so far, not what there was.
-            self._tell("rebuilding-unfinished", storages=self._whole.rebuilding(None))
+            self._tell("rebuilding-unfinished", rebuild=self._whole.rebuild(None))
             return True
-        is_lost = marker is not None and marker.state is MarkerState.OPEN
-        if is_lost and not self._replicas.was_opened:
+        if self._now.is_lost:
             counts = map(len, self._cluster.assigned.values())
-            self._tell("metadata-lost", storages=self._whole.rebuilding(max(counts, default=0)))
+            self._tell("metadata-lost", rebuild=self._whole.rebuild(max(counts, default=0)))
             return True
         return False
 
@@ -389,103 +443,60 @@ class _Partition:
         held, address = storage.replicas.get(self._id), storage.address
         if held is None or storage.trouble:
             return
-        if not held.is_available:
-            self._tell("replica-offline", address, storage=address)
-        elif not held.is_held:
-            self._tell("replica-not-held", address, storage=address)
-        elif held.why_not:
-            self._tell("replica-unreadable", address, storage=address, why=held.why_not)
-        else:
+        lack = lack_of(held)
+        if lack is None:
             self._look_at_log(storage, held)
+        else:
+            start = self._case.start("storage", address)
+            self._tell(LACKS[lack], address, storage=address, why=held.why_not, start=start)
 
     def _look_at_log(self, storage: StorageFacts, held: ReplicaFacts) -> None:
-        address = storage.address
+        now, address = self._now, storage.address
         if held.damaged_count:
             self._tell("replica-damaged", address, storage=address, count=held.damaged_count)
         if held.is_suspect:
-            if not self._nobody_can_vouch():
+            if not now.nobody_can_vouch:
                 self._tell("replica-suspect", address, storage=address)
-        elif self._is_open() and address not in self._replicas.level:
+        elif now.is_open and address in now.behind:
             full = storage.room is not None and storage.room.is_full
-            if not full and address in self._states():
+            if not full and address in now.states:
                 self._tell("replica-not-engaged", address, storage=address, last=held.last)
-        elif self._is_open() and self._newest() - held.last > LAG_MAX:
-            count = self._newest() - held.last
+        elif now.is_open and now.newest - held.last > LAG_MAX:
+            count = now.newest - held.last
             empty = self._whole.empty(address, [self._id])
             self._tell("replica-lagging", address, storage=address, count=count, empty=empty)
-
-    def _newest(self) -> int:
-        storages = [self._cluster.storages[each] for each in self._assigned]
-        ends = [each.replicas[self._id].last for each in storages if self._id in each.replicas]
-        return max(ends, default=-1)
 
     # --- the quorum (rule 3)
 
     def _look_at_quorum(self) -> bool:
         """Tell that there is none; whether a session could be open as far as replicas go."""
-        answering = [each for each in self._assigned if self._answers(each)]
-        if len(answering) < self._quorum:
-            away = [each for each in self._assigned if self._cluster.storages[each].trouble]
+        now, count = self._now, len(self._now.assigned)
+        if len(now.answering) < now.quorum:
             # Nobody who is well is ended: what is offline, or does not open, is told by itself.
+            away = [
+                each.address
+                for each in now.storages
+                if each.trouble and not self._whole.is_starting(each)
+            ]
             again = f"waltz-core doctor --connect {self._case.connect}"
             self._tell(
                 "no-quorum",
-                count=len(self._assigned),
-                answering=len(answering),
-                quorum=self._quorum,
+                count=count,
+                answering=len(now.answering),
+                quorum=now.quorum,
                 start=self._case.start("storage", away[0]) if away else again,
             )
             return False
-        if self._nobody_can_vouch():
-            able = len(self._assigned) - len(self._suspects())
-            self._tell(
-                "nobody-can-vouch", count=len(self._assigned), able=able, quorum=self._quorum
-            )
+        if now.nobody_can_vouch:
+            able = count - len(now.suspects)
+            self._tell("nobody-can-vouch", count=count, able=able, quorum=now.quorum)
             return False
-        return len(self._unknown()) < self._quorum
-
-    def _answers(self, address: ReplicaId) -> bool:
-        storage = self._cluster.storages[address]
-        held = storage.replicas.get(self._id)
-        if storage.trouble:
-            return False
-        return held is None or (held.is_held and held.is_available and not held.why_not)
-
-    def _suspects(self) -> list[ReplicaId]:
-        return [each for each in self._engaged() if self._answers(each) and self._is_suspect(each)]
-
-    def _unknown(self) -> list[ReplicaId]:
-        """Return of whom a recovery would not know what they have acknowledged."""
-        return [
-            each for each in self._engaged() if not self._answers(each) or self._is_suspect(each)
-        ]
-
-    def _is_suspect(self, address: ReplicaId) -> bool:
-        held = self._cluster.storages[address].replicas.get(self._id)
-        return held is not None and held.is_suspect
-
-    def _engaged(self) -> list[ReplicaId]:
-        states = self._states()
-        known = [each for each in states if each in self._cluster.storages]
-        return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
-
-    def _nobody_can_vouch(self) -> bool:
-        """Whether all answer, and too many of them are suspect: starting something is no help."""
-        is_answered = all(self._answers(each) for each in self._engaged())
-        return is_answered and not self._is_open() and len(self._suspects()) >= self._quorum
-
-    def _states(self) -> dict[ReplicaId, ReplicaState]:
-        metadata = self._facts.metadata
-        return {} if metadata is None else dict(metadata.states)
+        return len(now.unknown) < now.quorum
 
     # --- the owner
 
-    def _is_open(self) -> bool:
-        owner = self._whole.owner_of(self._id)
-        return owner is not None and owner.served.get(self._id, False)
-
     def _look_at_owner(self, *, has_votes: bool) -> None:
-        owner = self._whole.owner_of(self._id)
+        now, owner = self._now, self._now.owner
         if owner is None:
             if self._cluster.servers and self._cluster.is_settled:
                 self._tell("partition-without-server", start=self._case.start("server"))
@@ -498,19 +509,19 @@ class _Partition:
         if owner.trouble or not self._cluster.is_settled:
             return
         fields = {"server": owner.address, "move": self._whole.move(self._id, owner)}
-        if self._id not in owner.served:
+        if not now.is_served:
             self._tell("partition-not-served", **fields)
-        elif not self._is_open():
+        elif not now.is_open:
             if has_votes:
-                was_opened = self._replicas.was_opened
+                was_opened = now.replicas.was_opened
                 self._tell("session-not-open" if was_opened else "never-opened", **fields)
         else:
             self._look_at_session(owner, fields)
 
     def _look_at_session(self, owner: ServerFacts, fields: dict[str, str]) -> None:
-        facts, states = self._facts, self._states()
-        if set(states) != set(self._assigned):
-            assigned, replicas = ", ".join(self._assigned), ", ".join(states)
+        facts = self._now.facts
+        if self._now.is_of_other_replicas:
+            assigned, replicas = ", ".join(self._now.assigned), ", ".join(self._now.states)
             self._tell("session-of-other-replicas", assigned=assigned, replicas=replicas, **fields)
         if facts.mark_trouble:
             self._tell("mark-not-told", why=facts.mark_trouble, **fields)

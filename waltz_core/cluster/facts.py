@@ -51,7 +51,11 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """One partition of one storage; `why_not` says why its log does not open."""
+    """One partition of one storage; `why_not` says why its log does not open.
+
+    `is_opening`: nothing is known against its log, which is being read, or about to be.
+    `is_stuck`: whoever reads from it gets no answer, though its storage answers.
+    """
 
     is_held: bool = True
     is_available: bool = True
@@ -61,6 +65,8 @@ class ReplicaFacts:
     last_session: SessionId = NO_SESSION
     last: TransactionId = BEFORE_FIRST
     damaged_count: int = 0
+    is_opening: bool = False
+    is_stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class RoomFacts:
 class StorageFacts:
     """One storage of the assignment: both its ports, who it is, what it holds.
 
+    `is_hanging`: its administration knows who it is, and does not come to its disk.
     `other_admin` is where its administration was found instead of at the port that ZooKeeper has;
     `clock_ahead_ms` is against the clock of whoever asked, and None where it does not tell.
     """
@@ -85,6 +92,7 @@ class StorageFacts:
     is_silent: bool = False
     latency_ms: float = 0.0
     admin_trouble: str = ""
+    is_hanging: bool = False
     other_admin: int | None = None
     registered_id: str | None = None
     storage_id: str | None = None
@@ -140,6 +148,7 @@ class ClusterFacts:
     groups: Mapping[ReplicaId, int]
     partitions: Mapping[PartitionId, PartitionFacts]
     cluster_key: str = "CLUSTER_KEY"
+    name: str = "NAME"
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ def _row(name: str, sentence: str, command: str) -> tuple[str, str, str]:
 _START = "{start}"
 _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
+_LOOK_AGAIN = "waltz-core doctor --connect {connect}"
 _SYNC_CLOCK = "timedatectl set-ntp true"
-_REBUILD = "waltz-core cluster rebuild-metadata --connect {connect} {storages}"
 _DROP_AND_TAKE = (
     f"waltz-core storage availability {_AT} --online false && "
     f"waltz-core storage availability {_AT} --online true"
@@ -93,6 +93,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "there is no cluster at {connect}; was there one, do not create it anew, but see 'When "
             "ZooKeeper's data is lost'",
             "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
+        ),
+        _row(
+            "cluster-lost",
+            "there is no cluster at {connect} any more; the one in {directory} was there, and its "
+            "storages know enough to make ZooKeeper's nodes anew",
+            "{rebuild}",
         ),
     ),
     Area.PROCESSES: (
@@ -146,7 +152,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     Area.STORAGES: (
         _row(
             "storage-away",
-            "storage {storage} does not answer: {why}",
+            "storage {storage} does not answer: {why}; where its process runs, it is reading its "
+            "files after a crash, and to be waited for",
             _START,
         ),
         _row(
@@ -154,6 +161,18 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "storage {storage} takes connections and does not answer ({why}): end its process and "
             "start it again",
             _START,
+        ),
+        _row(
+            "storage-hangs",
+            "storage {storage} takes questions, and its threads do not come to their end ({why}), "
+            "as when a disk does not answer: look at the disk, end its process and start it again",
+            _START,
+        ),
+        _row(
+            "storage-starting",
+            "storage {storage} is starting: it reads its files, which may take minutes after a "
+            "crash, and has no port before; wait, and do not end it",
+            _LOOK_AGAIN,
         ),
         _row(
             "storage-never-started",
@@ -210,6 +229,17 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "replica-left-over",
             "partition {partition}: {storage} holds it, and nothing assigns it there",
             f"waltz-core storage remove-partition {_AT} --delete-files",
+        ),
+        _row(
+            "replica-stuck",
+            "partition {partition}: {storage} answers, but nothing that needs its log, as when a "
+            "disk does not answer: look at the disk, end its process and start it again",
+            _START,
+        ),
+        _row(
+            "replica-opening",
+            "partition {partition}: {storage} opens its log, which may take minutes: wait",
+            _LOOK_AGAIN,
         ),
         _row(
             "replica-unreadable",
@@ -269,7 +299,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "groups-crowded",
             "partition {partition}: its replicas are in fewer groups than they could be, so that "
             "one place may take too many of them with it",
-            "waltz-core cluster auto-assign --connect {connect}",
+            "{spread}",
         ),
         _row(
             "partition-without-server",
@@ -317,15 +347,17 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "metadata-lost",
-            "partition {partition} has a history, and ZooKeeper has lost what it knew of it: stop "
-            "all servers and storages, then see 'When ZooKeeper's data is lost'",
-            _REBUILD,
+            "partition {partition} has a history, and ZooKeeper has lost what it knew of it. All "
+            "of the cluster's nodes have to be made anew, which takes the word of all storages: "
+            "stop all servers and storages, have the old nodes deleted, and start the storages, "
+            "then the servers, while the last command waits for them",
+            "{rebuild}",
         ),
         _row(
             "rebuilding-unfinished",
             "partition {partition} waits since ZooKeeper's nodes were made anew: the command was "
             "broken off",
-            _REBUILD,
+            "{rebuild}",
         ),
     ),
 }

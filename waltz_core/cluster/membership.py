@@ -19,7 +19,7 @@ Rules:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Never
 
 from waltz_core import errors
@@ -243,24 +243,56 @@ class Membership:
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition of this process to another live server.
 
-        False when nobody else is there, or when it is not this process's any more. Raises
-        CoordinatorUnavailable when ZooKeeper does not answer.
+        A preference for it goes in the same write: else whoever is next to assign would give it
+        back. Who wants it again gives it to `prefer`. False when nobody else is there, or when it
+        is not this process's any more. Raises CoordinatorUnavailable when ZooKeeper does not
+        answer.
         """
+        before = self._descriptor
+        if before is None:
+            return False
+        kept = tuple(each for each in before.preferred if each != partition_id)
+        is_done = False
+        try:
+            changed = replace(before, preferred=kept)
+            is_done = await self._has_handed_over(changed, partition_id, generation)
+        finally:  # also when whoever asks is cancelled
+            if not is_done and self._descriptor is not None:
+                self._descriptor = before
+        return is_done
+
+    async def _has_handed_over(
+        self, changed: model.ServerDescriptor, partition_id: PartitionId, generation: Generation
+    ) -> bool:
+        """Write descriptor and assignment; False when there is nothing to give, or nobody."""
         partition_count = await self._read_partition_count()
+        server_id, is_unsure = changed.server_id, False
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            descriptor = self._descriptor
-            if descriptor is None or not _view(membership, partition_count).is_settled:
+            if self._descriptor is None or not _view(membership, partition_count).is_settled:
                 return False  # The lead is about to write another assignment anyway.
-            assignment = handed_over(
-                membership.assignment, partition_id, generation, descriptor.server_id
-            )
-            if assignment is None:
-                return False
-            step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
+            own = self._own_nodes(membership, server_id)
+            assignment = handed_over(membership.assignment, partition_id, generation, server_id)
+            if assignment is None or len(own) != 1:
+                owned = membership.assignment.servers.get(server_id, {})
+                return is_unsure and owned.get(partition_id) != generation
+            # Before it is written: `follow` would write what it takes for an old node anew.
+            self._descriptor = changed
             try:
-                await self._nodes.znodes.write([step])
-            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._nodes.znodes.write(
+                    [
+                        Set(own[0].path, changed.to_bytes(), own[0].stat.version),
+                        Set(
+                            self._nodes.paths.servers,
+                            assignment.to_bytes(),
+                            membership.stat.version,
+                        ),
+                    ]
+                )
+            except errors.CoordinatorConflict:
+                await self._nodes.znodes.sync()
+            except errors.CoordinatorOutcomeUnknown:
+                is_unsure = True
                 await self._nodes.znodes.sync()
             else:
                 return True

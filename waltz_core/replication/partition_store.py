@@ -170,6 +170,10 @@ class PartitionStore:
         session = self._session
         return session.readable() if session is not None and session.is_open else []
 
+    def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
+        """Return for how long each replica of the session has not answered what it was asked."""
+        return {} if self._session is None else self._session.waits_ms(now_ms)
+
     @property
     def in_flight_bytes(self) -> int:
         """Bytes of records submitted to the open session and not committed."""

@@ -163,6 +163,14 @@ class StoreSession:
         engaged = sorted(self.engaged, key=_SYNCED_LAST, reverse=True)
         return [each.replica for each in engaged]
 
+    def waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
+        """Return for how long each replica owes an answer: one with time may owe it for ever."""
+        return {
+            each.replica: now_ms - each.oldest_ms
+            for each in self.replicas.values()
+            if each.oldest_ms is not None
+        }
+
     def wake_times(self, now_ms: int) -> list[int]:
         """Return the times at which something is due; also those of what is due already."""
         times = self.repairs.wake_times(now_ms)

@@ -45,6 +45,7 @@ from waltz_core.server.neighbours import Neighbours
 from waltz_core.server.openings import Openings
 from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Partition
+from waltz_core.server.preferences import Preferences, within_reach
 from waltz_core.server.replicas import ReadLinks, is_reachable
 from waltz_core.wire.messages import Surface
 
@@ -56,6 +57,7 @@ LAST_APPENDS_LOOK_S: Final = 0.01
 UNREGISTER_S_MAX: Final = 2.0
 # A partition whose storages are away for everybody must not wander.
 HAND_OVER_PAUSE_S: Final = 60.0
+PREFER_AGAIN_LOOK_S: Final = 10.0
 # What a record and its place in a frame take beside its data.
 _ROW_OVERHEAD_BYTES: Final = 48
 _FEED_CACHE_BYTES_MIN: Final = 20 * KIB
@@ -147,6 +149,7 @@ class Server:
         self._neighbours = Neighbours(server_id, self._tasks, coordinator.take_out_server)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._descriptor = ServerDescriptor(server_id, "", 0)
+        self._preferences = Preferences(HAND_OVER_PAUSE_S)
         self._preferring = asyncio.Lock()
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
@@ -195,6 +198,7 @@ class Server:
                 await self._coordinator.register_server(self._descriptor)
                 tasks.create_task(self._coordinator.follow_servers(self._owned))
                 tasks.create_task(self._show())
+                tasks.create_task(self._prefer_again())
                 if self._config.balance == "load":
                     tasks.create_task(self._balancing().run())
                 on_ready(self.address)
@@ -322,7 +326,7 @@ class Server:
             failed=self._fail,
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
         )
-        return Host(partition_id, partition, surroundings)
+        return Host(partition_id, partition, store.replica_waits_ms, surroundings)
 
     async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition to another server, but not again and again: all may be as badly off."""
@@ -335,8 +339,11 @@ class Server:
             host = self.hosts.get(partition_id)
             if host is None or host.partition.is_owned:
                 return False  # While it has waited for its turn, it has begun anew.
-            if not await self._coordinator.hand_over(partition_id, generation):
-                return False
+            async with self._preferring:  # a preference for it goes, too
+                if not await self._coordinator.hand_over(partition_id, generation):
+                    return False
+                if self._preferences.handed_over(partition_id, time.monotonic()):
+                    _log.warning("server.preference_rests partition=%s", partition_id)
         # Not before: what ZooKeeper has not answered is tried again at the next release.
         self._handed_over_s[partition_id] = time.monotonic()
         return True
@@ -356,12 +363,29 @@ class Server:
     ) -> None:
         """Own some partitions before all others, or no longer (`clients.Backend`)."""
         async with self._preferring:
-            before = self._descriptor.preferred
-            kept = [each for each in before if each not in removed]
-            more = [each for each in dict.fromkeys(added) if each not in kept]
-            changed = replace(self._descriptor, preferred=(*kept, *more))
-            await self._coordinator.prefer(changed)
-            self._descriptor = changed
+            in_force = self._preferences.in_force_after(added, removed)
+            await self._coordinator.prefer(replace(self._descriptor, preferred=in_force))
+            self._preferences.change(added, removed)
+
+    async def _prefer_again(self) -> None:
+        """Prefer again what was handed over, once a quorum of its storages answers here."""
+        while True:
+            await asyncio.sleep(PREFER_AGAIN_LOOK_S)
+            rested = self._preferences.rested(time.monotonic())
+            if not rested:
+                continue
+            reached = {ReplicaId(name): is_it for name, is_it in await self.check_connectivity()}
+            back = within_reach(rested, self._assignments.replicas_of, reached)
+            if back:
+                await self._prefer_back(back)
+
+    async def _prefer_back(self, partitions: Collection[PartitionId]) -> None:
+        try:
+            await self.prefer(partitions, ())
+        except errors.WaltzError as error:
+            _log.warning("server.preference_rests_on error=%r", error)  # until the next look
+        else:
+            _log.warning("server.preferred_again partitions=%s", list(partitions))
 
     # -----------------------------------------------------------------------------------------
     # what is shown
@@ -391,6 +415,12 @@ class Server:
             "zookeeper": zookeeper,
             "zookeeper_session": self._coordinator.session_state.name,
             "partitions": partitions,
+            "resting_preferences": self._preferences.resting,
+            "silent_replicas": {
+                str(partition_id): host.silent_replicas
+                for partition_id, host in sorted(self.hosts.items())
+                if host.silent_replicas
+            },
         }
         return Health(zookeeper and all(partitions.values()), details)
 

@@ -15,12 +15,12 @@ Rules:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
-from waltz_core.driver import Driver
+from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.errors import CoordinatorConflict, WaltzError
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
@@ -51,6 +51,9 @@ _GAUGES: Final = (
     "waltz_server_feed_lag_transactions",
     "waltz_server_store_session",
 )
+# A disk that syncs more slowly than that is told of as slow, one that takes longer as silent.
+SLOW_REPLICA_MS: Final = 1_000
+SILENT_REPLICA_MS: Final = 10_000
 # The reports after which an attempt to open a session is over, well or not.
 _ENDS_OF_OPENING: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
 
@@ -75,10 +78,15 @@ class Host:
     """See the module's rules."""
 
     def __init__(
-        self, partition_id: PartitionId, partition: Partition, surroundings: Surroundings
+        self,
+        partition_id: PartitionId,
+        partition: Partition,
+        waits_ms: Callable[[int], Mapping[ReplicaId, int]],
+        surroundings: Surroundings,
     ) -> None:
         self.partition_id = partition_id
         self.partition = partition
+        self._waits = Waits(partition_id, waits_ms, surroundings.metrics)
         self._around = surroundings
         self._replicas: tuple[ReplicaId, ...] = ()
         self._links = SessionLinks(
@@ -266,6 +274,52 @@ class Host:
     def show(self) -> None:
         """Bring this partition's metrics up to date."""
         self._told.show(self.partition_id, self.partition, self._around.metrics)
+        self._waits.show(loop_clock_ms())
+
+    @property
+    def silent_replicas(self) -> list[ReplicaId]:
+        """Replicas that have not answered for long, though their storages keep the connection."""
+        return sorted(self._waits.silent)
+
+
+class Waits:
+    """How long a partition waits for its replicas: one that hangs holds up nobody, and is told.
+
+    Args:
+        waits_ms: the time now to how long each replica owes an answer.
+    """
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        waits_ms: Callable[[int], Mapping[ReplicaId, int]],
+        metrics: Metrics,
+    ) -> None:
+        self.silent: set[ReplicaId] = set()
+        self._partition_id = partition_id
+        self._waits_ms = waits_ms
+        self._metrics = metrics
+        self._slow: set[ReplicaId] = set()
+
+    def show(self, now_ms: int) -> None:
+        """Bring the metrics up to date, and say so when one falls silent or answers again."""
+        waits_ms = self._waits_ms(now_ms)
+        slow = {each for each, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
+        for each in sorted(slow | self._slow):
+            wait_s = waits_ms[each] / 1000 if each in slow else 0.0
+            self._metrics.set(
+                "waltz_server_replica_wait_seconds",
+                wait_s,
+                partition=self._partition_id,
+                replica=each,
+            )
+        silent = {each for each in slow if waits_ms[each] >= SILENT_REPLICA_MS}
+        for each in sorted(silent - self.silent):
+            self._metrics.report(Report("replica.silent", (("replica", each),)))
+            _log.warning("replica.silent partition=%s replica=%s", self._partition_id, each)
+        for each in sorted(self.silent - silent):
+            _log.warning("replica.not_silent partition=%s replica=%s", self._partition_id, each)
+        self._slow, self.silent = slow, silent
 
 
 class _Told:

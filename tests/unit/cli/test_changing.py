@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster_contract import KEY
 from waltz_core import errors
-from waltz_core.cli.changing import BROKEN_OFF, recorded
+from waltz_core.cli.changing import BROKEN_OFF, in_time, recorded
 from waltz_core.cluster.audit import BEGUN, DONE
 from waltz_core.cluster.creation import NewCluster
 from waltz_core.cluster.memory import MemoryZooKeeper
@@ -67,3 +67,33 @@ async def test_a_cluster_that_is_deleted_comes_not_back_for_its_record(coordinat
         with pytest.raises(errors.BadConfig, match="no cluster at root"):
             await coordinator.read_cluster()
         assert await coordinator.audit.read() == []
+
+
+@pytest.mark.parametrize(
+    ("user", "sudoer", "who"),
+    [("root", "alice", "alice as root"), ("alice", None, "alice"), ("alice", "alice", "alice")],
+)
+def test_who_gives_a_command_as_somebody_else_is_on_record(monkeypatch, user, sudoer, who):
+    """On a machine that several people administer all of them are root."""
+    monkeypatch.setenv("LOGNAME", user)
+    monkeypatch.delenv("SUDO_USER", raising=False)
+    if sudoer:
+        monkeypatch.setenv("SUDO_USER", sudoer)
+
+    @story
+    async def run(coordinator):
+        await coordinator.create_cluster(CLUSTER)
+        async with recorded(coordinator):
+            (entry,) = await coordinator.audit.read()
+        assert entry.who.rpartition("@")[0] == who
+
+    run()
+
+
+def test_what_is_out_of_time_says_what_it_has_waited_for():
+    async def wait():
+        async with in_time(0.01, lambda: "a storage"):
+            await asyncio.Event().wait()
+
+    with pytest.raises(errors.Unavailable, match="still waiting: a storage"):
+        asyncio.run(wait())

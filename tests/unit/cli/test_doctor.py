@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.cluster.test_diagnosis import A, B, healthy
+from tests.unit.cluster.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli import doctor
-from waltz_core.cli.doctor_probes import gather, mode_of
+from waltz_core.cli.doctor_probes import _Asked, gather, mode_of
 from waltz_core.cli.main import main
 from waltz_core.cluster.diagnosis import diagnose
 from waltz_core.cluster.facts import Facts
@@ -50,10 +50,9 @@ def test_a_healthy_cluster_is_said_to_be_so(told, capsys):
 def test_what_is_wrong_is_numbered_with_its_command(told, capsys):
     told[:] = [without(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        f"1. storage {A} does not answer: refused",
-        "   waltz-core storage run --config storage.toml",
-    ]
+    sentence, command = capsys.readouterr().out.splitlines()
+    assert sentence.startswith(f"1. storage {A} does not answer: refused; ")
+    assert command == "   waltz-core storage run --config storage.toml"
 
 
 def test_what_is_gone_at_the_second_look_is_not_told(told, capsys):
@@ -67,7 +66,11 @@ def test_scripts_get_one_value(told, capsys):
     told[:] = [without(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
-    assert [(each["name"], each["about"]) for each in value["findings"]] == [("storage-away", A)]
+    assert value["connect"] == healthy().connect
+    (found,) = value["findings"]
+    assert (found["name"], found["area"], found["about"]) == ("storage-away", "storages", A)
+    server = value["seen"]["servers"][ONE]
+    assert (server["open"], server["not_open"], server["out_of_reach"]) == ([0], [], [])
     assert value["seen"]["storages"][B]["clock_ahead_ms"] == 3.0
     assert value["seen"]["marks"] == {"0": 90, "1": 90}
     assert value["not_measured"]
@@ -108,3 +111,25 @@ def test_it_ends_though_nobody_says_anything():
         "zookeeper-node-away",
         "zookeeper-node-away",
     ]
+
+
+def test_who_is_still_waited_for_is_told_as_the_others_answer():
+    told, release = [], asyncio.Event()
+
+    async def slow():
+        await release.wait()
+        return "slow"
+
+    async def quick():
+        return "quick"
+
+    async def ask():
+        asked = _Asked(lambda *each: told.append(each))
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(asked.one("server a:1", slow()))
+            await tasks.create_task(asked.one("storage b:1", quick()))
+            release.set()
+        return first.result()
+
+    assert asyncio.run(ask()) == "slow"
+    assert told == [(1, 2, "waiting for server a:1"), (2, 2, "all have answered")]

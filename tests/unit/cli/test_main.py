@@ -125,3 +125,16 @@ def test_every_command_says_what_it_takes(capsys):
             main([noun, "--help"])
         assert ended.value.code == 0
     assert "--connect" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_every_word_that_a_verb_takes_is_explained(noun):
+    whole = cli.verbs_of(cli.parser_for(noun))[noun]
+    verbs = cli.verbs_of(whole) or {noun: whole}
+    unexplained = [
+        f"{noun} {name}: {action.metavar or action.dest}"
+        for name, verb in verbs.items()
+        for action in verb._actions
+        if not action.help
+    ]
+    assert unexplained == []

@@ -135,6 +135,12 @@ def test_a_move_raises_the_generation_of_what_moves_and_of_nothing_else():
     assert move_partitions(old, {}) == old
 
 
+def test_a_live_server_that_the_assignment_does_not_name_may_be_given_partitions():
+    """An original that is the lead names only those who own something."""
+    old = PartitionAssignment(7, 2, {1: {0: 5, 1: 5}})
+    assert move_partitions(old, {1: 2}) == PartitionAssignment(7, 2, {1: {0: 5}, 2: {1: 6}})
+
+
 @given(st.data(), st.integers(0, 40), st.booleans())
 def test_invariants(data, partition_count, keeps_all):
     ids = st.lists(st.integers(1, 12), min_size=1, max_size=6, unique=True)

@@ -221,12 +221,55 @@ def test_a_storage_that_does_not_answer(case):
     assert "has never started" in case.the_only("storage-never-started").sentence
 
 
+def test_a_storage_that_is_only_starting_is_waited_for(case):
+    """After a crash it reads for minutes, and has no port: who ends it has it begin anew."""
+    again = f"waltz-core doctor --connect {CONNECT}"
+    case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
+    case.storage(A, trouble="refused", replicas={})
+    found = case.the_only("storage-starting")
+    assert "wait, and do not end it" in found.sentence
+    assert found.command == again
+    # Nor is it ended for the sake of a quorum.
+    case.storage(B, trouble="refused", replicas={})
+    case.server(1, served={0: False})
+    case.server(2, served={1: False})
+    assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
+    assert {each.command for each in diagnose(case.facts)} == {again}
+    # From elsewhere nobody knows: to start it a second time does no harm.
+    case.facts = replace(case.facts, local=None)
+    assert {each.name for each in diagnose(case.facts)} == {"storage-away", "no-quorum"}
+    assert "to be waited for" in diagnose(case.facts)[0].sentence
+
+
+def test_a_storage_that_hangs_is_ended_and_a_port_that_is_right_is_left(case):
+    case.local(MemberFacts("storage-1", A, "up", 79))
+    case.storage(A, admin_trouble="no answer within 3 s", other_admin=5281, is_hanging=True)
+    found = case.the_only("storage-hangs")
+    assert "(no answer within 3 s), as when a disk does not answer" in found.sentence
+    assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
+    case.storage(A, admin_trouble="", is_hanging=False)
+    case.replica(A, is_stuck=True)
+    case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
+    found = case.the_only("replica-stuck")
+    assert (found.about, found.command[:10]) == (f"0 {A}", "kill -9 79")
+
+
+def test_a_log_that_is_being_opened_is_not_thrown_away(case):
+    case.replica(A, is_opening=True, last=-1, last_session=-1)
+    case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
+    found = case.the_only("replica-opening")
+    assert (found.about, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
+
+
 def test_a_storage_that_is_another_one(case):
     case.storage(A, storage_id="bb")
     found = case.the_only("another-storage")
     assert "storage bb, and aa is registered" in found.sentence
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, is_of_cluster=False)
+    assert case.the_only("storage-of-another-cluster").about == A
+    # It lets no server of this cluster in, which is not the network's fault.
+    case.server(1, out_of_reach=(A,))
     assert case.the_only("storage-of-another-cluster").about == A
 
 
@@ -307,7 +350,7 @@ def test_a_partition_that_is_left_over(case):
 def test_nothing_is_to_be_deleted_that_others_may_lack(case, doubt):
     case.replica(SPARE, last=90, last_session=6)
     doubt(case)
-    assert [each.name for each in diagnose(case.facts) if "delete" in each.command] == []
+    assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
 
 
 def test_a_replica_that_the_session_does_not_count_on(case):
@@ -426,6 +469,14 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
     case.facts = healthy()
     case.cluster(groups={A: 0, B: 0, C: 2, SPARE: 3})
     assert case.found() == [("groups-crowded", "0"), ("groups-crowded", "1")]
+    assert {each.command for each in diagnose(case.facts)} == {
+        f"waltz-core cluster auto-assign --connect {CONNECT}"
+    }
+    # Where the only storage of a group has no room, its replicas would come back to it.
+    case.storage(SPARE, room=RoomFacts(5 << 20, True))
+    assert {each.command for each in diagnose(case.facts)} == {
+        f"waltz-core cluster add-storage HOST:PORT --group 3 --connect {CONNECT}"
+    }
     case.facts = healthy()
     case.cluster(assigned={0: (), 1: ()})
     for address in (A, B, C):
@@ -433,22 +484,59 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
     assert case.found() == [("no-replicas", "0"), ("no-replicas", "1")]
 
 
+REBUILD = (
+    f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name pay --cluster-key K "
+    "--partitions 2 --replicas 3 "
+    + " ".join(f"--storage {each[:-5]}:5280:5281:{at}" for at, each in enumerate((A, B, C)))
+    + f" --storage {SPARE[:-5]}:5280:5281:2"
+)
+
+
 def test_metadata_that_is_lost(case):
+    case.cluster(cluster_key="K", name="pay")
     case.partition(metadata=PartitionMetadata())
     found = case.the_only("metadata-lost")
-    storages = (
-        "--cluster-key CLUSTER_KEY --partitions 2 --replicas 3 "
-        f"--storage {A[:-5]}:5280:5281:0 --storage {B[:-5]}:5280:5281:1"
+    # What is left of the old nodes has to go first: over it nothing is rebuilt.
+    delete = f"waltz-core cluster delete pay --connect {CONNECT}"
+    assert found.command == f"{delete} && {REBUILD}"
+    for step in ("stop all servers and storages", "have the old nodes deleted", "waits for them"):
+        assert step in found.sentence
+    # Of a cluster on this machine all steps are known.
+    case.local(MemberFacts("storage-1", A, "up", 79, 5281))
+    assert case.the_only("metadata-lost").command == (
+        f"waltz-core local down --keep-zookeeper --directory here/.waltz && {delete} && "
+        f"{REBUILD} --only-nodes && {{ {REBUILD} & waltz-core local up --directory here/.waltz; "
+        "wait; }"
     )
-    assert found.command.startswith(
-        f"waltz-core cluster rebuild-metadata --connect {CONNECT} {storages}"
-    )
+
+
+def test_a_rebuilding_that_was_broken_off_goes_on(case):
+    case.cluster(cluster_key="K", name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
-    assert case.the_only("rebuilding-unfinished").about == "0"
+    found = case.the_only("rebuilding-unfinished")
+    assert found.about == "0"
+    assert found.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
     # It is told also while nothing is assigned, as when the command has just made the nodes.
     case.cluster(assigned={0: (), 1: (A, B, C)})
     case.storage(A, replicas={1: ReplicaFacts(last_session=7, last=90)})
     assert " --replicas COUNT --storage " in case.the_only("rebuilding-unfinished").command
+
+
+def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_anew(case):
+    case.facts = Facts(CONNECT, is_no_cluster=True)
+    case.local(
+        MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "up", 79, 5281)
+    )
+    found = case.the_only("cluster-lost")
+    assert "cluster create" not in found.command
+    rebuild = (
+        f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name local "
+        f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
+    )
+    assert f" && {rebuild} --only-nodes && {{ {rebuild} & " in found.command
+    # That its processes end for that is told by it.
+    case.local(MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "down"))
+    assert case.the_only("cluster-lost")
 
 
 def test_findings_come_in_the_order_of_the_table(case):

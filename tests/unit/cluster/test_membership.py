@@ -122,14 +122,54 @@ def test_a_partition_is_handed_over_while_it_is_ones_own(faults):
             generation = view.owners[0].generation
             assert view.owners[0].server_id == 1
             session.faults = list(faults)
-            # Of an answer that was lost nothing is known: then it is not this process's any more.
-            assert await one.hand_over(0, generation) is (WriteFault.REPLY_LOST not in faults)
+            # Of an answer that was lost the next look tells.
+            assert await one.hand_over(0, generation)
             after = await seen.until(lambda view: view.owners[0].server_id == 2)
             assert after.owners[0].generation == generation + 1
             assert after.is_settled
             assert not await one.hand_over(0, generation)
 
     story()
+
+
+@pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
+def test_what_is_handed_over_is_not_given_back_because_it_was_preferred(faults):
+    """Whoever hands it over is sick; the next change of the servers must not bring it back."""
+
+    @in_cluster
+    async def story(cluster):
+        members = [cluster.member() for _ in range(3)]
+        (one, session), (two, _), (three, _) = members
+        await one.register(descriptor(1, preferred=[0, 1]))
+        await two.register(descriptor(2))
+        seen = Inbox()
+        async with running(one.follow(seen), two.follow(Inbox()), three.follow(Inbox())):
+            view = await seen.until(lambda view: len(view.servers) == 2)
+            session.faults = list(faults)
+            assert await one.hand_over(0, view.owners[0].generation)
+            after = await seen.until(lambda view: view.owners[0].server_id == 2)
+            assert after.servers[1].preferred == (1,)
+            await three.register(descriptor(3))
+            after = await seen.until(lambda view: len(view.servers) == 3)
+            assert after.owners[0].server_id != 1
+            assert after.owners[1].server_id == 1
+            # When it is well it prefers it again.
+            await one.prefer(descriptor(1, preferred=[1, 0]))
+            after = await seen.until(lambda view: view.owners[0].server_id == 1)
+            assert after.owners[1].server_id == 1
+
+    story()
+
+
+@in_cluster
+async def test_a_preference_stays_where_nobody_takes_the_partition(cluster):
+    member, _ = cluster.member()
+    await member.register(descriptor(1, preferred=[0]))
+    seen = Inbox()
+    async with running(member.follow(seen)):
+        view = await seen.until(lambda view: len(view.owners) > 0)
+        assert not await member.hand_over(0, view.owners[0].generation)
+        assert (await member.read()).servers[1].preferred == (0,)
 
 
 @pytest.mark.parametrize("fault", WriteFault)

@@ -337,11 +337,14 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
         bench.wait(LIMITS.answer_ms_max)
         bench.submit()
         bench.run()
-    # Were it given up, it could only come back into another session.
+    # Were it given up, it could only come back into another session. So it is told how long.
     assert bench.store.open_session == session
+    (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
+    assert owing == (C, 4 * LIMITS.answer_ms_max)
     assert not [one for one in bench.reports("replica.lost") if one["reason"] == "no answer"]
     bench.silent = set()
     bench.run()
+    assert bench.store.replica_waits_ms(bench.now_ms) == {}
     assert bench.store.open_session == session
     assert bench.store.readable_replicas == [A, B, C]
     assert bench.logs()[C] == bench.logs()[A]

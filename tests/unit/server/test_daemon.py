@@ -7,11 +7,14 @@ from uuid import UUID
 import pytest
 
 from waltz_core import errors
+from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.config import ServerConfig
-from waltz_core.record import FRAME_BYTES_MAX
+from waltz_core.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId
+from waltz_core.server import daemon
 from waltz_core.server.daemon import Server, limits_of, store_limits_of
 
 MIB = 1024 * 1024
+STORAGES = [ReplicaId(f"10.0.0.{number}:5280") for number in (1, 2, 3)]
 
 
 def config(**settings: int) -> ServerConfig:
@@ -47,6 +50,7 @@ class Handing:
     def __init__(self, *, is_taken: bool = True) -> None:
         self.go, self.asked, self.at_once = asyncio.Event(), list[int](), 0
         self.is_taken, self.most_at_once = is_taken, 0
+        self.preferred = list[tuple[int, ...]]()
         self.take_out_server = None
         self.keep_partitions_where_they_are = lambda: None
 
@@ -57,6 +61,9 @@ class Handing:
         await self.go.wait()
         self.at_once -= 1
         return self.is_taken
+
+    async def prefer(self, descriptor: ServerDescriptor) -> None:
+        self.preferred.append(descriptor.preferred)
 
 
 def server_of(coordinator: Handing, *released: int) -> Server:
@@ -105,6 +112,43 @@ def test_a_partition_is_handed_over_once_in_a_while_and_again_when_nobody_took_i
         # So it is given nothing for its load, though it looks idle.
         assert not server._balancing()._is_fit()
         assert server_of(coordinator)._balancing()._is_fit()
+
+    asyncio.run(story())
+
+
+def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(daemon, "HAND_OVER_PAUSE_S", 0.0)
+    monkeypatch.setattr(daemon, "PREFER_AGAIN_LOOK_S", 0.001)
+
+    async def story() -> None:
+        coordinator = Handing()
+        coordinator.go.set()
+        server = server_of(coordinator, 0, 1)
+        server._assignments = ReplicaAssignments(dict.fromkeys(STORAGES, (PartitionId(0),)))
+        reached = dict.fromkeys(STORAGES[1:], False)
+        looks = asyncio.Semaphore(0)
+
+        async def check() -> list[tuple[str, bool]]:
+            looks.release()
+            return [(STORAGES[0], True), *((str(each), reached[each]) for each in reached)]
+
+        server.check_connectivity = check  # type: ignore[method-assign]
+        await server.prefer([PartitionId(1), PartitionId(0)], [])
+        assert await server._hand_over(PartitionId(0), Generation(1))
+        # Somebody asks for another one meanwhile: the sick one is not preferred by that.
+        await server.prefer([PartitionId(3)], [])
+        looking = asyncio.get_running_loop().create_task(server._prefer_again())
+        for _ in range(3):
+            await looks.acquire()
+        assert coordinator.preferred == [(1, 0), (1, 3)]
+        reached[STORAGES[1]] = True
+        async with asyncio.timeout(30):
+            while len(coordinator.preferred) < 3:
+                await looks.acquire()
+        assert coordinator.preferred == [(1, 0), (1, 3), (1, 0, 3)]
+        looking.cancel()
 
     asyncio.run(story())
 

@@ -2,9 +2,11 @@
 
 from tests.unit.server.test_partition import ALICE, A, World
 from waltz_core.metrics import Metrics
-from waltz_core.record import PartitionId
+from waltz_core.record import PartitionId, ReplicaId
 from waltz_core.server.events import Congested
-from waltz_core.server.host import _Told
+from waltz_core.server.host import Waits, _Told
+
+A_REPLICA = ReplicaId("10.0.0.1:5280")
 
 
 def test_the_feed_that_is_furthest_behind_is_told() -> None:
@@ -51,3 +53,31 @@ def test_what_is_as_it_was_is_not_told_again() -> None:
     assert metrics.value("waltz_server_high_water_mark", partition=0) == mark
     assert metrics.value("waltz_server_appended_transactions_total", partition=0) > 0
     assert metrics.told_count > before
+
+
+def test_a_replica_that_does_not_answer_is_told_until_it_does(caplog) -> None:
+    """A late one holds up nobody, and so nobody else would say that it hangs."""
+    owed_since, metrics = {}, Metrics("server")
+    waits = Waits(
+        PartitionId(3), lambda now: {r: now - at for r, at in owed_since.items()}, metrics
+    )
+
+    def wait_s() -> float:
+        return metrics.value("waltz_server_replica_wait_seconds", partition=3, replica=A_REPLICA)
+
+    owed_since[A_REPLICA] = 1_000
+    waits.show(1_500)
+    assert (wait_s(), waits.silent) == (0, set())
+    waits.show(4_000)
+    assert (wait_s(), waits.silent) == (3, set())
+    for now_ms in (11_000, 12_000):
+        waits.show(now_ms)
+    assert (wait_s(), waits.silent) == (11, {A_REPLICA})
+    assert metrics.value("waltz_server_events_total", event="replica.silent") == 1
+    owed_since[A_REPLICA] = 12_900
+    waits.show(13_000)
+    assert (wait_s(), waits.silent) == (0, set())
+    assert [each.message for each in caplog.records] == [
+        f"replica.silent partition=3 replica={A_REPLICA}",
+        f"replica.not_silent partition=3 replica={A_REPLICA}",
+    ]

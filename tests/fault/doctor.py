@@ -1,0 +1,183 @@
+"""A cluster to break, the doctor who looks at it, and whether all that was told is still there."""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.changing import admin_port, does, new_storage
+from tests.fault.load import DEADLINE_S, ROOT
+from waltz_core.cli.main import main
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster
+from waltz_core.record import RECORD_OVERHEAD_BYTES
+
+ROUNDS_MAX = 4
+PARTITIONS, ROWS = 2, 5
+CRC_BYTES = 4  # at the end of a record
+# Whoever looks from elsewhere knows nothing of the processes on this machine.
+NOWHERE = Path("/nonexistent")
+
+
+@contextlib.contextmanager
+def sick_cluster(
+    where: Path, settings: dict[str, dict[str, object]] | None = None
+) -> Iterator["Patient"]:
+    """Run three nodes of ZooKeeper, three storages and a spare one, two servers."""
+    patient = Patient(where, settings)
+    made = LocalCluster(where, zookeeper_count=3, partition_count=PARTITIONS, settings=settings)
+    patient.started.append(made)
+    try:
+        made.up()
+        spare = new_storage(made)
+        does(made, "add-storage", spare, *admin_port(made, spare))
+        yield patient
+    finally:
+        for daemon in patient.daemons:
+            daemon.kill()
+            daemon.wait()
+        for each in reversed(patient.started):
+            each.down()
+
+
+class Patient:
+    """The cluster of a file's tests, and what clients were told that it has."""
+
+    def __init__(
+        self, directory: Path, settings: dict[str, dict[str, object]] | None = None
+    ) -> None:
+        self.directory = directory
+        self._settings = settings
+        # Whatever has started a process has to see to its end, too.
+        self.started: list[LocalCluster] = []
+        self.daemons: list[subprocess.Popen[bytes]] = []
+        self._told: dict[tuple[int, int], bytes] = {}
+
+    def cluster(self) -> LocalCluster:
+        """Return the cluster as it is now: the commands that are printed start processes, too."""
+        found = LocalCluster(self.directory, settings=self._settings)
+        self.started.append(found)
+        return found
+
+    def write(self, connect: str) -> None:
+        """Have some rows committed in each partition."""
+        with WaltzClient(connect) as client:
+            for partition in range(PARTITIONS):
+                rows = [b"row %d" % (len(self._told) + row) for row in range(ROWS)]
+                futures = [client.append(row, partition=partition) for row in rows]
+                for row, future in zip(rows, futures, strict=True):
+                    self._told[partition, future.result(45)] = row
+
+    def check_whole(self, connect: str) -> None:
+        """Read everything that was told as committed."""
+        with WaltzClient(connect) as client:
+            for partition in range(PARTITIONS):
+                last = client.high_water_mark(partition, linearizable=True)
+                rows = [
+                    row
+                    for chunk in client.read_range(partition, 0, last)
+                    for row in _payloads(bytes(chunk.records), chunk.lengths.tolist())
+                ]
+                assert len(rows) == last + 1
+                its = {at: row for (of, at), row in self._told.items() if of == partition}
+                assert {at: rows[at] for at in its} == its
+
+    def run_daemon(self, line: str, directory: Path) -> None:
+        """Start a daemon as it is printed, where its file of settings lies."""
+        words = ["/bin/sh", "-c", f"exec {line}"]
+        with (directory / "daemon.log").open("ab") as log:
+            self.daemons.append(
+                subprocess.Popen(words, env=_environment(), cwd=directory, stdout=log, stderr=log)
+            )
+
+    def end_daemons(self) -> None:
+        """End what was started so."""
+        while self.daemons:
+            daemon = self.daemons.pop()
+            daemon.terminate()
+            daemon.wait(30)
+
+
+def _payloads(records: bytes, lengths: list[int]) -> Iterator[bytes]:
+    ends = list(itertools.accumulate(lengths))
+    for end, length in zip(ends, lengths, strict=True):
+        yield records[end - length + RECORD_OVERHEAD_BYTES - CRC_BYTES : end - CRC_BYTES]
+
+
+def doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
+    """Return what the doctor finds."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        found = main(["doctor", "--json", "--timeout-s", "1.5", *words])
+    told = json.loads(out.getvalue())
+    assert found == (1 if told["findings"] else 0)
+    assert told["is_well"] == (not told["findings"])
+    assert code is None or found == code
+    findings: list[dict[str, str]] = told["findings"]
+    return findings
+
+
+def here(directory: Path) -> tuple[str, str]:
+    """Look where the cluster's processes are known."""
+    return "--directory", str(directory)
+
+
+def from_elsewhere(connect: str) -> tuple[str, str, str, str]:
+    """Look from another machine."""
+    return "--connect", connect, "--directory", str(NOWHERE)
+
+
+def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
+    """Wait until the doctor finds exactly this, and return it."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        found = doctor(*words)
+        if set(names) == {each["name"] for each in found}:
+            return found
+        assert time.monotonic() < deadline, f"not {set(names)}, but {found}"
+
+
+def _environment(*first_on_path: Path) -> dict[str, str]:
+    path = [*map(str, first_on_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    return {**os.environ, "PATH": ":".join(path), "PYTHONPATH": str(ROOT)}
+
+
+def run_as_printed(line: str, *first_on_path: Path) -> str:
+    """Give a command to a shell; return what it has said."""
+    done = subprocess.run(
+        ["/bin/sh", "-c", line],
+        env=_environment(*first_on_path),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return f"{line}: {done.returncode}, {done.stdout}{done.stderr}"
+
+
+def mend(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> None:
+    """Do what the doctor says until it has nothing more to say.
+
+    Programs of the system that are printed are looked for in `first_on_path` before all others.
+    """
+    said: list[str] = []
+    for _ in range(ROUNDS_MAX):
+        for line in dict.fromkeys(each["command"] for each in found):
+            # What may lose data, or is known to people only, is for somebody to say: this test.
+            words = f"{line} --yes" if "accept-replicas" in line else line
+            words = words.replace("--replicas COUNT", "--replicas 3")
+            said.append(run_as_printed(words, *first_on_path))
+        found = doctor(*here(directory))
+        if not found:
+            return
+    told = "\n".join(said)
+    pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}; what was given:\n{told}")

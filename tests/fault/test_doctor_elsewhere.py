@@ -1,0 +1,199 @@
+"""The doctor on another machine, who knows no processes: it names who is away, silent or wrong.
+
+The printed commands are given where the daemon's file of settings lies; whatever a sentence says is
+to be ended is ended first, by the test.
+"""
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.fault.changing import address, does
+from tests.fault.doctor import (
+    Patient,
+    await_findings,
+    doctor,
+    from_elsewhere,
+    run_as_printed,
+    sick_cluster,
+)
+from tests.fault.load import command, wait_until
+from tests.ports import free_port
+from waltz_core.local import LocalCluster
+
+pytestmark = pytest.mark.fault
+
+# The longest session that ZooKeeper grants with its ticks of half a second: who is dead or frozen
+# stays registered for as long as the doctor looks twice.
+SESSION_MS = 10_000
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
+    settings: dict[str, dict[str, object]] = {
+        "server": {"zookeeper_session_timeout_ms": SESSION_MS}
+    }
+    with sick_cluster(tmp_path_factory.mktemp("doctor") / "waltz", settings) as found:
+        yield found
+
+
+class Fault(NamedTuple):
+    """Of which members something is wrong, what, and what is to be found then.
+
+    `ends`: the sentence says that a process is to be ended, which nobody can print a command for.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    signal_number: int
+    ends: bool = False
+
+
+FAULTS = (
+    Fault("zookeeper-node-away", ("zookeeper-2",), signal.SIGKILL),
+    Fault("storage-away", ("storage-1",), signal.SIGKILL),
+    Fault("storage-silent", ("storage-2",), signal.SIGSTOP, ends=True),
+    Fault("no-server", ("server-1", "server-2"), signal.SIGTERM),
+    Fault("server-silent", ("server-2",), signal.SIGSTOP, ends=True),
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[each.name for each in FAULTS])
+def test_a_process_is_started_as_it_is_printed(patient: Patient, fault: Fault):
+    cluster = patient.cluster()
+    look = from_elsewhere(cluster.connect)
+    patient.write(cluster.connect)
+    for member in fault.members:
+        cluster.kill(member, fault.signal_number)
+    found = await_findings([fault.name], *look)
+    for member in fault.members if fault.ends else ():
+        assert "end its process and start it again" in found[0]["sentence"]
+        cluster.kill(member)
+    for line in {each["command"] for each in found}:
+        patient.run_daemon(line, settings_of(cluster, fault.members[0]))
+    wait_until("nothing is wrong", lambda: not doctor(*look))
+    patient.check_whole(cluster.connect)
+    leave_whole(patient, cluster)
+
+
+def settings_of(cluster: LocalCluster, member: str) -> Path:
+    """Return where its file of settings lies, under the name that is printed."""
+    kind = cluster.member(member).kind
+    name = {"zookeeper": "zoo.cfg", "storage": "storage.toml", "server": "server.toml"}[kind]
+    where = cluster.directory / "settings" / member
+    where.mkdir(parents=True, exist_ok=True)
+    (source,) = (cluster.directory / "conf").glob(f"{member}.*")
+    shutil.copy(source, where / name)
+    return where
+
+
+def leave_whole(patient: Patient, cluster: LocalCluster) -> None:
+    """Have everything run as the next test expects it."""
+    patient.end_daemons()
+    for member in cluster.members:
+        cluster.start(member.name)
+    wait_until("nothing is wrong", lambda: not doctor(*from_elsewhere(cluster.connect)))
+
+
+def test_servers_that_have_all_died_are_taken_out(patient: Patient):
+    """Nobody is there who could take it out, until ZooKeeper ends its session."""
+    cluster = patient.cluster()
+    look = from_elsewhere(cluster.connect)
+    patient.write(cluster.connect)
+    servers = [each.name for each in cluster.members if each.kind == "server"]
+    for name in servers:  # frozen first: else one would take the other out
+        cluster.kill(name, signal.SIGSTOP)
+    for name in servers:
+        cluster.kill(name)
+    found = doctor(*look)
+    assert [each["name"] for each in found] == ["server-away"] * 2
+    for each in found:
+        run_as_printed(each["command"])
+    (alone,) = await_findings(["no-server"], *look)
+    patient.run_daemon(alone["command"], settings_of(cluster, servers[0]))
+    wait_until("nothing is wrong", lambda: not doctor(*look))
+    patient.check_whole(cluster.connect)
+    leave_whole(patient, cluster)
+
+
+def test_a_storage_that_was_made_known_and_has_never_started(patient: Patient):
+    cluster = patient.cluster()
+    look = from_elsewhere(cluster.connect)
+    port, admin_port = free_port(), free_port()
+    storage = f"127.0.0.1:{port}"
+    does(cluster, "add-storage", storage, "--admin-port", str(admin_port))
+    (found,) = await_findings(["storage-never-started"], *look)
+    assert storage in found["sentence"]
+    where = cluster.directory / "settings" / "new"
+    where.mkdir(parents=True)
+    settings = {"port": port, "admin_port": admin_port, "listen_host": '"127.0.0.1"'}
+    settings |= {"connect": f'"{cluster.connect}"', "directory": f'"{where / "data"}"'}
+    text = "".join(f"{name} = {value}\n" for name, value in settings.items())
+    (where / "storage.toml").write_text(text, encoding="utf-8")
+    patient.run_daemon(found["command"], where)
+    wait_until("nothing is wrong", lambda: not doctor(*look))
+    does(cluster, "remove-storage", storage)
+    leave_whole(patient, cluster)
+
+
+def test_a_storage_of_another_cluster_answers(patient: Patient):
+    """Somebody has started the wrong one, which holds the address."""
+    cluster = patient.cluster()
+    look = from_elsewhere(cluster.connect)
+    patient.write(cluster.connect)
+    member = cluster.member("storage-3")
+    other = f"{cluster.connect.rpartition('/')[0]}/other"
+    at = f"--storage 127.0.0.1:{member.port}:{member.admin_port}"
+    run_as_printed(f"waltz-core cluster create {other} --partitions 1 {at}")
+    cluster.kill(member.name)
+    where = settings_of(cluster, member.name)
+    wrong = cluster.directory / "settings" / "wrong"
+    shutil.copytree(where, wrong)
+    flags = f"--connect {other} --directory {wrong / 'data'}"
+    patient.run_daemon(f"waltz-core storage run --config storage.toml {flags}", wrong)
+    (found,) = await_findings(["storage-of-another-cluster"], *look)
+    assert f"at {address(cluster, member.name)} answers a storage of another" in found["sentence"]
+    patient.end_daemons()
+    patient.run_daemon(found["command"], where)
+    wait_until("nothing is wrong", lambda: not doctor(*look))
+    patient.check_whole(cluster.connect)
+    run_as_printed(f"waltz-core cluster delete waltz --connect {other} --force")
+    leave_whole(patient, cluster)
+
+
+def mistaken(cluster: LocalCluster) -> dict[str, Callable[[Path], tuple[str, dict[str, str]]]]:
+    """Return how a connect string may be wrong: it, and what people put into the command."""
+    hosts = cluster.connect.rpartition("/")[0]
+
+    def refused(directory: Path) -> tuple[str, dict[str, str]]:
+        auth = directory / "zookeeper.auth"
+        auth.write_text("digest:waltz:a long password\n", encoding="utf-8")
+        make = ("cluster", "create", f"{hosts}/closed?auth={auth}", "--partitions", "1")
+        subprocess.run(command(*make), check=True, capture_output=True, timeout=60)
+        return f"{hosts}/closed", {"FILE": str(auth)}
+
+    def absent(_directory: Path) -> tuple[str, dict[str, str]]:
+        storage = f"127.0.0.1:{free_port()}:{free_port()}"
+        return f"{hosts}/new", {"COUNT": "1", "HOST:PORT:ADMIN_PORT": storage}
+
+    return {"zookeeper-refuses": refused, "no-cluster": absent}
+
+
+@pytest.mark.parametrize("name", ["zookeeper-refuses", "no-cluster"])
+def test_a_connect_string_that_leads_to_no_cluster(patient: Patient, tmp_path: Path, name: str):
+    """The command is followed by what is next: a cluster without any process."""
+    connect, words = mistaken(patient.cluster())[name](tmp_path)
+    (found,) = await_findings([name], *from_elsewhere(connect))
+    line = found["command"]
+    for capitals, known in words.items():
+        line = line.replace(capitals, known)
+    run_as_printed(line)
+    auth = f"?auth={words['FILE']}" if "FILE" in words else ""
+    names = {each["name"] for each in doctor(*from_elsewhere(connect + auth))}
+    assert "no-server" in names
+    assert name not in names

@@ -1,0 +1,121 @@
+"""What the doctor is told by a storage that hangs, or has only begun."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from tests.integration.run_storage import KEY, PARTITION_COUNT
+from tests.integration.test_storage_admin import fill
+from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
+from tests.ports import free_port
+from waltz_core.cli.doctor_probes import _Storage
+from waltz_core.client.storage_admin import administered
+from waltz_core.cluster.model import ReplicaAssignments
+from waltz_core.cluster.storages import Layout
+from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.storage import upkeep
+from waltz_core.storage.daemon import StaticCluster
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.work import Work
+from waltz_core.wire.admin_messages import Done, SetAvailable
+
+CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
+# Of those that are well nobody takes as long, however busy the machine is.
+TIMEOUT_S = 4.0
+
+
+@pytest.fixture
+def released():
+    """What hangs goes on at the end of a test at the latest: the daemon's end waits for it."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def told(address, admin_port):
+    replica = ReplicaId(address)
+    assigned = ReplicaAssignments({replica: CLUSTER.partitions})
+    store = SimpleNamespace(cluster_key=KEY, partition_count=PARTITION_COUNT)
+    seen = SimpleNamespace(
+        view=SimpleNamespace(store=store),
+        layout=Layout(assigned, {replica: 0}, {replica: admin_port}),
+        storage_ids={},
+    )
+    return await _Storage(seen, replica, TIMEOUT_S, None).ask()
+
+
+def test_a_log_that_does_not_answer_is_found_beside_one_that_does(tmp_path, monkeypatch, released):
+    run, admin_port = Work.run, free_port()
+
+    def hangs(work, *clock):
+        if work.log.partition_id == 0 and hanging:
+            released.wait(60)
+        return run(work, *clock)
+
+    hanging = []
+    monkeypatch.setattr(Work, "run", hangs)
+
+    async def main():
+        async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:
+            for partition in CLUSTER.partitions:
+                async with session(address, 5, partition) as owner:
+                    await fill(owner, 2)
+            well = await told(address, admin_port)
+            assert [each.is_stuck for each in well.replicas.values()] == [False, False]
+            hanging.append(True)
+            facts = await told(address, admin_port)
+            assert [each.is_stuck for each in facts.replicas.values()] == [True, False]
+            assert (facts.trouble, facts.admin_trouble) == ("", "")
+            released.set()
+
+    on_loop(main())
+
+
+def test_threads_that_do_not_come_back_are_no_wrong_port(tmp_path, monkeypatch, released):
+    room_of, admin_port = upkeep.room_of, free_port()
+
+    def hangs(*arguments):
+        released.wait(60)
+        return room_of(*arguments)
+
+    monkeypatch.setattr(upkeep, "room_of", hangs)
+
+    async def main():
+        async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:
+            facts = await told(address, admin_port)
+            assert facts.is_hanging
+            assert facts.admin_trouble == "no answer within 4 s"
+            released.set()
+
+    on_loop(main())
+
+
+def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch, released):
+    assign, admin_port, opened = Engine.assign, free_port(), threading.Event()
+
+    def takes_long(engine, partition_id):
+        if opened.is_set():
+            released.wait(60)
+        return assign(engine, partition_id)
+
+    monkeypatch.setattr(Engine, "assign", takes_long)
+
+    async def main():
+        config = config_for(tmp_path, admin_port=admin_port)
+        admin_address = f"127.0.0.1:{admin_port}"
+        async with (
+            serving(config, CLUSTER) as address,
+            administered(admin_address) as admin,
+        ):
+            await admin.ask(Done, SetAvailable, (0,), False)
+            opened.set()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(admin.ask(Done, SetAvailable, (0,), True))
+                facts = await told(address, admin_port)
+                replica = facts.replicas[0]
+                assert (replica.is_opening, replica.why_not) == (True, "")
+                released.set()
+
+    on_loop(main())

@@ -1,0 +1,23 @@
+"""What `check-connectivity` and `server list` make of what they are told."""
+
+from waltz_core.cli.cluster_reach import HERE, reached_by
+from waltz_core.cli.server import ranges_of
+
+A, B, C = "a:1", "b:1", "c:1"
+
+
+def test_a_server_that_has_not_heard_of_a_storage_does_not_reach_it():
+    found = reached_by("s:1", [A, B], {A: True, C: False})
+    assert [(each.origin, each.target, each.is_reached) for each in found] == [
+        (HERE, "server s:1", True),
+        ("server s:1", f"storage {A}", True),
+        ("server s:1", f"storage {B}", False),
+        ("server s:1", f"storage {C}", False),
+    ]
+    assert found[2].why_not == "it does not know this storage (yet)"
+
+
+def test_numbers_are_told_as_commands_take_them():
+    assert ranges_of([]) == "-"
+    assert ranges_of([3]) == "3"
+    assert ranges_of([9, 0, 1, 2, 4, 5]) == "0-2,4-5,9"

@@ -1,0 +1,42 @@
+"""`storage scrub` waits for a disk, and not for ever."""
+
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from waltz_core.cli import storage_scrub
+from waltz_core.cli.main import main
+from waltz_core.wire.admin_messages import ScrubResponse
+
+
+class Storage:
+    """Its administration: the pass that was begun stays at record 7 of 40."""
+
+    is_ours, address = True, "127.0.0.1:1"
+
+    async def ask(self, expected, _kind, partition, *_):
+        assert expected is ScrubResponse
+        return ScrubResponse(0, partition, True, 7, 39, 700, 3, 0, None)
+
+
+@pytest.fixture(autouse=True)
+def stuck(monkeypatch):
+    @asynccontextmanager
+    async def administered(_address):
+        yield Storage()
+
+    monkeypatch.setattr(storage_scrub, "administered", administered)
+
+
+def test_a_pass_that_does_not_come_to_its_end_is_told_in_time(capsys):
+    began_s = time.monotonic()
+    words = ["--admin", Storage.address, "--partition", "4", "--timeout", "0.3"]
+    assert main(["storage", "scrub", *words]) == 1
+    assert time.monotonic() - began_s < 30
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        "waltz-core: not done within 0.3 s, still waiting: records of partition 4, 7 of 40. The "
+        "storage goes on with the pass that was begun; --status tells how far it is\n"
+    )

@@ -1,0 +1,112 @@
+"""Which of the seven checks a partition passes: all of them in a healthy cluster."""
+
+import pytest
+
+from tests.unit.cluster.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
+from waltz_core.cluster.checks import CHECKS, Failed, check, failed_checks
+from waltz_core.cluster.membership import Ownership
+from waltz_core.cluster.model import PartitionMetadata, ReplicaState
+
+BEHIND = ReplicaState(6, 50)
+
+
+@pytest.fixture
+def case():
+    return Case()
+
+
+def failed(case, chosen=(0, 1)):
+    found = check(case.facts.cluster, chosen)
+    assert {each.check for each in found} <= set(CHECKS)
+    return [(each.check, each.partitions) for each in found]
+
+
+def text(case):
+    (found,) = check(case.facts.cluster, (0, 1))
+    return found.text
+
+
+def test_a_healthy_cluster_passes_all_of_them(case):
+    assert failed(case) == []
+
+
+def test_what_has_failed_belongs_to_a_check_and_to_its_partitions_only():
+    found = [Failed("quorum", "x", (1,)), Failed("storage", "y", (1, 2)), Failed("server", "z", ())]
+    assert [failed_checks(found, each) for each in range(4)] == [
+        *(set(), {"quorum", "storage"}, {"storage"}, set())
+    ]
+
+
+def test_partitions_that_were_not_chosen_are_left_out(case):
+    case.storage(A, trouble="refused", replicas={})
+    assert failed(case, (1,)) == [("storage", (1,))]
+    case.cluster(groups={A: 0, B: 0, C: 2})
+    assert ("assignment", (0,)) not in failed(case, (1,))
+
+
+def test_no_servers_or_a_partition_that_nobody_owns(case):
+    case.cluster(owners={1: Ownership(2, 4)})
+    assert failed(case) == [("assignment", (0,))]
+    assert text(case) == "partition 0 has no server"
+    case.cluster(servers={}, owners={}, is_settled=False)
+    assert failed(case) == [("assignment", (0, 1)), ("assignment", (0, 1))]
+
+
+def test_a_server_that_does_not_answer_or_serve(case):
+    case.server(1, trouble="refused", served={})
+    assert failed(case) == [("server", (0,))]
+    assert text(case) == f"server {ONE} does not answer: refused"
+    case.server(1, trouble="")
+    assert text(case) == (
+        f"partition 0: server {ONE} does not serve it, though it is assigned to it"
+    )
+    case.server(1, served={0: False})
+    assert failed(case) == [("health", (0,))]
+    case.server(1, served={0: True})
+    case.server(2, out_of_reach=(C,))
+    assert failed(case) == [("connectivity", (1,))]
+    assert text(case) == f"server {TWO} cannot reach storage {C}"
+
+
+def test_a_storage_that_does_not_answer_for_itself(case):
+    case.storage(A, registered_id=None)
+    assert text(case) == f"storage {A} has never started: nothing is registered for it"
+    case.storage(A, registered_id="aa", admin_trouble="refused", replicas={})
+    assert text(case) == f"storage {A} does not answer at its admin port: refused"
+    case.storage(A, is_of_cluster=False)
+    assert failed(case) == [("storage", (0, 1))]
+
+
+def test_a_storage_that_does_not_serve_what_it_should(case):
+    case.replica(A, is_held=False)
+    assert text(case).endswith("`waltz-core storage sync-partitions`")
+    case.replica(A, is_held=True, is_available=False)
+    assert text(case) == (
+        f"partition 0: storage {A} has it offline: `waltz-core storage availability --storage {A} "
+        "--partition 0 --online true`"
+    )
+    for changed in ({"is_opening": True}, {"why_not": "rot"}, {"is_stuck": True}):
+        case = Case()
+        case.replica(A, **changed)
+        assert failed(case) == [("storage", (0,))]
+
+
+def test_replicas_that_are_behind_or_too_few(case):
+    case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})
+    assert text(case) == f"partition 0: {C} is not engaged"
+    case.states({A: ENGAGED, B: BEHIND, C: BEHIND})
+    assert failed(case) == [("quorum", (0,))]
+    case.states({A: ENGAGED, B: ENGAGED})
+    assert failed(case) == [("recovery", (0,)), ("recovery", (0,))]
+    case.partition(metadata=PartitionMetadata())
+    assert text(case) == "partition 0 was never opened"
+    case.cluster(assigned={0: (), 1: (A, B, C)})
+    assert text(case) == "partition 0 has no replicas: `waltz-core cluster auto-assign`"
+
+
+def test_what_follows_from_a_cause_fails_beside_it(case):
+    """The doctor would tell of the storage only; a check is passed or is not."""
+    case.storage(C, trouble="refused", replicas={})
+    case.server(1, out_of_reach=(C,))
+    case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})
+    assert failed(case) == [("connectivity", (0,)), ("storage", (0, 1)), ("recovery", (0,))]

@@ -1,0 +1,81 @@
+"""How a partition stands: what is judged at one place for the doctor and for `verify`."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.cluster.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
+from waltz_core.cluster.facts import ReplicaFacts
+from waltz_core.cluster.model import PartitionMetadata, ReplicaState
+from waltz_core.cluster.standing import Lack, Standing, lack_of
+
+
+@pytest.fixture
+def case():
+    return Case()
+
+
+def standing(case):
+    return Standing(case.facts.cluster, 0)
+
+
+def test_a_partition_that_is_well(case):
+    now = standing(case)
+    assert now.owner.address == ONE
+    assert (now.is_served, now.is_open, now.is_lost, now.is_of_other_replicas) == (
+        *(True, True, False, False),
+    )
+    assert now.answering == now.engaged == [A, B, C]
+    assert (now.behind, now.suspects, now.unknown, now.nobody_can_vouch) == ([], [], [], False)
+    assert (now.quorum, now.newest) == (2, 90)
+
+
+def test_nobody_owns_it(case):
+    case.cluster(owners={})
+    now = standing(case)
+    assert (now.owner, now.is_served, now.is_open) == (None, False, False)
+
+
+def test_what_a_replica_lacks():
+    well = ReplicaFacts()
+    assert lack_of(well) is None
+    lacks = {
+        Lack.OFFLINE: {"is_available": False},
+        Lack.NOT_HELD: {"is_held": False},
+        Lack.OPENING: {"is_opening": True},
+        Lack.UNREADABLE: {"why_not": "rot"},
+        Lack.STUCK: {"is_stuck": True},
+    }
+    assert set(lacks) == set(Lack)
+    for lack, changed in lacks.items():
+        assert lack_of(replace(well, **changed)) is lack
+
+
+def test_who_answers_is_who_a_session_could_be_opened_with(case):
+    case.storage(A, trouble="refused", replicas={})
+    case.replica(B, is_stuck=True)
+    case.storage(C, replicas={})  # it has told nothing, and is held for well
+    now = standing(case)
+    assert now.answering == [C]
+    assert now.unknown == [A, B]
+
+
+def test_who_can_vouch(case):
+    case.server(1, served={0: False})
+    case.replica(A, is_suspect=True)
+    assert not standing(case).nobody_can_vouch
+    case.replica(B, is_suspect=True)
+    assert standing(case).suspects == [A, B]
+    assert standing(case).nobody_can_vouch
+    case.storage(C, trouble="refused", replicas={})
+    assert not standing(case).nobody_can_vouch  # somebody who may know is only away
+
+
+def test_what_the_newest_session_says(case):
+    case.states({A: ENGAGED, B: ReplicaState(6, 50), SPARE: ENGAGED})
+    now = standing(case)
+    assert now.engaged == [A, SPARE]
+    assert now.behind == [B, C]
+    assert now.is_of_other_replicas
+    case.partition(metadata=PartitionMetadata())
+    assert standing(case).is_lost

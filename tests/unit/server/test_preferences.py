@@ -1,0 +1,46 @@
+"""What a server prefers, while it is well and while it is sick."""
+
+from waltz_core.cluster.model import ReplicaAssignments
+from waltz_core.server.preferences import Preferences, within_reach
+
+
+def preferring(*partitions):
+    found = Preferences(60.0)
+    found.change(partitions, ())
+    return found
+
+
+def test_what_is_asked_for_is_kept_in_its_order():
+    found = preferring(2, 0)
+    assert found.in_force_after((1, 0), (2,)) == (0, 1)
+    assert found.wanted == (2, 0)
+    found.change((1, 0), (2,))
+    assert found.wanted == found.in_force_after((), ()) == (0, 1)
+
+
+def test_what_was_handed_over_rests_for_a_while():
+    found = preferring(0, 1)
+    assert found.handed_over(1, 100.0)
+    assert not found.handed_over(7, 100.0)  # nobody has asked for that one
+    assert (found.wanted, found.resting) == ((0, 1), [1])
+    assert found.in_force_after((3,), ()) == (0, 3)
+    assert found.rested(159.0) == []
+    assert found.rested(160.0) == [1]
+    found.change((1,), ())
+    assert (found.resting, found.in_force_after((), ())) == ([], (0, 1))
+
+
+def test_somebody_who_asks_again_or_no_longer_wants_it_ends_the_rest():
+    found = preferring(0, 1)
+    found.handed_over(0, 5.0)
+    found.handed_over(1, 5.0)
+    assert found.in_force_after((0,), (1,)) == (0,)
+    assert found.resting == [0, 1]
+    found.change((0,), (1,))
+    assert (found.wanted, found.resting) == ((0,), [])
+
+
+def test_a_quorum_has_to_answer():
+    assigned = ReplicaAssignments({"a": (0, 1), "b": (0, 1), "c": (0,), "d": (1,)})
+    reached = {"a": True, "b": False, "c": True, "d": False}
+    assert within_reach((0, 1, 2), assigned.replicas_of, reached) == [0]

@@ -1,0 +1,155 @@
+"""Seven checks of every partition, from ZooKeeper to storages, as the original's `verify` has them.
+
+Why it stands alone: `diagnosis.py` tells causes, once; a check fails whatever the cause, and for
+every partition that it is about. Both judge by `standing.py`.
+
+Rules:
+    1. What has failed names its check and the partitions that it is about.
+    2. Whoever does not answer has failed a check, and the others are still looked at.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from waltz_core.cluster import changes
+from waltz_core.cluster.facts import ClusterFacts, ServerFacts, StorageFacts
+from waltz_core.cluster.standing import Lack, Standing, lack_of
+from waltz_core.record import PartitionId
+
+# check -> what it looks at, in the order of the original's `verify`
+CHECKS: Final = {
+    "assignment": "ZooKeeper has a server and replicas for it, spread over groups",
+    "server": "its server serves it",
+    "connectivity": "its server reaches its storages",
+    "storage": "its storages answer for themselves and hold it",
+    "quorum": "a quorum of its replicas is engaged",
+    "recovery": "every replica is engaged in the newest session",
+    "health": "its server has an open session",
+}
+
+
+class Failed(NamedTuple):
+    """Something that is not as it should be (rule 1)."""
+
+    check: str
+    text: str
+    partitions: tuple[PartitionId, ...]
+
+
+def failed_checks(found: Sequence[Failed], partition_id: PartitionId) -> set[str]:
+    """Return the checks that a partition has not passed."""
+    return {each.check for each in found if partition_id in each.partitions}
+
+
+def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed]:
+    """Return a sentence for everything that is not as it should be with some partitions."""
+    standings = [Standing(cluster, each) for each in chosen]
+    found = [*_of_assignment(cluster, standings)]
+    for server in cluster.servers.values():
+        found += _of_server(server, standings)
+    for storage in cluster.storages.values():
+        found += _of_storage(storage, standings)
+    for now in standings:
+        found += _of_replicas(now)
+    return found + [
+        Failed(
+            "assignment",
+            f"partition {each}: its replicas are in fewer groups than they could be: "
+            "`waltz-core cluster auto-assign` spreads them",
+            (each,),
+        )
+        for each in changes.crowded(cluster.assigned, cluster.groups)
+        if each in chosen
+    ]
+
+
+def _of_assignment(cluster: ClusterFacts, standings: Sequence[Standing]) -> Iterator[Failed]:
+    chosen = tuple(each.partition_id for each in standings)
+    if not cluster.is_settled:
+        yield Failed("assignment", "the assignment is not that of the live servers (yet)", chosen)
+    if not cluster.servers:
+        yield Failed("assignment", "no server is registered: start one", chosen)
+        return
+    for each in standings:
+        if each.owner is None:
+            text = f"partition {each.partition_id} has no server"
+            yield Failed("assignment", text, (each.partition_id,))
+
+
+def _of_server(server: ServerFacts, standings: Sequence[Standing]) -> Iterator[Failed]:
+    address, its = server.address, [each for each in standings if each.owner is server]
+    if server.trouble:
+        owned = tuple(each.partition_id for each in its)
+        yield Failed("server", f"server {address} does not answer: {server.trouble}", owned)
+        return
+    for each in its:
+        where, partitions = f"partition {each.partition_id}: server {address}", (each.partition_id,)
+        if not each.is_served:
+            text = f"{where} does not serve it, though it is assigned to it"
+            yield Failed("server", text, partitions)
+        elif not each.is_open:
+            text = f"{where} has no open session with a quorum of replicas"
+            yield Failed("health", text, partitions)
+    for storage in server.out_of_reach:
+        owned = tuple(each.partition_id for each in its if storage in each.assigned)
+        yield Failed("connectivity", f"server {address} cannot reach storage {storage}", owned)
+
+
+def _of_storage(storage: StorageFacts, standings: Sequence[Standing]) -> Iterator[Failed]:
+    address, its = storage.address, [each for each in standings if storage.address in each.assigned]
+    wanted = tuple(each.partition_id for each in its)
+    if storage.registered_id is None:
+        text = f"storage {address} has never started: nothing is registered for it"
+        yield Failed("storage", text, wanted)
+    if storage.trouble:
+        yield Failed("storage", f"storage {address} does not answer: {storage.trouble}", wanted)
+    elif not storage.is_of_cluster:
+        yield Failed("storage", f"at {address} answers a storage of another cluster", wanted)
+    elif storage.admin_trouble:
+        text = f"storage {address} does not answer at its admin port: {storage.admin_trouble}"
+        yield Failed("storage", text, wanted)
+    else:
+        for each in its:
+            text = _lacks(each, storage)
+            if text:
+                where = f"partition {each.partition_id}: storage {address}"
+                yield Failed("storage", f"{where} {text}", (each.partition_id,))
+
+
+def _lacks(now: Standing, storage: StorageFacts) -> str:
+    """Say what keeps a storage from serving a partition; empty when nothing does."""
+    held = now.held(storage.address)
+    lack = None if held is None else lack_of(held)
+    if held is None or lack is None:
+        return ""
+    texts = {
+        Lack.NOT_HELD: "does not hold it, though it is assigned to it: `waltz-core storage "
+        "sync-partitions`",
+        Lack.OFFLINE: f"has it offline: `waltz-core storage availability --storage "
+        f"{storage.address} --partition {now.partition_id} --online true`",
+        Lack.OPENING: "is still opening its log",
+        Lack.UNREADABLE: f"cannot open its log: {held.why_not}",
+        Lack.STUCK: "does not come to an answer about it",
+    }
+    return texts[lack]
+
+
+def _of_replicas(now: Standing) -> Iterator[Failed]:
+    """Say what the newest session says of replicas that are behind, or too few."""
+    name, its = f"partition {now.partition_id}", (now.partition_id,)
+    if not now.assigned:
+        text = f"{name} has no replicas: `waltz-core cluster auto-assign`"
+        yield Failed("assignment", text, its)
+        return
+    if not now.replicas.was_opened:
+        yield Failed("recovery", f"{name} was never opened", its)
+        return
+    if now.is_of_other_replicas:
+        text = f"{name}: no session yet with its replicas {', '.join(now.assigned)}"
+        yield Failed("recovery", text, its)
+    if len(now.replicas.level) < now.quorum:
+        yield Failed("quorum", f"{name} has no quorum of engaged replicas", its)
+    elif now.behind:
+        are = "is" if len(now.behind) == 1 else "are"
+        text = f"{name}: {', '.join(now.behind)} {are} not engaged"
+        yield Failed("recovery", text, its)

@@ -1,0 +1,159 @@
+"""How a partition stands, judged from what was told: who owns it, who serves it, who counts.
+
+Why it stands alone: the doctor tells causes and `cluster verify` ticks off checks, and what is true
+of a partition must not depend on who is asked. What is made of it is `diagnosis.py`'s and
+`checks.py`'s.
+
+Rules:
+    1. What is not known is not held against anybody: a replica of which its storage has told
+       nothing lacks nothing.
+    2. A replica answers when a session could be opened with it now.
+"""
+
+from enum import Enum, auto
+
+from waltz_core.cluster.changes import Replicas
+from waltz_core.cluster.facts import (
+    ClusterFacts,
+    PartitionFacts,
+    ReplicaFacts,
+    ServerFacts,
+    StorageFacts,
+)
+from waltz_core.cluster.model import UNRESOLVED, MarkerState, ReplicaState
+from waltz_core.record import PartitionId, ReplicaId
+
+
+class Lack(Enum):
+    """Why a storage that answers does not serve a replica."""
+
+    OFFLINE = auto()
+    NOT_HELD = auto()
+    OPENING = auto()
+    UNREADABLE = auto()
+    STUCK = auto()
+
+
+def lack_of(held: ReplicaFacts) -> Lack | None:
+    """Return what keeps a replica from being used, as far as its storage knows."""
+    if not held.is_available:
+        return Lack.OFFLINE
+    if not held.is_held:
+        return Lack.NOT_HELD
+    if held.is_opening:
+        return Lack.OPENING
+    if held.why_not:
+        return Lack.UNREADABLE
+    return Lack.STUCK if held.is_stuck else None
+
+
+class Standing:
+    """One partition; see the module's rules."""
+
+    def __init__(self, cluster: ClusterFacts, partition_id: PartitionId) -> None:
+        self.partition_id = partition_id
+        self.facts = cluster.partitions.get(partition_id, PartitionFacts())
+        self.assigned = cluster.assigned.get(partition_id, ())
+        self.replicas = Replicas(self.assigned, self.facts.metadata)
+        self.quorum = len(self.assigned) // 2 + 1
+        self._cluster = cluster
+
+    # --- as ZooKeeper has it
+
+    @property
+    def owner(self) -> ServerFacts | None:
+        """The live server that owns it."""
+        owner = self._cluster.owners.get(self.partition_id)
+        return None if owner is None else self._cluster.servers.get(owner.server_id)
+
+    @property
+    def states(self) -> dict[ReplicaId, ReplicaState]:
+        """What the newest session says of its replicas."""
+        metadata = self.facts.metadata
+        return {} if metadata is None else dict(metadata.states)
+
+    @property
+    def engaged(self) -> list[ReplicaId]:
+        """The storages that the newest session counts on."""
+        states = self.states
+        known = [each for each in states if each in self._cluster.storages]
+        return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
+
+    @property
+    def behind(self) -> list[ReplicaId]:
+        """The assigned replicas that the newest session does not count on."""
+        return [each for each in self.assigned if each not in self.replicas.level]
+
+    @property
+    def is_of_other_replicas(self) -> bool:
+        """Whether the newest session is not with the replicas that are assigned."""
+        return set(self.states) != set(self.assigned)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether ZooKeeper has lost what it knew: it was open, and nobody was engaged."""
+        marker = self.facts.marker
+        is_open = marker is not None and marker.state is MarkerState.OPEN
+        return is_open and not self.replicas.was_opened
+
+    # --- as its owner has it
+
+    @property
+    def is_served(self) -> bool:
+        """Whether its owner knows that it is its."""
+        return self.owner is not None and self.partition_id in self.owner.served
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its owner has an open session."""
+        return self.owner is not None and self.owner.served.get(self.partition_id, False)
+
+    # --- as its storages have it
+
+    @property
+    def storages(self) -> list[StorageFacts]:
+        """The storages that it is assigned to."""
+        return [self._cluster.storages[each] for each in self.assigned]
+
+    def held(self, address: ReplicaId) -> ReplicaFacts | None:
+        """Return what a storage has told of its replica."""
+        return self._cluster.storages[address].replicas.get(self.partition_id)
+
+    def answers(self, address: ReplicaId) -> bool:
+        """Whether a session could be opened with a replica (rule 2)."""
+        if self._cluster.storages[address].trouble:
+            return False
+        held = self.held(address)
+        return held is None or lack_of(held) is None
+
+    def is_suspect(self, address: ReplicaId) -> bool:
+        """Whether a replica cannot vouch for its log."""
+        held = self.held(address)
+        return held is not None and held.is_suspect
+
+    @property
+    def answering(self) -> list[ReplicaId]:
+        """The assigned replicas that answer."""
+        return [each for each in self.assigned if self.answers(each)]
+
+    @property
+    def suspects(self) -> list[ReplicaId]:
+        """The engaged replicas that answer, and cannot vouch."""
+        return [each for each in self.engaged if self.answers(each) and self.is_suspect(each)]
+
+    @property
+    def unknown(self) -> list[ReplicaId]:
+        """The replicas of which a recovery would not know what they have acknowledged."""
+        return [each for each in self.engaged if not self.answers(each) or self.is_suspect(each)]
+
+    @property
+    def nobody_can_vouch(self) -> bool:
+        """Whether all answer, and too many of them are suspect: starting something is no help."""
+        is_answered = all(self.answers(each) for each in self.engaged)
+        return is_answered and not self.is_open and len(self.suspects) >= self.quorum
+
+    @property
+    def newest(self) -> int:
+        """The last id that any of its replicas has."""
+        held = [self.held(each) for each in self.assigned]
+        return max((each.last for each in held if each is not None), default=-1)
