@@ -25,8 +25,8 @@ from waltz_core.sim.schedule import STEPS
 
 CHUNK_SEEDS: Final = 8
 TOLD_EVERY_S: Final = 5.0
-# A world hangs together in rings and is let go as a whole: to look for rings more often than once
-# in a few worlds finds nothing, and takes a tenth of the time and more.
+# A world hangs together in rings, and is let go as a whole: to look for rings more often finds
+# nothing, and takes some percent of the time.
 COLLECT_EVERY: Final = 200_000
 
 Told = Callable[[Coverage, float], None]
