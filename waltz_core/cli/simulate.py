@@ -20,10 +20,10 @@ from pathlib import Path
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.errors import BadConfig
 from waltz_core.sim.coverage import Coverage
-from waltz_core.sim.faults import KINDS, WEIGHTS
+from waltz_core.sim.faults import KINDS
 from waltz_core.sim.report import report_of
-from waltz_core.sim.run import Verdict, run, run_seed
-from waltz_core.sim.schedule import Schedule, schedule_of
+from waltz_core.sim.run import Verdict, run, run_seed, schedule_for
+from waltz_core.sim.schedule import STEPS, Schedule
 from waltz_core.sim.shrink import shrink
 from waltz_core.sim.swarm import sweep
 
@@ -44,6 +44,9 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--minutes", type=float, metavar="M", help="end after so long; without --first, new seeds"
     )
+    command.add_argument(
+        "--steps", type=int, metavar="K", help=f"heal a world after so many steps ({STEPS})"
+    )
     command.add_argument("--jobs", type=int, metavar="J", help="processes (one for each core)")
     command.add_argument("--trace", action="store_true", help="print all that happens in one run")
     command.add_argument("--shrink", action="store_true", help="shorten one run that fails")
@@ -57,7 +60,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.schedule is not None:
         return _one(_read(arguments.schedule), arguments)
     if arguments.seed is not None:
-        return _one(schedule_of(arguments.seed, WEIGHTS), arguments)
+        return _one(schedule_for(arguments.seed, _steps(arguments)), arguments)
     return _many(arguments)
 
 
@@ -67,7 +70,8 @@ def _check(arguments: argparse.Namespace) -> None:
     Raises:
         BadConfig: an option is out of its range, or does not go with another one.
     """
-    for name, least in (("seeds", 1), ("jobs", 1), ("seed", 0), ("first", 0)):
+    numbers = (("seeds", 1), ("jobs", 1), ("seed", 0), ("first", 0), ("steps", 1))
+    for name, least in numbers:
         value = getattr(arguments, name)
         if value is not None and not least <= value <= SEED_MAX:
             raise BadConfig(
@@ -79,9 +83,15 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("trace", "shrink"):
         if getattr(arguments, name) and not is_one:
             raise BadConfig(f"--{name}: expected with --seed or --schedule, found alone")
+    if arguments.steps is not None and arguments.schedule is not None:
+        raise BadConfig("--steps: expected with --seeds or --seed, found with --schedule")
     for name in ("first", "minutes", "jobs", "report"):
         if getattr(arguments, name) is not None and is_one:
             raise BadConfig(f"--{name}: expected with --seeds, found with one run")
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    return STEPS if arguments.steps is None else int(arguments.steps)
 
 
 def _read(path: Path) -> Schedule:
@@ -173,21 +183,32 @@ def _many(arguments: argparse.Namespace) -> int:
     first = first or 0
     say(f"seeds from {first} on, {jobs} processes")
     began_s = time.monotonic()
-    sums = sweep(first, seed_count, jobs=jobs, seconds=seconds, told=_progress(seed_count))
+    sums = sweep(
+        first,
+        seed_count,
+        jobs=jobs,
+        seconds=seconds,
+        steps_max=_steps(arguments),
+        told=_progress(seed_count),
+    )
     took_s = time.monotonic() - began_s
-    files = _tell_failures(sums)
+    files = _tell_failures(sums, _steps(arguments))
     missing = sums.missing()
     for name in missing:
         say(f"never came to pass in {sums.seeds} seeds: {name}")
     if arguments.report is not None:
         _write_report(arguments.report, report_of(sums, first=first, seconds=took_s))
     if arguments.json:
-        show_json(_json_of(sums, first, took_s, files))
+        show_json(_json_of(sums, first, took_s, files, steps_max=_steps(arguments)))
     else:
         show(
             f"{sums.seeds} seeds from {first} on in {took_s:.0f} s: {len(sums.failures)} broke a "
             f"rule; {sums.committed} transactions checked over {sums.virtual_ms // 1000} s of "
             f"virtual time, {sum(sums.faults.values())} faults"
+        )
+        show(
+            f"{sums.steps} steps in {sums.cpu_s:.1f} s of CPU time: {sums.seeds_per_cpu_s:.1f} "
+            f"seeds, {sums.steps_per_cpu_s:.0f} steps a second and core"
         )
     return 0 if sums.is_good else 1
 
@@ -207,15 +228,21 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
     return told
 
 
-def _tell_failures(sums: Coverage) -> dict[int, Path]:
+def _tell_failures(sums: Coverage, steps_max: int) -> dict[int, Path]:
     """Rule 2."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
         say(f"seed {failure.seed} broke {failure.rule}: {_sentence(failure.text)}")
-        say(f"  waltz-core simulate --seed {failure.seed}")
+        say(f"  {replay(failure.seed, steps_max)}")
         if len(files) < SHRUNK_MAX:
-            files[failure.seed] = _shorten(run_seed(failure.seed))
+            files[failure.seed] = _shorten(run_seed(failure.seed, steps_max))
     return files
+
+
+def replay(seed: int, steps_max: int) -> str:
+    """Return the command that runs a seed again."""
+    steps = "" if steps_max == STEPS else f" --steps {steps_max}"
+    return f"waltz-core simulate --seed {seed}{steps}"
 
 
 def _write_report(path: Path, text: str) -> None:
@@ -228,12 +255,12 @@ def _write_report(path: Path, text: str) -> None:
 
 
 def _json_of(
-    sums: Coverage, first: int, seconds: float, files: dict[int, Path]
+    sums: Coverage, first: int, seconds: float, files: dict[int, Path], *, steps_max: int
 ) -> dict[str, object]:
     failures: Sequence[dict[str, object]] = [
         {
             **failure._asdict(),
-            "command": f"waltz-core simulate --seed {failure.seed}",
+            "command": replay(failure.seed, steps_max),
             "schedule": str(files[failure.seed]) if failure.seed in files else None,
         }
         for failure in sums.failures
@@ -242,6 +269,8 @@ def _json_of(
         **{name: value for name, value in asdict(sums).items() if name != "counts"},
         "first": first,
         "seconds": round(seconds, 1),
+        "seeds_per_cpu_s": round(sums.seeds_per_cpu_s, 2),
+        "steps_per_cpu_s": round(sums.steps_per_cpu_s),
         "failures": failures,
         "never": sums.missing(),
         "counts": dict(sorted(sums.counts.items())),

@@ -8,7 +8,7 @@ Rules:
        costs time or memory, never data.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 MIB = 1024 * 1024
 
@@ -52,7 +52,7 @@ class Limits:
     range_bytes_max: int = 1 * MIB
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in (each.name for each in fields(self)):
             least = 0 if name in ("quorum_ms_max", "grace_ms") else 1
             assert getattr(self, name) >= least, name
         assert self.retry_ms_min <= self.retry_ms_max

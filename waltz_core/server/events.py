@@ -12,6 +12,7 @@ Rules:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from waltz_core.errors import WaltzError
@@ -47,7 +48,7 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The numbers a partition keeps to. All must be positive, but for `lock_refill_count_max`.
 
@@ -83,8 +84,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         may_be_zero = "lock_refill_count_max"
+        names = (each.name for each in fields(self))
         assert self.lock_refill_count_max >= 0
-        assert all(getattr(self, name) > 0 for name in self.__slots__ if name != may_be_zero)
+        assert all(getattr(self, name) > 0 for name in names if name != may_be_zero)
         # Some single transaction of the greatest size must fit everywhere.
         assert TRANSACTION_BYTES_MAX < self.batch_bytes_max < FRAME_BYTES_MAX
         assert self.range_bytes_max <= FRAME_BYTES_MAX // 2

@@ -31,13 +31,14 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class Coverage:
-    """Sums over runs; `steps` are of worlds, `disk_steps` of their disks."""
+    """Sums over runs; `steps` are of worlds, `disk_steps` of their disks, `cpu_s` of one core."""
 
     seeds: int = 0
     steps: int = 0
     disk_steps: int = 0
     virtual_ms: int = 0
     committed: int = 0
+    cpu_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
@@ -60,6 +61,7 @@ class Coverage:
         self.disk_steps += other.disk_steps
         self.virtual_ms += other.virtual_ms
         self.committed += other.committed
+        self.cpu_s += other.cpu_s
         self.counts.update(other.counts)
         self.failures = sorted([*self.failures, *other.failures])
 
@@ -74,6 +76,16 @@ class Coverage:
             return []
         quiet = [f"fault {kind}" for kind, count in self.faults.items() if not count]
         return [*quiet, *never(self.counts)]
+
+    @property
+    def seeds_per_cpu_s(self) -> float:
+        """How many seeds one core has run in a second; 0 where that was not measured."""
+        return self.seeds / self.cpu_s if self.cpu_s else 0.0
+
+    @property
+    def steps_per_cpu_s(self) -> float:
+        """How many steps of worlds one core has made in a second; 0 where not measured."""
+        return self.steps / self.cpu_s if self.cpu_s else 0.0
 
     @property
     def is_good(self) -> bool:

@@ -142,8 +142,11 @@ class Network:
 
     def _arrive(self, link: Link, end: int, message: Message) -> None:
         if link.is_open[end]:
-            receiver = link.ends[end]
-            receiver.take(link.incarnations[end], partial(self._hear, link, end, message))
+            receiver, incarnation = link.ends[end], link.incarnations[end]
+            if receiver.takes_at_once(incarnation):
+                link.handlers[end].message(link, message)
+            else:
+                receiver.take(incarnation, partial(self._hear, link, end, message))
 
     def _hear(self, link: Link, end: int, message: Message) -> None:
         # It may have stood still when the message came, and have closed the link since.

@@ -63,6 +63,14 @@ class Process:
         self._pace_since_us = max(1, self.world.now_us), self._now_us()
         self.pace = pace
 
+    def takes_at_once(self, incarnation: int) -> bool:
+        """Whether `take` would neither drop what comes in now nor let it wait."""
+        return (
+            incarnation == self.incarnation
+            and self.is_up
+            and not (self.is_paused or self._held or self.slow_us)
+        )
+
     def take(self, incarnation: int, action: Action) -> None:
         """Let something come in that was meant for one incarnation (rules 1 and 2)."""
         if incarnation != self.incarnation or not self.is_up:

@@ -25,12 +25,16 @@ PROMISES: Final = (
 def report_of(sums: Coverage, *, first: int, seconds: float) -> str:
     """Return the whole report."""
     rate = sums.seeds / seconds if seconds else 0.0
-    faults = sums.faults
+    faults, steps = sums.faults, f"{sums.steps_per_cpu_s:,.0f}"
     figures = [
         ("seeds", f"{sums.seeds:,} from {first} on"),
         ("real time", f"{seconds:,.0f} s, {rate:.1f} seeds a second"),
         ("virtual time", f"{sums.virtual_ms / 3_600_000:,.1f} h"),
         ("steps", f"{sums.steps:,} of worlds, {sums.disk_steps:,} of disks"),
+        (
+            "CPU time",
+            f"{sums.cpu_s:,.0f} s; in one {sums.seeds_per_cpu_s:.1f} seeds, {steps} steps",
+        ),
         ("faults that fired", f"{sum(faults.values()):,} of {len(faults)} kinds"),
         ("transactions committed and checked", f"{sums.committed:,}"),
         *((name, f"{_broken(sums, rules):,}") for name, rules in PROMISES),

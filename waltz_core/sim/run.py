@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from waltz_core.sim import faults
 from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.history import Violation
-from waltz_core.sim.schedule import Schedule, schedule_of
+from waltz_core.sim.schedule import STEPS, Schedule, schedule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,14 @@ class Verdict:
         return self.rule is None
 
 
-def run_seed(seed: int, *, is_traced: bool = False) -> Verdict:
+def schedule_for(seed: int, steps_max: int = STEPS) -> Schedule:
+    """Draw the schedule of a seed; after `steps_max` steps it is over, and all heals."""
+    return schedule_of(seed, faults.WEIGHTS).with_setup(steps_max=steps_max)
+
+
+def run_seed(seed: int, steps_max: int = STEPS, *, is_traced: bool = False) -> Verdict:
     """Draw a schedule from a seed and run it."""
-    return run(schedule_of(seed, faults.WEIGHTS), is_traced=is_traced)
+    return run(schedule_for(seed, steps_max), is_traced=is_traced)
 
 
 def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> Verdict:

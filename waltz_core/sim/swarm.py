@@ -13,17 +13,21 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
 from itertools import count, islice
 from multiprocessing import get_context
 from typing import Final
 
 from waltz_core.sim.coverage import Coverage, covered
 from waltz_core.sim.run import run_seed
+from waltz_core.sim.schedule import STEPS
 
 CHUNK_SEEDS: Final = 8
 TOLD_EVERY_S: Final = 5.0
-# Little that a seed leaves behind hangs together in rings: looking for them takes 3 % of the time.
-COLLECT_EVERY: Final = 50_000
+# A world hangs together in rings, and is let go as a whole: to look for rings more often finds
+# nothing, and takes some percent of the time.
+COLLECT_EVERY: Final = 200_000
 
 Told = Callable[[Coverage, float], None]
 
@@ -34,10 +38,12 @@ def sweep(
     *,
     jobs: int,
     seconds: float | None = None,
+    steps_max: int = STEPS,
     told: Told | None = None,
 ) -> Coverage:
     """Run `seed_count` seeds from `first` on, or as many as there is time for.
 
+    Each is healed after `steps_max` steps, if not sooner.
     `told` hears now and then how far it is, and after how many seconds.
     """
     assert seed_count is not None or seconds is not None
@@ -45,7 +51,7 @@ def sweep(
     end_s = None if seconds is None else began_s + seconds
     chunks = _chunks(first, seed_count, end_s)
     sums = Coverage()
-    for part in _run_all(chunks, jobs):
+    for part in _run_all(chunks, jobs, partial(run_chunk, steps_max=steps_max)):
         sums.merge(part)
         now_s = time.monotonic()
         if told is not None and now_s - told_s >= TOLD_EVERY_S:
@@ -67,28 +73,50 @@ def _chunks(first: int, seed_count: int | None, end_s: float | None) -> Iterator
         yield range(start, stop)
 
 
-def _run_all(chunks: Iterator[range], jobs: int) -> Iterator[Coverage]:
+def _run_all(
+    chunks: Iterator[range], jobs: int, run_one: Callable[[range], Coverage]
+) -> Iterator[Coverage]:
     """Run chunks with a few of them ahead, so that no process waits."""
     if jobs == 1:
-        yield from map(run_chunk, chunks)
+        with _few_collections():
+            yield from map(run_one, chunks)
         return
     # Started anew, not forked: a copy of a process with threads may hang.
-    with ProcessPoolExecutor(
-        jobs, get_context("spawn"), initializer=gc.set_threshold, initargs=(COLLECT_EVERY,)
-    ) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_collect_little) as pool:
         pending: set[Future[Coverage]] = {
-            pool.submit(run_chunk, chunk) for chunk in islice(chunks, 2 * jobs)
+            pool.submit(run_one, chunk) for chunk in islice(chunks, 2 * jobs)
         }
         try:
             while pending:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                pending |= {pool.submit(run_chunk, chunk) for chunk in islice(chunks, len(done))}
+                pending |= {pool.submit(run_one, chunk) for chunk in islice(chunks, len(done))}
                 for future in done:
                     yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def run_chunk(seeds: range) -> Coverage:
-    """Run some seeds one after the other."""
-    return covered(map(run_seed, seeds))
+def _collect_little() -> None:
+    """Look for rings seldom, and not among what was imported, which stays."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_EVERY)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Do the same in a process that has other things to do afterwards."""
+    before = gc.get_threshold()
+    _collect_little()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+def run_chunk(seeds: range, *, steps_max: int = STEPS) -> Coverage:
+    """Run some seeds one after the other, and count what time of a core that took."""
+    began_s = time.process_time()
+    sums = covered(run_seed(seed, steps_max) for seed in seeds)
+    sums.cpu_s = time.process_time() - began_s
+    return sums

@@ -135,12 +135,12 @@ class World:
         Stops after `steps_max` steps as well, where that is given.
         """
         end_us = self.now_us + duration_us
-        heap = self._heap
+        heap, pop = self._heap, heapq.heappop
         last_step = self.step_count + steps_max if steps_max is not None else -1
         while heap and heap[0][0] <= end_us:
             if self.step_count == last_step:
                 return False
-            at_us, number, planned = heapq.heappop(heap)
+            at_us, number, planned = pop(heap)
             action = planned.action
             if action is None:
                 continue

@@ -12,7 +12,6 @@ Rules:
 
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -166,24 +165,22 @@ class LineageFile:
         """Return the place of the first batch that ends at or after an id; `count` if none does."""
         low, high = 0, self.count
         while low < high:
-            middle = (low + high) // 2
-            place = self._readable(middle, high)
-            if place < high and self.entry(place).last < transaction_id:
+            place = middle = (low + high) // 2
+            entry = self._readable(place)
+            while entry is None and (place := place + 1) < high:
+                entry = self._readable(place)
+            if entry is not None and entry.last < transaction_id:
                 low = place + 1
             else:
                 high = middle
         return low
 
-    def _readable(self, place: int, end: int) -> int:
-        """Return the first place from one on whose entry can be read; `end` if there is none."""
-        while place < end:
-            try:
-                self.entry(place)
-            except (BadFormat, ChecksumMismatch):
-                place += 1
-                continue
-            break
-        return place
+    def _readable(self, place: int) -> LineageEntry | None:
+        """Return the entry at a place; None where its bytes are wrong."""
+        try:
+            return self.entry(place)
+        except (BadFormat, ChecksumMismatch):
+            return None
 
     def _decoded(self, data: Bytes, place: int) -> tuple[LineageEntry, TransactionId]:
         return decode_entry(data, segment_crc=self._segment_crc, place=place)
@@ -198,12 +195,9 @@ class LineageFile:
 
     def trim(self) -> LineageEntry | None:
         """Drop what is wrong at the end: a write was torn there, or never was; return the end."""
-        for place in range(self.count - 1, -1, -1):
-            with suppress(BadFormat, ChecksumMismatch):
-                end = self.entry(place)
-                break
-        else:
-            place, end = -1, None
+        place, end = self.count - 1, None
+        while place >= 0 and (end := self._readable(place)) is None:
+            place -= 1
         if place + 1 < self.count or self._is_ragged:
             self.cut(place + 1)
         return end

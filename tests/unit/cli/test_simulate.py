@@ -15,6 +15,8 @@ from waltz_core.sim.schedule import Fault, Schedule, Setup
     [
         (["--seeds", "0"], "--seeds: expected a number from 1"),
         (["--seed", "-1"], "--seed: expected a number from 0"),
+        (["--steps", "0"], "--steps: expected a number from 1"),
+        (["--steps", "9", "--schedule", "x"], "--steps: expected with --seeds or --seed"),
         (["--jobs", "0"], "--jobs: expected a number from 1"),
         (["--minutes", "0"], "--minutes: expected more than 0, found 0.0"),
         (["--minutes", "nan"], "--minutes: expected more than 0, found nan"),
@@ -87,3 +89,20 @@ def test_a_failing_seed_is_told_with_all_that_replays_it(capsys, tmp_path, monke
     assert failure["command"] == "waltz-core simulate --seed 9"
     assert failure["schedule"] == str(tmp_path / "short.json")
     assert "seed 9 broke Fork: two chains at 3\n  waltz-core simulate --seed 9\n" in captured.err
+
+
+def test_after_fewer_steps_a_world_is_healed(capsys):
+    words = ["simulate", "--seed", "3", "--json"]
+    assert main([*words, "--steps", "300"]) == 0
+    short = json.loads(capsys.readouterr().out)
+    assert main(words) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert 300 < short["steps"] < whole["steps"]
+    assert simulate.replay(3, 300) == "waltz-core simulate --seed 3 --steps 300"
+
+
+def test_what_a_core_did_is_told(capsys):
+    assert main(["simulate", "--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert " s of CPU time: " in said
+    assert said.endswith(" steps a second and core")
