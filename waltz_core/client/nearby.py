@@ -13,6 +13,8 @@ Rules:
        by itself, has it mended, and what it sends instead is right.
     4. Bytes are read and never mapped: what a mapping meets (an error of the disk, a file that
        was cut) would end the process.
+    5. One thread reads at a time, so that files and buffers need no lock. A read that took too long
+       is given up while its thread is still at it: then nothing more is read here.
 """
 
 import asyncio
@@ -86,6 +88,7 @@ class Nearby:
         self._files: dict[TransactionId, FileIO] = {}
         self._buffers = _Buffers()
         self._grant: Grant | None = None
+        self._is_at_it = False  # rule 5
 
     def close(self) -> None:
         """Give the files back; what is being read of them comes to nothing."""
@@ -102,6 +105,8 @@ class Nearby:
             Unreachable, ReadFailed: the file cannot be had, or its bytes cannot.
             ChecksumMismatch: a record is not what it should be.
         """
+        if self._is_at_it:
+            raise errors.Unreachable(f"{self._door}: a read is not done yet")
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await ask()
@@ -110,6 +115,7 @@ class Nearby:
         high = min(last + 1, grant.next) - grant.first
         high = low + raw_records.count_within(grant.lengths[low:high], bytes_max)
         loop = asyncio.get_running_loop()
+        self._is_at_it = True
         try:
             async with asyncio.timeout(self._timeout_s):
                 # A disk may let its reader wait, and the checks take the time of a core.
@@ -128,6 +134,12 @@ class Nearby:
 
     def _read(self, grant: Grant, low: int, high: int) -> memoryview:
         """Read records low..high-1 of a grant and check them (rule 2); runs on a thread."""
+        try:
+            return self._read_and_check(grant, low, high)
+        finally:
+            self._is_at_it = False
+
+    def _read_and_check(self, grant: Grant, low: int, high: int) -> memoryview:
         lengths = grant.lengths[low:high]
         skip, size = raw_records.sum_of(grant.lengths[:low]), raw_records.sum_of(lengths)
         records = self._buffers.take(size)
@@ -173,7 +185,8 @@ class Nearby:
 class _Buffers:
     """Memory for what is read, used again as soon as nobody holds a view of it.
 
-    New memory for each read costs more than the read: the system clears it first.
+    New memory for each read costs more than the read: the system clears it first. Views may be let
+    go by any thread, but only one takes (rule 5): two would find the same memory free.
     """
 
     def __init__(self) -> None:

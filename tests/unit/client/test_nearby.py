@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -145,6 +146,29 @@ def test_files_that_a_reader_has_got_beyond_are_given_back(files, reader):
     files.read(reader, 17, 29)
     assert left.closed
     assert list(reader._files) == [17]
+
+
+def test_nothing_is_read_while_a_thread_is_still_at_what_was_given_up(files, monkeypatch):
+    goes_on, reader = threading.Event(), Nearby("the door", 3, timeout_s=0.05)
+
+    def hangs(_door, question, *, timeout_s):
+        assert goes_on.wait(60)
+        return files.take("the door", question, timeout_s=100 * timeout_s)
+
+    monkeypatch.setattr(nearby_module.handover, "take", hangs)
+
+    async def ask():
+        return files.grant(10, 20)
+
+    async def read():
+        with pytest.raises(errors.Unreachable, match=r"nothing was read within 0\.05 s"):
+            await reader.read(10, 29, 1 << 20, ask)
+        with pytest.raises(errors.Unreachable, match="a read is not done yet"):
+            await reader.read(10, 29, 1 << 20, ask)
+        goes_on.set()
+
+    asyncio.run(read())  # which waits for the thread
+    reader.close()
 
 
 def test_what_is_held_is_not_written_over(files, reader):
