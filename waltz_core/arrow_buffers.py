@@ -29,6 +29,19 @@ def as_binary(run: Buffer, lengths: I64) -> pa.BinaryArray:
     return pa.BinaryArray.from_buffers(pa.binary(), lengths.size, buffers)
 
 
+def numbers(
+    values: npt.NDArray[Any], kind: pa.DataType, *, are_there: npt.NDArray[np.bool_] | None = None
+) -> pa.Array:
+    """Return numbers as an array of a type of their width over the same memory.
+
+    Where `are_there` is given and false, there is a null.
+    """
+    assert values.flags.c_contiguous
+    assert values.itemsize * 8 == kind.bit_width
+    nulls = None if are_there is None else pa.py_buffer(np.packbits(are_there, bitorder="little"))
+    return pa.Array.from_buffers(kind, values.size, [nulls, pa.py_buffer(values)])
+
+
 def booleans(mask: npt.NDArray[np.bool_]) -> pa.BooleanArray:
     """Return a mask as an array to filter by."""
     buffers = [None, pa.py_buffer(np.packbits(mask, bitorder="little"))]

@@ -540,7 +540,9 @@ def _slice_of(
 ) -> pa.RecordBatch:
     arrays = []
     for name in columns:
-        array = made[name].slice(start, stop - start)
+        array = made[name]
+        if stop - start < len(array):
+            array = array.slice(start, stop - start)
         # Of a whole record only what lies between its prefix and its CRC is data.
         if name == "data":
             array = pc.binary_slice(array, raw_records.PREFIX_DTYPE.itemsize, -4)
@@ -559,11 +561,11 @@ def _header_columns(
     made: dict[str, pa.Array] = {}
     for name in columns:
         if name == "partition":
-            made[name] = pa.array(np.full(heads.size, partition_id, dtype=np.int32))
+            made[name] = _numbers(name, np.full(heads.size, partition_id, dtype=np.int32))
         elif name == "transaction_id":
-            made[name] = pa.array(heads["transaction_id"].astype(np.int64))
+            made[name] = _numbers(name, heads["transaction_id"].astype(np.int64))
         elif name == "header":
-            made[name] = pa.array(heads["header"].astype(np.int32))
+            made[name] = _numbers(name, heads["header"].astype(np.int32))
         elif name == "request_id":
             made[name] = _request_ids(heads["req_id"])
         elif name == "commit_time":
@@ -573,14 +575,24 @@ def _header_columns(
     return made
 
 
+def _numbers(name: str, values: npt.NDArray[Any]) -> pa.Array:
+    return arrow_buffers.numbers(values, READ_SCHEMA.field(name).type)
+
+
 def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
     names = ("client_id", "generation", "partition_id", "sequence")
-    arrays = [pa.array(req_ids[name].astype(np.int32)) for name in names]
+    arrays = [arrow_buffers.numbers(req_ids[name].astype(np.int32), pa.int32()) for name in names]
     return pa.StructArray.from_arrays(arrays, fields=list(READ_SCHEMA.field("request_id").type))
 
 
 def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
-    stamps_ms = raw_records.stamps_of(ids, stamps)
     # Not every int64 of ms is one of us: a wild stamp is cut off, as nothing is decided by it.
-    stamps_us = np.minimum(stamps_ms, np.iinfo(np.int64).max // 1000) * 1000
-    return pa.array(stamps_us, mask=stamps_ms <= 0).cast(READ_SCHEMA.field("commit_time").type)
+    most = np.iinfo(np.int64).max // 1000
+    stamps_us = raw_records.stamps_of(
+        ids, [(first, last, 1000 * min(max(ms, 0), most)) for first, last, ms in stamps]
+    )
+    are_there = stamps_us > 0
+    kind = READ_SCHEMA.field("commit_time").type
+    return arrow_buffers.numbers(
+        stamps_us, kind, are_there=None if are_there.all() else are_there
+    )

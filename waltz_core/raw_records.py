@@ -186,16 +186,23 @@ def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
 
 
 def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
-    """Return the commit stamp of each id in ms, 0 where it has none.
+    """Return the commit stamp of each id, 0 where it has none.
 
-    `stamps` are (first, last, stamp in ms) in id order.
+    `ids` rise; `stamps` are (first, last, stamp) in id order.
     """
     if not stamps:
         return np.zeros(ids.size, dtype=np.int64)
     firsts, lasts, stamps_ms = np.array(stamps, dtype=np.int64).T
-    place = np.searchsorted(firsts, ids, side="right") - 1
-    covered = (place >= 0) & (ids <= lasts[place])
-    return np.where(covered, stamps_ms[place], 0)
+    # Looked up for each stamp and not for each id: there are many of these for one of those.
+    starts = np.maximum.accumulate(ids.searchsorted(firsts))
+    ends = np.minimum(ids.searchsorted(lasts, side="right"), np.append(starts[1:], ids.size))
+    bounds = np.zeros(2 * starts.size + 2, dtype=np.int64)
+    bounds[1:-1:2] = starts
+    bounds[2:-1:2] = np.maximum(ends, starts)
+    bounds[-1] = ids.size
+    between = np.zeros(bounds.size - 1, dtype=np.int64)  # before the first, and wherever there is
+    between[1::2] = stamps_ms
+    return between.repeat(lengths_between(bounds))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ Rules:
 """
 
 import atexit
+import functools
 import gc
 import os
 import threading
@@ -47,14 +48,20 @@ def client_at(layout: Layout) -> WaltzClient:
 
 
 def _first_at(layout: Layout) -> WaltzClient:
-    """Connect, and leave out of each later search for garbage what stays anyway.
+    client = WaltzClient.at(layout)
+    settle("connect")
+    return client
+
+
+@functools.cache
+def settle(_work: str) -> None:
+    """Leave out of each later search for garbage what stays anyway; once for each kind of work.
 
     Spark has a worker search after every task, and all that was imported costs it 40 ms a time.
+    It is for when a task has just done such work for the first time, and has let go of its own.
     """
-    client = WaltzClient.at(layout)
     gc.collect()
     gc.freeze()
-    return client
 
 
 def sources_of(

@@ -229,6 +229,27 @@ def test_stamps() -> None:
     assert raw_records.stamps_of(ids, []).tolist() == [0] * 6
 
 
+@given(
+    st.sets(st.integers(0, 30)),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), unique_by=lambda each: each[0]),
+)
+def test_an_id_has_the_stamp_of_the_last_run_that_began_before_it(
+    chosen: set[int], runs: list[tuple[int, int]]
+) -> None:
+    stamps = [(first, last, 100 + first) for first, last in sorted(runs)]
+    expected = []
+    for each in sorted(chosen):
+        begun = [run for run in stamps if run[0] <= each]
+        expected.append(begun[-1][2] if begun and each <= begun[-1][1] else 0)
+    ids = np.array(sorted(chosen), dtype=np.int64)
+    assert raw_records.stamps_of(ids, stamps).tolist() == expected
+
+
+def test_stamps_in_no_order_do_no_harm() -> None:
+    ids = np.arange(9)
+    assert raw_records.stamps_of(ids, [(6, 7, 1), (2, 3, 2), (0, 8, 3)]).size == ids.size
+
+
 def test_prefixes_keep_the_sequence_of_their_row() -> None:
     made = raw_records.prefixes(
         np.array([8, 9]),

@@ -13,9 +13,14 @@ Rules:
        by itself, has it mended, and what it sends instead is right.
     4. Bytes are read and never mapped: what a mapping meets (an error of the disk, a file that
        was cut) would end the process.
+    5. One thread reads at a time, so that files and buffers need no lock. A read that took too long
+       is given up while its thread is still at it: then nothing more is read here.
+    6. What the system has in memory is read by the loop itself, which takes less than to have a
+       thread do it and be told. For what lies on the disk alone a thread waits.
 """
 
 import asyncio
+import errno
 import os
 import sys
 from bisect import bisect_left
@@ -40,6 +45,9 @@ GRANT_BYTES: Final = 32 * 1024 * 1024
 _PIECE_BYTES: Final = 512 * 1024
 # One that is looked at, one that is on its way, and one more for who lags behind.
 _BUFFERS_MAX: Final = 3
+# Read what is in memory, or fail; not every file system can tell.
+_NO_WAITING: Final = os.RWF_NOWAIT if sys.platform == "linux" else 0
+_WAITING_IS_NEEDED: Final = (errno.EAGAIN, errno.EOPNOTSUPP)
 _REFERENCES_OF_OURS: Final = 2  # the list's, and that of who asks
 
 
@@ -86,6 +94,8 @@ class Nearby:
         self._files: dict[TransactionId, FileIO] = {}
         self._buffers = _Buffers()
         self._grant: Grant | None = None
+        self._on_disk: Grant | None = None  # it is not in memory, or was not just now
+        self._is_at_it = False  # rule 5
 
     def close(self) -> None:
         """Give the files back; what is being read of them comes to nothing."""
@@ -102,6 +112,8 @@ class Nearby:
             Unreachable, ReadFailed: the file cannot be had, or its bytes cannot.
             ChecksumMismatch: a record is not what it should be.
         """
+        if self._is_at_it:
+            raise errors.Unreachable(f"{self._door}: a read is not done yet")
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await ask()
@@ -109,25 +121,49 @@ class Nearby:
         low = first - grant.first
         high = min(last + 1, grant.next) - grant.first
         high = low + raw_records.count_within(grant.lengths[low:high], bytes_max)
+        records = self._read_at_once(grant, low, high)
+        if records is None:
+            records = await self._read_on_a_thread(grant, low, high)
+        end = TransactionId(grant.first + high - 1)
+        return Stretch(grant.lengths[low:high], records, grant.batches_of(first, end))
+
+    def _read_at_once(self, grant: Grant, low: int, high: int) -> memoryview | None:
+        """Read what needs no waiting for; None where something does (rule 6)."""
+        if self._on_disk is grant or any(each.segment not in self._files for each in grant.places):
+            return None
+        try:
+            return self._read(grant, low, high, _NO_WAITING)
+        except BlockingIOError:
+            self._on_disk = grant  # neither is the rest of it tried
+            return None
+
+    async def _read_on_a_thread(self, grant: Grant, low: int, high: int) -> memoryview:
+        def read() -> memoryview:
+            try:
+                return self._read(grant, low, high, 0)
+            finally:
+                self._is_at_it = False
+
         loop = asyncio.get_running_loop()
+        self._is_at_it = True
         try:
             async with asyncio.timeout(self._timeout_s):
-                # A disk may let its reader wait, and the checks take the time of a core.
-                records = await loop.run_in_executor(None, self._read, grant, low, high)
+                return await loop.run_in_executor(None, read)
         except TimeoutError as error:
             raise errors.Unreachable(
                 f"{self._door}: nothing was read within {self._timeout_s} s"
             ) from error
-        end = TransactionId(grant.first + high - 1)
-        return Stretch(grant.lengths[low:high], records, grant.batches_of(first, end))
 
     def _leave_all_but(self, segments: Collection[TransactionId]) -> None:
         """Give files back that a reader has got beyond: a log may have more than it may open."""
         for segment in [each for each in self._files if each not in segments]:
             self._files.pop(segment).close()
 
-    def _read(self, grant: Grant, low: int, high: int) -> memoryview:
-        """Read records low..high-1 of a grant and check them (rule 2); runs on a thread."""
+    def _read(self, grant: Grant, low: int, high: int, flags: int) -> memoryview:
+        """Read records low..high-1 of a grant and check them (rule 2).
+
+        Raises BlockingIOError where the flags are not to wait and that is needed.
+        """
         lengths = grant.lengths[low:high]
         skip, size = raw_records.sum_of(grant.lengths[:low]), raw_records.sum_of(lengths)
         records = self._buffers.take(size)
@@ -136,7 +172,7 @@ class Nearby:
             if skip < place.size and done < size:
                 count = min(place.size - skip, size - done)
                 part = records[done : done + count]
-                crc = self._fill(part, place.segment, place.offset + skip, crc)
+                crc = self._fill(part, place.segment, place.offset + skip, crc, flags)
                 done += count
             skip = max(0, skip - place.size)
         first = TransactionId(grant.first + low)
@@ -147,7 +183,9 @@ class Nearby:
             )
         return records
 
-    def _fill(self, part: memoryview, segment: TransactionId, offset: int, crc: int) -> int:
+    def _fill(
+        self, part: memoryview, segment: TransactionId, offset: int, crc: int, flags: int
+    ) -> int:
         """Read bytes of a segment; return the CRC of what `crc` is of followed by them."""
         file = self._files.get(segment)
         try:
@@ -156,7 +194,7 @@ class Nearby:
                 taken = handover.take(self._door, question, timeout_s=self._timeout_s)
                 file = self._files[segment] = FileIO(taken)
             while part:
-                count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset)
+                count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset, flags)
                 if not count:
                     raise errors.ReadFailed(
                         f"partition {self._partition_id}: expected {len(part)} more bytes at "
@@ -166,6 +204,8 @@ class Nearby:
                 part = part[count:]
                 offset += count
         except (OSError, ValueError) as error:  # a file that was closed meanwhile is a ValueError
+            if flags and isinstance(error, OSError) and error.errno in _WAITING_IS_NEEDED:
+                raise BlockingIOError(error.errno, str(error)) from error
             raise errors.ReadFailed(f"segment {segment} of {self._door}: {error}") from error
         return crc
 
@@ -173,7 +213,8 @@ class Nearby:
 class _Buffers:
     """Memory for what is read, used again as soon as nobody holds a view of it.
 
-    New memory for each read costs more than the read: the system clears it first.
+    New memory for each read costs more than the read: the system clears it first. Views may be let
+    go by any thread, but only one takes (rule 5): two would find the same memory free.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from waltz_core.client import Layout, Reason, TaskClaim, WaltzClient
 from waltz_core.errors import LockFailed
-from waltz_spark.connections import client_at
+from waltz_spark.connections import client_at, settle
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.appender import Answered, Appender
 from waltz_spark.writer.columns import Shaper
@@ -101,6 +101,11 @@ class Job:
 
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
         """Write a task's rows; return what became of them."""
+        written = self._write_task(batches, task, attempt)
+        settle("write")
+        return written
+
+    def _write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
         if self.write is None:
             client = client_at(self.layout)
             return self._send(

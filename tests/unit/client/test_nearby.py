@@ -1,7 +1,10 @@
 """What a reader believes of the files of a storage on its own machine."""
 
 import asyncio
+import errno
 import os
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -145,6 +148,66 @@ def test_files_that_a_reader_has_got_beyond_are_given_back(files, reader):
     files.read(reader, 17, 29)
     assert left.closed
     assert list(reader._files) == [17]
+
+
+class Preadv:
+    """The system's call; tells who made it, and has nothing in memory when it is told so."""
+
+    def __init__(self, monkeypatch, error=None):
+        self.callers = []
+        self._error = error
+        self._call = os.preadv
+        monkeypatch.setattr(nearby_module.os, "preadv", self.read)
+
+    def read(self, descriptor, buffers, offset, flags):
+        is_main = threading.current_thread() is threading.main_thread()
+        self.callers.append("loop" if is_main else "thread")
+        assert bool(flags) == is_main, "only a thread may wait"
+        if flags and self._error is not None:
+            raise OSError(self._error, "not in memory")
+        return self._call(descriptor, buffers, offset, flags)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is in memory")
+def test_what_is_in_memory_needs_no_thread_once_the_file_is_open(files, reader, monkeypatch):
+    system = Preadv(monkeypatch)
+    got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
+    assert b"".join(got) == files.records
+    # Until the second segment is open: a grant that needs it is left to a thread.
+    assert system.callers == ["thread"] * 3 + ["loop"] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is in memory")
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EOPNOTSUPP])
+def test_a_thread_waits_for_what_is_on_the_disk(files, reader, monkeypatch, error):
+    files.read(reader, 10, 29)
+    system = Preadv(monkeypatch, error)
+    got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
+    assert b"".join(got) == files.records
+    assert system.callers.count("loop") == 1  # then no more of that grant
+
+
+def test_nothing_is_read_while_a_thread_is_still_at_what_was_given_up(files, monkeypatch):
+    goes_on, reader = threading.Event(), Nearby("the door", 3, timeout_s=0.05)
+
+    def hangs(_door, question, *, timeout_s):
+        assert goes_on.wait(60)
+        return files.take("the door", question, timeout_s=100 * timeout_s)
+
+    monkeypatch.setattr(nearby_module.handover, "take", hangs)
+
+    async def ask():
+        return files.grant(10, 20)
+
+    async def read():
+        with pytest.raises(errors.Unreachable, match=r"nothing was read within 0\.05 s"):
+            await reader.read(10, 29, 1 << 20, ask)
+        with pytest.raises(errors.Unreachable, match="a read is not done yet"):
+            await reader.read(10, 29, 1 << 20, ask)
+        goes_on.set()
+
+    asyncio.run(read())  # which waits for the thread
+    reader.close()
 
 
 def test_what_is_held_is_not_written_over(files, reader):

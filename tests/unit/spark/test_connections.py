@@ -60,3 +60,14 @@ def test_who_wants_the_same_cluster_waits_and_shares_the_client() -> None:
         Client.may_answer.set()
         assert first.result(PATIENCE_S) is second.result(PATIENCE_S)
     assert Client.made == ["dead:2181/x"]
+
+
+def test_what_stays_is_left_out_of_the_search_for_garbage_once_for_each_kind_of_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(connections.gc, "collect", lambda: done.append("collect"))
+    monkeypatch.setattr(connections.gc, "freeze", lambda: done.append("freeze"))
+    for work in ("this test's", "this test's", "another of it"):
+        connections.settle(work)
+    assert done == ["collect", "freeze"] * 2
