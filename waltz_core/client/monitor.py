@@ -89,13 +89,18 @@ class Single(NamedTuple):
 
 @value(frozen=True, slots=True, eq=False)
 class Parcel:
-    """Rows that travel in one frame: an Arrow payload, or a single row without Arrow."""
+    """Rows that travel in one frame: an Arrow payload, or a single row without Arrow.
+
+    `keeps_order`: it is not sent after others of its kind were lost that had been appended before
+    it, but told LOST as well, so that whoever sends them again can keep the order.
+    """
 
     token: int
     row_count: int
     client_high_water_mark: TransactionId
     content: Buffer | Single
     content_crc: int
+    keeps_order: bool = False
 
     @property
     def size_bytes(self) -> int:

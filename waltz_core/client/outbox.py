@@ -11,10 +11,11 @@ Rules:
 from collections import deque
 
 from waltz_core import errors
-from waltz_core.client.monitor import Parcel
+from waltz_core.client import verdicts
+from waltz_core.client.monitor import BatchOutcome, Parcel
 from waltz_core.record import PartitionId
 from waltz_core.values import value
-from waltz_core.wire.messages import Mounted
+from waltz_core.wire.messages import Mounted, Reason
 
 
 @value(frozen=True, slots=True)
@@ -72,6 +73,21 @@ class Outbox:
         taken = list(self._waiting)
         self._waiting.clear()
         return taken
+
+    def lose_behind(self, parcel: Parcel, outcome: BatchOutcome) -> list[tuple[int, BatchOutcome]]:
+        """Take out what must not go before a parcel that was lost; return what it is told."""
+        if not verdicts.is_order_lost(parcel, outcome):
+            return []
+        told: list[tuple[int, BatchOutcome]] = []
+        for _ in range(len(self._waiting)):
+            waiting = self._waiting.popleft()
+            if waiting.parcel.keeps_order:
+                rows, mark = waiting.parcel.row_count, outcome.high_water_mark
+                lost = BatchOutcome.uniform(rows, Reason.LOST, high_water_mark=mark)
+                told.append((waiting.parcel.token, lost))
+            else:
+                self._waiting.append(waiting)
+        return told
 
     def take_expired(self, now_ms: int) -> list[Waiting]:
         """Take out what has waited too long."""

@@ -21,6 +21,8 @@ Invariants:
     6. The feed is dense: the next transaction taken in is the one after the last.
     7. A feed that is far behind is not asked of the server, which would send all of it at once:
        `FeedLags` has the driver fetch it, at the application's pace.
+    8. Of the parcels that keep their order none is sent after an earlier one was told lost, unless
+       it was appended after that: what still waits to be sent is told LOST with it.
 """
 
 from typing import TYPE_CHECKING, assert_never
@@ -59,7 +61,6 @@ SEQUENCE_MAX = (1 << 31) - 1
 # Requests that are no appends have negative sequence numbers, so that none is taken for a row.
 # The client's other requests (`connections.py`) use those below.
 CONTROL_SEQUENCE_MIN = -(1 << 30)
-
 
 _LINKED = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
 
@@ -385,7 +386,7 @@ class PartitionStream:
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._monitor.settle(self.high_water_mark):
             self._spoiled[pending.link] = None
-            out.append(Settled(pending.parcel.token, outcome))
+            self._tell(pending.parcel, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
         self._phase_deadline_ms = None
@@ -478,7 +479,7 @@ class PartitionStream:
         self, pending: Pending, outcome: BatchOutcome, now_ms: int, out: list[Effect]
     ) -> None:
         self._learn(outcome.high_water_mark, out)
-        out.append(Settled(pending.parcel.token, outcome))
+        self._tell(pending.parcel, outcome, out)
         if self.phase is not Phase.READY:
             return
         reason = verdicts.remount_reason(outcome) if pending.mount == self._mount else None
@@ -486,6 +487,10 @@ class PartitionStream:
             self._mount_anew(f"an append was refused: {reason.name}", now_ms, out)
         elif not self._leave_if_drained(now_ms, out):
             self._send_waiting(out)
+
+    def _tell(self, parcel: Parcel, outcome: BatchOutcome, out: list[Effect]) -> None:
+        out.append(Settled(parcel.token, outcome))
+        out.extend(Settled(*told) for told in self._outbox.lose_behind(parcel, outcome))
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
