@@ -9,7 +9,7 @@ Rules:
     2. Rows leave in the order in which they were appended.
     3. A row of `append` that is known not to be in the log, for a reason that passes, is sent
        again until its deadline: nothing about it has become stale but its age. A row that a lock
-       refused is never sent again.
+       refused is never sent again, nor one that follows what was in flight.
     4. Rule 2 holds for what is sent again, too: it waits until every parcel that was under way
        beside it has its outcome, and what was appended since waits behind it. What the stream had
        not sent by then comes back as lost (`monitor.Parcel.keeps_order`).
@@ -18,6 +18,7 @@ Rules:
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ import numpy as np
 from waltz_core import errors
 from waltz_core.batches import encode_append
 from waltz_core.checksum import crc32
+from waltz_core.client.following import Following
 from waltz_core.client.monitor import BatchOutcome, Parcel, Single
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -62,6 +64,7 @@ class RowOutcome(NamedTuple):
     transaction_id: TransactionId
     conflicting: TransactionId
     high_water_mark: TransactionId
+    following: Following | None = None
 
 
 class Row:
@@ -71,6 +74,7 @@ class Row:
         "append_locks",
         "data",
         "deadline_s",
+        "follows",
         "future",
         "header",
         "is_attempt",
@@ -94,7 +98,20 @@ class Row:
         # An attempt of a context: its future gets a RowOutcome, whatever that is. Otherwise the
         # future gets the transaction id, or an error.
         self.is_attempt = False
+        # What it was computed from beside its mark; None where its author does not follow.
+        self.follows: Following | None = None
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    def follow(self, following: Following, mark: TransactionId | None) -> None:
+        """Have it follow what is in flight; `mark` is its state's, if that was told."""
+        if mark is None and following.has_seen:
+            mark = following.base
+        self.mark, self.follows = following.claim(self.mark if mark is None else mark)
+
+    @property
+    def may_go_again(self) -> bool:
+        """Whether it may be sent again as it is (rule 3)."""
+        return not self.is_attempt and (self.follows is None or not self.follows.has_seen)
 
 
 class Window:
@@ -238,6 +255,8 @@ class Appends:
         self._gathered_bytes += row.size_bytes
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
             self._send_gathered()
+        elif row.follows is not None:
+            self._send_gathered()  # Those who wait for the same lock wait for it.
         elif not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)
@@ -283,7 +302,11 @@ class Appends:
         if not self._gathered or self._held:  # rule 4
             return
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        if len(rows) <= SINGLES_MAX:
+        for is_alone, run in groupby(rows, lambda row: row.follows is not None):
+            self._send_run(list(run), is_alone=is_alone)
+
+    def _send_run(self, rows: list[Row], *, is_alone: bool) -> None:
+        if is_alone or len(rows) <= SINGLES_MAX:
             for row in rows:
                 self._send_single(row)
         else:
@@ -293,7 +316,8 @@ class Appends:
     def _send_single(self, row: Row) -> None:
         token = self._next_token()
         self._parcels[token] = [row]
-        single = Single(row.header, row.data, row.write_locks, row.read_locks, row.append_locks)
+        locks = (row.write_locks, row.read_locks, row.append_locks)
+        single = Single(row.header, row.data, *locks, row.follows)
         crc, keeps_order = crc32(row.data), not row.is_attempt
         self._post(Parcel(token, 1, row.mark, single, crc, keeps_order))
 
@@ -370,7 +394,7 @@ class Appends:
             outcome.conflicting.tolist(),
             strict=True,
         ):
-            if not row.is_attempt and reason in _TRANSIENT and now_s < row.deadline_s:
+            if row.may_go_again and reason in _TRANSIENT and now_s < row.deadline_s:
                 again.append(row)
                 continue
             self._end(row)
@@ -378,11 +402,16 @@ class Appends:
                 continue
             if row.is_attempt:
                 ids = (TransactionId(transaction_id), TransactionId(conflicting))
-                row.future.set_result(RowOutcome(reason, *ids, outcome.high_water_mark))
+                told = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.following)
+                row.future.set_result(told)
             elif reason == Reason.COMMITTED:
                 row.future.set_result(TransactionId(transaction_id))
             else:
-                row.future.set_exception(self._error(reason, conflicting, outcome))
+                error = self._error(reason, conflicting, outcome)
+                if isinstance(error, errors.LockFailed) and outcome.following is not None:
+                    error.following = outcome.following
+                    error.conflicting = outcome.following.mark
+                row.future.set_exception(error)
         if again:
             is_full = bool(np.isin(outcome.reasons, _FULL).any())
             self._hold(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)

@@ -13,6 +13,8 @@ Rules:
     5. What `execute` goes by under a feed is what was applied. While the application has laid the
        partition down, no attempt begins: nothing is applied, and the log's mark would claim that
        all of it was.
+    6. An attempt of a context that follows, refused for what is in flight, is made again at once,
+       as though that were there. It holds for that one attempt, and is not applied.
 """
 
 import asyncio
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from waltz_core import errors
 from waltz_core.client.appends import Row, RowOutcome, error_of
+from waltz_core.client.following import FOLLOW
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.transaction import TransactionBuilder, TransactionContext, check_mark
 from waltz_core.record import TransactionId
@@ -49,6 +52,10 @@ class RunnableContext(Protocol):
     def timeout_ms(self) -> int | None:
         """How long it may take; None for no limit."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether it goes by what is in flight."""
+
     def partition_id(self, partition_count: int) -> int:
         """Return the partition."""
 
@@ -74,6 +81,11 @@ class LoopContext:
     def timeout_ms(self) -> int | None:
         """How long it may take; None for no limit."""
         return self._context.timeout_ms
+
+    @property
+    def follows(self) -> bool:
+        """Whether it goes by what is in flight."""
+        return self._context.follows
 
     def partition_id(self, partition_count: int) -> int:
         """Return the partition."""
@@ -112,6 +124,8 @@ class ContextRun:
         self.future.add_done_callback(_look_at)
         self._row: Row | None = None
         self._goes_by_feed = False  # rule 5
+        # What the next attempt follows; None where the context does not want to (rule 6).
+        self._following = FOLLOW if context.follows else None
 
     async def begin(self) -> bool:
         """Make the first attempt; False when the context has ended with it."""
@@ -146,7 +160,14 @@ class ContextRun:
                 return await self._expire(
                     errors.Unavailable(f"{where} was laid down by the application, and not again")
                 )
-        builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
+        builder_mark = partition.mark
+        builder = TransactionBuilder(partition.partition_id, builder_mark)  # rule 1
+        following = self._following
+        if following is not None:
+            self._following = FOLLOW
+            builder.predecessors = (
+                following.above(builder_mark) if self._goes_by_feed else following.predecessors
+            )
         if not await self._context.execute(builder):
             self._end_with(None)
             await self._hook("on_completion", False)  # noqa: FBT003
@@ -156,7 +177,11 @@ class ContextRun:
                 "execute returned True without transaction data: call set_transaction_data"
             )
         mark = check_mark(builder.client_high_water_mark)
+        if following is not None:
+            is_as_new = mark >= builder_mark or not self._goes_by_feed
+            mark, following = (following if is_as_new else FOLLOW).claim(mark)
         row = Row(builder.data, builder.header, mark)
+        row.follows = following
         row.write_locks = builder.write_locks
         row.read_locks = builder.read_locks
         row.append_locks = builder.append_locks
@@ -192,6 +217,8 @@ class ContextRun:
             return False
         if outcome.reason != Reason.LOCK:
             return await self._again(refusal, wait_for=None)
+        if outcome.following is not None:
+            self._following = outcome.following
         await self._hook("on_lock_failure")
         return await self._again(refusal, wait_for=outcome.conflicting)
 

@@ -6,6 +6,7 @@ while giving up what the monitor holds is a "nobody knows". The two must not be 
 Rules:
     1. First in, first out; deadlines never decrease.
     2. A parcel that the server could not take is refused before it is sent.
+    3. So is one that follows what was in flight in another mount (`following.py`, rule 2).
 """
 
 from collections import deque
@@ -96,8 +97,14 @@ class Outbox:
             taken.append(self._waiting.popleft())
         return taken
 
-    def refusal(self, parcel: Parcel, limits: Limits) -> errors.TooLarge | None:
-        """Return why the server would not take a parcel, None when it would (rule 2)."""
+    def refusal(self, parcel: Parcel, limits: Limits, mount: int) -> errors.WaltzError | None:
+        """Return why a parcel is not sent in this mount, None when it is (rules 2 and 3)."""
+        follows = parcel.follows
+        if follows is not None and follows.has_seen and follows.mount != mount:
+            return errors.SessionLost(
+                f"partition {self._partition_id}: what it was computed from was in flight on a "
+                "connection that has ended; it is not in the log"
+            )
         if parcel.row_count <= limits.rows_max and parcel.size_bytes <= limits.bytes_max:
             return None
         return errors.TooLarge(

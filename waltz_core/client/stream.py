@@ -46,7 +46,7 @@ from waltz_core.client.events import (
     Stopped,
     StreamSettings,
 )
-from waltz_core.client.monitor import BatchOutcome, Monitor, Parcel, Pending
+from waltz_core.client.monitor import AppendAnswer, BatchOutcome, Monitor, Parcel, Pending
 from waltz_core.client.outbox import Limits, Outbox
 from waltz_core.client.readback import ReadBack
 from waltz_core.machine import Report, Wakeup
@@ -100,6 +100,7 @@ class PartitionStream:
         self._mount = 0
         self._mount_id: ReqId | None = None
         self._mount_has_feed = False
+        self._may_follow = False
         self._generation = Generation(-1)
         self._connection_sequence = -1
         self._limits = Limits(1, 1, 1)
@@ -224,7 +225,7 @@ class PartitionStream:
         assert event.link not in self._spoiled  # invariant 4
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
-        self._link = event.link
+        self._link, self._may_follow = event.link, event.may_follow
         # Without the feed at first: only the answer tells how far that would be.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
@@ -305,7 +306,7 @@ class PartitionStream:
 
     def _received(self, event: events.Received, now_ms: int, out: list[Effect]) -> None:
         message = event.message
-        if isinstance(message, messages.AppendResult):
+        if isinstance(message, AppendAnswer):
             # Final whichever link brings it: the server answers when every row is.
             self._append_result(message, now_ms, out)
             return
@@ -418,7 +419,7 @@ class PartitionStream:
             return
         while (waiting := self._outbox.first) is not None:
             parcel = waiting.parcel
-            refusal = self._outbox.refusal(parcel, self._limits)
+            refusal = self._outbox.refusal(parcel, self._limits, self._mount)
             if refusal is not None:
                 self._outbox.take()
                 out.append(Refused(parcel.token, refusal))
@@ -439,11 +440,9 @@ class PartitionStream:
         self._monitor.register(
             Pending(parcel, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
         )
-        out.append(Send(self._link, parcel.message(req_id)))
+        out.append(Send(self._link, parcel.message(req_id, may_follow=self._may_follow)))
 
-    def _append_result(
-        self, message: messages.AppendResult, now_ms: int, out: list[Effect]
-    ) -> None:
+    def _append_result(self, message: AppendAnswer, now_ms: int, out: list[Effect]) -> None:
         try:
             answer = self._monitor.answered(message)
         except errors.RemoteProtocolError as error:

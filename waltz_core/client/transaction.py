@@ -15,12 +15,11 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, SupportsIndex, TypeVar, cast
 
-import msgpack
-
-from waltz_core import errors, strict_json
+from waltz_core import errors
 from waltz_core.checksum import crc32
+from waltz_core.client.serializers import MSGPACK, Serializer
 from waltz_core.record import (
     BEFORE_FIRST,
     TRANSACTION_BYTES_MAX,
@@ -32,6 +31,9 @@ from waltz_core.record import (
     lock_hash,
     spread,
 )
+
+if TYPE_CHECKING:
+    from waltz_core.client.following import Predecessor
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -75,78 +77,6 @@ def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------------------------------
-# serializers
-
-
-class Serializer(Protocol[T]):
-    """Turns an application's values into transaction data and back."""
-
-    def serialize(self, value: T) -> bytes:
-        """Return the bytes of a value."""
-
-    def deserialize(self, data: bytes) -> T:
-        """Return the value of the bytes."""
-
-
-class BytesSerializer:
-    """Data as it is."""
-
-    def serialize(self, value: bytes) -> bytes:
-        """Return the bytes; raises BadRequest for anything that is no bytes object."""
-        if not isinstance(value, bytes | bytearray | memoryview):
-            raise errors.BadRequest(
-                f"transaction data: expected bytes, found {type(value).__name__}"
-            )
-        return bytes(value)
-
-    def deserialize(self, data: bytes) -> bytes:
-        """Return the bytes."""
-        return data
-
-
-class MsgpackSerializer:
-    """msgpack, the default: numbers, texts, bytes, lists, maps."""
-
-    def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - whatever msgpack can pack
-        """Return the value packed; raises BadRequest for a type that msgpack does not know."""
-        try:
-            packed: bytes = msgpack.packb(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise errors.BadRequest(f"transaction data: msgpack cannot pack it: {error}") from error
-        return packed
-
-    def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value; raises BadFormat for bytes that are no msgpack."""
-        try:
-            return msgpack.unpackb(data, strict_map_key=False)
-        except (msgpack.UnpackException, ValueError) as error:
-            raise errors.BadFormat(f"transaction data: not msgpack: {error}") from error
-
-
-class JsonSerializer:
-    """JSON in UTF-8, without needless blanks."""
-
-    def serialize(self, value: Any) -> bytes:  # noqa: ANN401
-        """Return the value as JSON; raises BadRequest for what JSON does not have, NaN as well."""
-        try:
-            return strict_json.to_json(value)
-        except (TypeError, ValueError) as error:
-            raise errors.BadRequest(f"transaction data: no JSON for it: {error}") from error
-
-    def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value; raises BadFormat for bytes that are no JSON, with NaN in them say."""
-        try:
-            return strict_json.from_json(data)
-        except ValueError as error:
-            raise errors.BadFormat(f"transaction data: not JSON: {error}") from error
-
-
-BYTES = BytesSerializer()
-MSGPACK = MsgpackSerializer()
-JSON = JsonSerializer()
-
-
-# ---------------------------------------------------------------------------------------------
 # writing
 
 
@@ -159,6 +89,7 @@ class TransactionBuilder:
         "data",
         "header",
         "partition_id",
+        "predecessors",
         "read_locks",
         "write_locks",
     )
@@ -169,6 +100,9 @@ class TransactionBuilder:
         # that reads its mark together with its data, from one database transaction, puts the
         # mark it has read in place of this one.
         self.client_high_water_mark = client_high_water_mark
+        # For a context that `follows`: what has been written under its locks and is not in that
+        # state, in the order of the ids. Compute as though all of it were there already.
+        self.predecessors: tuple[Predecessor, ...] = ()
         self.header = 0
         self.data: bytes | None = None
         self.write_locks: tuple[int, ...] = ()
@@ -205,6 +139,9 @@ class TransactionContext(ABC):
 
     retries_max: int | None = None
     timeout_ms: int | None = 60_000
+    # Whether `execute` goes by `builder.predecessors` too, so that an attempt need not wait until
+    # what was faster is durable; for locks that many write.
+    follows: bool = False
 
     def __init__(self) -> None:
         self.creation_time_ms = time.time_ns() // 1_000_000

@@ -45,8 +45,3 @@ class Draft:
     def size_bytes(self) -> int:
         """What its records take."""
         return sum(len(part.records) for part in self.parts)
-
-    @property
-    def count(self) -> int:
-        """How many ids it has taken."""
-        return self.parts[-1].last - self.parts[0].first + 1 if self.parts else 0

@@ -54,6 +54,6 @@ def test_what_keeps_its_order_is_taken_out_and_the_rest_stays():
 def test_what_does_not_fit_a_frame_is_refused_with_both_figures():
     outbox = Outbox(PARTITION)
     limits = Limits(rows_max=5, bytes_max=4, in_flight_bytes_max=1)
-    assert outbox.refusal(parcel(1, rows=5), limits) is None
-    assert "at most 5 rows" in str(outbox.refusal(parcel(1, rows=6), limits))
-    assert "found 1 rows and 5 bytes" in str(outbox.refusal(parcel(1, data=b"12345"), limits))
+    assert outbox.refusal(parcel(1, rows=5), limits, 1) is None
+    assert "at most 5 rows" in str(outbox.refusal(parcel(1, rows=6), limits, 1))
+    assert "found 1 rows and 5 bytes" in str(outbox.refusal(parcel(1, data=b"12345"), limits, 1))
