@@ -22,8 +22,7 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
        request is refused, and what was judged stays as it is. A piece lost with its session ends
        the mount (rule 4), so nothing behind it in the same request can enter.
     8. After a move nothing is judged before the lock table has been filled (`refill.py`).
-    9. That a row is ahead of the log is not told from here: `Ahead` asks for a proof of the session
-       that it was judged in. Without one the client has to mount again, and is told so.
+    9. That a row is ahead of the log is told only with a proof (`endings.py`).
    10. Whoever follows what is in flight (`following.py`) is judged as if that were in the log, if
        it is in flight in this very session; else he is refused. What is admitted of such authors
        is gathered while a batch is in flight, and goes to the store when that has landed.
@@ -125,6 +124,11 @@ class AppendPipeline:
         gathered = self._gathered
         return self._in_flight_bytes + (gathered.size_bytes if gathered is not None else 0)
 
+    @property
+    def gathered_count(self) -> int:
+        """How many ids were given to what is not submitted yet (rule 10)."""
+        return self._next_id - 1 - self._submitted if self._gathered is not None else 0
+
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
         if self._gathered is not None and self._is_open and not self._is_gathering:
@@ -180,6 +184,7 @@ class AppendPipeline:
             out.extend(Reached(token) for token in each.waiting)
         self._forget_flights()
         self._chain, self._next_id = opened.chain, TransactionId(opened.high_water_mark + 1)
+        self._submitted = opened.high_water_mark
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
         elif unbroken:
@@ -458,16 +463,7 @@ class AppendPipeline:
             draft.out += self._told_to_follow(told)
 
     def _told_to_follow(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
-        """Answer authors with what they may follow, or with a lock failure where that is over."""
-        out: list[Outcome] = []
-        for ticket in refused:
-            told = self._following.told(ticket, self._high_water_mark, self._next_id)
-            if told is None:
-                ticket.refuse_for(min(ticket.conflict, self._high_water_mark))
-                self._endings.finish(ticket, out)
-                continue
-            self._endings.told(ticket, told, out)
-        return out
+        return self._endings.tell_followers(refused, self._following, self._next_id)
 
     @property
     def _place(self) -> Place:

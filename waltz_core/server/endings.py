@@ -15,8 +15,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from waltz_core.errors import TooLarge, WaltzError
-from waltz_core.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, TransactionId
 from waltz_core.server.events import Answer, refusal
+from waltz_core.server.following import Following
 from waltz_core.server.mounts import Mounts
 from waltz_core.server.outcomes import Ahead, Outcome, Reached
 from waltz_core.server.tickets import Epoch, Figures, SingleTicket, Ticket
@@ -76,6 +77,22 @@ class Endings:
             self.finish(ticket, out)
         return out
 
+    def tell_followers(
+        self, refused: Iterable[SingleTicket], following: Following, next_id: TransactionId
+    ) -> list[Outcome]:
+        """Answer authors with what they may follow, or with a lock failure where that is over."""
+        out: list[Outcome] = []
+        for ticket in refused:
+            told = following.told(ticket, self.high_water_mark, next_id)
+            if told is None:
+                ticket.refuse_for(min(ticket.conflict, self.high_water_mark))
+                self.finish(ticket, out)
+            else:
+                self._figures.refused[Reason.LOCK] += 1
+                out.append(told)
+                self.leave(ticket, out)
+        return out
+
     def finish_if_final(self, ticket: Ticket, out: list[Outcome]) -> None:
         """Answer a request unless there are rows of it that are not final."""
         if isinstance(ticket, SingleTicket) or ticket.is_final:
@@ -101,12 +118,6 @@ class Endings:
         out: list[Outcome] = [self._answer(ticket)]
         self.leave(ticket, out)
         return out
-
-    def told(self, ticket: Ticket, answer: Answer, out: list[Outcome]) -> None:
-        """Answer a request that a lock has refused, in other words than usual."""
-        self._figures.refused[Reason.LOCK] += 1
-        out.append(answer)
-        self.leave(ticket, out)
 
     def fail(self, ticket: Ticket, error: WaltzError, out: list[Outcome]) -> None:
         """Answer a request with an error: none of its rows is in the log."""
