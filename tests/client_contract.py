@@ -464,10 +464,9 @@ def who_follows_counts_on_from_what_is_in_flight(world: World) -> None:
             self.counter = counter
 
         def execute(self, builder: TransactionBuilder) -> bool:
-            seen = {each[0]: int(each[2]) for each in self.counter.seen}
-            # What the state holds already is told a second time at most until it was applied.
-            seen |= {each.transaction_id: int(each.data) for each in builder.predecessors}
-            last = max(seen.values(), default=0)
+            mark, _, data = (self.counter.seen or [(self.counter.mark, 0, b"0")])[-1]
+            predecessors = builder.predecessors(mark)
+            last = int(predecessors[-1].data if predecessors else data)
             builder.set_transaction_data(b"%d" % (last + 1), BYTES)
             builder.set_write_locks([lock("followed")])
             return True

@@ -30,7 +30,7 @@ from waltz_core.client import (
     TransactionContext,
     lock,
 )
-from waltz_core.record import RECORD_PREFIX, TransactionId
+from waltz_core.record import RECORD_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -79,20 +79,20 @@ class _Increment(TransactionContext):
 
     async def _execute(self, builder: TransactionBuilder) -> bool:
         self.attempts += 1
-        self.has_followed = bool(builder.predecessors)
+        last = builder.client_high_water_mark
+        predecessors = builder.predecessors(self.seen.mark)
+        self.has_followed = bool(predecessors)
         if self._is_behind and not self.has_followed:
             self.reads += 1
-            self.seen = await _read(
-                self._client, self._run, self.seen, builder.client_high_water_mark
-            )
+            self.seen = await _read(self._client, self._run, self.seen, last)
+            predecessors = builder.predecessors(self.seen.mark)
         self._is_behind = True
         value, writer = self.seen.value, self.seen.writer
-        for each in builder.predecessors:
+        for each in predecessors:
             found = _count_in(each.data, self._run)
-            if each.transaction_id > self.seen.mark and found is not None:
+            if found is not None:
                 value, writer = found, each.transaction_id
         self.value = value + 1
-        builder.client_high_water_mark = TransactionId(self.seen.mark)
         builder.data = _COUNT.pack(self._run, self.value, writer) + self._padding
         builder.set_write_locks([lock("hot", self._run)])
         return True

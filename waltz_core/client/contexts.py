@@ -27,7 +27,7 @@ from waltz_core import errors
 from waltz_core.client.appends import Row, RowOutcome, error_of
 from waltz_core.client.following import FOLLOW
 from waltz_core.client.partition import ClientPartition
-from waltz_core.client.transaction import TransactionBuilder, TransactionContext, check_mark
+from waltz_core.client.transaction import TransactionBuilder, TransactionContext
 from waltz_core.record import TransactionId
 from waltz_core.wire.messages import Reason
 
@@ -160,14 +160,10 @@ class ContextRun:
                 return await self._expire(
                     errors.Unavailable(f"{where} was laid down by the application, and not again")
                 )
-        builder_mark = partition.mark
-        builder = TransactionBuilder(partition.partition_id, builder_mark)  # rule 1
-        following = self._following
-        if following is not None:
-            self._following = FOLLOW
-            builder.predecessors = (
-                following.above(builder_mark) if self._goes_by_feed else following.predecessors
-            )
+        builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
+        builder.following = self._following
+        if self._following is not None:
+            self._following = FOLLOW  # what it was told holds for one attempt
         if not await self._context.execute(builder):
             self._end_with(None)
             await self._hook("on_completion", False)  # noqa: FBT003
@@ -176,10 +172,7 @@ class ContextRun:
             raise errors.BadRequest(
                 "execute returned True without transaction data: call set_transaction_data"
             )
-        mark = check_mark(builder.client_high_water_mark)
-        if following is not None:
-            is_as_new = mark >= builder_mark or not self._goes_by_feed
-            mark, following = (following if is_as_new else FOLLOW).claim(mark)
+        mark, following = builder.claim()
         row = Row(builder.data, builder.header, mark)
         row.follows = following
         row.write_locks = builder.write_locks

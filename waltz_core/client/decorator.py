@@ -69,7 +69,7 @@ def transactional(
             the lock's partition.
         retries_max: how often an attempt may be made again; None for no limit.
         timeout_ms: how long all attempts may take; None for no limit.
-        follows: whether the function goes by `builder.predecessors`, too.
+        follows: whether the function asks for `builder.predecessors`.
 
     Raises:
         BadRequest: not exactly one of `partition` and `partition_by` is given.

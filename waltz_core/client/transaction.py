@@ -15,10 +15,11 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, SupportsIndex, TypeVar, cast
+from typing import Protocol, SupportsIndex, TypeVar, cast
 
 from waltz_core import errors
 from waltz_core.checksum import crc32
+from waltz_core.client.following import FOLLOW, Following, Predecessor
 from waltz_core.client.serializers import MSGPACK, Serializer
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -31,9 +32,6 @@ from waltz_core.record import (
     lock_hash,
     spread,
 )
-
-if TYPE_CHECKING:
-    from waltz_core.client.following import Predecessor
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -87,9 +85,10 @@ class TransactionBuilder:
         "append_locks",
         "client_high_water_mark",
         "data",
+        "followed_from",
+        "following",
         "header",
         "partition_id",
-        "predecessors",
         "read_locks",
         "write_locks",
     )
@@ -100,14 +99,33 @@ class TransactionBuilder:
         # that reads its mark together with its data, from one database transaction, puts the
         # mark it has read in place of this one.
         self.client_high_water_mark = client_high_water_mark
-        # For a context that `follows`: what has been written under its locks and is not in that
-        # state, in the order of the ids. Compute as though all of it were there already.
-        self.predecessors: tuple[Predecessor, ...] = ()
+        # For a context that `follows`: what it was told, and the mark from which it has asked.
+        self.following: Following | None = None
+        self.followed_from: TransactionId | None = None
         self.header = 0
         self.data: bytes | None = None
         self.write_locks: tuple[int, ...] = ()
         self.read_locks: tuple[int, ...] = ()
         self.append_locks: tuple[int, ...] = ()
+
+    def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
+        """Return what has been written under its locks and a state at a mark does not hold.
+
+        For a context that `follows`, to compute from that state as though all of them were in it,
+        in the order of their ids. Read the mark together with the state: callbacks may apply one of
+        them meanwhile. The mark becomes the transaction's.
+        """
+        self.client_high_water_mark = self.followed_from = check_mark(mark)
+        if self.following is None:
+            return ()
+        return self.following.claim(self.followed_from)[1].above(self.followed_from)
+
+    def claim(self) -> tuple[TransactionId, Following | None]:
+        """Return the mark to send, and what is followed: nothing that was not asked for."""
+        mark = check_mark(self.client_high_water_mark)
+        if self.following is None:
+            return mark, None
+        return (self.following if self.followed_from == mark else FOLLOW).claim(mark)
 
     def set_header(self, header: int) -> None:
         """Set the application's metadata, a 32-bit integer; 0 if never called."""
@@ -139,8 +157,8 @@ class TransactionContext(ABC):
 
     retries_max: int | None = None
     timeout_ms: int | None = 60_000
-    # Whether `execute` goes by `builder.predecessors` too, so that an attempt need not wait until
-    # what was faster is durable; for locks that many write.
+    # Whether `execute` asks for `builder.predecessors`, so that an attempt need not wait until what
+    # was faster is durable; for locks that many write.
     follows: bool = False
 
     def __init__(self) -> None:
