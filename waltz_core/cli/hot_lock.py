@@ -168,13 +168,23 @@ async def _hot_lock(load: Load, meter: Meter) -> Measured:
         took = time.perf_counter() - began
         meter.stop()
         wrong = await _check(clients[0], run, start, told)
+        batches = await _batches(clients[0], min(told), max(told))
     extra: dict[str, object] = {
         "writers": WRITERS,
         "conflicts_per_commit": round((attempts - len(told)) / max(len(told), 1), 2),
         "followed": followed,
+        "commits_per_batch": round(len(told) / batches, 2),
         "reads": reads,
     }
     return measured(load, list(told), latencies, took=took, wrong=wrong, extra=extra)
+
+
+async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
+    """Return in how many batches these transactions went to the storages."""
+    ends: set[int] = set()
+    async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.HEADERS):
+        ends.update(min(entry.last, last) for entry in chunk.lineage)
+    return len(ends)
 
 
 async def _check(

@@ -12,16 +12,29 @@ Rules (decision 017):
     3. What was sent and lost is never sent again as it is, for the same reason (`appends.py`).
 """
 
-from typing import NamedTuple, TypeVar
+import struct
+from collections.abc import Iterator
+from typing import Final, NamedTuple, TypeVar
 
 from waltz_core import errors
+from waltz_core.checksum import crc32
 from waltz_core.client.serializers import MSGPACK, Serializer
-from waltz_core.record import BEFORE_FIRST, NO_SESSION, ReqId, SessionId, TransactionId
+from waltz_core.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.values import value
 from waltz_core.wire.messages import Predecessors
 
 # More than that is not carried from attempt to attempt: the author then waits for the log.
 CARRIED_MAX = 1_024
+CRC_BYTES: Final = 4
+_LENGTH: Final = struct.Struct(">i")
 
 T = TypeVar("T")
 
@@ -74,17 +87,38 @@ class Following:
         Raises RemoteProtocolError for what does not follow the mark.
         """
         known, base = (self.predecessors, self.base) if self.has_seen else ((), mark)
-        ids = [mark, *(record.transaction_id for record in message.transactions)]
+        told = list(_predecessors_in(message))
+        ids = [mark, *(each.transaction_id for each in told)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
             raise errors.RemoteProtocolError(
                 f"predecessors {tuple(message.req_id)}: expected ids that rise from {mark} to "
                 f"{message.last}, found {ids[1:]}"
             )
-        if len(known) + len(ids) > CARRIED_MAX:
+        if len(known) + len(told) > CARRIED_MAX:
             return FOLLOW
-        found = (*known, *(Predecessor(*record) for record in message.transactions))
+        found = (*known, *told)
         return Following(
             SessionId(message.session_id), mount, base, TransactionId(message.last), found
+        )
+
+
+def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
+    """Yield what the records say; raises RemoteProtocolError for bytes that are none."""
+    records, start = bytes(message.records), 0
+    for (length,) in _LENGTH.iter_unpack(message.lengths):
+        crc_at = start + length - CRC_BYTES
+        if length < RECORD_OVERHEAD_BYTES or crc_at + CRC_BYTES > len(records):
+            break
+        found = crc32(records[start:crc_at])
+        if found != int.from_bytes(records[crc_at : crc_at + CRC_BYTES], "big"):
+            break
+        transaction_id, req_id, header, _, _ = RECORD_PREFIX.unpack_from(records, start)
+        data = records[start + RECORD_PREFIX.size : crc_at]
+        yield Predecessor(TransactionId(transaction_id), ReqId.from_bytes(req_id), header, data)
+        start += length
+    if start != len(records):
+        raise errors.RemoteProtocolError(
+            f"predecessors {tuple(message.req_id)}: what stands at byte {start} is no record"
         )
 
 

@@ -30,7 +30,7 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Final, TypeGuard
+from typing import TypeGuard
 
 from waltz_core.errors import WaltzError
 from waltz_core.lock_blocks import LogEnd
@@ -68,9 +68,6 @@ from waltz_core.server.refill import Refill
 from waltz_core.server.singles import joined
 from waltz_core.server.tickets import BatchTicket, Figures, SingleTicket, Ticket
 from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, Reason
-
-# While so many batches are in flight, what follows them is gathered into one (rule 10).
-FLIGHTS_BEFORE_GATHERING: Final = 1
 
 
 class AppendPipeline:
@@ -131,15 +128,16 @@ class AppendPipeline:
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
-        if self._gathered is not None and self._is_open and not self._is_gathering:
-            return now_ms
         at_ms = earliest(self._next(now_ms)[1], self._contenders.due_ms)
         at_ms = earliest(at_ms, self._following.turns.due_ms)
+        at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
         return earliest(at_ms, self.refill.turn_at_ms(now_ms))
 
-    @property
-    def _is_gathering(self) -> bool:
-        return len(self._flights) >= FLIGHTS_BEFORE_GATHERING
+    def _gathered_at_ms(self, now_ms: int) -> int | None:
+        """Return when what is gathered goes, if nothing lands before (rule 10)."""
+        if self._gathered is None or not self._is_open or self._flights:
+            return None
+        return now_ms
 
     def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
@@ -380,7 +378,7 @@ class AppendPipeline:
         """Rule 10; in a session that has closed nothing is submitted at all."""
         if not self._is_open:
             return True
-        if draft.is_urgent or not self._is_gathering:
+        if draft.is_urgent or not self._flights:
             return False
         return draft.size_bytes < self._limits.slice_bytes_max
 

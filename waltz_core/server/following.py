@@ -15,6 +15,7 @@ Rules (decision 017):
     5. What is remembered is of one open session and of what it was opened with: nothing.
 """
 
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from typing import Final, NamedTuple
 from waltz_core.record import (
     NO_SESSION,
     RECORD_OVERHEAD_BYTES,
-    Record,
     SessionId,
     TransactionId,
 )
@@ -31,7 +31,7 @@ from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN,
 from waltz_core.server.events import Answer, ConnectionId
 from waltz_core.server.judging import Piece
 from waltz_core.server.tickets import SingleTicket
-from waltz_core.wire.messages import AppendFollowing, Predecessors
+from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 
 # So much is remembered of what was admitted, and so much of it is told to one author.
 REMEMBERED_COUNT_MAX: Final = 1_024
@@ -42,12 +42,11 @@ _LOCK_BYTES: Final = 4
 
 
 class _Admitted(NamedTuple):
-    """A transaction with what it has entered; or rows of a batch, with their packed locks."""
+    """A transaction with its record; or rows of a batch, with their packed locks."""
 
     last: TransactionId
     ticket: SingleTicket | None
-    packed_locks: bytes
-    size_bytes: int
+    content: Buffer
 
 
 class Admitted:
@@ -75,45 +74,43 @@ class Admitted:
         self._entries.clear()
         self._size_bytes, self._after = 0, None
 
-    def add(self, ticket: SingleTicket) -> None:
+    def add(self, ticket: SingleTicket, record: Buffer) -> None:
         """A single transaction was admitted, with the next id."""
-        size_bytes = RECORD_OVERHEAD_BYTES + len(ticket.message.data)
-        self._add(_Admitted(TransactionId(ticket.transaction_id), ticket, b"", size_bytes))
+        self._add(_Admitted(TransactionId(ticket.transaction_id), ticket, record))
 
     def add_rows(self, last: TransactionId, packed_locks: bytes) -> None:
         """Rows of a batch were admitted, up to this one; what they say is not remembered."""
-        self._add(_Admitted(last, None, packed_locks, len(packed_locks)))
+        self._add(_Admitted(last, None, packed_locks))
 
-    def above(self, mark: int, locks: Sequence[int]) -> tuple[Record, ...] | None:
-        """Return what has entered one of the locks above a mark; None where rule 2 says so."""
+    def above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
+        """Return the records of what has entered one of the locks above a mark (rule 2)."""
         if self._after is None or mark < self._after:
             return None
-        found: list[Record] = []
+        found: list[Buffer] = []
         size_bytes = 0
         for entry in reversed(self._entries):
             if entry.last <= mark:
                 break
             if entry.ticket is None:
-                if _may_hold(entry.packed_locks, locks):
+                if _may_hold(bytes(entry.content), locks):
                     return None
                 continue
             message = entry.ticket.message
             if not _shares(locks, message.write_locks, message.append_locks):
                 continue
-            size_bytes += entry.size_bytes
+            size_bytes += len(entry.content)
             if len(found) == TOLD_COUNT_MAX or size_bytes > TOLD_BYTES_MAX:
                 return None
-            data = bytes(message.data)
-            found.append(Record(entry.last, message.req_id, message.header, data))
+            found.append(entry.content)
         found.reverse()
-        return tuple(found)
+        return found
 
     def _add(self, entry: _Admitted) -> None:
         self._entries.append(entry)
-        self._size_bytes += entry.size_bytes
+        self._size_bytes += len(entry.content)
         while len(self._entries) > REMEMBERED_COUNT_MAX or self._size_bytes > REMEMBERED_BYTES_MAX:
             oldest = self._entries.popleft()
-            self._size_bytes -= oldest.size_bytes
+            self._size_bytes -= len(oldest.content)
             self._after = oldest.last
 
 
@@ -271,12 +268,15 @@ class Following:
         """Rows were admitted."""
         if not self._admitted.is_begun:
             return
-        assert piece.part is not None
+        part = piece.part
+        assert part is not None
+        end = 0
         for ticket in piece.doubtful:
             if not isinstance(ticket, SingleTicket):
-                self._admitted.add_rows(piece.part.last, piece.locks)
+                self._admitted.add_rows(part.last, piece.locks)
             elif ticket.transaction_id >= 0:
-                self._admitted.add(ticket)
+                start, end = end, end + RECORD_OVERHEAD_BYTES + len(ticket.message.data)
+                self._admitted.add(ticket, part.records[start:end])
 
     # --- who is told
 
@@ -295,7 +295,12 @@ class Following:
         found = self._admitted.above(*_view_of(ticket))
         if found is None:
             return None
-        message = Predecessors(ticket.req_id, self._session_id, high_water_mark, next_id - 1, found)
+        lengths = struct.pack(f">{len(found)}i", *map(len, found))
+        records = b"".join(found)
+        last = next_id - 1
+        message = Predecessors(
+            ticket.req_id, self._session_id, high_water_mark, last, lengths, records
+        )
         return Answer(ticket.connection, message, ticket.cost_bytes)
 
 

@@ -399,9 +399,10 @@ class AppendFollowing(AppendRequest):
 class Predecessors(ClientMessage):
     """A transaction was refused for a lock; what its author has not seen of its locks is here.
 
-    `transactions` are all those above the request's mark, up to `last`, that have written one of
-    its write or read locks. Those above `high_water_mark`, the log's, are in flight in the session:
-    they may never be in the log, and then nothing that follows them will be.
+    `records` are all those above the request's mark, up to `last`, that have written one of its
+    write or read locks, as they lie in the segment file, and `lengths` their lengths. Those above
+    `high_water_mark`, the log's, are in flight in the session: they may never be in the log, and
+    then nothing that follows them will be.
     """
 
     code = 84
@@ -409,7 +410,8 @@ class Predecessors(ClientMessage):
     session_id: Int64
     high_water_mark: Int64
     last: Int64
-    transactions: Records
+    lengths: PackedInt32s
+    records: Blob
 
 
 @value(frozen=True, slots=True)

@@ -1,23 +1,30 @@
 """What an author knows of what is in flight."""
 
+from dataclasses import replace
+
 import pytest
 
 from waltz_core import errors
+from waltz_core.checksum import crc32
 from waltz_core.client import MSGPACK, following
-from waltz_core.client.following import FOLLOW, Following, Predecessor
-from waltz_core.record import NO_SESSION, PartitionId, Record, ReqId
+from waltz_core.client.following import FOLLOW
+from waltz_core.record import NO_SESSION, RECORD_PREFIX, PartitionId, ReqId
 from waltz_core.wire.messages import Predecessors
 
 SESSION, MOUNT = 4, 2
 REQ = ReqId(7, 1, PartitionId(0), 1)
 
 
-def record(transaction_id: int) -> Record:
-    return Record(transaction_id, REQ, 3, MSGPACK.serialize(transaction_id))
+def record(transaction_id: int) -> bytes:
+    data = MSGPACK.serialize(transaction_id)
+    head = RECORD_PREFIX.pack(transaction_id, REQ.to_bytes(), 3, len(data), crc32(data)) + data
+    return head + crc32(head).to_bytes(4, "big")
 
 
 def message(*ids: int, last: int) -> Predecessors:
-    return Predecessors(REQ, SESSION, 0, last, tuple(record(each) for each in ids))
+    records = [record(each) for each in ids]
+    lengths = b"".join(len(each).to_bytes(4, "big") for each in records)
+    return Predecessors(REQ, SESSION, 0, last, lengths, b"".join(records))
 
 
 def ids(found) -> list[int]:
@@ -71,5 +78,21 @@ def test_what_has_become_too_much_is_dropped(monkeypatch):
 
 
 def test_a_predecessor_is_what_the_record_is():
-    assert Predecessor(*record(3)) == (3, REQ, 3, MSGPACK.serialize(3))
-    assert isinstance(FOLLOW, Following)
+    (found,) = FOLLOW.told(message(3, last=3), 2, MOUNT).predecessors
+    assert found == (3, REQ, 3, MSGPACK.serialize(3))
+
+
+@pytest.mark.parametrize("at", range(len(record(6))))
+def test_bytes_that_are_not_what_was_written_are_not_believed(at):
+    whole = message(5, 6, last=9)
+    wrong = bytearray(whole.records)
+    wrong[len(record(5)) + at] ^= 1
+    with pytest.raises(errors.RemoteProtocolError, match="is no record"):
+        FOLLOW.told(replace(whole, records=bytes(wrong)), 4, MOUNT)
+
+
+@pytest.mark.parametrize("lengths", [b"", b"\0\0\0\0", b"\0\0\xff\xff", b"\xff\xff\xff\xff"])
+def test_lengths_that_are_none_are_not_believed(lengths):
+    whole = message(6, last=9)
+    with pytest.raises(errors.RemoteProtocolError, match="at byte 0 is no record"):
+        FOLLOW.told(replace(whole, lengths=lengths), 4, MOUNT)
