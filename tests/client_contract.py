@@ -455,6 +455,53 @@ def two_clients_with_one_lock_lose_nothing(world: World) -> None:
         assert log_of(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 21)]
 
 
+def who_follows_counts_on_from_what_is_in_flight(world: World) -> None:
+    class Increment(Told):
+        follows = True
+
+        def __init__(self, partition: int, counter: Ledger) -> None:
+            super().__init__(partition, name="followed")
+            self.counter = counter
+
+        def execute(self, builder: TransactionBuilder) -> bool:
+            mark, _, data = (self.counter.seen or [(self.counter.mark, 0, b"0")])[-1]
+            predecessors = builder.predecessors(mark)
+            last = int(predecessors[-1].data if predecessors else data)
+            builder.set_transaction_data(b"%d" % (last + 1), BYTES)
+            builder.set_write_locks([lock("followed")])
+            return True
+
+    with world.open() as one, world.open() as two:
+        start = one.high_water_mark(world.partition)
+        counters = [(client, Ledger(start)) for client in (one, two)]
+        for client, counter in counters:
+            client.subscribe(counter, [world.partition])
+        futures = [
+            client.submit(Increment(world.partition, counter))
+            for _ in range(20)
+            for client, counter in counters
+        ]
+        ids = [future.result(PATIENCE_S) for future in futures]
+        assert sorted(ids) == list(range(start + 1, start + 41))
+        assert log_of(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 41)]
+
+
+def what_was_refused_for_what_is_in_flight_may_follow_it(world: World) -> None:
+    with world.open() as client:
+        hot = [lock("in flight")]
+        mark = appended(client, world.partition)
+        asked = {"partition": world.partition, "write_locks": hot, "follows": True}
+        first = client.append(b"first", **asked, client_high_water_mark=mark)
+        late = client.append(b"late", **asked, client_high_water_mark=mark)
+        assert first.result(PATIENCE_S) == mark + 1
+        with pytest.raises(errors.LockFailed) as refused:
+            late.result(PATIENCE_S)
+        following = refused.value.following
+        assert [each.data for each in following.predecessors] == [b"first"]
+        again = client.append(b"second", **{**asked, "follows": following})
+        assert again.result(PATIENCE_S) == mark + 2
+
+
 # --- the feed
 
 
@@ -537,6 +584,7 @@ IN_CALM = (
     a_context_without_a_feed_sees_who_was_faster_too,
     a_context_ends_with_its_retries,
     a_context_ends_with_its_time,
+    what_was_refused_for_what_is_in_flight_may_follow_it,
 )
 ALWAYS = (
     what_is_written_is_read_and_fed_byte_for_byte,
@@ -551,6 +599,7 @@ ALWAYS = (
     a_context_may_give_itself_up,
     what_execute_raises_ends_a_context,
     two_clients_with_one_lock_lose_nothing,
+    who_follows_counts_on_from_what_is_in_flight,
     a_feed_begins_after_the_mark_and_leaves_nothing_out,
     the_latest_is_the_end_of_the_log,
     poison_stops_one_partition,

@@ -23,7 +23,7 @@ Rules:
     3. `retriable` is a property of the class, never of the moment.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class WaltzError(Exception):
@@ -163,11 +163,13 @@ class LockFailed(Superseded):
 
     Where they are known, `conflicting` is the transaction that it conflicts with (or a later one),
     and `high_water_mark` a mark of the log from which to compute the transaction again.
+    `following` is for who asked for it: what the next `append` may follow (`client.Following`).
     """
 
     code = 43
     conflicting: int | None = None
     high_water_mark: int | None = None
+    following: Any = None
 
 
 class ConnectionSuperseded(Superseded):

@@ -10,6 +10,7 @@ from waltz_core.lock_blocks import Blocks
 from waltz_core.server import append, judging
 from waltz_core.server.append import AppendPipeline
 from waltz_core.server.contenders import Contenders
+from waltz_core.server.following import Admitted, Following
 from waltz_core.server.judging import Piece
 from waltz_core.server.locks import LockTable
 from waltz_core.server.mounts import Mounts
@@ -396,3 +397,25 @@ def append_locks_not_told_to_storages() -> Patches:
 
     yield instead(append, "judge_rows", judge_rows)
     yield instead(append, "judge_singles", judge_singles)
+
+
+@switch
+def followed_session_not_compared() -> Patches:
+    """Who follows what was in flight in one session is let in behind what is in another."""
+
+    def holds(self, message, last):
+        return message.client_high_water_mark <= last
+
+    yield instead(Following, "holds", holds)
+
+
+@switch
+def predecessors_left_out() -> Patches:
+    """An author is not told of the last transaction with one of his locks."""
+    original = Admitted.above
+
+    def above(self, mark, locks):
+        found = original(self, mark, locks)
+        return found[:-1] if found else found
+
+    yield instead(Admitted, "above", above)

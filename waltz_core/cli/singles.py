@@ -1,4 +1,4 @@
-"""The workloads of `waltz-core bench` with single transactions: latency, contention, the feed.
+"""The workloads of `waltz-core bench` with single transactions: latency and the feed.
 
 Why it stands alone: `workloads.py` measures batches, where the log is fast; here it is what a
 service sees that sends one transaction at a time.
@@ -26,8 +26,6 @@ from waltz_core.client import (
     AsyncTransaction,
     AsyncWaltzClient,
     RangeForm,
-    TransactionBuilder,
-    TransactionContext,
     lock,
 )
 from waltz_core.record import BEFORE_FIRST, TransactionId
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from waltz_core.cli.bench import Load, Measured, Meter
 
 WRITERS = 64
-HOT_WRITERS = 8
 SLICES = 4
 SINGLES_IN_FLIGHT = 512
 
@@ -174,71 +171,6 @@ async def _conditional(load: Load, meter: Meter) -> Measured:
         meter.stop()
         lost, doubled = await check_ids(client, starts, {partition: ids})
     extra: dict[str, object] = {"writers": WRITERS, "refused": refused}
-    return measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
-
-
-class _Increment(TransactionContext):
-    """Writes under the one hot lock until it gets in."""
-
-    def __init__(self, payload: bytes) -> None:
-        super().__init__()
-        self._payload = payload
-        self.attempts = 0
-
-    def partition_id(self, partition_count: int) -> int:
-        """Return the one partition, whatever `partition_count`."""
-        assert partition_count > 0
-        return 0
-
-    def execute(self, builder: TransactionBuilder) -> bool:
-        """Fill in the builder."""
-        self.attempts += 1
-        builder.data = self._payload
-        builder.set_write_locks([lock("hot")])
-        return True
-
-
-def hot_lock(load: Load, meter: Meter) -> Measured:
-    """Eight clients write under one lock, each again and again until it gets in."""
-    return uvloop.run(_hot_lock(load, meter))
-
-
-async def _hot_lock(load: Load, meter: Meter) -> Measured:
-    payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
-    latencies: list[float] = []
-    ids: list[int] = []
-    attempts = 0
-
-    async def write(client: AsyncWaltzClient, until: float) -> None:
-        nonlocal attempts
-        while (sent := time.perf_counter()) < until:
-            context = _Increment(payload)
-            told = await (await client.submit(context))
-            assert told is not None, "it never gives up"
-            ids.append(told)
-            attempts += context.attempts
-            latencies.append(time.perf_counter() - sent)
-
-    async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(AsyncWaltzClient.connect(load.connect))
-            for _ in range(HOT_WRITERS)
-        ]
-        for client in clients:
-            await client.mount([0])
-        starts = await clients[0].high_water_marks()
-        meter.start()
-        began = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for client in clients:
-                group.create_task(write(client, began + load.seconds))
-        took = time.perf_counter() - began
-        meter.stop()
-        lost, doubled = await check_ids(clients[0], starts, {0: ids})
-    extra: dict[str, object] = {
-        "writers": HOT_WRITERS,
-        "conflicts_per_commit": round((attempts - len(ids)) / max(len(ids), 1), 2),
-    }
     return measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
 
 

@@ -28,10 +28,11 @@ from waltz_core.cli.failover import (
     zookeeper_loss,
 )
 from waltz_core.cli.flood import flood
+from waltz_core.cli.hot_lock import hot_lock
 from waltz_core.cli.many_partitions import many_partitions
 from waltz_core.cli.producers import producers
 from waltz_core.cli.refusals import move_refusals
-from waltz_core.cli.singles import append_one, append_single, conditional, feed, hot_lock
+from waltz_core.cli.singles import append_one, append_single, conditional, feed
 from waltz_core.cli.storage_bench import storage_append, storage_open
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.record import BEFORE_FIRST

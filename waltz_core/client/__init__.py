@@ -26,15 +26,13 @@ from waltz_core.client.compression import Zstd
 from waltz_core.client.decorator import transactional
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import LATEST
+from waltz_core.client.following import Following, Predecessor
 from waltz_core.client.monitor import BatchOutcome
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
+from waltz_core.client.serializers import BYTES, JSON, MSGPACK, Serializer
 from waltz_core.client.sync_client import WaltzClient
 from waltz_core.client.transaction import (
-    BYTES,
-    JSON,
-    MSGPACK,
     AsyncTransaction,
-    Serializer,
     Transaction,
     TransactionBuilder,
     TransactionContext,
@@ -55,8 +53,10 @@ __all__ = [
     "BatchOutcome",
     "Callbacks",
     "ClusterInfo",
+    "Following",
     "Layout",
     "PoisonPolicy",
+    "Predecessor",
     "RangeChunk",
     "RangeForm",
     "Reason",

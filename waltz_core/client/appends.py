@@ -9,12 +9,16 @@ Rules:
     2. Rows leave in the order in which they were appended.
     3. A row of `append` that is known not to be in the log, for a reason that passes, is sent
        again until its deadline: nothing about it has become stale but its age. A row that a lock
-       refused is never sent again.
+       refused is never sent again, nor one that follows what was in flight.
+    4. Rule 2 holds for what is sent again, too: it waits until every parcel that was under way
+       beside it has its outcome, and what was appended since waits behind it. What the stream had
+       not sent by then comes back as lost (`monitor.Parcel.keeps_order`).
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,6 +26,7 @@ import numpy as np
 from waltz_core import errors
 from waltz_core.batches import encode_append
 from waltz_core.checksum import crc32
+from waltz_core.client.following import Following
 from waltz_core.client.monitor import BatchOutcome, Parcel, Single
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -59,6 +64,7 @@ class RowOutcome(NamedTuple):
     transaction_id: TransactionId
     conflicting: TransactionId
     high_water_mark: TransactionId
+    following: Following | None = None
 
 
 class Row:
@@ -68,10 +74,12 @@ class Row:
         "append_locks",
         "data",
         "deadline_s",
+        "follows",
         "future",
         "header",
         "is_attempt",
         "mark",
+        "number",
         "read_locks",
         "size_bytes",
         "write_locks",
@@ -86,10 +94,24 @@ class Row:
         self.read_locks: tuple[int, ...] = ()
         self.append_locks: tuple[int, ...] = ()
         self.deadline_s = 0.0
+        self.number = 0  # its place in the order of `append`
         # An attempt of a context: its future gets a RowOutcome, whatever that is. Otherwise the
         # future gets the transaction id, or an error.
         self.is_attempt = False
+        # What it was computed from beside its mark; None where its author does not follow.
+        self.follows: Following | None = None
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    def follow(self, following: Following, mark: TransactionId | None) -> None:
+        """Have it follow what is in flight; `mark` is its state's, if that was told."""
+        if mark is None and following.has_seen:
+            mark = following.base
+        self.mark, self.follows = following.claim(self.mark if mark is None else mark)
+
+    @property
+    def may_go_again(self) -> bool:
+        """Whether it may be sent again as it is (rule 3)."""
+        return not self.is_attempt and (self.follows is None or not self.follows.has_seen)
 
 
 class Window:
@@ -211,22 +233,30 @@ class Appends:
         self._patience: asyncio.TimerHandle | None = None
         self._parcels: dict[int, list[Row] | _Batch] = {}
         self._token = 0
-        self._resending = 0
+        self._added = 0
+        # Rows to be sent again, once the parcels up to the barrier are final and the pause is over.
+        self._held: list[Row] = []
+        self._barrier = 0
+        self._pause: asyncio.TimerHandle | None = None
         self._idle: list[asyncio.Future[None]] = []
 
     @property
     def has_pending(self) -> bool:
         """Whether any outcome is outstanding."""
-        return bool(self._parcels) or bool(self._gathered) or self._resending > 0
+        return bool(self._parcels) or bool(self._gathered) or bool(self._held)
 
     # --- in
 
     def add(self, row: Row) -> None:
         """Append a row for which the window has room."""
+        self._added += 1
+        row.number = self._added
         self._gathered.append(row)
         self._gathered_bytes += row.size_bytes
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
             self._send_gathered()
+        elif row.follows is not None:
+            self._send_gathered()  # Those who wait for the same lock wait for it.
         elif not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)
@@ -245,7 +275,7 @@ class Appends:
             return future
         token = self._next_token()
         self._parcels[token] = batch
-        self._post(Parcel(token, row_count, mark, payload, crc32(payload)))
+        self._post(Parcel(token, row_count, mark, payload, crc32(payload), order is not None))
         return future
 
     async def wait_idle(self) -> None:
@@ -265,14 +295,18 @@ class Appends:
             self._patience = self._loop.call_later(GATHERING_S_MAX, self._send_gathered)
 
     def _send_gathered(self) -> None:
-        rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
         self._has_landed = False
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
-        if not rows:
+        if not self._gathered or self._held:  # rule 4
             return
-        if len(rows) <= SINGLES_MAX:
+        rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        for is_alone, run in groupby(rows, lambda row: row.follows is not None):
+            self._send_run(list(run), is_alone=is_alone)
+
+    def _send_run(self, rows: list[Row], *, is_alone: bool) -> None:
+        if is_alone or len(rows) <= SINGLES_MAX:
             for row in rows:
                 self._send_single(row)
         else:
@@ -282,8 +316,10 @@ class Appends:
     def _send_single(self, row: Row) -> None:
         token = self._next_token()
         self._parcels[token] = [row]
-        single = Single(row.header, row.data, row.write_locks, row.read_locks, row.append_locks)
-        self._post(Parcel(token, 1, row.mark, single, crc32(row.data)))
+        locks = (row.write_locks, row.read_locks, row.append_locks)
+        single = Single(row.header, row.data, *locks, row.follows)
+        crc, keeps_order = crc32(row.data), not row.is_attempt
+        self._post(Parcel(token, 1, row.mark, single, crc, keeps_order))
 
     def _send_rows(self, rows: list[Row]) -> None:
         first = rows[0].mark
@@ -298,7 +334,8 @@ class Appends:
         )
         token = self._next_token()
         self._parcels[token] = rows
-        self._post(Parcel(token, len(rows), first, payload, crc32(payload)))
+        keeps_order = not all(row.is_attempt for row in rows)
+        self._post(Parcel(token, len(rows), first, payload, crc32(payload), keeps_order))
 
     def _next_token(self) -> int:
         self._token += 1
@@ -339,7 +376,8 @@ class Appends:
         """Nothing more will be heard: refuse everything with this error."""
         for token in list(self._parcels):
             self.refused(token, error)
-        rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        rows = [*self._held, *self._gathered]
+        self._held, self._gathered, self._gathered_bytes = [], [], 0
         for row in rows:
             self._end(row)
             if not row.future.done():
@@ -356,7 +394,7 @@ class Appends:
             outcome.conflicting.tolist(),
             strict=True,
         ):
-            if not row.is_attempt and reason in _TRANSIENT and now_s < row.deadline_s:
+            if row.may_go_again and reason in _TRANSIENT and now_s < row.deadline_s:
                 again.append(row)
                 continue
             self._end(row)
@@ -364,21 +402,44 @@ class Appends:
                 continue
             if row.is_attempt:
                 ids = (TransactionId(transaction_id), TransactionId(conflicting))
-                row.future.set_result(RowOutcome(reason, *ids, outcome.high_water_mark))
+                told = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.following)
+                row.future.set_result(told)
             elif reason == Reason.COMMITTED:
                 row.future.set_result(TransactionId(transaction_id))
             else:
-                row.future.set_exception(self._error(reason, conflicting, outcome))
+                error = self._error(reason, conflicting, outcome)
+                if isinstance(error, errors.LockFailed) and outcome.following is not None:
+                    error.following = outcome.following
+                    error.conflicting = outcome.following.mark
+                row.future.set_exception(error)
         if again:
-            self._resending += len(again)
             is_full = bool(np.isin(outcome.reasons, _FULL).any())
-            delay_s = RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S
-            self._loop.call_later(delay_s, self._resend, again)
+            self._hold(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
-    def _resend(self, rows: Sequence[Row]) -> None:
-        self._resending -= len(rows)
-        for row in rows:
-            self.add(row)
+    def _hold(self, rows: Sequence[Row], pause_s: float) -> None:
+        """Send rows again after a pause, in their place among those that are lost with them."""
+        self._held += rows
+        self._barrier = self._token
+        until_s = self._loop.time() + pause_s
+        if self._pause is not None:
+            until_s = max(until_s, self._pause.when())
+            self._pause.cancel()
+        self._pause = self._loop.call_at(until_s, self._pause_ended)
+
+    def _pause_ended(self) -> None:
+        self._pause = None
+        self._release()
+
+    def _release(self) -> None:
+        """Send again what is held, if nothing stands against it any more (rule 4)."""
+        if not self._held or self._pause is not None:
+            return
+        if self._parcels and next(iter(self._parcels)) <= self._barrier:
+            return
+        rows, self._held = self._held, []
+        self._gathered[:0] = sorted(rows, key=lambda row: row.number)
+        self._gathered_bytes += sum(row.size_bytes for row in rows)
+        self._send_gathered()
 
     def _end(self, row: Row) -> None:
         self.window.give(1, row.size_bytes)
@@ -388,6 +449,7 @@ class Appends:
 
     def _landed(self) -> None:
         """A parcel has its outcome: what was gathered meanwhile may go."""
+        self._release()
         self._has_landed = bool(self._gathered)
         if self._gathered and not self._is_scheduled:
             self._is_scheduled = True

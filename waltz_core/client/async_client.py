@@ -17,7 +17,6 @@ import os
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from functools import partial
 from random import Random
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
@@ -35,6 +34,7 @@ from waltz_core.client.directory import (
     ZooKeeperDirectory,
 )
 from waltz_core.client.feed import Consumer, LoopConsumer
+from waltz_core.client.following import FOLLOW, Following
 from waltz_core.client.opening import Opening
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.ranges import (
@@ -201,12 +201,7 @@ class AsyncWaltzClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _live(self, started: asyncio.Event) -> None:
@@ -355,6 +350,7 @@ class AsyncWaltzClient:
         read_locks: Iterable[int] = (),
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
+        follows: Following | bool = False,
     ) -> "asyncio.Future[TransactionId]":
         """Append one transaction; return a future of its id.
 
@@ -362,6 +358,9 @@ class AsyncWaltzClient:
         is what this client has applied, or knows of. The future raises LockFailed (with a mark to
         compute anew from), ClientAhead, TooLarge, OutcomeUnknown, or another Unavailable when it
         could not be placed in time; only OutcomeUnknown leaves it in doubt.
+
+        With `follows` LockFailed may come earlier, and with `following`: what is in flight. Give it
+        back as `follows` with what was computed as though that were in the log.
         """
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
         added = check_locks("append", append_locks)
@@ -373,6 +372,8 @@ class AsyncWaltzClient:
         mark = chosen.mark if told is None else told
         row = Row(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added
+        if follows:
+            row.follow(FOLLOW if follows is True else follows, told)
         if not chosen.window.try_take(1, row.size_bytes):
             await chosen.window.take(1, row.size_bytes)
         loop = asyncio.get_running_loop()

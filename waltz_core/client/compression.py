@@ -27,7 +27,7 @@ from typing import Final, Generic, TypeVar
 import pyarrow as pa
 
 from waltz_core import errors
-from waltz_core.client.transaction import Serializer
+from waltz_core.client.serializers import Serializer
 from waltz_core.record import TRANSACTION_BYTES_MAX
 
 T = TypeVar("T")

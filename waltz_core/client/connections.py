@@ -21,7 +21,7 @@ from typing import TypeVar, cast
 from waltz_core import errors, net
 from waltz_core.client.stream import CONTROL_SEQUENCE_MIN
 from waltz_core.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.wire.messages import ClientMessage, ErrorResponse, Message, Surface
+from waltz_core.wire.messages import AppendFollowing, ClientMessage, ErrorResponse, Message, Surface
 
 _SEQUENCE_FIRST = CONTROL_SEQUENCE_MIN - 1
 _SEQUENCE_MIN = -(1 << 31)
@@ -75,6 +75,11 @@ class ServerLink:
         """Nobody new will use it: close it when all have left and had time for late answers."""
         self._close_after_s = close_after_s
         self._close_if_unused()
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether the server knows authors who follow what is in flight."""
+        return (self._link.version or 0) >= AppendFollowing.since
 
     def send(self, message: ClientMessage) -> None:
         """Send a message of a stream; a closed connection tells by its callback."""

@@ -13,6 +13,8 @@ Rules:
     5. What `execute` goes by under a feed is what was applied. While the application has laid the
        partition down, no attempt begins: nothing is applied, and the log's mark would claim that
        all of it was.
+    6. An attempt of a context that follows, refused for what is in flight, is made again at once,
+       as though that were there. It holds for that one attempt, and is not applied.
 """
 
 import asyncio
@@ -23,8 +25,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from waltz_core import errors
 from waltz_core.client.appends import Row, RowOutcome, error_of
+from waltz_core.client.following import FOLLOW
 from waltz_core.client.partition import ClientPartition
-from waltz_core.client.transaction import TransactionBuilder, TransactionContext, check_mark
+from waltz_core.client.transaction import TransactionBuilder, TransactionContext
 from waltz_core.record import TransactionId
 from waltz_core.wire.messages import Reason
 
@@ -48,6 +51,10 @@ class RunnableContext(Protocol):
     @property
     def timeout_ms(self) -> int | None:
         """How long it may take; None for no limit."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it goes by what is in flight."""
 
     def partition_id(self, partition_count: int) -> int:
         """Return the partition."""
@@ -74,6 +81,11 @@ class LoopContext:
     def timeout_ms(self) -> int | None:
         """How long it may take; None for no limit."""
         return self._context.timeout_ms
+
+    @property
+    def follows(self) -> bool:
+        """Whether it goes by what is in flight."""
+        return self._context.follows
 
     def partition_id(self, partition_count: int) -> int:
         """Return the partition."""
@@ -112,6 +124,8 @@ class ContextRun:
         self.future.add_done_callback(_look_at)
         self._row: Row | None = None
         self._goes_by_feed = False  # rule 5
+        # What the next attempt follows; None where the context does not want to (rule 6).
+        self._following = FOLLOW if context.follows else None
 
     async def begin(self) -> bool:
         """Make the first attempt; False when the context has ended with it."""
@@ -147,6 +161,9 @@ class ContextRun:
                     errors.Unavailable(f"{where} was laid down by the application, and not again")
                 )
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
+        builder.following = self._following
+        if self._following is not None:
+            self._following = FOLLOW  # what it was told holds for one attempt
         if not await self._context.execute(builder):
             self._end_with(None)
             await self._hook("on_completion", False)  # noqa: FBT003
@@ -155,8 +172,9 @@ class ContextRun:
             raise errors.BadRequest(
                 "execute returned True without transaction data: call set_transaction_data"
             )
-        mark = check_mark(builder.client_high_water_mark)
+        mark, following = builder.claim()
         row = Row(builder.data, builder.header, mark)
+        row.follows = following
         row.write_locks = builder.write_locks
         row.read_locks = builder.read_locks
         row.append_locks = builder.append_locks
@@ -192,6 +210,8 @@ class ContextRun:
             return False
         if outcome.reason != Reason.LOCK:
             return await self._again(refusal, wait_for=None)
+        if outcome.following is not None:
+            self._following = outcome.following
         await self._hook("on_lock_failure")
         return await self._again(refusal, wait_for=outcome.conflicting)
 

@@ -55,6 +55,7 @@ def transactional(
     partition_by: Callable[..., int] | None = None,
     retries_max: int | None = None,
     timeout_ms: int | None = 60_000,
+    follows: bool = False,
 ) -> Callable[[Execute[ArgumentsT]], Callable[ArgumentsT, FunctionContext]]:
     """Make contexts of a function of a builder and any arguments.
 
@@ -68,6 +69,7 @@ def transactional(
             the lock's partition.
         retries_max: how often an attempt may be made again; None for no limit.
         timeout_ms: how long all attempts may take; None for no limit.
+        follows: whether the function asks for `builder.predecessors`.
 
     Raises:
         BadRequest: not exactly one of `partition` and `partition_by` is given.
@@ -92,6 +94,7 @@ def transactional(
             )
             context.retries_max = retries_max
             context.timeout_ms = timeout_ms
+            context.follows = follows
             return context
 
         bound.__name__ = getattr(function, "__name__", "transaction")

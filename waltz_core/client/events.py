@@ -100,12 +100,14 @@ class Linked:
     """A connection to the partition's owner stands.
 
     `link` numbers the connection; `connection_sequence` is higher than in every mount before.
+    `may_follow`: the server knows authors who follow what is in flight.
     """
 
     attempt: int
     link: int
     generation: Generation
     connection_sequence: int
+    may_follow: bool = False
 
 
 @value(frozen=True, slots=True)

@@ -18,18 +18,29 @@ Rules:
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors
+from waltz_core.client.following import Following
 from waltz_core.raw_records import FEED_HEADER_DTYPE, FEW, HEADER_DTYPE, REQ_ID_DTYPE
 from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
 from waltz_core.values import value
-from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Buffer, Reason
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendFollowing,
+    AppendRequest,
+    AppendResult,
+    Buffer,
+    Predecessors,
+    Reason,
+)
 
+# What ends a parcel; an error does, too.
+AppendAnswer: TypeAlias = AppendResult | Predecessors
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 Structured = npt.NDArray[np.void]
@@ -51,6 +62,8 @@ class BatchOutcome:
     transaction_ids: I64
     reasons: U8
     conflicting: I64
+    # For a single row that a lock has refused: what its author may follow.
+    following: Following | None = None
 
     @property
     def has_refusals(self) -> bool:
@@ -85,31 +98,49 @@ class Single(NamedTuple):
     write_locks: tuple[int, ...]
     read_locks: tuple[int, ...]
     append_locks: tuple[int, ...]
+    follows: Following | None = None
 
 
 @value(frozen=True, slots=True, eq=False)
 class Parcel:
-    """Rows that travel in one frame: an Arrow payload, or a single row without Arrow."""
+    """Rows that travel in one frame: an Arrow payload, or a single row without Arrow.
+
+    `keeps_order`: it is not sent after others of its kind were lost that had been appended before
+    it, but told LOST as well, so that whoever sends them again can keep the order.
+    """
 
     token: int
     row_count: int
     client_high_water_mark: TransactionId
     content: Buffer | Single
     content_crc: int
+    keeps_order: bool = False
 
     @property
     def size_bytes(self) -> int:
         """The bytes of payload or data."""
         return len(self.content.data if isinstance(self.content, Single) else self.content)
 
-    def message(self, req_id: ReqId) -> AppendRequest | AppendBatch:
-        """Return the request that carries it."""
+    @property
+    def follows(self) -> Following | None:
+        """What its author follows; None where he does not."""
+        return self.content.follows if isinstance(self.content, Single) else None
+
+    def message(self, req_id: ReqId, *, may_follow: bool = False) -> AppendRequest | AppendBatch:
+        """Return the request that carries it, to a server that knows what it is to follow or not.
+
+        Nothing may have been followed for one that does not.
+        """
         mark, content = self.client_high_water_mark, self.content
         if isinstance(content, Single):
             locks = (content.write_locks, content.read_locks, content.append_locks)
-            return AppendRequest(
-                req_id, mark, *locks, content.header, content.data, self.content_crc
-            )
+            rest = (req_id, mark, *locks, content.header, content.data, self.content_crc)
+            if content.follows is None:
+                return AppendRequest(*rest)
+            if may_follow:
+                return AppendFollowing(*rest, content.follows.session_id)
+            assert not content.follows.has_seen
+            return AppendRequest(*rest)
         return AppendBatch(req_id, mark, content, self.content_crc)
 
 
@@ -191,7 +222,7 @@ class Monitor:
 
     # --- evidence
 
-    def answered(self, result: AppendResult) -> tuple[Pending, BatchOutcome] | None:
+    def answered(self, result: AppendAnswer) -> tuple[Pending, BatchOutcome] | None:
         """Take the server's answer; None for a parcel whose outcome is known already.
 
         Raises RemoteProtocolError when the answer does not fit its parcel.
@@ -199,7 +230,10 @@ class Monitor:
         pending = self.find(result.req_id)
         if pending is None:
             return None
-        outcome = _decode(result, pending.parcel.row_count)
+        if isinstance(result, Predecessors):
+            outcome = _refused(result, pending)
+        else:
+            outcome = _decode(result, pending.parcel.row_count)
         if pending.found is not None:
             outcome = _corrected(outcome, pending.found)
         self.remove(pending)
@@ -337,6 +371,18 @@ def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
         np.where(seen, np.uint8(Reason.COMMITTED), outcome.reasons),
         np.where(seen, BEFORE_FIRST, outcome.conflicting),
     )
+
+
+def _refused(result: Predecessors, pending: Pending) -> BatchOutcome:
+    parcel = pending.parcel
+    if parcel.follows is None:
+        raise errors.RemoteProtocolError(
+            f"predecessors {tuple(result.req_id)}: told to somebody who did not ask"
+        )
+    mark = TransactionId(result.high_water_mark)
+    following = parcel.follows.told(result, parcel.client_high_water_mark, pending.mount)
+    lost = BatchOutcome.uniform(1, Reason.LOCK, high_water_mark=mark)
+    return replace(lost, following=following)
 
 
 def _decode(result: AppendResult, row_count: int) -> BatchOutcome:

@@ -6,15 +6,17 @@ while giving up what the monitor holds is a "nobody knows". The two must not be 
 Rules:
     1. First in, first out; deadlines never decrease.
     2. A parcel that the server could not take is refused before it is sent.
+    3. So is one that follows what was in flight in another mount (`following.py`, rule 2).
 """
 
 from collections import deque
 
 from waltz_core import errors
-from waltz_core.client.monitor import Parcel
+from waltz_core.client import verdicts
+from waltz_core.client.monitor import BatchOutcome, Parcel
 from waltz_core.record import PartitionId
 from waltz_core.values import value
-from waltz_core.wire.messages import Mounted
+from waltz_core.wire.messages import Mounted, Reason
 
 
 @value(frozen=True, slots=True)
@@ -73,6 +75,21 @@ class Outbox:
         self._waiting.clear()
         return taken
 
+    def lose_behind(self, parcel: Parcel, outcome: BatchOutcome) -> list[tuple[int, BatchOutcome]]:
+        """Take out what must not go before a parcel that was lost; return what it is told."""
+        if not verdicts.is_order_lost(parcel, outcome):
+            return []
+        told: list[tuple[int, BatchOutcome]] = []
+        for _ in range(len(self._waiting)):
+            waiting = self._waiting.popleft()
+            if waiting.parcel.keeps_order:
+                rows, mark = waiting.parcel.row_count, outcome.high_water_mark
+                lost = BatchOutcome.uniform(rows, Reason.LOST, high_water_mark=mark)
+                told.append((waiting.parcel.token, lost))
+            else:
+                self._waiting.append(waiting)
+        return told
+
     def take_expired(self, now_ms: int) -> list[Waiting]:
         """Take out what has waited too long."""
         taken = []
@@ -80,8 +97,14 @@ class Outbox:
             taken.append(self._waiting.popleft())
         return taken
 
-    def refusal(self, parcel: Parcel, limits: Limits) -> errors.TooLarge | None:
-        """Return why the server would not take a parcel, None when it would (rule 2)."""
+    def refusal(self, parcel: Parcel, limits: Limits, mount: int) -> errors.WaltzError | None:
+        """Return why a parcel is not sent in this mount, None when it is (rules 2 and 3)."""
+        follows = parcel.follows
+        if follows is not None and follows.has_seen and follows.mount != mount:
+            return errors.SessionLost(
+                f"partition {self._partition_id}: what it was computed from was in flight on a "
+                "connection that has ended; it is not in the log"
+            )
         if parcel.row_count <= limits.rows_max and parcel.size_bytes <= limits.bytes_max:
             return None
         return errors.TooLarge(

@@ -262,7 +262,9 @@ class ClientPartition:
         link.attach(self.partition_id, self._received, self._lost)
         self._link = link
         sequence = around.next_connection_sequence()
-        self._driver.post(events.Linked(attempt, link.number, owner.generation, sequence))
+        self._driver.post(
+            events.Linked(attempt, link.number, owner.generation, sequence, link.may_follow)
+        )
 
     async def _renew_client_id(self) -> None:
         if self._surroundings.claim is not None:

@@ -21,6 +21,8 @@ Invariants:
     6. The feed is dense: the next transaction taken in is the one after the last.
     7. A feed that is far behind is not asked of the server, which would send all of it at once:
        `FeedLags` has the driver fetch it, at the application's pace.
+    8. Of the parcels that keep their order none is sent after an earlier one was told lost, unless
+       it was appended after that: what still waits to be sent is told LOST with it.
 """
 
 from typing import TYPE_CHECKING, assert_never
@@ -44,7 +46,7 @@ from waltz_core.client.events import (
     Stopped,
     StreamSettings,
 )
-from waltz_core.client.monitor import BatchOutcome, Monitor, Parcel, Pending
+from waltz_core.client.monitor import AppendAnswer, BatchOutcome, Monitor, Parcel, Pending
 from waltz_core.client.outbox import Limits, Outbox
 from waltz_core.client.readback import ReadBack
 from waltz_core.machine import Report, Wakeup
@@ -59,7 +61,6 @@ SEQUENCE_MAX = (1 << 31) - 1
 # Requests that are no appends have negative sequence numbers, so that none is taken for a row.
 # The client's other requests (`connections.py`) use those below.
 CONTROL_SEQUENCE_MIN = -(1 << 30)
-
 
 _LINKED = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
 
@@ -99,6 +100,7 @@ class PartitionStream:
         self._mount = 0
         self._mount_id: ReqId | None = None
         self._mount_has_feed = False
+        self._may_follow = False
         self._generation = Generation(-1)
         self._connection_sequence = -1
         self._limits = Limits(1, 1, 1)
@@ -223,7 +225,7 @@ class PartitionStream:
         assert event.link not in self._spoiled  # invariant 4
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
-        self._link = event.link
+        self._link, self._may_follow = event.link, event.may_follow
         # Without the feed at first: only the answer tells how far that would be.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
@@ -304,7 +306,7 @@ class PartitionStream:
 
     def _received(self, event: events.Received, now_ms: int, out: list[Effect]) -> None:
         message = event.message
-        if isinstance(message, messages.AppendResult):
+        if isinstance(message, AppendAnswer):
             # Final whichever link brings it: the server answers when every row is.
             self._append_result(message, now_ms, out)
             return
@@ -385,7 +387,7 @@ class PartitionStream:
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._monitor.settle(self.high_water_mark):
             self._spoiled[pending.link] = None
-            out.append(Settled(pending.parcel.token, outcome))
+            self._tell(pending.parcel, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
         self._phase_deadline_ms = None
@@ -417,7 +419,7 @@ class PartitionStream:
             return
         while (waiting := self._outbox.first) is not None:
             parcel = waiting.parcel
-            refusal = self._outbox.refusal(parcel, self._limits)
+            refusal = self._outbox.refusal(parcel, self._limits, self._mount)
             if refusal is not None:
                 self._outbox.take()
                 out.append(Refused(parcel.token, refusal))
@@ -438,11 +440,9 @@ class PartitionStream:
         self._monitor.register(
             Pending(parcel, req_id, self._link, self._mount, self.high_water_mark, deadline_ms)
         )
-        out.append(Send(self._link, parcel.message(req_id)))
+        out.append(Send(self._link, parcel.message(req_id, may_follow=self._may_follow)))
 
-    def _append_result(
-        self, message: messages.AppendResult, now_ms: int, out: list[Effect]
-    ) -> None:
+    def _append_result(self, message: AppendAnswer, now_ms: int, out: list[Effect]) -> None:
         try:
             answer = self._monitor.answered(message)
         except errors.RemoteProtocolError as error:
@@ -478,7 +478,7 @@ class PartitionStream:
         self, pending: Pending, outcome: BatchOutcome, now_ms: int, out: list[Effect]
     ) -> None:
         self._learn(outcome.high_water_mark, out)
-        out.append(Settled(pending.parcel.token, outcome))
+        self._tell(pending.parcel, outcome, out)
         if self.phase is not Phase.READY:
             return
         reason = verdicts.remount_reason(outcome) if pending.mount == self._mount else None
@@ -486,6 +486,10 @@ class PartitionStream:
             self._mount_anew(f"an append was refused: {reason.name}", now_ms, out)
         elif not self._leave_if_drained(now_ms, out):
             self._send_waiting(out)
+
+    def _tell(self, parcel: Parcel, outcome: BatchOutcome, out: list[Effect]) -> None:
+        out.append(Settled(parcel.token, outcome))
+        out.extend(Settled(*told) for told in self._outbox.lose_behind(parcel, outcome))
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms

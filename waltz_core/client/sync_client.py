@@ -27,6 +27,7 @@ from waltz_core.client.callbacks import Callbacks, PoisonPolicy, check_headers
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
 from waltz_core.client.feed import Run, Verdict, mark_of
+from waltz_core.client.following import Following
 from waltz_core.client.opening import Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
 from waltz_core.client.subscriptions import waits_for_itself
@@ -239,6 +240,7 @@ class WaltzClient:
         read_locks: Iterable[int] = (),
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
+        follows: Following | bool = False,
     ) -> "Future[TransactionId]":
         """Append one transaction; return a future of its id. See `AsyncWaltzClient.append`."""
         return self._call_future(
@@ -250,6 +252,7 @@ class WaltzClient:
                 read_locks=read_locks,
                 append_locks=append_locks,
                 client_high_water_mark=client_high_water_mark,
+                follows=follows,
             )
         )
 
@@ -417,6 +420,10 @@ class _ThreadContext:
     @property
     def timeout_ms(self) -> int | None:
         return self._context.timeout_ms
+
+    @property
+    def follows(self) -> bool:
+        return self._context.follows
 
     def partition_id(self, partition_count: int) -> int:
         return self._context.partition_id(partition_count)

@@ -15,12 +15,12 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol, SupportsIndex, TypeVar, cast
+from typing import Protocol, SupportsIndex, TypeVar, cast
 
-import msgpack
-
-from waltz_core import errors, strict_json
+from waltz_core import errors
 from waltz_core.checksum import crc32
+from waltz_core.client.following import FOLLOW, Following, Predecessor
+from waltz_core.client.serializers import MSGPACK, Serializer
 from waltz_core.record import (
     BEFORE_FIRST,
     TRANSACTION_BYTES_MAX,
@@ -75,78 +75,6 @@ def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
 
 
 # ---------------------------------------------------------------------------------------------
-# serializers
-
-
-class Serializer(Protocol[T]):
-    """Turns an application's values into transaction data and back."""
-
-    def serialize(self, value: T) -> bytes:
-        """Return the bytes of a value."""
-
-    def deserialize(self, data: bytes) -> T:
-        """Return the value of the bytes."""
-
-
-class BytesSerializer:
-    """Data as it is."""
-
-    def serialize(self, value: bytes) -> bytes:
-        """Return the bytes; raises BadRequest for anything that is no bytes object."""
-        if not isinstance(value, bytes | bytearray | memoryview):
-            raise errors.BadRequest(
-                f"transaction data: expected bytes, found {type(value).__name__}"
-            )
-        return bytes(value)
-
-    def deserialize(self, data: bytes) -> bytes:
-        """Return the bytes."""
-        return data
-
-
-class MsgpackSerializer:
-    """msgpack, the default: numbers, texts, bytes, lists, maps."""
-
-    def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - whatever msgpack can pack
-        """Return the value packed; raises BadRequest for a type that msgpack does not know."""
-        try:
-            packed: bytes = msgpack.packb(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise errors.BadRequest(f"transaction data: msgpack cannot pack it: {error}") from error
-        return packed
-
-    def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value; raises BadFormat for bytes that are no msgpack."""
-        try:
-            return msgpack.unpackb(data, strict_map_key=False)
-        except (msgpack.UnpackException, ValueError) as error:
-            raise errors.BadFormat(f"transaction data: not msgpack: {error}") from error
-
-
-class JsonSerializer:
-    """JSON in UTF-8, without needless blanks."""
-
-    def serialize(self, value: Any) -> bytes:  # noqa: ANN401
-        """Return the value as JSON; raises BadRequest for what JSON does not have, NaN as well."""
-        try:
-            return strict_json.to_json(value)
-        except (TypeError, ValueError) as error:
-            raise errors.BadRequest(f"transaction data: no JSON for it: {error}") from error
-
-    def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value; raises BadFormat for bytes that are no JSON, with NaN in them say."""
-        try:
-            return strict_json.from_json(data)
-        except ValueError as error:
-            raise errors.BadFormat(f"transaction data: not JSON: {error}") from error
-
-
-BYTES = BytesSerializer()
-MSGPACK = MsgpackSerializer()
-JSON = JsonSerializer()
-
-
-# ---------------------------------------------------------------------------------------------
 # writing
 
 
@@ -157,6 +85,8 @@ class TransactionBuilder:
         "append_locks",
         "client_high_water_mark",
         "data",
+        "followed_from",
+        "following",
         "header",
         "partition_id",
         "read_locks",
@@ -169,11 +99,33 @@ class TransactionBuilder:
         # that reads its mark together with its data, from one database transaction, puts the
         # mark it has read in place of this one.
         self.client_high_water_mark = client_high_water_mark
+        # For a context that `follows`: what it was told, and the mark from which it has asked.
+        self.following: Following | None = None
+        self.followed_from: TransactionId | None = None
         self.header = 0
         self.data: bytes | None = None
         self.write_locks: tuple[int, ...] = ()
         self.read_locks: tuple[int, ...] = ()
         self.append_locks: tuple[int, ...] = ()
+
+    def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
+        """Return what has been written under its locks and a state at a mark does not hold.
+
+        For a context that `follows`, to compute from that state as though all of them were in it,
+        in the order of their ids. Read the mark together with the state: callbacks may apply one of
+        them meanwhile. The mark becomes the transaction's.
+        """
+        self.client_high_water_mark = self.followed_from = check_mark(mark)
+        if self.following is None:
+            return ()
+        return self.following.claim(self.followed_from)[1].above(self.followed_from)
+
+    def claim(self) -> tuple[TransactionId, Following | None]:
+        """Return the mark to send, and what is followed: nothing that was not asked for."""
+        mark = check_mark(self.client_high_water_mark)
+        if self.following is None:
+            return mark, None
+        return (self.following if self.followed_from == mark else FOLLOW).claim(mark)
 
     def set_header(self, header: int) -> None:
         """Set the application's metadata, a 32-bit integer; 0 if never called."""
@@ -205,6 +157,9 @@ class TransactionContext(ABC):
 
     retries_max: int | None = None
     timeout_ms: int | None = 60_000
+    # Whether `execute` asks for `builder.predecessors`, so that an attempt need not wait until what
+    # was faster is durable; for locks that many write.
+    follows: bool = False
 
     def __init__(self) -> None:
         self.creation_time_ms = time.time_ns() // 1_000_000

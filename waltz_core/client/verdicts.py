@@ -10,7 +10,7 @@ Rules:
 """
 
 from waltz_core import errors
-from waltz_core.client.monitor import BatchOutcome, Pending
+from waltz_core.client.monitor import BatchOutcome, Parcel, Pending
 from waltz_core.record import PartitionId
 from waltz_core.wire.messages import Reason
 
@@ -26,6 +26,14 @@ _REASONS: dict[int, Reason] = {
     errors.Overloaded.code: Reason.OVERLOADED,
 }
 
+# What passes: the rows may be sent again as they are.
+TRANSIENT = (
+    Reason.LOST,
+    Reason.NOT_MOUNTED,
+    Reason.GENERATION,
+    Reason.NO_SPACE,
+    Reason.OVERLOADED,
+)
 # After these the partition has to be mounted again before anything else is sent.
 _REMOUNT = (Reason.NOT_MOUNTED, Reason.GENERATION)
 
@@ -41,6 +49,14 @@ def remount_reason(outcome: BatchOutcome) -> Reason | None:
         return None
     found = outcome.reasons.tobytes()
     return next((reason for reason in _REMOUNT if reason in found), None)
+
+
+def is_order_lost(parcel: Parcel, outcome: BatchOutcome) -> bool:
+    """Whether what was appended behind this parcel must not go before it is sent again."""
+    if not parcel.keeps_order or not outcome.has_refusals:
+        return False
+    found = outcome.reasons.tobytes()
+    return any(reason in found for reason in TRANSIENT)
 
 
 def is_mount_again(error: errors.WaltzError) -> bool:

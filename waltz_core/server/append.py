@@ -22,19 +22,17 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
        request is refused, and what was judged stays as it is. A piece lost with its session ends
        the mount (rule 4), so nothing behind it in the same request can enter.
     8. After a move nothing is judged before the lock table has been filled (`refill.py`).
-    9. That a row is ahead of the log is not told from here: `Ahead` asks for a proof of the session
-       that it was judged in. Without one the client has to mount again, and is told so.
+    9. That a row is ahead of the log is told only with a proof (`endings.py`).
+   10. Whoever follows what is in flight (`following.py`) is judged as if that were in the log, if
+       it is in flight in this very session; else he is refused. What is admitted of such authors
+       is gathered while a batch is in flight, and goes to the store when that has landed.
 """
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TypeGuard
 
-import numpy as np
-
-from waltz_core.batches import EncodedBatch
-from waltz_core.errors import TooLarge, WaltzError
+from waltz_core.errors import WaltzError
 from waltz_core.lock_blocks import LogEnd
 from waltz_core.machine import earliest
 from waltz_core.record import (
@@ -51,13 +49,15 @@ from waltz_core.record import (
 )
 from waltz_core.replication.events import Batch, SessionOpened
 from waltz_core.server.contenders import Contenders, is_contender
-from waltz_core.server.events import Answer, ConnectionId, Limits, refusal
+from waltz_core.server.endings import Endings
+from waltz_core.server.events import ConnectionId, Limits
+from waltz_core.server.flights import Draft, Flight
+from waltz_core.server.following import Following
 from waltz_core.server.judging import Piece, Place, decode, judge_rows, judge_singles, verify
 from waltz_core.server.lanes import Lanes
 from waltz_core.server.locks import LockTable
 from waltz_core.server.mounts import Mounts
 from waltz_core.server.outcomes import (
-    Ahead,
     BatchCommitted,
     Outcome,
     Reached,
@@ -66,31 +66,8 @@ from waltz_core.server.outcomes import (
 from waltz_core.server.pace import Pace
 from waltz_core.server.refill import Refill
 from waltz_core.server.singles import joined
-from waltz_core.server.tickets import BatchTicket, Epoch, Figures, SingleTicket, Ticket
-from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A batch in flight, and who is to be told when it has landed."""
-
-    entry: LineageEntry
-    batch: Batch
-    submitted_ms: int
-    tickets: list[Ticket]
-    is_large: bool = False
-    waiting: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Draft:
-    """What one turn has taken so far."""
-
-    parts: list[EncodedBatch] = field(default_factory=list)
-    locks: list[bytes] = field(default_factory=list)
-    tickets: list[Ticket] = field(default_factory=list)
-    out: list[Outcome] = field(default_factory=list)
-    is_large: bool = False
+from waltz_core.server.tickets import BatchTicket, Figures, SingleTicket, Ticket
+from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, Reason
 
 
 class AppendPipeline:
@@ -104,8 +81,11 @@ class AppendPipeline:
         self._pace = pace
         self._lanes: Lanes[Ticket] = Lanes()
         self._contenders = Contenders()
-        self._epochs: deque[Epoch] = deque((Epoch(),))
-        self._flights: deque[_Flight] = deque()
+        self._following = Following()
+        self.figures = Figures()
+        self._endings = Endings(mounts, self.figures)
+        self._flights: deque[Flight] = deque()
+        self._gathered: Draft | None = None  # admitted, not submitted yet (rule 10)
         self._in_flight_bytes = 0
         self._large_in_flight = 0
         self._table: LockTable | None = None
@@ -116,11 +96,11 @@ class AppendPipeline:
         self._generation = Generation(-1)
         self._high_water_mark = BEFORE_FIRST
         self._next_id = TransactionId(0)
+        self._submitted = BEFORE_FIRST
         self._chain: Chain = GENESIS_CHAIN
         self._stamp_ms = 0
         self.refill = Refill(partition_id, limits)
         self.proved_ms: int | None = None
-        self.figures = Figures()
 
     # -----------------------------------------------------------------------------------------
     # figures
@@ -137,13 +117,27 @@ class AppendPipeline:
 
     @property
     def in_flight_bytes(self) -> int:
-        """What was submitted and is not final."""
-        return self._in_flight_bytes
+        """What was admitted and is not final."""
+        gathered = self._gathered
+        return self._in_flight_bytes + (gathered.size_bytes if gathered is not None else 0)
+
+    @property
+    def gathered_count(self) -> int:
+        """How many ids were given to what is not submitted yet (rule 10)."""
+        return self._next_id - 1 - self._submitted if self._gathered is not None else 0
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
         at_ms = earliest(self._next(now_ms)[1], self._contenders.due_ms)
+        at_ms = earliest(at_ms, self._following.turns.due_ms)
+        at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
         return earliest(at_ms, self.refill.turn_at_ms(now_ms))
+
+    def _gathered_at_ms(self, now_ms: int) -> int | None:
+        """Return when what is gathered goes, if nothing lands before (rule 10)."""
+        if self._gathered is None or not self._is_open or self._flights:
+            return None
+        return now_ms
 
     def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
@@ -173,17 +167,22 @@ class AppendPipeline:
         out: list[Outcome] = []
         self._high_water_mark = opened.high_water_mark
         self._session_id, self._generation = opened.session_id, opened.generation
+        self._endings.session_id = opened.session_id
+        self._endings.high_water_mark = opened.high_water_mark
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
         while self._flights and self._flights[0].entry.last <= last:
             self._land(self._flights.popleft(), out, now_ms=None, is_ours=unbroken)
-        for flight in self._flights:
-            for ticket in flight.tickets:
-                if ticket.settle(last, self._loss):
+        lost: list[Flight | Draft] = [*self._flights]
+        lost += [] if self._gathered is None else [self._gathered]
+        for each in lost:
+            for ticket in each.tickets:
+                if ticket.settle(min(last, self._submitted), self._loss):
                     self._mounts.lapse(ticket.req_id.client_id)
                 self._landed(ticket, out)
-            out.extend(Reached(token) for token in flight.waiting)
+            out.extend(Reached(token) for token in each.waiting)
         self._forget_flights()
         self._chain, self._next_id = opened.chain, TransactionId(opened.high_water_mark + 1)
+        self._submitted = opened.high_water_mark
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
         elif unbroken:
@@ -194,13 +193,14 @@ class AppendPipeline:
             self.refill.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
         self._is_held = False
+        self._following.opened(opened.session_id)
         return out
 
     def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[Outcome]:
         """The high-water mark has moved to `last`, where the log's chain is `chain`."""
         assert self._is_open
         assert self._high_water_mark <= last < self._next_id
-        self._high_water_mark = last
+        self._high_water_mark = self._endings.high_water_mark = last
         out: list[Outcome] = []
         while self._flights and self._flights[0].entry.last <= last:
             flight = self._flights.popleft()
@@ -233,13 +233,17 @@ class AppendPipeline:
         # Nothing of it will land; other partitions' large batches need not wait for the next one.
         self._pace.forgotten(self._large_in_flight)
         self._large_in_flight = 0
+        self._following.closed()
         # What is final is told now: the next session may be long in coming.
-        return self._told(self._contenders.all())
+        return self._endings.tell(self._contenders.all()) + self._told_to_follow(
+            self._following.turns.all()
+        )
 
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
         """Give the partition up: return what was never submitted, and what may be in the log."""
         self._is_open = False
         self.refill.stop()
+        self._following.closed()
         out: list[Outcome] = []
         queued: list[Ticket] = []
         # By identity: a batch may be in several flights, and what is left of it in its lane.
@@ -247,16 +251,22 @@ class AppendPipeline:
         for flight in self._flights:
             doubtful.update((id(ticket), ticket) for ticket in flight.tickets)
             out.extend(Reached(token) for token in flight.waiting)
+        if self._gathered is not None:
+            for ticket in self._gathered.tickets:
+                if isinstance(ticket, SingleTicket):
+                    queued.append(ticket)  # It was not submitted.
+                else:
+                    doubtful[id(ticket)] = ticket
+            out.extend(Reached(token) for token in self._gathered.waiting)
         for ticket in self._lanes.drop_all():
             if isinstance(ticket, BatchTicket) and ticket.judged_count:
                 doubtful[id(ticket)] = ticket
             else:
                 queued.append(ticket)
         self._forget_flights()
-        queued += self._contenders.all()  # They are not in the log either.
-        for epoch in self._epochs:
-            out.extend(Reached(token) for token in epoch.waiting)
-        self._epochs = deque((Epoch(),))
+        # They are not in the log either.
+        queued += [*self._contenders.all(), *self._following.turns.all()]
+        out += self._endings.abandon()
         return queued, list(doubtful.values()), out
 
     # -----------------------------------------------------------------------------------------
@@ -271,9 +281,7 @@ class AppendPipeline:
         now_ms: int,
     ) -> list[Outcome]:
         """Let a request wait for its turn; refuse it when too much waits already."""
-        self.figures.requests += 1
-        epoch = self._epochs[-1]
-        epoch.unfinished += 1
+        epoch = self._endings.enter()
         ticket: Ticket
         req_id = message.req_id
         mount = self._mounts.number(req_id.client_id, connection)
@@ -281,7 +289,7 @@ class AppendPipeline:
             ticket = SingleTicket(connection, cost_bytes, message, epoch, now_ms, mount)
         else:
             ticket = BatchTicket(connection, cost_bytes, message, req_id, epoch, now_ms, mount)
-        if self._is_over_share(ticket):
+        if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             out: list[Outcome] = []
             self._refuse(ticket, Reason.OVERLOADED, out)
             return out
@@ -295,42 +303,47 @@ class AppendPipeline:
             if isinstance(ticket, BatchTicket) and ticket.flight_count:
                 ticket.refuse(Reason.NOT_MOUNTED)  # It leaves with its last flight.
             else:
-                self._leave_epoch(ticket, out)
-        for refused in self._contenders.drop(connection):
-            self._leave_epoch(refused, out)
+                self._endings.leave(ticket, out)
+        for refused in (
+            *self._contenders.drop(connection),
+            *self._following.turns.drop(connection),
+        ):
+            self._endings.leave(refused, out)
         return out
 
     def barrier(self, token: int) -> list[Outcome]:
         """Give `Reached` when everything that is in flight now is final (a mount's wait)."""
-        if not self._flights:
+        last = self._gathered or (self._flights[-1] if self._flights else None)
+        if last is None:
             return [Reached(token)]
-        self._flights[-1].waiting.append(token)
+        last.waiting.append(token)
         return []
+
+    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[Outcome]:
+        """Answer a request with rows that were ahead of the log (rule 9)."""
+        return self._endings.tell_ahead(ticket, is_proved=is_proved)
 
     def flush(self, token: int) -> list[Outcome]:
         """Give `Reached` when everything received up to now is final."""
-        if self._epochs[-1].unfinished:
-            self._epochs[-1].waiting.append(token)
-            self._epochs.append(Epoch())
-        elif len(self._epochs) > 1:
-            self._epochs[-2].waiting.append(token)
-        else:
-            return [Reached(token)]
-        return []
+        return self._endings.flush(token)
 
     # -----------------------------------------------------------------------------------------
     # a turn
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
         """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
-        draft = _Draft()
-        draft.out += self.refill.turn(now_ms)
-        draft.out += self._told(self._contenders.due(now_ms))
+        draft, self._gathered = self._gathered or Draft(), None
+        draft.out = [*self.refill.turn(now_ms)]
+        draft.out += self._endings.tell(self._contenders.due(now_ms))
+        draft.out += self._told_to_follow(self._following.turns.due(now_ms))
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
             ticket, _ = self._next(now_ms)
-            if ticket is None or (ticket.is_large and (group or draft.tickets)):
+            if ticket is None:
+                break
+            if ticket.is_large and (group or draft.tickets):
+                draft.is_urgent = True
                 break
             bytes_left -= ticket.cost_bytes
             if not ticket.is_large:
@@ -340,17 +353,34 @@ class AppendPipeline:
                 rows_left -= 1
                 if self._may_enter(ticket, draft.out):
                     ticket.session_id = self._session_id
-                    group.append(ticket)
+                    if ticket.follows:
+                        self._judge_group(group, draft)
+                        group = []
+                        self._judge_follower(ticket, draft, now_ms)
+                    else:
+                        group.append(ticket)
             else:
                 self._judge_group(group, draft)
                 group = []
                 rows_left -= self._take_rows(ticket, draft, now_ms)
             if ticket.is_large:
-                draft.is_large = True
+                draft.is_large = draft.is_urgent = True
                 break
         self._judge_group(group, draft)
+        if draft.parts and self._may_gather(draft):
+            draft.out, out = [], draft.out
+            self._gathered = draft
+            return out
         self._submit(draft, now_ms, wall_ms)
         return draft.out
+
+    def _may_gather(self, draft: Draft) -> bool:
+        """Rule 10; in a session that has closed nothing is submitted at all."""
+        if not self._is_open:
+            return True
+        if draft.is_urgent or not self._flights:
+            return False
+        return draft.size_bytes < self._limits.slice_bytes_max
 
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
         """Return the request whose turn it is now, if any, and when one's turn may be."""
@@ -373,7 +403,7 @@ class AppendPipeline:
             return head, now_ms
         return None, at_ms
 
-    def _take_rows(self, ticket: BatchTicket, draft: _Draft, now_ms: int) -> int:
+    def _take_rows(self, ticket: BatchTicket, draft: Draft, now_ms: int) -> int:
         """Take a batch or a piece of it from its lane, judge it, and return how many rows it had.
 
         Only a large one is cut: a small one goes whole, with what else waits.
@@ -386,7 +416,7 @@ class AppendPipeline:
         if reason := self._stale(ticket):
             self._lanes.take(with_large=ticket.is_large)
             ticket.refuse(reason)
-            self._finish_if_final(ticket, draft.out)
+            self._endings.finish_if_final(ticket, draft.out)
             return 0
         if stop < ticket.ids.size:
             self._lanes.take_part(ticket.cost_up_to(stop) - ticket.cost_up_to(start))
@@ -395,31 +425,62 @@ class AppendPipeline:
         assert self._table is not None
         if not start:
             ticket.session_id = self._session_id
+        draft.is_urgent = True
         self._add(judge_rows(ticket, stop, self._table, self._place), draft)
         return stop - start
 
-    def _judge_group(self, group: list[SingleTicket], draft: _Draft) -> None:
+    def _judge_group(self, group: list[SingleTicket], draft: Draft) -> None:
         if group:
             assert self._table is not None
+            draft.is_urgent = True
             self._add(judge_singles(group, self._table, self._place), draft)
+
+    def _judge_follower(self, ticket: SingleTicket, draft: Draft, now_ms: int) -> None:
+        """Judge somebody who follows what is in flight (rule 10)."""
+        assert self._table is not None
+        message = ticket.message
+        assert isinstance(message, AppendFollowing)
+        last = TransactionId(self._next_id - 1)
+        self._following.begin(last)
+        has_seen = message.session_id != NO_SESSION
+        if has_seen and not self._following.holds(message, last):
+            ticket.refuse_for(self._high_water_mark)
+            self._endings.finish(ticket, draft.out)
+            return
+        mark = last if has_seen else self._high_water_mark
+        piece = judge_singles([ticket], self._table, Place(mark, self._next_id))
+        if ticket.reason is Reason.LOCK and self._following.may_tell(ticket):
+            told = self._following.turns.refused(ticket, now_ms)
+            draft.out += self._told_to_follow(told)
+            return
+        if ticket.conflict > self._high_water_mark:
+            piece = Piece(None, [ticket], [])
+        self._add(piece, draft)
+        if piece.part is not None:
+            told = self._following.turns.admitted(ticket, now_ms)
+            draft.out += self._told_to_follow(told)
+
+    def _told_to_follow(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
+        return self._endings.tell_followers(refused, self._following, self._next_id)
 
     @property
     def _place(self) -> Place:
         return Place(self._high_water_mark, self._next_id)
 
-    def _add(self, piece: Piece, draft: _Draft) -> None:
+    def _add(self, piece: Piece, draft: Draft) -> None:
         if piece.part is not None:
             draft.parts.append(piece.part)
             draft.locks.append(piece.locks)
             self._next_id = TransactionId(piece.part.last + 1)
+            self._following.added(piece)
         for ticket in piece.doubtful:
             if isinstance(ticket, BatchTicket):
                 ticket.flight_count += 1
             draft.tickets.append(ticket)
         for ticket in piece.refused:
-            self._finish_if_final(ticket, draft.out)
+            self._endings.finish_if_final(ticket, draft.out)
 
-    def _submit(self, draft: _Draft, now_ms: int, wall_ms: int) -> None:
+    def _submit(self, draft: Draft, now_ms: int, wall_ms: int) -> None:
         if not draft.parts:
             if draft.tickets:
                 # Refused for an id in flight, so there is a flight; its landing ends all doubt.
@@ -433,7 +494,9 @@ class AppendPipeline:
         )
         entry = LineageEntry(batch.first, batch.last, self._session_id, self._stamp_ms, self._chain)
         assert batch.last + 1 == self._next_id
-        self._flights.append(_Flight(entry, batch, now_ms, draft.tickets, draft.is_large))
+        self._submitted = batch.last
+        flight = Flight(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
+        self._flights.append(flight)
         self._in_flight_bytes += len(batch.records)
         if draft.is_large:
             self._large_in_flight += 1
@@ -444,14 +507,6 @@ class AppendPipeline:
 
     # -----------------------------------------------------------------------------------------
     # checks
-
-    def _is_over_share(self, ticket: Ticket) -> bool:
-        """Whether the lanes are full and this connection has its share of them already."""
-        lanes, limit = self._lanes, self._limits.queue_bytes_max
-        if lanes.bytes + ticket.cost_bytes <= limit:
-            return False
-        share = limit // (lanes.lane_count + 1)
-        return lanes.bytes_of(ticket.connection) + ticket.cost_bytes > share
 
     def _stale(self, ticket: Ticket) -> Reason | None:
         """Rule 1; a reason, or None for an append that may enter."""
@@ -475,7 +530,7 @@ class AppendPipeline:
         try:
             verify(message)
         except WaltzError as error:
-            self._fail(ticket, error, out)
+            self._endings.fail(ticket, error, out)
             return False
         return True
 
@@ -486,7 +541,7 @@ class AppendPipeline:
                 ticket.open(decode(ticket.message, self._limits))
             except WaltzError as error:
                 ticket.message = None
-                self._fail(ticket, error, out)
+                self._endings.fail(ticket, error, out)
                 return False
         return True
 
@@ -496,10 +551,11 @@ class AppendPipeline:
     def _forget_flights(self) -> None:
         self._pace.forgotten(self._large_in_flight)
         self._flights.clear()
+        self._gathered = None
         self._in_flight_bytes = self._large_in_flight = 0
 
     def _land(
-        self, flight: _Flight, out: list[Outcome], *, now_ms: int | None, is_ours: bool = True
+        self, flight: Flight, out: list[Outcome], *, now_ms: int | None, is_ours: bool = True
     ) -> None:
         batch = flight.batch
         self.figures.committed += batch.last - batch.first + 1
@@ -514,7 +570,7 @@ class AppendPipeline:
                 self._landed(ticket, out)
         if now_ms is not None:
             took_ms = now_ms - flight.submitted_ms
-            out += self._told(
+            out += self._endings.tell(
                 self._contenders.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
             )
         out.extend(Reached(token) for token in flight.waiting)
@@ -524,69 +580,15 @@ class AppendPipeline:
             return False  # or its writer is not there any more to be told later
         return ticket.mount == self._mounts.number(ticket.req_id.client_id, ticket.connection) > 0
 
-    def _told(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
-        """Answer writers that were held back, or might have been (`contenders.py`)."""
-        out: list[Outcome] = []
-        for ticket in refused:
-            self._finish(ticket, out)
-        return out
-
     def _landed(self, ticket: Ticket, out: list[Outcome]) -> None:
         """A flight with rows of this request is final."""
         if isinstance(ticket, BatchTicket):
             ticket.flight_count -= 1
-        self._finish_if_final(ticket, out)
-
-    def _finish_if_final(self, ticket: Ticket, out: list[Outcome]) -> None:
-        if isinstance(ticket, SingleTicket) or ticket.is_final:
-            self._finish(ticket, out)
-
-    def _finish(self, ticket: Ticket, out: list[Outcome]) -> None:
-        """Answer a request whose rows are all final (rule 9)."""
-        if not ticket.is_ahead:
-            out.append(self._answer(ticket))
-            self._leave_epoch(ticket, out)
-        elif ticket.session_id == self._session_id:
-            out.append(Ahead(ticket))  # A flush waits for that answer, too.
-        else:
-            out.extend(self.tell_ahead(ticket, is_proved=False))
-
-    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[Outcome]:
-        """Answer a request with rows that were ahead of the log (rule 9)."""
-        if not is_proved:
-            client_id = ticket.req_id.client_id
-            ticket.doubt()
-            if ticket.mount == self._mounts.number(client_id, ticket.connection):
-                self._mounts.lapse(client_id)
-        out: list[Outcome] = [self._answer(ticket)]
-        self._leave_epoch(ticket, out)
-        return out
-
-    def _answer(self, ticket: Ticket) -> Answer:
-        refused = self.figures.refused
-        if isinstance(ticket, SingleTicket):
-            if ticket.reason:
-                refused[ticket.reason] += 1
-        elif ticket.reasons.any():
-            for reason, count in enumerate(np.bincount(ticket.reasons).tolist()):
-                refused[reason] += count if reason else 0
-        return ticket.answer(self._high_water_mark)
+        self._endings.finish_if_final(ticket, out)
 
     def _refuse(self, ticket: Ticket, reason: Reason, out: list[Outcome]) -> None:
         """Refuse all rows of a request that was not judged."""
         if isinstance(ticket, BatchTicket) and not self._open_rows(ticket, out):
             return
         ticket.refuse(reason)
-        self._finish(ticket, out)
-
-    def _fail(self, ticket: Ticket, error: WaltzError, out: list[Outcome]) -> None:
-        if isinstance(error, TooLarge):
-            self.figures.refused[Reason.TOO_LARGE] += 1
-        out.append(refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error))
-        self._leave_epoch(ticket, out)
-
-    def _leave_epoch(self, ticket: Ticket, out: list[Outcome]) -> None:
-        ticket.epoch.unfinished -= 1
-        assert ticket.epoch.unfinished >= 0
-        while len(self._epochs) > 1 and not self._epochs[0].unfinished:
-            out.extend(Reached(token) for token in self._epochs.popleft().waiting)
+        self._endings.finish(ticket, out)

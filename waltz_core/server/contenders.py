@@ -28,7 +28,7 @@ HELD_MS_MAX: Final = 100
 PATIENCE: Final = 3
 PATIENCE_MS_MIN: Final = 2
 
-_Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Contenders:
     __slots__ = ("_not_before_ms", "_queues")
 
     def __init__(self) -> None:
-        self._queues: dict[_Key, _Queue] = {}
+        self._queues: dict[Key, _Queue] = {}
         # Nobody is due earlier. It is asked for at every event, so it may be too early, not late.
         self._not_before_ms: int | None = None
 
@@ -81,9 +81,9 @@ class Contenders:
         `refused` are those of the `landed` who may be held back.
         """
         patience_ms = max(PATIENCE_MS_MIN, PATIENCE * took_ms)
-        touched: dict[_Key, None] = {}
+        touched: dict[Key, None] = {}
         for ticket in refused:
-            key = _key_of(ticket)
+            key = key_of(ticket)
             queue = self._queues.setdefault(key, _Queue(now_ms, patience_ms))
             queue.waiting.append((ticket, now_ms + HELD_MS_MAX))
             queue.last_id = max(queue.last_id, ticket.conflict)
@@ -93,7 +93,7 @@ class Contenders:
         for each in landed:
             if not isinstance(each, SingleTicket) or each.transaction_id == REFUSED:
                 continue
-            key = _key_of(each)
+            key = key_of(each)
             if key in self._queues:
                 queue = self._queues[key]
                 queue.last_id = max(queue.last_id, each.transaction_id)
@@ -129,7 +129,7 @@ class Contenders:
         """Hold nobody back any more; return them."""
         return self._take(lambda _: True)
 
-    def _next_of(self, key: _Key, queue: _Queue, now_ms: int) -> SingleTicket:
+    def _next_of(self, key: Key, queue: _Queue, now_ms: int) -> SingleTicket:
         ticket, _ = queue.waiting.popleft()
         ticket.conflict = max(ticket.conflict, queue.last_id)  # rule 4
         queue.due_ms = now_ms + queue.patience_ms
@@ -152,5 +152,6 @@ class Contenders:
         self._not_before_ms = min(times, default=None)
 
 
-def _key_of(ticket: SingleTicket) -> _Key:
+def key_of(ticket: SingleTicket) -> Key:
+    """Return what those have in common who wait for one another: exactly the same locks."""
     return tuple(sorted(ticket.message.write_locks)), tuple(sorted(ticket.message.read_locks))

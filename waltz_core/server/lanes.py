@@ -83,6 +83,12 @@ class Lanes(Generic[WaitingT]):
         """How many connections have something waiting, or just had."""
         return len(self._lanes)
 
+    def is_over_share(self, connection: ConnectionId, cost_bytes: int, limit: int) -> bool:
+        """Whether the lanes are full and this connection has its share of them already."""
+        if self.bytes + cost_bytes <= limit:
+            return False
+        return self.bytes_of(connection) + cost_bytes > limit // (self.lane_count + 1)
+
     def push(self, item: WaitingT) -> None:
         """Put a request at the end of its connection's lane."""
         assert item.cost_bytes > 0

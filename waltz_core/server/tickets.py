@@ -36,7 +36,13 @@ from waltz_core.record import (
 from waltz_core.server.events import Answer, ConnectionId
 from waltz_core.server.locks import NO_CONFLICT, REFUSED
 from waltz_core.server.pace import LARGE_BYTES
-from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendFollowing,
+    AppendRequest,
+    AppendResult,
+    Reason,
+)
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
@@ -85,6 +91,11 @@ class SingleTicket:
         return self.cost_bytes >= LARGE_BYTES
 
     @property
+    def follows(self) -> bool:
+        """Whether its author follows what is in flight (`following.py`)."""
+        return isinstance(self.message, AppendFollowing)
+
+    @property
     def is_ahead(self) -> bool:
         """Whether it would be told AHEAD (rule 5)."""
         return self.reason is Reason.AHEAD
@@ -97,6 +108,10 @@ class SingleTicket:
     def refuse(self, reason: Reason) -> None:
         """The transaction will not be in the log, and this is final."""
         self.transaction_id, self.reason, self.conflict = REFUSED, reason, NO_CONFLICT
+
+    def refuse_for(self, conflict: int) -> None:
+        """A lock stands against it; at `conflict` or below, which is final."""
+        self.transaction_id, self.reason, self.conflict = REFUSED, Reason.LOCK, conflict
 
     def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
         """Rule 2; True when it was lost, which is told as `loss`."""

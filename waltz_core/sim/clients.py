@@ -251,7 +251,8 @@ class SimClient(Process):
                 self.step(events.LinkLost(other.number, "left for another one"))
         self._links[link.number] = link
         sequence = self.cluster.coordinator.next_connection_sequence()
-        self.step(events.Linked(effect.attempt, link.number, assignment.generation, sequence))
+        attempt, generation = effect.attempt, assignment.generation
+        self.step(events.Linked(attempt, link.number, generation, sequence, may_follow=True))
 
     def _lost(self, link: Link, reason: str) -> None:
         self._links.pop(link.number, None)

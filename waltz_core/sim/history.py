@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
+    NO_SESSION,
     Chain,
     SessionId,
     TransactionId,
@@ -89,6 +90,10 @@ class Operation:
     mark: int  # what its author had really seen
     asked_us: int
     data: bytes = b""
+    # What it was computed from that was in flight: ids, with the keys of their rows, and in which
+    # session; its mark then claims more than the log's.
+    followed: tuple[tuple[int, tuple[int, int]], ...] = ()
+    session_id: SessionId = NO_SESSION
     told: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while it waits
     transaction_id: int = -1
 
@@ -148,6 +153,16 @@ class History:
             self._grow(node)
         self.chains[last] = chain
         return range(first_new, last + 1)
+
+    def row_before(self, chain: Chain, transaction_id: int) -> Row | None:
+        """Return the row of an id on the path to a batch, that batch included; None if none is."""
+        while (node := self.nodes.get(chain)) is not None:
+            if node.first <= transaction_id:
+                return (
+                    node.rows[transaction_id - node.first] if transaction_id <= node.last else None
+                )
+            chain = node.before
+        return self.log[transaction_id] if 0 <= transaction_id < len(self.log) else None
 
     def node_at(self, chain: Chain, last: int) -> Node | None:
         """Return the batch that ends at an id with this chain; None if nobody ever wrote it."""

@@ -16,6 +16,7 @@ Rules:
 
 import struct
 from bisect import bisect_right
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -60,6 +61,29 @@ class Deal(NamedTuple):
         return self.kind * _LOCKS_OF_KIND + place
 
 
+def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
+    """Return what a transaction writes, things and their values (rule 2); none if it is no deal."""
+    if len(data) != NUMBER_BYTES + _BODY.size:
+        return []
+    kind, first, second, *read = _BODY.unpack_from(data, NUMBER_BYTES)
+    number = int.from_bytes(data[:NUMBER_BYTES], "big")
+    match kind:
+        case Kind.PLAIN:
+            return []
+        case Kind.TRANSFER:
+            # From an account to itself: it stays as it is.
+            amount = min(number % 10, read[0]) if first != second else 0
+            return [((kind, first), read[0] - amount), ((kind, second), read[1] + amount)]
+        case Kind.PUSH:
+            # The length of the list, and what is last in it.
+            value = (((read[0] >> 40) + 1) << 40) | (number & ((1 << 40) - 1))
+            return [((kind, first), value)]
+        case Kind.GUARD:
+            return [((kind, first), 0 if read == [1, 1] else 1)]
+        case _:
+            raise AssertionError(f"a deal of kind {kind}")
+
+
 class _Versions:
     """The values that one thing has had."""
 
@@ -84,10 +108,19 @@ class Ledger:
         self._things: dict[tuple[int, int], _Versions] = {}
         self.deal_count = 0
 
-    def body(self, deal: Deal, mark: int) -> bytes:
-        """Return what a deal that is computed at a mark carries behind its number."""
-        first, second = self._thing(deal.kind, deal.first), self._thing(deal.kind, deal.second)
-        return _BODY.pack(deal.kind, deal.first, deal.second, first.at(mark), second.at(mark))
+    def body(self, deal: Deal, mark: int, predecessors: Iterable[bytes] = ()) -> bytes:
+        """Return what a deal carries behind its number that is computed at a mark.
+
+        `predecessors` are the data of what is taken to be there already, behind the mark.
+        """
+        after: dict[tuple[int, int], int] = {}
+        for data in predecessors:
+            after.update(_written_by(data))
+        values = [
+            after.get((deal.kind, place), self._thing(deal.kind, place).at(mark))
+            for place in (deal.first, deal.second)
+        ]
+        return _BODY.pack(deal.kind, deal.first, deal.second, *values)
 
     def take(self, transaction_id: int, data: bytes) -> None:
         """Replay the next transaction of the log; raises Violation when it has read something else.
@@ -108,19 +141,8 @@ class Ledger:
                 f"it is {now}",
             )
         self.deal_count += 1
-        number = int.from_bytes(data[:NUMBER_BYTES], "big")
-        match kind:
-            case Kind.TRANSFER:
-                amount = min(number % 10, read[0])
-                one.put(transaction_id, read[0] - amount)
-                other.put(transaction_id, other.at(transaction_id) + amount)
-            case Kind.PUSH:
-                # The length of the list, and what is last in it.
-                one.put(transaction_id, (((read[0] >> 40) + 1) << 40) | (number & ((1 << 40) - 1)))
-            case Kind.GUARD:
-                one.put(transaction_id, 0 if read == [1, 1] else 1)
-            case _:
-                raise AssertionError(f"a deal of kind {kind}")
+        for thing, value in _written_by(data):
+            self._thing(*thing).put(transaction_id, value)
 
     def audit(self) -> None:
         """Hold the state against what no serial order can lead to; raises Violation."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from random import Random
 
 NEAR, FAR = 0, 1
-CLIENT_VERSION: Final = 5
+CLIENT_VERSION: Final = 6
 STORAGE_VERSION: Final = 1
 KEEP_ALIVE_US: Final = (200_000, 3_000_000)
 DIAL_TIMEOUT_US: Final = (100_000, 1_000_000)

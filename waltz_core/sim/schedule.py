@@ -59,6 +59,7 @@ class Setup:
     range_bytes_max: int = 1_024
     scrub_interval_ms: int = 0  # how often a log is read whole; 0: by a fault only
     has_large_batches: bool = False  # every batch counts as one that may go in pieces
+    followers: int = 0  # so many of the clients follow what is in flight
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
     is_unbounded: bool = False  # losses may hit any number of replicas, and ZooKeeper (budget.py)
@@ -167,6 +168,7 @@ def schedule_of(
         # From a stream of its own, so that seeds mean what they did before there was this.
         has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
         scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
+        followers=chance_of(seed ^ 0xF0110).choice((0, 0, 2, 4)),
     )
     share = rng.choice((0.3, 0.6, 0.9))
     allowed = set(weights if only is None else only)

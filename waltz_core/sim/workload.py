@@ -9,7 +9,8 @@ Rules:
     2. Every row has a number that nobody else has, and is in the books before it is sent.
     3. A deal (`ledger.py`) reads the state at the mark that it is sent with, as an application
        does that has applied the feed up to there.
-    4. A row that claims a mark beyond the log has no locks but append locks: nothing is computed
+    4. Some follow what is in flight: they compute from it as though it were there.
+    5. A row that claims a mark beyond the log has no locks but append locks: nothing is computed
        from what is not there.
 """
 
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.batches import encode_append
 from waltz_core.client import events
+from waltz_core.client.following import FOLLOW, Following
 from waltz_core.client.monitor import Parcel, Single
 from waltz_core.record import BEFORE_FIRST, TransactionId
 from waltz_core.sim.history import NUMBER_BYTES, Operation, data_of
@@ -85,15 +87,24 @@ class Workload:
         """Let a client that has just started do something, again and again."""
         _Application(self, self._cluster, client).begin()
 
-    def parcel(self, client: "SimClient", rows: "Sequence[Ask]", mark: int) -> Parcel:
-        """Enter rows in the books (deals, or write, read and append locks) and pack them."""
+    def parcel(
+        self,
+        client: "SimClient",
+        rows: "Sequence[Ask]",
+        mark: int,
+        follows: Following | None = None,
+    ) -> Parcel:
+        """Enter rows in the books (deals, or write, read and append locks) and pack them.
+
+        What follows is computed from the state at the mark, and from what is in flight.
+        """
         self._tokens += 1
-        operations = [self._operation(client.name, row, mark) for row in rows]
+        operations = [self._operation(client.name, row, mark, follows) for row in rows]
         self._parcels[self._tokens] = operations
         if len(operations) == 1:
             one = operations[0]
-            content = Single(7, one.data, one.write, one.read, one.append)
-            return Parcel(self._tokens, 1, TransactionId(mark), content, zlib.crc32(one.data))
+            content = Single(7, one.data, one.write, one.read, one.append, follows)
+            return Parcel(self._tokens, 1, TransactionId(one.mark), content, zlib.crc32(one.data))
         payload = encode_append(
             [7] * len(rows),
             [each.data for each in operations],
@@ -103,20 +114,31 @@ class Workload:
         )
         return Parcel(self._tokens, len(rows), TransactionId(mark), payload, zlib.crc32(payload))
 
-    def _operation(self, author: str, row: Ask, mark: int) -> Operation:
+    def _operation(self, author: str, row: Ask, mark: int, follows: Following | None) -> Operation:
         self._numbers += 1
+        ahead = () if follows is None else follows.above(TransactionId(mark))
         number, checks = self._numbers, self._cluster.checks
         if isinstance(row, Deal):
             write, read = row.write, row.read
             append: tuple[int, ...] = ()
-            data = data_of(number, NUMBER_BYTES) + checks.ledger.body(row, mark)
+            data = data_of(number, NUMBER_BYTES) + checks.ledger.body(
+                row, mark, [each.data for each in ahead]
+            )
         else:
             write, read, append = row
             is_long = not number % LONG_EVERY
             data = data_of(number, LONG_BYTES if is_long else NUMBER_BYTES * (1 + number % 3))
+        if follows is not None and follows.has_seen:
+            mark = follows.mark
         operation = Operation(
             number, author, row, write, read, append, mark, self._world.now_us, data
         )
+        if follows is not None and follows.has_seen:
+            operation.session_id = follows.session_id
+            operation.followed = tuple(
+                (each.transaction_id, (each.req_id.client_id, each.req_id.sequence))
+                for each in ahead
+            )
         checks.history.operations[number] = operation
         return operation
 
@@ -140,6 +162,7 @@ class _Application:
         self._client = client
         self._chance = client.chance
         self._rng = client.rng
+        self._follows = int(client.name.removeprefix("client")) < cluster.setup.followers
         self._waiting = 0
         self._retries = 0
 
@@ -221,11 +244,15 @@ class _Application:
         count = 1 if self._chance() < 0.8 else 2
         return tuple(sorted({int(self._chance() * keys) for _ in range(count)}))
 
-    def _append(self, rows: "Sequence[Ask]", mark: int) -> None:
+    def _append(self, rows: "Sequence[Ask]", mark: int, told: Following | None = None) -> None:
         self._waiting += 1
         if self._chance() < AHEAD_SHARE:
-            rows, mark = [((), (), (1,))], self._client.mark + 5
-        self._client.append(self._workload.parcel(self._client, rows, mark))
+            rows, mark, told = [((), (), (1,))], self._client.mark + 5, None
+        follows: Following | None = None
+        if self._follows and len(rows) == 1:
+            # Its state is that of the mark, and what follows claims is seen on top of it.
+            follows = (told or FOLLOW).claim(TransactionId(mark))[1]
+        self._client.append(self._workload.parcel(self._client, rows, mark, follows))
 
     def _settled(self, effect: events.Settled) -> None:
         operations = self._workload.ended(effect.token)
@@ -238,7 +265,7 @@ class _Application:
         if again and self._retries < RETRIES_MAX and not self._workload.is_over:
             self._retries += 1
             self._cluster.checks.count("retry after a refusal")
-            self._append(again, self._client.mark)
+            self._append(again, self._client.mark, effect.outcome.following)
         else:
             self._retries = 0
 

@@ -8,7 +8,8 @@ common to both is spoken from then on. A frame of another surface or version clo
 Surfaces: `H` hello, `L` client and server, `S` server and storage, `A` storage administration.
 Versions L 4, S 0 and A 0 are those of Waltz 0.13. L 5 and S 1 are ours: they keep every older
 message valid and add batches, acknowledgements, ranges and the session rules of recovery
-(type numbers from 64 up, so that no number of the original can ever collide).
+(type numbers from 64 up, so that no number of the original can ever collide). L 6 adds authors who
+follow what is in flight (decision 017).
 
 `messages.py` is the table: one dataclass for each message, its code, the versions it exists in, and
 its fields in wire order. `codec.py` derives the bytes from that table. `connection.py` is the life

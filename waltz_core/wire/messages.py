@@ -76,7 +76,7 @@ class Surface(Enum):
     """A port's language: its magic byte, the versions it can speak, the texts of its hellos."""
 
     HELLO = ("H", (0,), "", "")
-    CLIENT = ("L", (5,), "Waltz Server", "Waltz Client")
+    CLIENT = ("L", (5, 6), "Waltz Server", "Waltz Client")
     STORAGE = ("S", (1,), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
@@ -379,6 +379,39 @@ class AppendResult(ClientMessage):
     transaction_ids: PackedInt64s
     reasons: Blob
     conflicting: PackedInt64s
+
+
+@value(frozen=True, slots=True)
+class AppendFollowing(AppendRequest):
+    """Append one transaction whose author wants to follow what is in flight.
+
+    Its mark may lie above the log's, if what is in flight up to there was told in the store session
+    `session_id` by `Predecessors`; -1 for a mark of the log. Refused for a lock it is answered by
+    `Predecessors` where that can be, otherwise by an `AppendResult` like any other.
+    """
+
+    code = 83
+    since = 6
+    session_id: Int64 = -1
+
+
+@value(frozen=True, slots=True)
+class Predecessors(ClientMessage):
+    """A transaction was refused for a lock; what its author has not seen of its locks is here.
+
+    `records` are all those above the request's mark, up to `last`, that have written one of its
+    write or read locks, as they lie in the segment file, and `lengths` their lengths. Those above
+    `high_water_mark`, the log's, are in flight in the session: they may never be in the log, and
+    then nothing that follows them will be.
+    """
+
+    code = 84
+    since = 6
+    session_id: Int64
+    high_water_mark: Int64
+    last: Int64
+    lengths: PackedInt32s
+    records: Blob
 
 
 @value(frozen=True, slots=True)

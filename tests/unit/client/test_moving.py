@@ -7,12 +7,13 @@ server meet, with what was sent before a break arriving after everything was set
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from unittest import mock
 
 import pytest
 
 from tests.unit.client.memory_cluster import MemoryCluster, MemoryServer, memory_cluster
 from tests.unit.client.test_async_client import Applying, batch_of, told, until
-from waltz_core.client import Reason
+from waltz_core.client import Reason, appends
 from waltz_core.cluster import model
 
 
@@ -206,10 +207,11 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
             await make_moves(cluster, there, 1)
         ids = [await future for future in futures]
         data = [row for _, _, row in cluster.logs[0].rows()]
-        # Each is in the log once, where it was told to be. What was lost on the way is sent again,
-        # behind what the application has appended meanwhile.
+        # Each is in the log once, where it was told to be, and in the order of the appends, though
+        # what was lost on the way was sent again.
         sent = [b"%d-%d" % (turn, i) for turn in range(6) for i in range(40)]
         assert [data[each] for each in ids] == sent
+        assert ids == sorted(ids)
         # Batches are not sent again: those that are in the log are in their order.
         told_of_batches = [(await each).reasons.tolist() for each in outcomes]
         batches = [b"b%d-%d" % (turn, i) for turn in range(6) for i in range(0, 40, 10)]
@@ -221,3 +223,33 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
         # The feed has all of it in order, once, over all moves.
         await until(lambda: len(seen.seen) == len(data))
         assert seen.seen == list(range(len(data)))
+
+
+@told
+async def test_what_is_sent_again_keeps_its_place() -> None:
+    async with (
+        memory_cluster(server_count=2) as cluster,
+        ways(cluster) as there,
+        cluster.client().opened() as client,
+    ):
+        await client.mount([0])
+        server = cluster.owner(0)
+        store = server.partitions[0].store
+        store.is_holding = True
+        in_flight = await client.append(b"1", partition=0)
+        await until(lambda: store.held)
+        server.partitions[0].partition.pipeline.hold()
+        queued = await client.append(b"2", partition=0)
+        await until(lambda: server.received.count("AppendRequest") == 2)
+        stream = client._partitions[0].stream
+        wait = stream._wait
+        # What was queued is known to be lost before what was in flight is settled.
+        with mock.patch.object(appends, "RESEND_DELAY_S", 0.0):
+            left = asyncio.Event()
+            with mock.patch.object(stream, "_wait", lambda *told: (left.set(), wait(*told))):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(make_moves(cluster, there, 1))
+                    await left.wait()
+                    unsent = await client.append(b"3", partition=0)
+                    assert [await in_flight, await queued, await unsent] == [0, 1, 2]
+        assert [data for _, _, data in cluster.logs[0].rows()] == [b"1", b"2", b"3"]

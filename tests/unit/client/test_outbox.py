@@ -1,9 +1,13 @@
 """What waits to be sent."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.client.stories import PARTITION, parcel
+from waltz_core.client.monitor import BatchOutcome
 from waltz_core.client.outbox import Limits, Outbox
+from waltz_core.wire.messages import Reason
 
 
 def tokens(waiting):
@@ -31,9 +35,25 @@ def test_deadlines_never_decrease():
         outbox.put(parcel(2), 9)
 
 
+def test_what_keeps_its_order_is_taken_out_and_the_rest_stays():
+    outbox = Outbox(PARTITION)
+    for token in range(4):
+        outbox.put(replace(parcel(token), keeps_order=token % 2 == 1), 10)
+    lost = BatchOutcome.uniform(1, Reason.LOST, high_water_mark=7)
+    assert outbox.lose_behind(parcel(9), lost) == []
+    ordered = replace(parcel(9), keeps_order=True)
+    told = outbox.lose_behind(ordered, lost)
+    assert [(token, each.reasons.tolist()) for token, each in told] == [
+        (1, [Reason.LOST]),
+        (3, [Reason.LOST]),
+    ]
+    assert outbox.lose_behind(ordered, lost) == []
+    assert tokens(outbox.take_all()) == [0, 2]
+
+
 def test_what_does_not_fit_a_frame_is_refused_with_both_figures():
     outbox = Outbox(PARTITION)
     limits = Limits(rows_max=5, bytes_max=4, in_flight_bytes_max=1)
-    assert outbox.refusal(parcel(1, rows=5), limits) is None
-    assert "at most 5 rows" in str(outbox.refusal(parcel(1, rows=6), limits))
-    assert "found 1 rows and 5 bytes" in str(outbox.refusal(parcel(1, data=b"12345"), limits))
+    assert outbox.refusal(parcel(1, rows=5), limits, 1) is None
+    assert "at most 5 rows" in str(outbox.refusal(parcel(1, rows=6), limits, 1))
+    assert "found 1 rows and 5 bytes" in str(outbox.refusal(parcel(1, data=b"12345"), limits, 1))

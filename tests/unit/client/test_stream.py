@@ -126,6 +126,21 @@ def test_rows_in_doubt_are_looked_for_between_the_two_marks():
     assert [each.req_id for each in story.sent()] == [req(3, 1)]
 
 
+def test_what_keeps_its_order_does_not_go_before_what_is_sent_again():
+    story = Story().ready(mark=9)
+    story.tell(events.Append(replace(parcel(1), keeps_order=True)))
+    story.tell(events.LinkLost(1, "cut"))
+    story.tell(events.Append(replace(parcel(2), keeps_order=True)))
+    story.tell(events.Append(parcel(3)))
+    effects = story.mounted(story.link(number=2), 9, link=2)
+    outcomes = settled(effects)
+    assert {token: each.reasons.tolist() for token, each in outcomes.items()} == {
+        1: [m.Reason.LOST],
+        2: [m.Reason.LOST],
+    }
+    assert [each.req_id for each in story.sent()] == [req(2)]  # the third: nobody minds
+
+
 def test_reading_back_goes_on_until_the_mark():
     story = in_doubt()
     story.mounted(story.link(number=2), 12, link=2)

@@ -1,11 +1,15 @@
 """What an error says about the rows of an append."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from tests.unit.client.stories import parcel, req
 from waltz_core import errors
 from waltz_core.client import verdicts
 from waltz_core.client.monitor import BatchOutcome, Pending
+from waltz_core.record import BEFORE_FIRST
 from waltz_core.wire.messages import Reason
 
 DEFINITE = {
@@ -47,3 +51,14 @@ def test_the_two_ends_of_waiting_say_what_they_mean():
     text = str(verdicts.unknown(pending, "within 500 ms", "no server"))
     assert "2 rows from request (7, 0, 3, 4)" in text
     assert "after transaction 8" in text
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_order_is_lost_with_what_may_be_sent_again(reason):
+    one = replace(parcel(1), keeps_order=True)
+    outcome = BatchOutcome(
+        0, np.array([0]), np.array([reason], dtype=np.uint8), np.array([BEFORE_FIRST])
+    )
+    may_be = (Reason.COMMITTED, Reason.LOCK, Reason.AHEAD, Reason.TOO_LARGE)
+    assert verdicts.is_order_lost(one, outcome) is (reason not in may_be)
+    assert not verdicts.is_order_lost(parcel(1), outcome)

@@ -15,11 +15,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import ClientAhead, LockFailed
-from waltz_core.record import BEFORE_FIRST, RECORD_HEADER, SessionId
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, RECORD_HEADER, ReqId, SessionId
 from waltz_core.replication import events
 from waltz_core.sim.history import data_in
 from waltz_core.wire.messages import (
     AppendBatch,
+    AppendFollowing,
     AppendRequest,
     AppendResult,
     ClientMessage,
@@ -33,6 +34,7 @@ from waltz_core.wire.messages import (
     Mounted,
     MountResponse,
     MountWriter,
+    Predecessors,
     RangeData,
     RangeForm,
     Reason,
@@ -54,6 +56,7 @@ _NEEDS_SESSION: Final = (
     HighWaterMarkResponse,
     LockFailure,
     Mounted,
+    Predecessors,
     ReplicasResponse,
 )
 _ASKS_MARK: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
@@ -72,6 +75,7 @@ class Answers:
     def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
         self._witness = witness
         self._sessions = sessions
+        self._claims: dict[ReqId, SessionId] = {}  # of those who follow, until they are answered
         # Of each server: the session that is open now, and those that were in this step.
         self._open: dict[str, SessionId] = {}
         self._in_step: dict[str, dict[SessionId, None]] = {}
@@ -230,8 +234,11 @@ class Answers:
     def _check_result(self, name: str, message: AppendResult) -> None:
         """A refusal for a lock names what is in the log, and may have had to wait for that."""
         reasons = bytes(message.reasons)
+        claimed = self._claims.pop(message.req_id, None)
         if Reason.LOCK not in reasons:
             return
+        if claimed is not None and claimed not in self._in_step[name]:
+            self._witness.count("follower of another session refused")
         conflicts = memoryview(message.conflicting).cast("B")
         for row, reason in enumerate(reasons):
             if reason != Reason.LOCK:
@@ -277,6 +284,8 @@ class Answers:
         ):
             self._witness.count("mark asked of an old owner")
         owed = self._owed.setdefault((client.name, link.number), {})
+        if isinstance(message, AppendFollowing) and message.session_id != NO_SESSION:
+            self._claims[message.req_id] = SessionId(message.session_id)
         if isinstance(message, AppendBatch | AppendRequest):
             owed[message.req_id] = None
         elif isinstance(message, FlushRequest | ReplicasRequest):
@@ -286,7 +295,7 @@ class Answers:
     def heard(self, client: "SimClient", link: "Link", message: ClientMessage) -> None:
         """A client hears something from a server: flushes cover, proven marks are not stale."""
         owed = self._owed.get((client.name, link.number), {})
-        if isinstance(message, AppendResult | ErrorResponse):
+        if isinstance(message, AppendResult | ErrorResponse | Predecessors):
             owed.pop(message.req_id, None)
         found = self._questions.pop(message.req_id, None)
         if found is None:

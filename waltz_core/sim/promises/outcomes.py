@@ -16,7 +16,7 @@ import numpy as np
 
 from waltz_core.client import events
 from waltz_core.errors import OutcomeUnknown, WaltzError
-from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, Chain, TransactionId
 from waltz_core.sim.history import Operation, data_in
 from waltz_core.wire.messages import Reason
 
@@ -51,12 +51,33 @@ class Outcomes:
     def submitted(self, chain: Chain) -> None:
         """16. NotAhead: nobody has computed from what is not in the log."""
         history = self._witness.history
-        for row in history.nodes[chain].rows:
+        for place, row in enumerate(history.nodes[chain].rows, history.nodes[chain].first):
             operation = history.operations.get(row.number)
-            if operation is not None and operation.mark > history.last:
+            if operation is None:
+                continue
+            if operation.session_id != NO_SESSION:
+                self._check_followed(operation, chain, place)
+            elif operation.mark > history.last:
                 self._witness.fail(
                     "NotAhead", f"{operation} is taken, the log ends at {history.last}"
                 )
+
+    def _check_followed(self, operation: Operation, chain: Chain, place: int) -> None:
+        """Followed: what its author took to be in flight is what stands there, in one session."""
+        witness, history = self._witness, self._witness.history
+        session_id = history.nodes[chain].session_id
+        if operation.session_id != session_id:
+            witness.fail("Followed", f"{operation} is taken in session {session_id}")
+        if operation.mark >= place:
+            witness.fail("Followed", f"{operation} is taken as {place}")
+        for transaction_id, key in operation.followed:
+            row = history.row_before(chain, transaction_id)
+            if row is None or row.key != key:
+                witness.fail(
+                    "Followed", f"{operation} follows {key} at {transaction_id}, there is {row}"
+                )
+        if operation.mark > history.last:
+            witness.count("followed in flight")
 
     def _in_the_log(self, transaction_id: int) -> None:
         """11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""

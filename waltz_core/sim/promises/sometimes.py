@@ -42,6 +42,8 @@ SOMETIMES: Final = (
     "locks.refilled",
     "locks.refilled_in_part",
     "released",
+    "followed in flight",
+    "follower of another session refused",
 )
 # Reports of machines under the names above.
 REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}

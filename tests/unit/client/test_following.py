@@ -1,0 +1,98 @@
+"""What an author knows of what is in flight."""
+
+from dataclasses import replace
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.checksum import crc32
+from waltz_core.client import MSGPACK, following
+from waltz_core.client.following import FOLLOW
+from waltz_core.record import NO_SESSION, RECORD_PREFIX, PartitionId, ReqId
+from waltz_core.wire.messages import Predecessors
+
+SESSION, MOUNT = 4, 2
+REQ = ReqId(7, 1, PartitionId(0), 1)
+
+
+def record(transaction_id: int) -> bytes:
+    data = MSGPACK.serialize(transaction_id)
+    head = RECORD_PREFIX.pack(transaction_id, REQ.to_bytes(), 3, len(data), crc32(data)) + data
+    return head + crc32(head).to_bytes(4, "big")
+
+
+def message(*ids: int, last: int) -> Predecessors:
+    records = [record(each) for each in ids]
+    lengths = b"".join(len(each).to_bytes(4, "big") for each in records)
+    return Predecessors(REQ, SESSION, 0, last, lengths, b"".join(records))
+
+
+def ids(found) -> list[int]:
+    return [each.transaction_id for each in found]
+
+
+def test_who_has_seen_nothing_claims_nothing():
+    assert not FOLLOW.has_seen
+    assert FOLLOW.claim(5) == (5, FOLLOW)
+    assert FOLLOW.above(5) == ()
+
+
+def test_what_is_told_is_added_to_what_was_told_before():
+    first = FOLLOW.told(message(6, 8, last=9), 5, MOUNT)
+    assert (first.session_id, first.mount, first.base, first.mark) == (SESSION, MOUNT, 5, 9)
+    assert ids(first.predecessors) == [6, 8]
+    assert first.predecessors[0].value() == 6
+    more = first.told(message(11, last=11), 9, MOUNT)
+    assert (more.base, more.mark) == (5, 11)
+    assert ids(more.predecessors) == [6, 8, 11]
+    assert ids(more.above(8)) == [11]
+
+
+def test_a_state_between_what_was_told_and_where_it_began_may_follow():
+    told = FOLLOW.told(message(6, last=9), 5, MOUNT)
+    assert told.claim(5) == (9, told)
+    assert told.claim(8) == (9, told)
+    assert told.claim(4) == (4, FOLLOW)  # what lies between is not known
+    assert told.claim(9) == (9, FOLLOW)  # all of it is in the log
+    assert told.claim(12) == (12, FOLLOW)
+
+
+def test_a_lock_that_was_nobodys_tells_nothing_but_a_mark():
+    told = FOLLOW.told(message(last=9), 5, MOUNT)
+    assert told.predecessors == ()
+    assert told.claim(5) == (9, told)
+
+
+@pytest.mark.parametrize("told", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
+def test_ids_that_do_not_follow_the_mark_are_not_believed(told):
+    with pytest.raises(errors.RemoteProtocolError, match="rise from 5 to 9"):
+        FOLLOW.told(message(*told, last=9), 5, MOUNT)
+
+
+def test_what_has_become_too_much_is_dropped(monkeypatch):
+    monkeypatch.setattr(following, "CARRIED_MAX", 3)
+    told = FOLLOW.told(message(6, 7, last=7), 5, MOUNT)
+    assert ids(told.predecessors) == [6, 7]
+    assert told.told(message(8, 9, last=9), 7, MOUNT) is FOLLOW
+    assert FOLLOW.session_id == NO_SESSION
+
+
+def test_a_predecessor_is_what_the_record_is():
+    (found,) = FOLLOW.told(message(3, last=3), 2, MOUNT).predecessors
+    assert found == (3, REQ, 3, MSGPACK.serialize(3))
+
+
+@pytest.mark.parametrize("at", range(len(record(6))))
+def test_bytes_that_are_not_what_was_written_are_not_believed(at):
+    whole = message(5, 6, last=9)
+    wrong = bytearray(whole.records)
+    wrong[len(record(5)) + at] ^= 1
+    with pytest.raises(errors.RemoteProtocolError, match="is no record"):
+        FOLLOW.told(replace(whole, records=bytes(wrong)), 4, MOUNT)
+
+
+@pytest.mark.parametrize("lengths", [b"", b"\0\0\0\0", b"\0\0\xff\xff", b"\xff\xff\xff\xff"])
+def test_lengths_that_are_none_are_not_believed(lengths):
+    whole = message(6, last=9)
+    with pytest.raises(errors.RemoteProtocolError, match="at byte 0 is no record"):
+        FOLLOW.told(replace(whole, lengths=lengths), 4, MOUNT)

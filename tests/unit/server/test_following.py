@@ -1,0 +1,304 @@
+"""Authors who follow what is in flight: what they are told, what is let in, what is not."""
+
+import zlib
+
+import pytest
+
+from tests.unit.server.test_append import (
+    ALICE,
+    BOB,
+    COMMITTED,
+    GENERATION,
+    LOCK,
+    LOST,
+    A,
+    B,
+    World,
+    results,
+)
+from waltz_core.client.following import FOLLOW
+from waltz_core.record import NO_SESSION, PartitionId, ReqId
+from waltz_core.server import following
+from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE_MS_MIN
+from waltz_core.server.events import Answer
+from waltz_core.server.outcomes import Reached
+from waltz_core.wire.messages import AppendFollowing, Predecessors
+
+HOT, COLD = 5, 6
+
+
+class Authors(World):
+    """A pipeline, and authors who follow."""
+
+    def follow(
+        self,
+        client=ALICE,
+        *,
+        mark=-1,
+        session=NO_SESSION,
+        write=(HOT,),
+        read=(),
+        data=b"data",
+    ) -> ReqId:
+        req_id = ReqId(client, GENERATION, PartitionId(0), self.sequence)
+        self.sequence += 1
+        message = AppendFollowing(
+            req_id, mark, tuple(write), tuple(read), (), 7, data, zlib.crc32(data), session
+        )
+        self.early = self.pipeline.receive(
+            A if client == ALICE else B, message, cost_bytes=100, now_ms=self.now_ms
+        )
+        return req_id
+
+    def after(self, mark: int, **more) -> ReqId:
+        """An author who was told of everything up to a mark in the session of now."""
+        return self.follow(mark=mark, session=self.session, **more)
+
+
+def told(outcomes) -> dict[ReqId, list[int]]:
+    """Return the ids that each author was told."""
+    return {
+        each.message.req_id: [
+            record.transaction_id for record in FOLLOW.told(each.message, -1, 0).predecessors
+        ]
+        for each in outcomes
+        if isinstance(each, Answer) and isinstance(each.message, Predecessors)
+    }
+
+
+def in_flight() -> tuple[Authors, ReqId]:
+    """One author's transaction is in flight."""
+    world = Authors()
+    winner = world.follow(data=b"first")
+    world.turn()
+    return world, winner
+
+
+def test_an_author_is_told_what_is_in_flight_and_is_let_in_behind_it():
+    world, winner = in_flight()
+    loser = world.follow(BOB)
+    (answer,) = world.turn()
+    message = answer.message
+    assert message.req_id == loser
+    assert (message.session_id, message.high_water_mark, message.last) == (world.session, -1, 0)
+    ((transaction_id, req_id, header, data),) = FOLLOW.told(message, -1, 0).predecessors
+    assert (transaction_id, req_id, header, data) == (0, winner, 7, b"first")
+    behind = world.after(0, client=BOB)
+    assert world.turn() == []  # it is gathered
+    assert results(world.commit()) == {winner: [(0, COMMITTED, -1)]}
+    assert len(world.turns()) == 1
+    assert results(world.commit()) == {behind: [(1, COMMITTED, -1)]}
+
+
+def test_what_is_gathered_goes_in_one_batch_when_what_is_in_flight_has_landed():
+    world, _ = in_flight()
+    for number in range(3):
+        world.follow(BOB)
+        assert told(world.turn())
+        world.after(number, client=BOB)
+        world.turn()
+    assert len(world.submitted) == 1
+    (first,) = world.submitted
+    assert world.pipeline.in_flight_bytes == 4 * len(first.records) - 3
+    assert not world.wants_turn
+    world.commit()
+    (batch,) = world.turns()
+    assert (batch.first, batch.last) == (1, 3)
+
+
+def test_what_does_not_follow_takes_what_was_gathered_with_it():
+    world, _ = in_flight()
+    world.follow(BOB)
+    world.turn()
+    world.after(0, client=BOB)
+    world.turn()
+    world.single(write=[COLD])
+    world.turn()
+    assert [(batch.first, batch.last) for batch in world.submitted] == [(0, 0), (1, 2)]
+
+
+def test_all_of_its_locks_above_its_mark_and_nothing_else_is_told():
+    world = Authors()
+    world.follow(write=[COLD])  # from here on it is remembered
+    world.follow(write=[HOT])
+    world.single(write=[7])
+    world.single(append=[HOT])
+    world.turn()
+    world.commit()
+    world.single(append=[8])
+    world.turn()
+    assert told_of(world, write=[HOT]) == [1, 3]
+    assert told_of(world, write=[9], read=[8, 7]) == [2, 4]
+    assert told_of(world, write=[HOT], mark=1) == [3]
+    assert told_of(world, write=[HOT, COLD], mark=3) is None  # it is let in
+
+
+def told_of(world: Authors, **asked) -> list[int] | None:
+    req_id = world.follow(BOB, **asked)
+    out = world.turn()
+    world.now_ms += HELD_MS_MAX  # nobody is expected back any more
+    return told([*out, *world.turn()]).get(req_id)
+
+
+def test_rows_of_batches_with_its_locks_cannot_be_told():
+    world, winner = in_flight()
+    world.batch([b"a", b"b"], write=[[COLD], [9]])
+    world.turn()
+    assert told_of(world, write=[HOT]) == [0]
+    waiting = world.follow(BOB, write=[COLD])
+    assert world.turn() == []
+    out = world.commit()
+    assert results(out)[waiting] == [(-1, LOCK, 1)]
+    assert results(out)[winner] == [(0, COMMITTED, -1)]
+
+
+@pytest.mark.parametrize("name", ["TOLD_COUNT_MAX", "TOLD_BYTES_MAX"])
+def test_too_much_is_not_told(name, monkeypatch):
+    world, _ = in_flight()
+    world.single(append=[HOT])
+    world.turn()
+    monkeypatch.setattr(following, name, 1)
+    waiting = world.follow(BOB)
+    assert world.turn() == []
+    assert results(world.commit())[waiting] == [(-1, LOCK, 1)]
+
+
+def test_what_is_not_remembered_any_more_is_not_told(monkeypatch):
+    monkeypatch.setattr(following, "REMEMBERED_COUNT_MAX", 2)
+    world, _ = in_flight()
+    for _ in range(2):
+        world.single(append=[HOT])
+    world.turn()
+    world.commit()
+    late = world.follow(BOB, mark=-1)
+    assert results(world.turn())[late] == [(-1, LOCK, 2)]
+    assert told_of(world, mark=0) == [1, 2]
+
+
+def test_one_is_told_at_each_admission_and_the_others_wait():
+    world, _ = in_flight()
+    losers = [world.follow(BOB if i % 2 else ALICE) for i in range(3)]
+    assert list(told(world.turn())) == losers[:1]
+    for number, loser in enumerate(losers[1:]):
+        world.after(number)
+        assert told(world.turn()) == {loser: list(range(number + 2))}
+
+
+def test_when_nobody_comes_the_next_is_told_after_a_while():
+    world, _ = in_flight()
+    losers = [world.follow(), world.follow()]
+    assert list(told(world.turn())) == losers[:1]
+    at_ms = world.pipeline.turn_at_ms(world.now_ms)
+    assert at_ms == world.now_ms + PATIENCE_MS_MIN
+    world.now_ms = at_ms
+    assert list(told(world.turn())) == losers[1:]
+    world.now_ms += HELD_MS_MAX
+    world.turn()
+    assert world.pipeline.turn_at_ms(world.now_ms) is None
+
+
+def test_what_was_told_in_another_session_is_not_followed():
+    world, winner = in_flight()
+    world.follow(BOB)
+    assert told(world.turn())
+    session = world.session
+    world.pipeline.closed()
+    assert results(world.open(-1, settled=-1)) == {winner: [(-1, LOST, -1)]}
+    world.submitted.clear()
+    world.mounts.begin(ALICE, A, 2)
+    world.mounts.finish(ALICE, A)
+    other = world.follow(data=b"another transaction 0")
+    world.turn()
+    stale = world.follow(BOB, mark=0, session=session)
+    assert results(world.turn()) == {stale: [(-1, LOCK, -1)]}
+    assert results(world.commit()) == {other: [(0, COMMITTED, -1)]}
+    # Nor when the log has come so far in the other session.
+    stale = world.follow(BOB, mark=0, session=session)
+    assert results(world.turn()) == {stale: [(-1, LOCK, 0)]}
+
+
+def test_a_session_whose_number_is_not_new_is_nobodys_to_follow():
+    world, _ = in_flight()
+    world.pipeline.closed()
+    world.session -= 1  # as when ZooKeeper's data were put back
+    world.open(-1, settled=-1)
+    world.submitted.clear()
+    world.follow(BOB)
+    world.turn()
+    waiting = world.follow(BOB)
+    stale = world.after(0, client=BOB)
+    assert results(world.turn()) == {stale: [(-1, LOCK, -1)]}
+    assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
+
+
+def test_nobody_follows_what_was_never_admitted():
+    world, _ = in_flight()
+    beyond = world.after(1)
+    assert results(world.turn()) == {beyond: [(-1, LOCK, -1)]}
+
+
+def test_what_follows_is_refused_for_what_has_come_since():
+    world, _ = in_flight()
+    world.after(0, client=BOB)
+    late = world.after(0, client=BOB)
+    assert told(world.turn()) == {late: [1]}
+
+
+def test_what_was_gathered_is_lost_with_its_session():
+    world, winner = in_flight()
+    behind = world.after(0, client=BOB)
+    world.turn()
+    token = world.pipeline.barrier(1)
+    assert token == []
+    assert world.pipeline.closed() == []
+    assert not world.wants_turn
+    out = world.open(0, settled=0)
+    assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
+    assert Reached(1) in out
+    assert world.submitted[-1].last == 0
+
+
+def test_what_was_gathered_is_lost_even_if_others_have_written_so_far():
+    world, winner = in_flight()
+    behind = world.after(0, client=BOB)
+    world.turn()
+    world.pipeline.closed()
+    out = world.open(5, settled=5, unbroken=False)
+    assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
+
+
+def test_what_was_gathered_was_never_submitted_when_the_partition_goes():
+    world, winner = in_flight()
+    behind = world.after(0, client=BOB)
+    waiting = [world.follow(BOB), world.follow(BOB)]
+    assert list(told(world.turn())) == waiting[:1]
+    queued, doubtful, _ = world.pipeline.abandon()
+    assert {each.req_id for each in queued} == {behind, waiting[1]}
+    assert [each.req_id for each in doubtful] == [winner]
+
+
+def test_who_waits_hears_of_the_end_of_the_session_and_nobody_of_a_closed_connection():
+    world, _ = in_flight()
+    waiting = [world.follow(), world.follow(BOB), world.follow()]
+    assert list(told(world.turn())) == waiting[:1]
+    world.pipeline.close(B)
+    assert results(world.pipeline.closed()) == {waiting[2]: [(-1, LOCK, -1)]}
+
+
+def test_a_session_that_is_to_end_lets_what_was_gathered_out():
+    world, _ = in_flight()
+    world.after(0)
+    world.turn()
+    world.pipeline.hold()
+    world.commit()
+    assert world.pipeline.in_flight_bytes
+    assert len(world.turns()) == 1
+    world.commit()
+    assert not world.pipeline.in_flight_bytes
+
+
+def test_who_does_not_ask_is_told_nothing_new():
+    world, _ = in_flight()
+    waiting = world.single(BOB, write=[HOT])
+    assert world.turn() == []
+    assert results(world.commit())[waiting] == [(-1, LOCK, 0)]

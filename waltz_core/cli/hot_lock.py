@@ -1,0 +1,200 @@
+"""`waltz-core bench hot-lock`: one counter, one lock, eight clients that count it up.
+
+Why it stands alone: a hot lock is fast only if nobody counts from a value that is not the one
+before his. So each transaction says what it was computed from, and the log is read afterwards.
+
+Rules:
+    1. A value is computed from the one that its author has read in the log, or was told as in
+       flight (`builder.predecessors`), and from nothing else.
+    2. Every transaction of the run stands in the log with its predecessor's id and value + 1, and
+       with the id that its author was told; what does not is lost or doubled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from contextlib import AsyncExitStack
+from random import Random
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+import uvloop
+
+from waltz_core import raw_records
+from waltz_core.cli.singles import measured
+from waltz_core.client import (
+    AsyncWaltzClient,
+    RangeForm,
+    TransactionBuilder,
+    TransactionContext,
+    lock,
+)
+from waltz_core.record import RECORD_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from waltz_core.cli.bench import Load, Measured, Meter
+
+WRITERS: Final = 8
+PARTITION: Final = 0
+# The run, the value, and the transaction that the value was computed from.
+_COUNT: Final = struct.Struct(">QQq")
+
+
+class Seen(NamedTuple):
+    """The counter as an author knows it: its value, who wrote that, and up to where he has seen."""
+
+    value: int
+    writer: int
+    mark: int
+
+
+class _Increment(TransactionContext):
+    """Counts up by one until it gets in."""
+
+    follows = True
+
+    def __init__(self, client: AsyncWaltzClient, run: int, seen: Seen, padding: bytes) -> None:
+        super().__init__()
+        self._client = client
+        self._run = run
+        self._padding = padding
+        self.seen = seen
+        self.value = 0
+        self.attempts = 0
+        self.reads = 0
+        self.has_followed = False
+        self._is_behind = False
+
+    def partition_id(self, partition_count: int) -> int:
+        """Return the one partition, whatever `partition_count`."""
+        assert partition_count > 0
+        return PARTITION
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Fill in the builder (rule 1)."""
+        return cast("bool", self._execute(builder))  # it is awaited by `AsyncWaltzClient`
+
+    async def _execute(self, builder: TransactionBuilder) -> bool:
+        self.attempts += 1
+        last = builder.client_high_water_mark
+        predecessors = builder.predecessors(self.seen.mark)
+        self.has_followed = bool(predecessors)
+        if self._is_behind and not self.has_followed:
+            self.reads += 1
+            self.seen = await _read(self._client, self._run, self.seen, last)
+            predecessors = builder.predecessors(self.seen.mark)
+        self._is_behind = True
+        value, writer = self.seen.value, self.seen.writer
+        for each in predecessors:
+            found = _count_in(each.data, self._run)
+            if found is not None:
+                value, writer = found, each.transaction_id
+        self.value = value + 1
+        builder.data = _COUNT.pack(self._run, self.value, writer) + self._padding
+        builder.set_write_locks([lock("hot", self._run)])
+        return True
+
+
+def _count_in(data: bytes, run: int) -> int | None:
+    """Return the value in a transaction's data; None where it is none of this run's."""
+    if len(data) < _COUNT.size:
+        return None
+    found, value, _ = _COUNT.unpack_from(data)
+    return value if found == run else None
+
+
+async def _read(client: AsyncWaltzClient, run: int, seen: Seen, last: int) -> Seen:
+    """Return the counter at a mark, read from where it was seen last."""
+    value, writer = seen.value, seen.writer
+    async for transaction_id, found, _ in _counts(client, run, seen.mark + 1, last):
+        value, writer = found, transaction_id
+    return Seen(value, writer, max(seen.mark, last))
+
+
+async def _counts(
+    client: AsyncWaltzClient, run: int, first: int, last: int
+) -> AsyncIterator[tuple[int, int, int]]:
+    """Yield id, value and predecessor of what this run has in the log."""
+    async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.WHOLE):
+        offsets = raw_records.offsets_of(chunk.lengths).tolist()
+        for place, offset in enumerate(offsets[:-1]):
+            data = bytes(chunk.records[offset + RECORD_PREFIX.size : offsets[place + 1] - 4])
+            if len(data) >= _COUNT.size and _COUNT.unpack_from(data)[0] == run:
+                _, value, writer = _COUNT.unpack_from(data)
+                yield chunk.first + place, value, writer
+
+
+def hot_lock(load: Load, meter: Meter) -> Measured:
+    """Eight clients count up under one lock, each again and again until it gets in."""
+    return uvloop.run(_hot_lock(load, meter))
+
+
+async def _hot_lock(load: Load, meter: Meter) -> Measured:
+    run = time.time_ns()
+    padding = Random(3).randbytes(max(0, load.payload_bytes - _COUNT.size))  # noqa: S311 - test data
+    latencies: list[float] = []
+    told: dict[int, int] = {}
+    attempts = followed = reads = 0
+
+    async def write(client: AsyncWaltzClient, seen: Seen, until: float) -> None:
+        nonlocal attempts, followed, reads
+        while (sent := time.perf_counter()) < until:
+            context = _Increment(client, run, seen, padding)
+            transaction_id = await (await client.submit(context))
+            assert transaction_id is not None, "it never gives up"
+            latencies.append(time.perf_counter() - sent)
+            told[transaction_id] = context.value
+            seen = Seen(context.value, transaction_id, transaction_id)
+            attempts += context.attempts
+            followed += context.has_followed
+            reads += context.reads
+
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(AsyncWaltzClient.connect(load.connect))
+            for _ in range(WRITERS)
+        ]
+        for client in clients:
+            await client.mount([PARTITION])
+        start = await clients[0].high_water_mark(PARTITION, linearizable=True)
+        meter.start()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(write(client, Seen(0, -1, start), began + load.seconds))
+        took = time.perf_counter() - began
+        meter.stop()
+        wrong = await _check(clients[0], run, start, told)
+        batches = await _batches(clients[0], min(told), max(told))
+    extra: dict[str, object] = {
+        "writers": WRITERS,
+        "conflicts_per_commit": round((attempts - len(told)) / max(len(told), 1), 2),
+        "followed": followed,
+        "commits_per_batch": round(len(told) / batches, 2),
+        "reads": reads,
+    }
+    return measured(load, list(told), latencies, took=took, wrong=wrong, extra=extra)
+
+
+async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
+    """Return in how many batches these transactions went to the storages."""
+    ends: set[int] = set()
+    async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.HEADERS):
+        ends.update(min(entry.last, last) for entry in chunk.lineage)
+    return len(ends)
+
+
+async def _check(
+    client: AsyncWaltzClient, run: int, start: int, told: dict[int, int]
+) -> tuple[int, int]:
+    """Return how many transactions are lost, and how many are doubled or out of the chain."""
+    last = await client.high_water_mark(PARTITION, linearizable=True)
+    before, value, broken, found = -1, 0, 0, 0
+    async for transaction_id, count, writer in _counts(client, run, start + 1, last):
+        found += told.get(transaction_id) == count
+        broken += (count, writer) != (value + 1, before)
+        before, value = transaction_id, count
+    return len(told) - found, broken

@@ -1,0 +1,81 @@
+"""How an application's values become transaction data, and data values.
+
+Why it stands alone: whatever hands data to an application, fed, read or in flight, needs them, and
+they need nothing.
+"""
+
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+
+from waltz_core import errors, strict_json
+
+T = TypeVar("T")
+
+
+class Serializer(Protocol[T]):
+    """Turns an application's values into transaction data and back."""
+
+    def serialize(self, value: T) -> bytes:
+        """Return the bytes of a value."""
+
+    def deserialize(self, data: bytes) -> T:
+        """Return the value of the bytes."""
+
+
+class BytesSerializer:
+    """Data as it is."""
+
+    def serialize(self, value: bytes) -> bytes:
+        """Return the bytes; raises BadRequest for anything that is no bytes object."""
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise errors.BadRequest(
+                f"transaction data: expected bytes, found {type(value).__name__}"
+            )
+        return bytes(value)
+
+    def deserialize(self, data: bytes) -> bytes:
+        """Return the bytes."""
+        return data
+
+
+class MsgpackSerializer:
+    """msgpack, the default: numbers, texts, bytes, lists, maps."""
+
+    def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - whatever msgpack can pack
+        """Return the value packed; raises BadRequest for a type that msgpack does not know."""
+        try:
+            packed: bytes = msgpack.packb(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise errors.BadRequest(f"transaction data: msgpack cannot pack it: {error}") from error
+        return packed
+
+    def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
+        """Return the value; raises BadFormat for bytes that are no msgpack."""
+        try:
+            return msgpack.unpackb(data, strict_map_key=False)
+        except (msgpack.UnpackException, ValueError) as error:
+            raise errors.BadFormat(f"transaction data: not msgpack: {error}") from error
+
+
+class JsonSerializer:
+    """JSON in UTF-8, without needless blanks."""
+
+    def serialize(self, value: Any) -> bytes:  # noqa: ANN401
+        """Return the value as JSON; raises BadRequest for what JSON does not have, NaN as well."""
+        try:
+            return strict_json.to_json(value)
+        except (TypeError, ValueError) as error:
+            raise errors.BadRequest(f"transaction data: no JSON for it: {error}") from error
+
+    def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
+        """Return the value; raises BadFormat for bytes that are no JSON, with NaN in them say."""
+        try:
+            return strict_json.from_json(data)
+        except ValueError as error:
+            raise errors.BadFormat(f"transaction data: not JSON: {error}") from error
+
+
+BYTES = BytesSerializer()
+MSGPACK = MsgpackSerializer()
+JSON = JsonSerializer()

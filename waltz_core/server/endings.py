@@ -1,0 +1,137 @@
+"""How append requests end: what each is told when it is final, and which flush has waited for it.
+
+Why it stands alone: every request ends here, once, whichever way it went through the pipeline.
+
+Rules:
+    1. A request is answered once, and leaves its epoch with that; an epoch whose requests have all
+       left tells the flushes that waited for it.
+    2. That a row is ahead of the log is not told from here: `Ahead` asks for a proof of the session
+       that it was judged in. Without one the client has to mount again, and is told so.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from waltz_core.errors import TooLarge, WaltzError
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, TransactionId
+from waltz_core.server.events import Answer, refusal
+from waltz_core.server.following import Following
+from waltz_core.server.mounts import Mounts
+from waltz_core.server.outcomes import Ahead, Outcome, Reached
+from waltz_core.server.tickets import Epoch, Figures, SingleTicket, Ticket
+from waltz_core.wire.messages import Reason
+
+
+class Endings:
+    """See the module's rules; the pipeline says when a request is final."""
+
+    def __init__(self, mounts: Mounts, figures: Figures) -> None:
+        self._mounts = mounts
+        self._figures = figures
+        self._epochs: deque[Epoch] = deque((Epoch(),))
+        # Of the session that was opened last.
+        self.session_id = NO_SESSION
+        self.high_water_mark = BEFORE_FIRST
+
+    # --- epochs
+
+    def enter(self) -> Epoch:
+        """A request has come in; return the epoch that it belongs to."""
+        self._figures.requests += 1
+        epoch = self._epochs[-1]
+        epoch.unfinished += 1
+        return epoch
+
+    def leave(self, ticket: Ticket, out: list[Outcome]) -> None:
+        """A request has ended (rule 1)."""
+        ticket.epoch.unfinished -= 1
+        assert ticket.epoch.unfinished >= 0
+        while len(self._epochs) > 1 and not self._epochs[0].unfinished:
+            out.extend(Reached(token) for token in self._epochs.popleft().waiting)
+
+    def flush(self, token: int) -> list[Outcome]:
+        """Give `Reached` when everything received up to now has ended."""
+        if self._epochs[-1].unfinished:
+            self._epochs[-1].waiting.append(token)
+            self._epochs.append(Epoch())
+        elif len(self._epochs) > 1:
+            self._epochs[-2].waiting.append(token)
+        else:
+            return [Reached(token)]
+        return []
+
+    def abandon(self) -> list[Outcome]:
+        """Nothing will end any more; let nobody wait for it."""
+        out: list[Outcome] = [Reached(token) for epoch in self._epochs for token in epoch.waiting]
+        self._epochs = deque((Epoch(),))
+        return out
+
+    # --- answers
+
+    def tell(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
+        """Answer writers that were held back, or might have been (`contenders.py`)."""
+        out: list[Outcome] = []
+        for ticket in refused:
+            self.finish(ticket, out)
+        return out
+
+    def tell_followers(
+        self, refused: Iterable[SingleTicket], following: Following, next_id: TransactionId
+    ) -> list[Outcome]:
+        """Answer authors with what they may follow, or with a lock failure where that is over."""
+        out: list[Outcome] = []
+        for ticket in refused:
+            told = following.told(ticket, self.high_water_mark, next_id)
+            if told is None:
+                ticket.refuse_for(min(ticket.conflict, self.high_water_mark))
+                self.finish(ticket, out)
+            else:
+                self._figures.refused[Reason.LOCK] += 1
+                out.append(told)
+                self.leave(ticket, out)
+        return out
+
+    def finish_if_final(self, ticket: Ticket, out: list[Outcome]) -> None:
+        """Answer a request unless there are rows of it that are not final."""
+        if isinstance(ticket, SingleTicket) or ticket.is_final:
+            self.finish(ticket, out)
+
+    def finish(self, ticket: Ticket, out: list[Outcome]) -> None:
+        """Answer a request whose rows are all final (rule 2)."""
+        if not ticket.is_ahead:
+            out.append(self._answer(ticket))
+            self.leave(ticket, out)
+        elif ticket.session_id == self.session_id:
+            out.append(Ahead(ticket))  # A flush waits for that answer, too.
+        else:
+            out.extend(self.tell_ahead(ticket, is_proved=False))
+
+    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[Outcome]:
+        """Answer a request with rows that were ahead of the log (rule 2)."""
+        if not is_proved:
+            client_id = ticket.req_id.client_id
+            ticket.doubt()
+            if ticket.mount == self._mounts.number(client_id, ticket.connection):
+                self._mounts.lapse(client_id)
+        out: list[Outcome] = [self._answer(ticket)]
+        self.leave(ticket, out)
+        return out
+
+    def fail(self, ticket: Ticket, error: WaltzError, out: list[Outcome]) -> None:
+        """Answer a request with an error: none of its rows is in the log."""
+        if isinstance(error, TooLarge):
+            self._figures.refused[Reason.TOO_LARGE] += 1
+        out.append(refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error))
+        self.leave(ticket, out)
+
+    def _answer(self, ticket: Ticket) -> Answer:
+        refused = self._figures.refused
+        if isinstance(ticket, SingleTicket):
+            if ticket.reason:
+                refused[ticket.reason] += 1
+        elif ticket.reasons.any():
+            for reason, count in enumerate(np.bincount(ticket.reasons).tolist()):
+                refused[reason] += count if reason else 0
+        return ticket.answer(self.high_water_mark)

@@ -1,0 +1,47 @@
+"""What the append pipeline has given ids to, until that is final: drafts, and batches in flight.
+
+Why it stands alone: these are the two shapes of what lies between judgement and outcome, and the
+pipeline's rules about them are easier to read without their fields.
+"""
+
+from dataclasses import dataclass, field
+
+from waltz_core.batches import EncodedBatch
+from waltz_core.record import LineageEntry
+from waltz_core.replication.events import Batch
+from waltz_core.server.outcomes import Outcome
+from waltz_core.server.tickets import Ticket
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch in flight, and who is to be told when it has landed."""
+
+    entry: LineageEntry
+    batch: Batch
+    submitted_ms: int
+    tickets: list[Ticket]
+    is_large: bool = False
+    waiting: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Draft:
+    """What one turn has taken so far, and what was left to be gathered with it.
+
+    `waiting` are the tokens of those who wait until all of it is final; `is_urgent`: something in
+    it goes to the store at once, whatever is in flight.
+    """
+
+    parts: list[EncodedBatch] = field(default_factory=list)
+    locks: list[bytes] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+    out: list[Outcome] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    is_large: bool = False
+    is_urgent: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """What its records take."""
+        return sum(len(part.records) for part in self.parts)

@@ -1,0 +1,309 @@
+"""Authors who follow what is in flight: who of them is told next, and what each has to know.
+
+Why it stands alone: under a hot lock the log goes as fast as its authors hear of one another, not
+as fast as disks sync. An author that was refused is told here what has got in before him, though it
+is not durable yet; what he then computes is admitted behind it, and is lost if that is lost.
+
+Rules (decision 017):
+    1. Only refusals wait here. They are final: nothing that was refused is ever admitted.
+    2. Who is told gets every transaction above his mark, up to the last that was admitted, that has
+       entered one of his locks; or, where that is not known or is too much, none.
+    3. Authors with exactly the same locks form a queue. One of them is told when a transaction with
+       these locks is admitted, and some time after none was; while somebody who was told is
+       expected back, whoever comes joins the queue.
+    4. Nobody waits longer than `HELD_MS_MAX`, nor beyond the end of the session.
+    5. What is remembered is of one open session and of what it was opened with: nothing.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from waltz_core.record import (
+    NO_SESSION,
+    RECORD_OVERHEAD_BYTES,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN, Key, key_of
+from waltz_core.server.events import Answer, ConnectionId
+from waltz_core.server.judging import Piece
+from waltz_core.server.tickets import SingleTicket
+from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
+
+# So much is remembered of what was admitted, and so much of it is told to one author.
+REMEMBERED_COUNT_MAX: Final = 1_024
+REMEMBERED_BYTES_MAX: Final = 4 << 20
+TOLD_COUNT_MAX: Final = 64
+TOLD_BYTES_MAX: Final = 64 << 10
+_LOCK_BYTES: Final = 4
+
+
+class _Admitted(NamedTuple):
+    """A transaction with its record; or rows of a batch, with their packed locks."""
+
+    last: TransactionId
+    ticket: SingleTicket | None
+    content: Buffer
+
+
+class Admitted:
+    """The transactions that were admitted last, without a gap."""
+
+    __slots__ = ("_after", "_entries", "_size_bytes")
+
+    def __init__(self) -> None:
+        self._entries: deque[_Admitted] = deque()
+        self._size_bytes = 0
+        # Everything above is remembered; None: nothing is.
+        self._after: int | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything is remembered at all."""
+        return self._after is not None
+
+    def begin(self, last: TransactionId) -> None:
+        """Remember what is admitted after this."""
+        self._after = last
+
+    def end(self) -> None:
+        """Forget it (rule 5)."""
+        self._entries.clear()
+        self._size_bytes, self._after = 0, None
+
+    def add(self, ticket: SingleTicket, record: Buffer) -> None:
+        """A single transaction was admitted, with the next id."""
+        self._add(_Admitted(TransactionId(ticket.transaction_id), ticket, record))
+
+    def add_rows(self, last: TransactionId, packed_locks: bytes) -> None:
+        """Rows of a batch were admitted, up to this one; what they say is not remembered."""
+        self._add(_Admitted(last, None, packed_locks))
+
+    def above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
+        """Return the records of what has entered one of the locks above a mark (rule 2)."""
+        if self._after is None or mark < self._after:
+            return None
+        found: list[Buffer] = []
+        size_bytes = 0
+        for entry in reversed(self._entries):
+            if entry.last <= mark:
+                break
+            if entry.ticket is None:
+                if _may_hold(bytes(entry.content), locks):
+                    return None
+                continue
+            message = entry.ticket.message
+            if not _shares(locks, message.write_locks, message.append_locks):
+                continue
+            size_bytes += len(entry.content)
+            if len(found) == TOLD_COUNT_MAX or size_bytes > TOLD_BYTES_MAX:
+                return None
+            found.append(entry.content)
+        found.reverse()
+        return found
+
+    def _add(self, entry: _Admitted) -> None:
+        self._entries.append(entry)
+        self._size_bytes += len(entry.content)
+        while len(self._entries) > REMEMBERED_COUNT_MAX or self._size_bytes > REMEMBERED_BYTES_MAX:
+            oldest = self._entries.popleft()
+            self._size_bytes -= len(oldest.content)
+            self._after = oldest.last
+
+
+def _shares(locks: Sequence[int], *others: Sequence[int]) -> bool:
+    return any(lock in other for lock in locks for other in others)
+
+
+def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:
+    """Whether a lock may be among packed ones; what lies across two of them may look like one."""
+    return any(lock.to_bytes(_LOCK_BYTES, "big", signed=True) in packed_locks for lock in locks)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Who waits for some locks; nobody is told before `expected_ms` but by an admission."""
+
+    expected_ms: int = 0  # until then somebody who was told is expected back
+    told_ms: int = 0
+    patience_ms: int = PATIENCE_MS_MIN
+    waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # held back until
+
+    @property
+    def due_ms(self) -> int:
+        """When it has to be looked at, if nothing is admitted before."""
+        if not self.waiting:
+            return self.expected_ms
+        return min(self.expected_ms, self.waiting[0][1])
+
+
+class Turns:
+    """Who is told next (rules 3 and 4)."""
+
+    __slots__ = ("_not_before_ms", "_queues")
+
+    def __init__(self) -> None:
+        self._queues: dict[Key, _Queue] = {}
+        # Nobody is due earlier. It is asked for at every event, so it may be too early, not late.
+        self._not_before_ms: int | None = None
+
+    @property
+    def due_ms(self) -> int | None:
+        """When `due` may have somebody to tell, or something to forget."""
+        return self._not_before_ms
+
+    def refused(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
+        """An author was refused; return who is told now: he, or nobody yet."""
+        queue = self._queues.setdefault(key_of(ticket), _Queue())
+        queue.waiting.append((ticket, now_ms + HELD_MS_MAX))
+        told = [] if now_ms < queue.expected_ms else [_next_of(queue, now_ms)]
+        self._look_at(queue)
+        return told
+
+    def admitted(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
+        """A transaction was admitted; return who hears of it."""
+        queue = self._queues.get(key_of(ticket))
+        if queue is None:
+            return []
+        queue.patience_ms = max(PATIENCE_MS_MIN, PATIENCE * (now_ms - queue.told_ms))
+        if not queue.waiting:
+            queue.expected_ms = now_ms
+            return []
+        told = [_next_of(queue, now_ms)]
+        self._look_at(queue)
+        return told
+
+    def due(self, now_ms: int) -> list[SingleTicket]:
+        """Return whose time has come."""
+        if self._not_before_ms is None or self._not_before_ms > now_ms:
+            return []
+        told: list[SingleTicket] = []
+        for key, queue in list(self._queues.items()):
+            while queue.waiting and queue.due_ms <= now_ms:
+                told.append(_next_of(queue, now_ms))
+            if not queue.waiting and queue.expected_ms <= now_ms:
+                del self._queues[key]
+        self._not_before_ms = min((each.due_ms for each in self._queues.values()), default=None)
+        return told
+
+    def drop(self, connection: ConnectionId) -> list[SingleTicket]:
+        """Forget a closed connection's; return them."""
+        return self._take(lambda ticket: ticket.connection == connection)
+
+    def all(self) -> list[SingleTicket]:
+        """Hold nobody back any more; return them."""
+        taken = self._take(lambda _: True)
+        self._queues.clear()
+        self._not_before_ms = None
+        return taken
+
+    def _look_at(self, queue: _Queue) -> None:
+        due_ms = queue.due_ms
+        if self._not_before_ms is None or due_ms < self._not_before_ms:
+            self._not_before_ms = due_ms
+
+    def _take(self, is_wanted: Callable[[SingleTicket], bool]) -> list[SingleTicket]:
+        taken: list[SingleTicket] = []
+        for queue in self._queues.values():
+            left: deque[tuple[SingleTicket, int]] = deque()
+            for each in queue.waiting:
+                if is_wanted(each[0]):
+                    taken.append(each[0])
+                else:
+                    left.append(each)
+            queue.waiting = left
+        return taken
+
+
+def _next_of(queue: _Queue, now_ms: int) -> SingleTicket:
+    ticket, _ = queue.waiting.popleft()
+    queue.told_ms, queue.expected_ms = now_ms, now_ms + queue.patience_ms
+    return ticket
+
+
+class Following:
+    """See the module's rules; the pipeline asks it."""
+
+    __slots__ = ("_admitted", "_session_id", "_sessions_max", "turns")
+
+    def __init__(self) -> None:
+        self._admitted = Admitted()
+        self.turns = Turns()
+        self._session_id = NO_SESSION  # in which authors may follow; none while there is none
+        self._sessions_max = NO_SESSION
+
+    # --- the session
+
+    def opened(self, session_id: SessionId) -> None:
+        """A session takes appends.
+
+        One whose number is not new to this process is nobody's to follow: what was told in the
+        other one would pass for what is in flight in this one. ZooKeeper's numbers rise, unless its
+        data were put back.
+        """
+        if session_id > self._sessions_max:
+            self._session_id = self._sessions_max = session_id
+
+    def closed(self) -> None:
+        """Nothing of the session may be followed any more."""
+        self._session_id = NO_SESSION
+        self._admitted.end()
+
+    def holds(self, message: AppendFollowing, last: TransactionId) -> bool:
+        """Whether what an author has followed is what is in flight here, or was in this session."""
+        is_same = message.session_id == self._session_id != NO_SESSION
+        return is_same and message.client_high_water_mark <= last
+
+    # --- what is admitted
+
+    def begin(self, last: TransactionId) -> None:
+        """Remember what is admitted from now on: until an author wants to follow, nothing is."""
+        if not self._admitted.is_begun and self._session_id != NO_SESSION:
+            self._admitted.begin(last)
+
+    def added(self, piece: Piece) -> None:
+        """Rows were admitted."""
+        if not self._admitted.is_begun:
+            return
+        part = piece.part
+        assert part is not None
+        end = 0
+        for ticket in piece.doubtful:
+            if not isinstance(ticket, SingleTicket):
+                self._admitted.add_rows(part.last, piece.locks)
+            elif ticket.transaction_id >= 0:
+                start, end = end, end + RECORD_OVERHEAD_BYTES + len(ticket.message.data)
+                self._admitted.add(ticket, part.records[start:end])
+
+    # --- who is told
+
+    def may_tell(self, ticket: SingleTicket) -> bool:
+        """Whether a refused author can be told what he has not seen."""
+        if self._session_id == NO_SESSION:
+            return False
+        return self._admitted.above(*_view_of(ticket)) is not None
+
+    def told(
+        self, ticket: SingleTicket, high_water_mark: TransactionId, next_id: TransactionId
+    ) -> Answer | None:
+        """Return the answer that tells an author what to follow; None where nothing can be told."""
+        if self._session_id == NO_SESSION:
+            return None
+        found = self._admitted.above(*_view_of(ticket))
+        if found is None:
+            return None
+        lengths = struct.pack(f">{len(found)}i", *map(len, found))
+        records = b"".join(found)
+        last = next_id - 1
+        message = Predecessors(
+            ticket.req_id, self._session_id, high_water_mark, last, lengths, records
+        )
+        return Answer(ticket.connection, message, ticket.cost_bytes)
+
+
+def _view_of(ticket: SingleTicket) -> tuple[int, tuple[int, ...]]:
+    message = ticket.message
+    return message.client_high_water_mark, (*message.write_locks, *message.read_locks)
