@@ -1,0 +1,15 @@
+"""Many seeds, one process: what is added up, and what is left behind."""
+
+import gc
+
+from waltz_core.sim.swarm import sweep
+
+
+def test_one_process_adds_up_and_leaves_the_collector_as_it_was():
+    before = gc.get_threshold()
+    sums = sweep(3, 2, jobs=1, steps_max=100)
+    assert gc.get_threshold() == before
+    assert (sums.seeds, sums.failures) == (2, [])
+    assert sums.steps >= 200
+    assert sums.cpu_s > 0
+    assert sums.steps_per_cpu_s == sums.steps / sums.cpu_s
