@@ -44,6 +44,7 @@ def sick_cluster(
         for daemon in patient.daemons:
             daemon.kill()
             daemon.wait()
+        patient.cluster()  # as it is now: the last commands may have started processes
         for each in reversed(patient.started):
             each.down()
 
