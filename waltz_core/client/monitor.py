@@ -18,8 +18,8 @@ Rules:
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ from waltz_core.wire.messages import (
     Reason,
 )
 
+# Of a row that a lock has refused, made once: nobody writes into an outcome.
+_NO_ID: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
+_LOCK: Final = np.full(1, Reason.LOCK, dtype=np.uint8)
+_NO_ID.flags.writeable = _LOCK.flags.writeable = False
 # What ends a parcel; an error does, too.
 AppendAnswer: TypeAlias = AppendResult | Predecessors
 I64 = npt.NDArray[np.int64]
@@ -381,8 +385,7 @@ def _refused(result: Predecessors, pending: Pending) -> BatchOutcome:
         )
     mark = TransactionId(result.high_water_mark)
     following = parcel.follows.told(result, parcel.client_high_water_mark, pending.mount)
-    lost = BatchOutcome.uniform(1, Reason.LOCK, high_water_mark=mark)
-    return replace(lost, following=following)
+    return BatchOutcome(mark, _NO_ID, _LOCK, _NO_ID, following)
 
 
 def _decode(result: AppendResult, row_count: int) -> BatchOutcome:

@@ -1,0 +1,55 @@
+"""What `bench hot-lock` finds in the log: a chain, or what is wrong with it."""
+
+import pytest
+
+from tests.unit.client.memory_cluster import memory_cluster
+from tests.unit.client.test_async_client import told
+from waltz_core.cli import hot_lock
+from waltz_core.cli.hot_lock import Seen
+
+RUN = 99
+
+
+async def written(client, counts) -> dict[int, int]:
+    """Append counts, each with the id that it says it was computed from."""
+    found = {}
+    for value, writer in counts:
+        data = hot_lock._COUNT.pack(RUN, value, writer) + b"padding"
+        found[await (await client.append(data, partition=0))] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("counts", "wrong"),
+    [
+        ([(1, -1), (2, 1), (3, 2)], (0, 0)),
+        ([(1, -1), (1, -1), (2, 2)], (0, 1)),  # a value twice: both were computed from nothing
+        ([(1, -1), (3, 1)], (0, 1)),  # a value left out
+        ([(1, -1), (2, -1)], (0, 1)),  # the right value, from another transaction
+    ],
+)
+def test_the_log_has_to_be_a_chain(counts, wrong):
+    @told
+    async def story():
+        async with memory_cluster() as cluster, cluster.client().opened() as client:
+            await (await client.append(b"of somebody else", partition=0))
+            acknowledged = await written(client, counts)
+            assert await hot_lock._check(client, RUN, 0, acknowledged) == wrong
+            assert await hot_lock._check(client, RUN, 0, {**acknowledged, 77: 5}) == (
+                1,
+                wrong[1],
+            )
+
+    story()
+
+
+def test_an_author_who_is_behind_reads_what_he_has_not_seen():
+    @told
+    async def story():
+        async with memory_cluster() as cluster, cluster.client().opened() as client:
+            await written(client, [(1, -1), (2, 0)])
+            await (await client.append(b"of somebody else", partition=0))
+            assert await hot_lock._read(client, RUN, Seen(0, -1, -1), 2) == Seen(2, 1, 2)
+            assert await hot_lock._read(client, RUN, Seen(2, 1, 2), 2) == Seen(2, 1, 2)
+
+    story()
