@@ -71,7 +71,7 @@ def _table() -> dict[str, Metric]:
         ("server_store_session", gauge, one, "number of the open store session, 0 when none"),
         ("server_feed_lag_transactions", gauge, one, "committed, and not sent to the slowest feed"),
         ("server_engaged_replicas", gauge, one, "replicas whose acknowledgement counts"),
-        ("server_replica_wait_seconds", gauge, replica, "since when a replica owes an answer"),
+        ("server_replica_wait_ms", gauge, replica, "for how long a replica has owed an answer"),
         ("server_false_refusals_ratio", gauge, one, "estimate: refused by a shared slot alone"),
         ("server_lock_table_bytes", gauge, (), "all lock tables"),
         ("server_feed_cache_bytes", gauge, (), "the feed cache of all partitions"),

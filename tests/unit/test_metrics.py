@@ -52,7 +52,7 @@ def test_what_moved_away_is_forgotten():
     metrics = Metrics("server")
     for partition in (1, 2):
         metrics.set("waltz_server_high_water_mark", 5, partition=partition)
-        metrics.set("waltz_server_replica_lag_bytes", 1, partition=partition, replica="a:1")
+        metrics.set("waltz_server_replica_wait_ms", 1, partition=partition, replica="a:1")
     metrics.forget(partition=1)
     page = metrics.page()
     assert b'partition="1"' not in page

@@ -306,10 +306,9 @@ class Waits:
         waits_ms = self._waits_ms(now_ms)
         slow = {each for each, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
         for each in sorted(slow | self._slow):
-            wait_s = waits_ms[each] / 1000 if each in slow else 0.0
             self._metrics.set(
-                "waltz_server_replica_wait_seconds",
-                wait_s,
+                "waltz_server_replica_wait_ms",
+                waits_ms[each] if each in slow else 0,
                 partition=self._partition_id,
                 replica=each,
             )
