@@ -168,7 +168,7 @@ def schedule_of(
         # From a stream of its own, so that seeds mean what they did before there was this.
         has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
         scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
-        followers=chance_of(seed ^ 0xF0110).choice((0, 0, 2, 4)),
+        followers=chance_of(seed ^ 0xF078E).choice((0, 0, 2, 4)),
     )
     share = rng.choice((0.3, 0.6, 0.9))
     allowed = set(weights if only is None else only)
