@@ -593,6 +593,4 @@ def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
     )
     are_there = stamps_us > 0
     kind = READ_SCHEMA.field("commit_time").type
-    return arrow_buffers.numbers(
-        stamps_us, kind, are_there=None if are_there.all() else are_there
-    )
+    return arrow_buffers.numbers(stamps_us, kind, are_there=None if are_there.all() else are_there)
