@@ -25,7 +25,8 @@ Rules (correctness.md rows 22-30, "Room for our rules"):
     9. That a row is ahead of the log is told only with a proof (`endings.py`).
    10. Whoever follows what is in flight (`following.py`) is judged as if that were in the log, if
        it is in flight in this very session; else he is refused. What is admitted of such authors
-       is gathered while a batch is in flight, and goes to the store when that has landed.
+       is gathered while a batch is in flight, and goes to the store when that has landed: at once,
+       or, while other authors wait to be told, `GATHER_MS` after the batch before it.
 """
 
 from collections import deque
@@ -96,7 +97,7 @@ class AppendPipeline:
         self._generation = Generation(-1)
         self._high_water_mark = BEFORE_FIRST
         self._next_id = TransactionId(0)
-        self._submitted = BEFORE_FIRST
+        self._submitted, self._submitted_ms = BEFORE_FIRST, 0
         self._chain: Chain = GENESIS_CHAIN
         self._stamp_ms = 0
         self.refill = Refill(partition_id, limits)
@@ -137,7 +138,7 @@ class AppendPipeline:
         """Return when what is gathered goes, if nothing lands before (rule 10)."""
         if self._gathered is None or not self._is_open or self._flights:
             return None
-        return now_ms
+        return now_ms if self._is_held else self._following.gathers_until_ms(self._submitted_ms)
 
     def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
@@ -367,20 +368,23 @@ class AppendPipeline:
                 draft.is_large = draft.is_urgent = True
                 break
         self._judge_group(group, draft)
-        if draft.parts and self._may_gather(draft):
+        if draft.parts and self._may_gather(draft, now_ms):
             draft.out, out = [], draft.out
             self._gathered = draft
             return out
         self._submit(draft, now_ms, wall_ms)
         return draft.out
 
-    def _may_gather(self, draft: Draft) -> bool:
+    def _may_gather(self, draft: Draft, now_ms: int) -> bool:
         """Rule 10; in a session that has closed nothing is submitted at all."""
         if not self._is_open:
             return True
-        if draft.is_urgent or not self._flights:
+        if draft.is_urgent or draft.size_bytes >= self._limits.slice_bytes_max:
             return False
-        return draft.size_bytes < self._limits.slice_bytes_max
+        if self._flights:
+            return True
+        until_ms = self._following.gathers_until_ms(self._submitted_ms)
+        return now_ms < until_ms and not self._is_held and not draft.waiting
 
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
         """Return the request whose turn it is now, if any, and when one's turn may be."""
@@ -494,7 +498,7 @@ class AppendPipeline:
         )
         entry = LineageEntry(batch.first, batch.last, self._session_id, self._stamp_ms, self._chain)
         assert batch.last + 1 == self._next_id
-        self._submitted = batch.last
+        self._submitted, self._submitted_ms = batch.last, now_ms
         flight = Flight(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
         self._flights.append(flight)
         self._in_flight_bytes += len(batch.records)

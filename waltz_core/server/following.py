@@ -36,6 +36,9 @@ from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 # So much is remembered of what was admitted, and so much of it is told to one author.
 REMEMBERED_COUNT_MAX: Final = 1_024
 REMEMBERED_BYTES_MAX: Final = 4 << 20
+# While others wait for what they are to follow, a batch goes so long after the one before. A disk
+# syncs for one transaction as long as for eight, and what comes next does not wait for it.
+GATHER_MS: Final = 5
 TOLD_COUNT_MAX: Final = 64
 TOLD_BYTES_MAX: Final = 64 << 10
 _LOCK_BYTES: Final = 4
@@ -143,10 +146,11 @@ class _Queue:
 class Turns:
     """Who is told next (rules 3 and 4)."""
 
-    __slots__ = ("_not_before_ms", "_queues")
+    __slots__ = ("_not_before_ms", "_queues", "waiting_count")
 
     def __init__(self) -> None:
         self._queues: dict[Key, _Queue] = {}
+        self.waiting_count = 0  # of authors, in all queues
         # Nobody is due earlier. It is asked for at every event, so it may be too early, not late.
         self._not_before_ms: int | None = None
 
@@ -159,7 +163,8 @@ class Turns:
         """An author was refused; return who is told now: he, or nobody yet."""
         queue = self._queues.setdefault(key_of(ticket), _Queue())
         queue.waiting.append((ticket, now_ms + HELD_MS_MAX))
-        told = [] if now_ms < queue.expected_ms else [_next_of(queue, now_ms)]
+        self.waiting_count += 1
+        told = [] if now_ms < queue.expected_ms else [self._next_of(queue, now_ms)]
         self._look_at(queue)
         return told
 
@@ -172,7 +177,7 @@ class Turns:
         if not queue.waiting:
             queue.expected_ms = now_ms
             return []
-        told = [_next_of(queue, now_ms)]
+        told = [self._next_of(queue, now_ms)]
         self._look_at(queue)
         return told
 
@@ -183,7 +188,7 @@ class Turns:
         told: list[SingleTicket] = []
         for key, queue in list(self._queues.items()):
             while queue.waiting and queue.due_ms <= now_ms:
-                told.append(_next_of(queue, now_ms))
+                told.append(self._next_of(queue, now_ms))
             if not queue.waiting and queue.expected_ms <= now_ms:
                 del self._queues[key]
         self._not_before_ms = min((each.due_ms for each in self._queues.values()), default=None)
@@ -215,13 +220,14 @@ class Turns:
                 else:
                     left.append(each)
             queue.waiting = left
+        self.waiting_count -= len(taken)
         return taken
 
-
-def _next_of(queue: _Queue, now_ms: int) -> SingleTicket:
-    ticket, _ = queue.waiting.popleft()
-    queue.told_ms, queue.expected_ms = now_ms, now_ms + queue.patience_ms
-    return ticket
+    def _next_of(self, queue: _Queue, now_ms: int) -> SingleTicket:
+        ticket, _ = queue.waiting.popleft()
+        self.waiting_count -= 1
+        queue.told_ms, queue.expected_ms = now_ms, now_ms + queue.patience_ms
+        return ticket
 
 
 class Following:
@@ -256,6 +262,10 @@ class Following:
         """Whether what an author has followed is what is in flight here, or was in this session."""
         is_same = message.session_id == self._session_id != NO_SESSION
         return is_same and message.client_high_water_mark <= last
+
+    def gathers_until_ms(self, submitted_ms: int) -> int:
+        """When what is gathered goes, though nothing is in flight any more."""
+        return submitted_ms + (GATHER_MS if self.turns.waiting_count else 0)
 
     # --- what is admitted
 

@@ -21,6 +21,7 @@ from waltz_core.record import NO_SESSION, PartitionId, ReqId
 from waltz_core.server import following
 from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE_MS_MIN
 from waltz_core.server.events import Answer
+from waltz_core.server.following import GATHER_MS
 from waltz_core.server.outcomes import Reached
 from waltz_core.wire.messages import AppendFollowing, Predecessors
 
@@ -104,6 +105,27 @@ def test_what_is_gathered_goes_in_one_batch_when_what_is_in_flight_has_landed():
     world.commit()
     (batch,) = world.turns()
     assert (batch.first, batch.last) == (1, 3)
+
+
+def test_while_authors_wait_what_was_gathered_goes_some_time_after_the_batch_before_it():
+    world, _ = in_flight()
+    world.follow(BOB)
+    assert told(world.turn())
+    world.follow(BOB)  # waits until the one who was told has come, or does not come
+    world.after(0)
+    assert told(world.turn())
+    world.follow(BOB)
+    world.turn()
+    assert len(world.submitted) == 1
+    world.commit()
+    assert world.turns() == []
+    began_ms = world.now_ms
+    while not world.turns():
+        world.now_ms += 1
+        assert world.now_ms <= began_ms + GATHER_MS
+    (_, batch) = world.submitted
+    assert (batch.first, batch.last) == (1, 1)
+    assert world.now_ms > began_ms
 
 
 def test_what_does_not_follow_takes_what_was_gathered_with_it():
