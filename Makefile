@@ -23,10 +23,10 @@ QUICK = $(call present,tidy unit property golden)
 SIMULATED = $(call present,sim crash)
 REAL = $(call present,integration fault chaos)
 SPARK = $(call present,notebooks spark)
-# Each file has a cluster of its own. Two Sparks fill two cores; of tests with daemons, which wait
-# more than they work, three do.
-TWO = -n 2 --dist loadfile
+# Each file has a cluster of its own. Three Sparks fill two cores; of tests with daemons, which wait
+# more than they work, four do.
 THREE = -n 3 --dist loadfile
+FOUR = -n 4 --dist loadfile
 
 .PHONY: help demo test check sim chaos bench notebook docs local format
 
@@ -43,8 +43,8 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 test: check ## Everything: check, then the simulator, real daemons, faults, Spark, notebooks
 	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
 	@$(RUN) python -m tests.java_classes
-	@$(RUN) python -m pytest $(THREE) $(REAL) $(ARGS)
-	@$(RUN) python -m pytest $(TWO) $(SPARK) $(ARGS)
+	@$(RUN) python -m pytest $(FOUR) $(REAL) $(ARGS)
+	@$(RUN) python -m pytest $(THREE) $(SPARK) $(ARGS)
 
 check: ## Style, types, layers, and the quick tests; under a minute
 	@scripts/bootstrap dev

@@ -1,46 +1,84 @@
 """Stops the threads of a process but for its first one, as a disk does that does not answer.
 
-By ptrace: a signal would stop the process whole. All of it has to come from one thread of ours.
+By ptrace: a signal would stop the process whole. All of it has to come from one thread of ours,
+which stops those, too, that the process begins later.
 """
 
 import contextlib
 import ctypes
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 _DETACH, _SEIZE, _INTERRUPT, _WALL = 17, 0x4206, 0x4207, 0x40000000
-_stopped: list[int] = []
+_LOOKS_EVERY_S = 0.02
 
 
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-    return libc
+class _Watch:
+    """Stops the threads of a process until it is ended."""
+
+    def __init__(self, pid: int) -> None:
+        self.refused = ""
+        self._pid = pid
+        self._stopped: set[int] = set()
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.ptrace.argtypes = [
+            ctypes.c_long,
+            ctypes.c_long,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
+        self._ended, self._has_begun = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        self._has_begun.wait()
+
+    def end(self) -> None:
+        """Let them go; nobody else can reap a process before."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.is_set() and not self.refused:
+            with contextlib.suppress(FileNotFoundError):  # it is gone
+                for each in os.listdir(f"/proc/{self._pid}/task"):
+                    self._stop(int(each))
+            self._has_begun.set()
+            self._ended.wait(_LOOKS_EVERY_S)
+        for thread in self._stopped:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(thread, _WALL | os.WNOHANG) == (0, 0):
+                    self._libc.ptrace(_DETACH, thread, None, None)
+
+    def _stop(self, thread: int) -> None:
+        if thread == self._pid or thread in self._stopped:
+            return
+        if self._libc.ptrace(_SEIZE, thread, None, None) != 0:
+            if Path(f"/proc/{self._pid}/task/{thread}").exists():
+                self.refused = os.strerror(ctypes.get_errno())
+            return
+        self._stopped.add(thread)
+        if self._libc.ptrace(_INTERRUPT, thread, None, None) == 0:
+            os.waitpid(thread, _WALL)
+
+
+_watches: list[_Watch] = []
 
 
 def stop_threads(pid: int) -> None:
     """Stop them until the process is killed; skips where that is not allowed."""
     if not Path(f"/proc/{pid}/task").is_dir():
         pytest.skip("only Linux stops single threads")
-    libc = _libc()
-    for each in os.listdir(f"/proc/{pid}/task"):
-        thread = int(each)
-        if thread == pid or thread in _stopped:
-            continue
-        if libc.ptrace(_SEIZE, thread, None, None) != 0:
-            pytest.skip(f"no thread can be stopped: {os.strerror(ctypes.get_errno())}")
-        assert libc.ptrace(_INTERRUPT, thread, None, None) == 0
-        os.waitpid(thread, _WALL)
-        _stopped.append(thread)
+    watch = _Watch(pid)
+    _watches.append(watch)
+    if watch.refused:
+        let_threads_go()
+        pytest.skip(f"no thread can be stopped: {watch.refused}")
 
 
 def let_threads_go() -> None:
     """End the watch over them; nobody else can reap a process before."""
-    libc = _libc()
-    while _stopped:
-        thread = _stopped.pop()
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(thread, _WALL | os.WNOHANG) == (0, 0):
-                libc.ptrace(_DETACH, thread, None, None)
+    while _watches:
+        _watches.pop().end()
