@@ -106,7 +106,12 @@ class Row:
         """Have it follow what is in flight; `mark` is its state's, if that was told."""
         if mark is None and following.has_seen:
             mark = following.base
-        self.mark, self.follows = following.claim(self.mark if mark is None else mark)
+        mark = self.mark if mark is None else mark
+        if mark < following.base:  # what lies between is not known
+            self.mark, self.follows = following.without(mark)
+        else:
+            locks = (*self.write_locks, *self.read_locks)
+            self.mark, self.follows = following.claim(mark, locks)
 
     @property
     def may_go_again(self) -> bool:

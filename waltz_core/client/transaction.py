@@ -125,7 +125,11 @@ class TransactionBuilder:
         mark = check_mark(self.client_high_water_mark)
         if self.following is None:
             return mark, None
-        return (self.following if self.followed_from == mark else FOLLOW).claim(mark)
+        if self.followed_from is None:
+            return mark, FOLLOW
+        if self.followed_from != mark:  # it was computed from another state than it is judged by
+            return self.following.without(mark)
+        return self.following.claim(mark, (*self.write_locks, *self.read_locks))
 
     def set_header(self, header: int) -> None:
         """Set the application's metadata, a 32-bit integer; 0 if never called."""

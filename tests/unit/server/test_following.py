@@ -59,7 +59,7 @@ def told(outcomes) -> dict[ReqId, list[int]]:
     """Return the ids that each author was told."""
     return {
         each.message.req_id: [
-            record.transaction_id for record in FOLLOW.told(each.message, -1, 0).predecessors
+            record.transaction_id for record in FOLLOW.told(each.message, -1, 0, ()).predecessors
         ]
         for each in outcomes
         if isinstance(each, Answer) and isinstance(each.message, Predecessors)
@@ -81,7 +81,7 @@ def test_an_author_is_told_what_is_in_flight_and_is_let_in_behind_it():
     message = answer.message
     assert message.req_id == loser
     assert (message.session_id, message.high_water_mark, message.last) == (world.session, -1, 0)
-    ((transaction_id, req_id, header, data),) = FOLLOW.told(message, -1, 0).predecessors
+    ((transaction_id, req_id, header, data),) = FOLLOW.told(message, -1, 0, ()).predecessors
     assert (transaction_id, req_id, header, data) == (0, winner, 7, b"first")
     behind = world.after(0, client=BOB)
     assert world.turn() == []  # it is gathered
