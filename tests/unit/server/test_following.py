@@ -163,6 +163,29 @@ def test_too_much_is_not_told(name, monkeypatch):
     assert results(world.commit())[waiting] == [(-1, LOCK, 1)]
 
 
+def test_who_asks_for_many_locks_is_not_told():
+    world, _ = in_flight()
+    most = following.TOLD_LOCKS_MAX
+    assert told_of(world, write=range(HOT, HOT + most)) == [0]
+    waiting = world.follow(BOB, write=range(HOT, HOT + most), read=[100])
+    assert world.turn() == []
+    assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
+
+
+def test_many_locks_are_not_remembered_for_long(monkeypatch):
+    monkeypatch.setattr(following, "REMEMBERED_BYTES_MAX", 100 * following.REMEMBERED_LOCK_BYTES)
+    world, _ = in_flight()
+    world.single(write=range(HOT + 1, HOT + 50), append=range(100, 150))
+    world.turn()
+    world.single(write=[500])
+    world.turn()
+    for _ in range(3):
+        world.commit()
+    assert told_of(world, write=[500], mark=1) == [2]
+    late = world.follow(BOB)
+    assert results(world.turn())[late] == [(-1, LOCK, 0)]
+
+
 def test_what_is_not_remembered_any_more_is_not_told(monkeypatch):
     monkeypatch.setattr(following, "REMEMBERED_COUNT_MAX", 2)
     world, _ = in_flight()
