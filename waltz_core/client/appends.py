@@ -379,10 +379,11 @@ class Appends:
 
     def abandon(self, error: errors.WaltzError) -> None:
         """Nothing more will be heard: refuse everything with this error."""
+        rows = [*self._held, *self._gathered]
+        # First, or what has waited for a parcel would be sent to nobody when that is refused.
+        self._held, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._parcels):
             self.refused(token, error)
-        rows = [*self._held, *self._gathered]
-        self._held, self._gathered, self._gathered_bytes = [], [], 0
         for row in rows:
             self._end(row)
             if not row.future.done():
