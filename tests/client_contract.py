@@ -502,6 +502,29 @@ def what_was_refused_for_what_is_in_flight_may_follow_it(world: World) -> None:
         assert again.result(PATIENCE_S) == mark + 2
 
 
+def who_follows_has_not_seen_what_others_wrote_under_other_locks(world: World) -> None:
+    with world.open() as client:
+        hot, other = [lock("in flight")], [lock("not asked for")]
+        mark = appended(client, world.partition)
+        asked = {"partition": world.partition, "write_locks": hot, "follows": True}
+        first = client.append(b"first", **asked, client_high_water_mark=mark)
+        assert first.result(PATIENCE_S) == mark + 1
+        appended(client, world.partition, b"other", write_locks=other)
+        late = client.append(b"late", **asked, client_high_water_mark=mark)
+        with pytest.raises(errors.LockFailed) as refused:
+            late.result(PATIENCE_S)
+        following = refused.value.following
+        assert [each.data for each in following.predecessors] == [b"first"]
+        asked["write_locks"] = [*hot, *other]
+        again = client.append(b"again", **{**asked, "follows": following})
+        with pytest.raises(errors.LockFailed) as refused:
+            again.result(PATIENCE_S)
+        following = refused.value.following
+        assert [each.data for each in following.predecessors] == [b"first", b"other"]
+        at_last = client.append(b"at last", **{**asked, "follows": following})
+        assert at_last.result(PATIENCE_S) == mark + 3
+
+
 # --- the feed
 
 
@@ -585,6 +608,7 @@ IN_CALM = (
     a_context_ends_with_its_retries,
     a_context_ends_with_its_time,
     what_was_refused_for_what_is_in_flight_may_follow_it,
+    who_follows_has_not_seen_what_others_wrote_under_other_locks,
 )
 ALWAYS = (
     what_is_written_is_read_and_fed_byte_for_byte,

@@ -9,7 +9,7 @@ import pytest
 from tests.client_contract import PATIENCE_S, Ledger, Told
 from waltz_core import errors
 from waltz_core.batches import encode_append
-from waltz_core.client import AsyncCallbacks, lock
+from waltz_core.client import AsyncCallbacks, appends, lock
 from waltz_core.config import ClientConfig
 from waltz_core.memory import MemoryWaltz
 
@@ -250,3 +250,15 @@ def test_clients_keep_the_id_that_they_are_given(waltz_memory):
         client.append(b"a", partition=0).result()
         assert client.client_id == 77
         assert waltz_memory.transactions(0)[0].req_id.client_id == 77
+
+
+def test_what_is_to_be_sent_again_ends_with_the_client(monkeypatch):
+    monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 600)
+    with MemoryWaltz(1) as waltz:
+        waltz.fail_next_append(2, errors.NoSpace("the disk is full"))
+        with waltz.client(SHORT) as client:
+            futures = [client.append(b"held", partition=0) for _ in range(2)]
+        for each in futures:
+            with pytest.raises(errors.Unreachable):
+                each.result(10)
+        assert waltz.transactions(0) == []

@@ -106,7 +106,12 @@ class Row:
         """Have it follow what is in flight; `mark` is its state's, if that was told."""
         if mark is None and following.has_seen:
             mark = following.base
-        self.mark, self.follows = following.claim(self.mark if mark is None else mark)
+        mark = self.mark if mark is None else mark
+        if mark < following.base:  # what lies between is not known
+            self.mark, self.follows = following.without(mark)
+        else:
+            locks = (*self.write_locks, *self.read_locks)
+            self.mark, self.follows = following.claim(mark, locks)
 
     @property
     def may_go_again(self) -> bool:
@@ -374,10 +379,11 @@ class Appends:
 
     def abandon(self, error: errors.WaltzError) -> None:
         """Nothing more will be heard: refuse everything with this error."""
+        rows = [*self._held, *self._gathered]
+        # First, or what has waited for a parcel would be sent to nobody when that is refused.
+        self._held, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._parcels):
             self.refused(token, error)
-        rows = [*self._held, *self._gathered]
-        self._held, self._gathered, self._gathered_bytes = [], [], 0
         for row in rows:
             self._end(row)
             if not row.future.done():

@@ -10,10 +10,14 @@ Rules (decision 017):
     2. What is sent in another mount than the one in which it was told is not sent at all: its
        author computes anew (`outbox.py`).
     3. What was sent and lost is never sent again as it is, for the same reason (`appends.py`).
+    4. Of locks that he was not told of he has seen what his own state holds. An attempt with one of
+       them is sent with its state's mark, and with the session all the same: it was computed from
+       what may be lost with that.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
 from waltz_core import errors
@@ -24,6 +28,7 @@ from waltz_core.record import (
     NO_SESSION,
     RECORD_OVERHEAD_BYTES,
     RECORD_PREFIX,
+    PartitionId,
     ReqId,
     SessionId,
     TransactionId,
@@ -61,10 +66,12 @@ class Following:
     """What an author has seen beyond his own state; see the module's rules."""
 
     session_id: SessionId
+    partition_id: PartitionId
     mount: int  # the number of the mount in which it was told
     base: TransactionId
     mark: TransactionId
     predecessors: tuple[Predecessor, ...]
+    locks: frozenset[int]  # which the predecessors are those of
 
     @property
     def has_seen(self) -> bool:
@@ -75,16 +82,32 @@ class Following:
         """Return those that a state at this mark does not hold."""
         return tuple(each for each in self.predecessors if each.transaction_id > mark)
 
-    def claim(self, mark: TransactionId) -> tuple[TransactionId, "Following"]:
-        """Return the mark to send, and with what, for what was computed from a state at a mark."""
-        if self.has_seen and self.base <= mark < self.mark:
-            return self.mark, self
-        return mark, FOLLOW
+    def claim(
+        self, mark: TransactionId, locks: Iterable[int] = ()
+    ) -> tuple[TransactionId, "Following"]:
+        """Return the mark to send, and with what, for what was computed from a state at a mark.
 
-    def told(self, message: Predecessors, mark: TransactionId, mount: int) -> "Following":
+        `locks` are those that are checked against it.
+        """
+        if not self.has_seen or not self.base <= mark < self.mark:
+            return mark, FOLLOW
+        if not self.locks.issuperset(locks):
+            return self.without(mark)
+        return self.mark, self
+
+    def without(self, mark: TransactionId) -> tuple[TransactionId, "Following"]:
+        """Return the same for what was computed from it and is judged by its own mark (rule 4)."""
+        if not self.has_seen:
+            return mark, FOLLOW
+        return mark, replace(self, base=mark, mark=mark, predecessors=(), locks=frozenset())
+
+    def told(
+        self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
+    ) -> "Following":
         """Return what an author knows who was refused with `mark`, with this in his hands before.
 
-        Raises RemoteProtocolError for what does not follow the mark.
+        `locks` are the write and read locks that he was refused with. Raises RemoteProtocolError
+        for what does not follow the mark.
         """
         known, base = (self.predecessors, self.base) if self.has_seen else ((), mark)
         told = list(_predecessors_in(message))
@@ -98,7 +121,13 @@ class Following:
             return FOLLOW
         found = (*known, *told)
         return Following(
-            SessionId(message.session_id), mount, base, TransactionId(message.last), found
+            SessionId(message.session_id),
+            message.req_id.partition_id,
+            mount,
+            base,
+            TransactionId(message.last),
+            found,
+            frozenset(locks),
         )
 
 
@@ -123,4 +152,4 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
 
 
 # An author who wants to follow and has seen nothing yet.
-FOLLOW = Following(NO_SESSION, 0, BEFORE_FIRST, BEFORE_FIRST, ())
+FOLLOW = Following(NO_SESSION, PartitionId(-1), 0, BEFORE_FIRST, BEFORE_FIRST, (), frozenset())

@@ -378,13 +378,14 @@ def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
 
 
 def _refused(result: Predecessors, pending: Pending) -> BatchOutcome:
-    parcel = pending.parcel
-    if parcel.follows is None:
+    parcel, content = pending.parcel, pending.parcel.content
+    if parcel.follows is None or not isinstance(content, Single):
         raise errors.RemoteProtocolError(
             f"predecessors {tuple(result.req_id)}: told to somebody who did not ask"
         )
     mark = TransactionId(result.high_water_mark)
-    following = parcel.follows.told(result, parcel.client_high_water_mark, pending.mount)
+    locks = (*content.write_locks, *content.read_locks)
+    following = parcel.follows.told(result, parcel.client_high_water_mark, pending.mount, locks)
     return BatchOutcome(mark, _NO_ID, _LOCK, _NO_ID, following)
 
 

@@ -47,7 +47,7 @@ _PIECE_BYTES: Final = 512 * 1024
 _BUFFERS_MAX: Final = 3
 # Read what is in memory, or fail; not every file system can tell.
 _NO_WAITING: Final = os.RWF_NOWAIT if sys.platform == "linux" else 0
-_WAITING_IS_NEEDED: Final = (errno.EAGAIN, errno.EOPNOTSUPP)
+_WAITING_IS_NEEDED: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
 _REFERENCES_OF_OURS: Final = 2  # the list's, and that of who asks
 
 
@@ -195,6 +195,9 @@ class Nearby:
                 file = self._files[segment] = FileIO(taken)
             while part:
                 count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset, flags)
+                if not count and flags:
+                    # Linux 5.9 and 5.10 say so of what is not in memory, too (preadv2(2), "Bugs").
+                    raise BlockingIOError(errno.EAGAIN, "perhaps not in memory")
                 if not count:
                     raise errors.ReadFailed(
                         f"partition {self._partition_id}: expected {len(part)} more bytes at "

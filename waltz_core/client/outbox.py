@@ -100,11 +100,17 @@ class Outbox:
     def refusal(self, parcel: Parcel, limits: Limits, mount: int) -> errors.WaltzError | None:
         """Return why a parcel is not sent in this mount, None when it is (rules 2 and 3)."""
         follows = parcel.follows
-        if follows is not None and follows.has_seen and follows.mount != mount:
-            return errors.SessionLost(
-                f"partition {self._partition_id}: what it was computed from was in flight on a "
-                "connection that has ended; it is not in the log"
-            )
+        if follows is not None and follows.has_seen:
+            if follows.partition_id != self._partition_id:
+                return errors.BadRequest(
+                    f"partition {self._partition_id}: what it was computed from is in flight in "
+                    f"partition {follows.partition_id}"
+                )
+            if follows.mount != mount:
+                return errors.SessionLost(
+                    f"partition {self._partition_id}: what it was computed from was in flight on a "
+                    "connection that has ended; it is not in the log"
+                )
         if parcel.row_count <= limits.rows_max and parcel.size_bytes <= limits.bytes_max:
             return None
         return errors.TooLarge(

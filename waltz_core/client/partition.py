@@ -204,6 +204,8 @@ class ClientPartition:
             self.applier.end(errors.Unreachable("the client was closed"))
         self._driver.post(events.Close())
         self._driver.stop()
+        # What was to be sent again, or behind that, is not in the log.
+        self.appends.abandon(errors.Unreachable("the client was closed before it was sent"))
         if self._link is not None:
             self._link.detach(self.partition_id)
 

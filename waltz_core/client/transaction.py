@@ -19,7 +19,7 @@ from typing import Protocol, SupportsIndex, TypeVar, cast
 
 from waltz_core import errors
 from waltz_core.checksum import crc32
-from waltz_core.client.following import FOLLOW, Following, Predecessor
+from waltz_core.client.following import Following, Predecessor
 from waltz_core.client.serializers import MSGPACK, Serializer
 from waltz_core.record import (
     BEFORE_FIRST,
@@ -123,9 +123,11 @@ class TransactionBuilder:
     def claim(self) -> tuple[TransactionId, Following | None]:
         """Return the mark to send, and what is followed: nothing that was not asked for."""
         mark = check_mark(self.client_high_water_mark)
-        if self.following is None:
-            return mark, None
-        return (self.following if self.followed_from == mark else FOLLOW).claim(mark)
+        if self.following is None or self.followed_from is None:
+            return mark, None  # told at once it would come again at once, and no further
+        if self.followed_from != mark:  # it was computed from another state than it is judged by
+            return self.following.without(mark)
+        return self.following.claim(mark, (*self.write_locks, *self.read_locks))
 
     def set_header(self, header: int) -> None:
         """Set the application's metadata, a 32-bit integer; 0 if never called."""

@@ -473,8 +473,7 @@ class AppendPipeline:
 
     def _add(self, piece: Piece, draft: Draft) -> None:
         if piece.part is not None:
-            draft.parts.append(piece.part)
-            draft.locks.append(piece.locks)
+            draft.add(piece.part, piece.locks)
             self._next_id = TransactionId(piece.part.last + 1)
             self._following.added(piece)
         for ticket in piece.doubtful:

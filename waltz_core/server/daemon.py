@@ -363,9 +363,14 @@ class Server:
     ) -> None:
         """Own some partitions before all others, or no longer (`clients.Backend`)."""
         async with self._preferring:
-            in_force = self._preferences.in_force_after(added, removed)
-            await self._coordinator.prefer(replace(self._descriptor, preferred=in_force))
-            self._preferences.change(added, removed)
+            await self._change_preferences(added, removed)
+
+    async def _change_preferences(
+        self, added: Collection[PartitionId], removed: Collection[PartitionId]
+    ) -> None:
+        in_force = self._preferences.in_force_after(added, removed)
+        await self._coordinator.prefer(replace(self._descriptor, preferred=in_force))
+        self._preferences.change(added, removed)
 
     async def _prefer_again(self) -> None:
         """Prefer again what was handed over, once a quorum of its storages answers here."""
@@ -380,12 +385,17 @@ class Server:
                 await self._prefer_back(back)
 
     async def _prefer_back(self, partitions: Collection[PartitionId]) -> None:
-        try:
-            await self.prefer(partitions, ())
-        except errors.WaltzError as error:
-            _log.warning("server.preference_rests_on error=%r", error)  # until the next look
-        else:
-            _log.warning("server.preferred_again partitions=%s", list(partitions))
+        async with self._preferring:
+            # While the storages were asked somebody may have stopped wanting some.
+            resting = [each for each in partitions if each in self._preferences.resting]
+            if not resting:
+                return
+            try:
+                await self._change_preferences(resting, ())
+            except errors.WaltzError as error:
+                _log.warning("server.preference_rests_on error=%r", error)  # until the next look
+            else:
+                _log.warning("server.preferred_again partitions=%s", resting)
 
     # -----------------------------------------------------------------------------------------
     # what is shown

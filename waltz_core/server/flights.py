@@ -40,8 +40,10 @@ class Draft:
     waiting: list[int] = field(default_factory=list)
     is_large: bool = False
     is_urgent: bool = False
+    size_bytes: int = 0  # what its records take; asked for at every turn
 
-    @property
-    def size_bytes(self) -> int:
-        """What its records take."""
-        return sum(len(part.records) for part in self.parts)
+    def add(self, part: EncodedBatch, locks: bytes) -> None:
+        """Add records that were given ids, and their locks."""
+        self.parts.append(part)
+        self.locks.append(locks)
+        self.size_bytes += len(part.records)

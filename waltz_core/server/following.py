@@ -41,15 +41,28 @@ REMEMBERED_BYTES_MAX: Final = 4 << 20
 GATHER_MS: Final = 5
 TOLD_COUNT_MAX: Final = 64
 TOLD_BYTES_MAX: Final = 64 << 10
+# Who asks for more locks is not told: each would be looked for in all that is remembered.
+TOLD_LOCKS_MAX: Final = 64
 _LOCK_BYTES: Final = 4
+# What a lock takes that is remembered as a number of its own.
+REMEMBERED_LOCK_BYTES: Final = 64
 
 
 class _Admitted(NamedTuple):
-    """A transaction with its record; or rows of a batch, with their packed locks."""
+    """A transaction with its locks and its record; or rows of a batch, with their packed locks.
+
+    Not the request itself: that would keep the frame that it came in.
+    """
 
     last: TransactionId
-    ticket: SingleTicket | None
+    locks: frozenset[int] | None  # None for rows of a batch
     content: Buffer
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes."""
+        locks = () if self.locks is None else self.locks
+        return len(self.content) + REMEMBERED_LOCK_BYTES * len(locks)
 
 
 class Admitted:
@@ -79,7 +92,9 @@ class Admitted:
 
     def add(self, ticket: SingleTicket, record: Buffer) -> None:
         """A single transaction was admitted, with the next id."""
-        self._add(_Admitted(TransactionId(ticket.transaction_id), ticket, record))
+        message = ticket.message
+        locks = frozenset((*message.write_locks, *message.append_locks))
+        self._add(_Admitted(TransactionId(ticket.transaction_id), locks, record))
 
     def add_rows(self, last: TransactionId, packed_locks: bytes) -> None:
         """Rows of a batch were admitted, up to this one; what they say is not remembered."""
@@ -87,19 +102,18 @@ class Admitted:
 
     def above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
         """Return the records of what has entered one of the locks above a mark (rule 2)."""
-        if self._after is None or mark < self._after:
+        if self._after is None or mark < self._after or len(locks) > TOLD_LOCKS_MAX:
             return None
         found: list[Buffer] = []
         size_bytes = 0
         for entry in reversed(self._entries):
             if entry.last <= mark:
                 break
-            if entry.ticket is None:
+            if entry.locks is None:
                 if _may_hold(bytes(entry.content), locks):
                     return None
                 continue
-            message = entry.ticket.message
-            if not _shares(locks, message.write_locks, message.append_locks):
+            if entry.locks.isdisjoint(locks):
                 continue
             size_bytes += len(entry.content)
             if len(found) == TOLD_COUNT_MAX or size_bytes > TOLD_BYTES_MAX:
@@ -110,15 +124,11 @@ class Admitted:
 
     def _add(self, entry: _Admitted) -> None:
         self._entries.append(entry)
-        self._size_bytes += len(entry.content)
+        self._size_bytes += entry.size_bytes
         while len(self._entries) > REMEMBERED_COUNT_MAX or self._size_bytes > REMEMBERED_BYTES_MAX:
             oldest = self._entries.popleft()
-            self._size_bytes -= len(oldest.content)
+            self._size_bytes -= oldest.size_bytes
             self._after = oldest.last
-
-
-def _shares(locks: Sequence[int], *others: Sequence[int]) -> bool:
-    return any(lock in other for lock in locks for other in others)
 
 
 def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.client.stories import PARTITION, parcel
-from waltz_core.client.monitor import BatchOutcome
+from waltz_core import errors
+from waltz_core.client.following import FOLLOW
+from waltz_core.client.monitor import BatchOutcome, Parcel, Single
 from waltz_core.client.outbox import Limits, Outbox
 from waltz_core.wire.messages import Reason
 
@@ -57,3 +59,16 @@ def test_what_does_not_fit_a_frame_is_refused_with_both_figures():
     assert outbox.refusal(parcel(1, rows=5), limits, 1) is None
     assert "at most 5 rows" in str(outbox.refusal(parcel(1, rows=6), limits, 1))
     assert "found 1 rows and 5 bytes" in str(outbox.refusal(parcel(1, data=b"12345"), limits, 1))
+
+
+def test_what_follows_another_mount_or_another_partition_is_not_sent():
+    outbox, limits = Outbox(PARTITION), Limits(5, 100, 100)
+    told = replace(FOLLOW, session_id=3, partition_id=PARTITION, mount=2, mark=7)
+
+    def refusal(following):
+        single = Single(0, b"", (1,), (), (), following)
+        return outbox.refusal(Parcel(1, 1, 7, single, 0), limits, 2)
+
+    assert refusal(FOLLOW) is refusal(told) is None
+    assert isinstance(refusal(replace(told, mount=1)), errors.SessionLost)
+    assert isinstance(refusal(replace(told, partition_id=PARTITION + 1)), errors.BadRequest)

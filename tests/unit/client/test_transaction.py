@@ -1,6 +1,7 @@
 """The words of the programming model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from waltz_core import errors
 from waltz_core.checksum import crc32
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
+from waltz_core.client.following import FOLLOW
 from waltz_core.client.transaction import check_mark
 from waltz_core.record import TRANSACTION_BYTES_MAX, lock_hash, spread
 
@@ -88,3 +90,19 @@ def test_a_builder_takes_what_fits_and_nothing_else():
         made.set_write_locks(["account"])
     with pytest.raises(errors.TooLarge):
         made.set_transaction_data(b"x" * (TRANSACTION_BYTES_MAX + 1), BYTES)
+
+
+def test_what_was_computed_from_another_state_than_it_is_judged_by_claims_the_session_alone():
+    one = builder()
+    assert one.claim() == (-1, None)
+    one.following = replace(FOLLOW, session_id=3, base=4, mark=9, locks=frozenset((1,)))
+    one.client_high_water_mark = 5
+    assert one.claim() == (5, None)  # it has not asked, and waits as who does not follow
+    assert one.predecessors(5) == ()
+    one.set_write_locks([1])
+    assert one.claim() == (9, one.following)
+    one.set_read_locks([2])
+    for mark in (5, 6, 12):
+        one.client_high_water_mark = mark
+        claimed, following = one.claim()
+        assert (claimed, following.session_id, following.predecessors) == (mark, 3, ())

@@ -153,6 +153,37 @@ def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
     asyncio.run(story())
 
 
+def test_what_nobody_wants_any_more_is_not_preferred_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(daemon, "HAND_OVER_PAUSE_S", 0.0)
+    monkeypatch.setattr(daemon, "PREFER_AGAIN_LOOK_S", 0.001)
+
+    async def story() -> None:
+        coordinator = Handing()
+        coordinator.go.set()
+        server = server_of(coordinator, 0, 1)
+        server._assignments = ReplicaAssignments(dict.fromkeys(STORAGES, (PartitionId(0),)))
+        looked = asyncio.Event()
+
+        async def check() -> list[tuple[str, bool]]:
+            # While the storages are asked, somebody takes the preference back.
+            await server.prefer([], [PartitionId(0)])
+            looked.set()
+            return [(str(each), True) for each in STORAGES]
+
+        server.check_connectivity = check  # type: ignore[method-assign]
+        await server.prefer([PartitionId(1), PartitionId(0)], [])
+        assert await server._hand_over(PartitionId(0), Generation(1))
+        looking = asyncio.get_running_loop().create_task(server._prefer_again())
+        await looked.wait()
+        await turns()
+        assert coordinator.preferred == [(1, 0), (1,)]
+        looking.cancel()
+
+    asyncio.run(story())
+
+
 def test_who_is_cancelled_while_handing_over_holds_up_nobody() -> None:
     async def story() -> None:
         coordinator = Handing()

@@ -9,5 +9,6 @@ def test_a_draft_is_as_large_as_its_records():
     assert draft.size_bytes == 0
     for number in range(3):
         part = EncodedBatch(number, number, b"\0\0\0\x05", memoryview(b"12345"), b"1234", 0)
-        draft.parts.append(part)
+        draft.add(part, b"lock")
     assert draft.size_bytes == 15
+    assert len(draft.parts) == len(draft.locks) == 3

@@ -60,7 +60,7 @@ def told(outcomes) -> dict[ReqId, list[int]]:
     """Return the ids that each author was told."""
     return {
         each.message.req_id: [
-            record.transaction_id for record in FOLLOW.told(each.message, -1, 0).predecessors
+            record.transaction_id for record in FOLLOW.told(each.message, -1, 0, ()).predecessors
         ]
         for each in outcomes
         if isinstance(each, Answer) and isinstance(each.message, Predecessors)
@@ -82,7 +82,7 @@ def test_an_author_is_told_what_is_in_flight_and_is_let_in_behind_it():
     message = answer.message
     assert message.req_id == loser
     assert (message.session_id, message.high_water_mark, message.last) == (world.session, -1, 0)
-    ((transaction_id, req_id, header, data),) = FOLLOW.told(message, -1, 0).predecessors
+    ((transaction_id, req_id, header, data),) = FOLLOW.told(message, -1, 0, ()).predecessors
     assert (transaction_id, req_id, header, data) == (0, winner, 7, b"first")
     behind = world.after(0, client=BOB)
     assert world.turn() == []  # it is gathered
@@ -183,6 +183,29 @@ def test_too_much_is_not_told(name, monkeypatch):
     waiting = world.follow(BOB)
     assert world.turn() == []
     assert results(world.commit())[waiting] == [(-1, LOCK, 1)]
+
+
+def test_who_asks_for_many_locks_is_not_told():
+    world, _ = in_flight()
+    most = following.TOLD_LOCKS_MAX
+    assert told_of(world, write=range(HOT, HOT + most)) == [0]
+    waiting = world.follow(BOB, write=range(HOT, HOT + most), read=[100])
+    assert world.turn() == []
+    assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
+
+
+def test_many_locks_are_not_remembered_for_long(monkeypatch):
+    monkeypatch.setattr(following, "REMEMBERED_BYTES_MAX", 100 * following.REMEMBERED_LOCK_BYTES)
+    world, _ = in_flight()
+    world.single(write=range(HOT + 1, HOT + 50), append=range(100, 150))
+    world.turn()
+    world.single(write=[500])
+    world.turn()
+    for _ in range(3):
+        world.commit()
+    assert told_of(world, write=[500], mark=1) == [2]
+    late = world.follow(BOB)
+    assert results(world.turn())[late] == [(-1, LOCK, 0)]
 
 
 def test_what_is_not_remembered_any_more_is_not_told(monkeypatch):

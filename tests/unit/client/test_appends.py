@@ -1,0 +1,91 @@
+"""Rows on their way out: what waits to be sent again ends with the client."""
+
+import asyncio
+
+import pytest
+
+from tests.unit.client.stories import PARTITION
+from waltz_core import errors
+from waltz_core.client.appends import Appends, Row, Window
+from waltz_core.client.monitor import BatchOutcome
+from waltz_core.wire.messages import Reason
+
+GONE = errors.Unreachable("nobody is there")
+
+
+class Author:
+    """Appends of a partition, and the parcels that they have sent."""
+
+    def __init__(self):
+        self.sent, self.window = [], Window(rows_max=100, bytes_max=1 << 20)
+        self.appends = Appends(
+            PARTITION, self.window, self.sent.append, batch_rows=1, batch_bytes=100
+        )
+
+    def append(self):
+        row = Row(b"data", 0, 0)
+        row.deadline_s = asyncio.get_running_loop().time() + 600
+        assert self.window.try_take(1, row.size_bytes)
+        self.appends.add(row)
+        return row.future
+
+    def lose(self, token):
+        outcome = BatchOutcome.uniform(1, Reason.NO_SPACE, high_water_mark=0)
+        self.appends.settled(token, outcome)
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - conditions of all kinds
+            await asyncio.sleep(0)
+
+
+def told(futures):
+    return [type(each.exception()) for each in futures]
+
+
+def test_what_is_held_back_ends_when_nothing_more_is_heard():
+    async def story():
+        author = Author()
+        held = author.append()
+        author.lose(1)
+        behind = author.append()
+        assert len(author.sent) == 1
+        author.appends.abandon(GONE)
+        assert told([held, behind]) == [errors.Unreachable] * 2
+        assert author.window.is_empty
+        assert not author.appends.has_pending
+
+    asyncio.run(story())
+
+
+def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+
+    async def story():
+        author = Author()
+        futures = [author.append(), author.append()]
+        author.lose(1)
+        await until(lambda: author.appends._pause is None)  # now it waits for the second alone
+        author.appends.abandon(GONE)
+        assert len(author.sent) == 2
+        assert told(futures) == [errors.Unreachable] * 2
+        assert not author.appends.has_pending
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("token", [1, 2])
+def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+
+    async def story():
+        author = Author()
+        for _ in range(2):
+            author.append()
+        author.lose(token)
+        author.lose(3 - token)
+        await until(lambda: len(author.sent) == 4)
+        assert [each.token for each in author.sent] == [1, 2, 3, 4]
+
+    asyncio.run(story())
