@@ -584,6 +584,16 @@ def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
     assert (world.log.max_id, world.log.suspect) == (6, False)
 
 
+def test_a_clock_that_is_set_back_does_not_keep_the_marker_from_moving(world):
+    world.append([2])
+    world.clock.now -= 600
+    world.append([2])
+    assert world.log.slot.acked.transaction_id == -1
+    world.clock.now -= 400
+    world.append([2])
+    assert world.log.slot.acked.transaction_id == 5
+
+
 # ---- a disk that fails
 
 
@@ -640,6 +650,20 @@ def test_a_log_whose_slots_fail_answers_nothing_until_it_is_opened_again(world):
     world.crash()
     assert world.everything() == written
     assert world.log.prepare(3, NONCE).synced_max == 4
+
+
+def test_a_marker_does_not_move_over_an_index_whose_sync_has_failed(world):
+    world.append([5])
+    marker = world.log.slot.acked
+    world.disk.fail[("sync", ".idx")] = DiskFailed
+    with pytest.raises(DiskFailed):
+        world.log.mark_acked()
+    world.disk.fail.clear()  # The next sync of the file says that all is well: it lies.
+    world.log.mark_acked()
+    assert world.log.slot.acked == marker
+    world.log.prepare(2, NONCE)
+    world.log.mark_acked()
+    assert world.log.slot.acked.transaction_id == 4
 
 
 # ---- no Python per record
@@ -739,6 +763,18 @@ def test_a_truncation_that_finds_no_room_is_done_again_and_nothing_else_before_i
     world.crash()
     assert world.everything() == kept
     assert not world.log.suspect
+
+
+def test_a_marker_does_not_move_while_a_truncation_is_half_done(world):
+    world.append([4, 4], size=20)
+    world.log.prepare(2, NONCE)
+    world.disk.fail[("write", ".chn")] = NoSpace
+    with pytest.raises(NoSpace):
+        world.log.truncate(2, 5, 3, world.log.chain_at(3))
+    world.disk.fail.clear()
+    world.log.mark_acked()
+    world.crash()
+    assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 
 
 def test_a_truncation_that_finds_no_room_twice_waits_for_the_next_opening(world):
