@@ -11,7 +11,8 @@ Rules:
     3. Above that, a record counts when its batch is whole, its entry is there and the chain holds;
        a crash may leave any sectors of the rest, and nobody was told that it is there.
     4. A directory that an original has written to since we did is adopted, and not suspect: its
-       records get batches of up to 1024 ids, bounded alike on all replicas.
+       records get batches of up to 1024 ids, bounded alike on all replicas. Its sequence says so,
+       or its session: a crash may have come between our slot and the structure that it knows of.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory knows of are refused, and the replica is suspect. That is durable
        before anything else is written: the next opening may not see any more that it fell back.
@@ -148,7 +149,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
 
 def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
-    if info.sequence > slot.original_sequence and info.session_id >= slot.last_session:
+    if slot.is_overtaken(info) and info.session_id >= slot.last_session:
         slot = replace(
             slot,
             promised=max(slot.promised, info.session_id),
@@ -204,7 +205,7 @@ class _Opening:
         self._directory = directory
         self._blank = blank
         self._info = info
-        self._adopting = info.sequence > slot.original_sequence
+        self._adopting = slot.is_overtaken(info)
         self.opened: list[Segment] = []  # everything that is to be closed when it fails
         self._rebuilt: list[Segment] = []
         self._implausible: set[TransactionId] = set()  # older ones, by their first id
