@@ -21,7 +21,8 @@ Rules:
        files in which nothing is wrong.
     7. What a killed process has written is found, and may not be durable: it is synced before it is
        believed, names included. What nothing vouches for is written once more before that: after a
-       sync that failed the cache shows what the disk does not have, and calls it clean.
+       sync that failed the cache shows what the disk does not have, and calls it clean. For an
+       index only the marker vouches.
     8. A directory that is gone or empty, of which the control file knows a session, has lost its
        log and its promise: it begins empty and suspect, and refuses sessions as in rule 5. Both
        are durable with its first slot. (A log that was thrown away on purpose is forgotten by the
@@ -472,9 +473,12 @@ class _Opening:
 
     def write_again(self, segments: Segments) -> None:
         """Make durable what is believed (rules 7, 9); an original's may be long: only synced."""
-        current, vouched = segments.current, segments.last if self._adopting else self._vouched
+        current, vouched, marker = segments.current, self._vouched, self._marker
+        if self._adopting:
+            vouched = marker = segments.last
         current.write_again(
             max(current.first, TransactionId(vouched + 1)),
+            index_first=max(current.first, TransactionId(marker + 1)),
             syncs_all=self._adopting or segments.last > self._marker,
         )
 
