@@ -57,7 +57,8 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
     changes = made.disk.changes
     after = started_again(matrix, changes, loosened(made.told), "killed").disk.changes
     *_, (_, platter, told) = points(after, len(changes) + 1)
-    matrix.judge(told, platter.image(Keep()), "power lost at the end")
+    _, found = matrix.judge(told, platter.image(Keep()), "power lost at the end")
+    assert not dict(found.logs)[0].suspect
 
 
 def test_the_matrix_is_as_large_as_it_says():
