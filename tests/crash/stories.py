@@ -572,6 +572,18 @@ def failed_sync_of_batches():
     return _fails(5)
 
 
+def failed_sync_of_an_index():
+    """The marker is to move over more than a sector of the index, whose sync fails."""
+    story = _begun(segment_bytes_max=1_000_000)
+    story.append([100])
+    story.sync()
+    story.append([1])
+    story.sync()
+    story.now_ms += 1500
+    story.failing(6, story.append_and_sync)
+    return story
+
+
 def failed_write_of_batches():
     """The records are written, and the write of the batches fails."""
     return _fails(3)

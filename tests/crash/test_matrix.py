@@ -15,9 +15,10 @@ from tests.crash.matrix import (
     points,
     power_losses,
     second_losses,
+    started_again,
 )
-from tests.crash.stories import ADMINISTRATION, STORIES
-from waltz_core.sim.crash import survivals
+from tests.crash.stories import ADMINISTRATION, STORIES, failed_sync_of_an_index, loosened
+from waltz_core.sim.crash import Keep, survivals
 
 CUTS_MIN = 1_500
 SURVIVALS_MIN = 25_000
@@ -48,6 +49,16 @@ def test_a_killed_process_is_started_again_and_then_power_is_lost(story, record_
     tell(record_property, matrix)
     assert matrix.counts["kills"] > 25
     assert matrix.counts["survivals after a kill"] > 500
+
+
+def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
+    """More of it than the sector that the last batch stands in: a cache calls all of that clean."""
+    matrix, made = Matrix("failed_sync_of_an_index"), failed_sync_of_an_index()
+    changes = made.disk.changes
+    after = started_again(matrix, changes, loosened(made.told), "killed").disk.changes
+    *_, (_, platter, told) = points(after, len(changes) + 1)
+    _, found = matrix.judge(told, platter.image(Keep()), "power lost at the end")
+    assert not dict(found.logs)[0].suspect
 
 
 def test_the_matrix_is_as_large_as_it_says():

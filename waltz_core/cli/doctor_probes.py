@@ -446,23 +446,21 @@ class _Storage:
         async with asyncio.timeout(self._timeout_s):
             await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             held = dict((await admin.ask(HeldResponse, HeldRequest)).available)
+        assigned = self._seen.layout.assignment.partitions[self._address]
+        every = sorted({*held, *assigned})
         if not admin.is_ours:
             return replace(
                 facts,
                 replicas={
-                    PartitionId(each): ReplicaFacts(is_available=is_available)
-                    for each, is_available in held.items()
+                    PartitionId(each): ReplicaFacts(each in held, held.get(each, True))
+                    for each in every
                 },
             )
         async with asyncio.timeout(self._timeout_s):
             told = await admin.ask(StorageResponse, StorageRequest)
         facts = await self._with_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(told.storage_id).hex())
-        assigned = self._seen.layout.assignment.partitions[self._address]
-        replicas = {
-            PartitionId(each): await self._replica(admin, each)
-            for each in sorted({*held, *assigned})
-        }
+        replicas = {PartitionId(each): await self._replica(admin, each) for each in every}
         stuck = await self._stuck(replicas)
         return replace(
             facts,

@@ -119,7 +119,7 @@ class _Case:
             return " && ".join([*before, rebuild])
         directory = f"--directory {shlex.quote(local.directory)}"
         steps = [f"waltz-core local down --keep-zookeeper {directory}", *before]
-        together = f"{{ {rebuild} & waltz-core local up {directory}; wait; }}"
+        together = f"{{ {rebuild} & waltz-core local up {directory}; wait $!; }}"
         return " && ".join([*steps, f"{rebuild} --only-nodes", together])
 
     def _tell_lost(self, local: LocalFacts) -> None:

@@ -6,8 +6,8 @@ compared with them after.
 Rules:
     1. A structure that is wrong is told, and the other of its pair is what counts, as at a start.
     2. Where our slot counts, the original's structure may be behind it, as it is written last, and
-       its marks above it, as a truncation does not lower them. Only a later session is wrong, but
-       where the slot has had none: that log was begun anew after the control file was written.
+       its marks above it, as a truncation does not lower them. Only a later session is an
+       original's, but where the slot has had none: that log was begun anew after it was written.
     3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
 """
 
@@ -138,7 +138,10 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
     if current is None:
         vouched = -1 if info is None else info.local_low_water_mark
         return Belief(number, key, None, is_adopted=False, vouched=vouched)
-    is_adopted = info is not None and info.sequence > current.original_sequence
+    # What a slot knows of may never have been written: then only a later session tells (rule 2).
+    is_adopted = info is not None and (
+        info.sequence > current.original_sequence or -1 < current.last_session < info.session
+    )
     vouched = current.acked
     if is_adopted:
         assert info is not None
@@ -207,11 +210,10 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
     if belief.is_adopted:
         said.note(None, "an original has written here since; the next start adopts its records")
     elif info is not None and info.session != belief.slot.last_session:
-        of_original.found(
+        of_original.note(
             None,
             f"partition {belief.partition}: expected session {belief.slot.last_session}, as in "
             f"the slot, found {info.session}",
-            is_wrong=info.session > belief.slot.last_session >= 0,  # rule 2
         )
     _compare_marks(belief, belief.slot, seen, said)
     _compare_damage(belief.slot, seen, said)

@@ -436,8 +436,8 @@ class IdRange(NamedTuple):
 class Slot:
     """What a replica remembers of a partition beside its log.
 
-    `original_sequence` is that of the structure that we wrote last in `waltz-storage.ctl`: a
-    greater one there says that the original has run on this directory since.
+    `original_sequence` is that of the structure that we wrote last in `waltz-storage.ctl`, or were
+    about to write: see `is_overtaken`.
     """
 
     partition_id: PartitionId
@@ -453,6 +453,11 @@ class Slot:
     damaged: tuple[IdRange, ...] = ()
     dirty: bool = False
     suspect: bool = False
+
+    def is_overtaken(self, info: PartitionInfo) -> bool:
+        """Tell if the original has run on this directory since: its sequence or session says so."""
+        is_later = NO_SESSION < self.last_session < info.session_id
+        return is_later or info.sequence > self.original_sequence
 
     def encode(self) -> bytes:
         """Return the 512 bytes."""

@@ -367,14 +367,15 @@ class PartitionLog:
         if self.slot.acked.transaction_id < self.synced_max:
             now_ms = self._settings.now_ms()
             self._unmarked_ms = self._unmarked_ms or now_ms
-            if now_ms - self._unmarked_ms >= MARKER_INTERVAL_MS:
+            if abs(now_ms - self._unmarked_ms) >= MARKER_INTERVAL_MS:  # a clock may be set back
                 self.mark_acked()
         return self.synced_max
 
     def mark_acked(self) -> None:
-        """Move the acked marker to the last synced id, durably (rule 4)."""
+        """Move the acked marker to the last synced id, durably (rule 4); not after a failure."""
         self._unmarked_ms = 0
-        if self.slot.acked.transaction_id < self.synced_max:
+        # The next sync of an index that failed would lie; a cut that is half done has its marker.
+        if self.slot.acked.transaction_id < self.synced_max and not self._failed:
             self._sync_index()
             marker = Marker(self.synced_max, self._synced_chain)
             self._write_slot(replace(self.slot, acked=marker))

@@ -11,7 +11,8 @@ Rules:
     3. Above that, a record counts when its batch is whole, its entry is there and the chain holds;
        a crash may leave any sectors of the rest, and nobody was told that it is there.
     4. A directory that an original has written to since we did is adopted, and not suspect: its
-       records get batches of up to 1024 ids, bounded alike on all replicas.
+       records get batches of up to 1024 ids, bounded alike on all replicas. Its sequence says so,
+       or its session: a crash may have come between our slot and the structure that it knows of.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory knows of are refused, and the replica is suspect. That is durable
        before anything else is written: the next opening may not see any more that it fell back.
@@ -20,7 +21,8 @@ Rules:
        files in which nothing is wrong.
     7. What a killed process has written is found, and may not be durable: it is synced before it is
        believed, names included. What nothing vouches for is written once more before that: after a
-       sync that failed the cache shows what the disk does not have, and calls it clean.
+       sync that failed the cache shows what the disk does not have, and calls it clean. For an
+       index only the marker vouches.
     8. A directory that is gone or empty, of which the control file knows a session, has lost its
        log and its promise: it begins empty and suspect, and refuses sessions as in rule 5. Both
        are durable with its first slot. (A log that was thrown away on purpose is forgotten by the
@@ -148,7 +150,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
 
 def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
-    if info.sequence > slot.original_sequence and info.session_id >= slot.last_session:
+    if slot.is_overtaken(info) and info.session_id >= slot.last_session:
         slot = replace(
             slot,
             promised=max(slot.promised, info.session_id),
@@ -204,7 +206,7 @@ class _Opening:
         self._directory = directory
         self._blank = blank
         self._info = info
-        self._adopting = info.sequence > slot.original_sequence
+        self._adopting = slot.is_overtaken(info)
         self.opened: list[Segment] = []  # everything that is to be closed when it fails
         self._rebuilt: list[Segment] = []
         self._implausible: set[TransactionId] = set()  # older ones, by their first id
@@ -471,9 +473,12 @@ class _Opening:
 
     def write_again(self, segments: Segments) -> None:
         """Make durable what is believed (rules 7, 9); an original's may be long: only synced."""
-        current, vouched = segments.current, segments.last if self._adopting else self._vouched
+        current, vouched, marker = segments.current, self._vouched, self._marker
+        if self._adopting:
+            vouched = marker = segments.last
         current.write_again(
             max(current.first, TransactionId(vouched + 1)),
+            index_first=max(current.first, TransactionId(marker + 1)),
             syncs_all=self._adopting or segments.last > self._marker,
         )
 

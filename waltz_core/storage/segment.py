@@ -325,19 +325,29 @@ class Segment:
         file.sync()
         index.sync()
 
-    def write_again(self, first: TransactionId, *, syncs_all: bool = True) -> None:
+    def write_again(
+        self,
+        first: TransactionId,
+        *,
+        index_first: TransactionId | None = None,
+        syncs_all: bool = True,
+    ) -> None:
         """Write all from an id on as it is, and make all durable: the cache may call it clean.
 
-        Without `syncs_all`, records and index are those that were synced before, and are synced
-        only where an opening has changed them. What the batches do not name does not count.
+        The index is written from `index_first` on, where that is lower: its own sync may be the one
+        that has failed. Without `syncs_all`, records and index are those that were synced before,
+        and are synced only where an opening has changed them. What the batches do not name does
+        not count.
         """
         file, index, lineage = self._opened()
         if first < self.next_id:
-            place = first - self.first
-            offsets = self.bounds(first, self.last)
-            for start in range(int(offsets[0]), self.size_bytes, _SCAN_BYTES):
-                file.pwrite([file.pread(min(_SCAN_BYTES, self.size_bytes - start), start)], start)
-            index.write(place, offsets[:-1])
+            start = int(self.bounds(first, first)[0])
+            for at in range(start, self.size_bytes, _SCAN_BYTES):
+                file.pwrite([file.pread(min(_SCAN_BYTES, self.size_bytes - at), at)], at)
+        index_first = first if index_first is None else min(first, index_first)
+        if index_first < self.next_id:
+            place = index_first - self.first
+            index.write(place, index.read(place, self.next_id - index_first))
         lineage.write_again(lineage.place_of(first))
         if syncs_all or self._records_dirty:
             file.sync()

@@ -506,7 +506,7 @@ def test_metadata_that_is_lost(case):
     assert case.the_only("metadata-lost").command == (
         f"waltz-core local down --keep-zookeeper --directory here/.waltz && {delete} && "
         f"{REBUILD} --only-nodes && {{ {REBUILD} & waltz-core local up --directory here/.waltz; "
-        "wait; }"
+        "wait $!; }"
     )
 
 

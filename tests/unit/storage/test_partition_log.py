@@ -562,26 +562,64 @@ def test_a_torn_slot_falls_back_and_refuses_what_may_have_been_promised(world):
     world.open()
 
 
-def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
-    written = world.append([5])
-    world.log.set_low_water_mark(1, 4, world.log.chain)
-    world.log.engage(1, 4)
-    world.close()
+def run_an_original(world, session, mark):
+    """Have an original open a session, and append two records from id 5 on; return them."""
     more, _ = make_records(5, [20, 20])
     control = ControlFile.open(world.disk, world.directory, KEY, 1, 0)
-    control.set_marks(0, 3, 4)
+    control.set_marks(0, session, mark)
     control.close()
     directory = world.directory / "0"
     with (directory / f"{0:019d}.seg").open("ab") as file:
         file.write(more)
     with (directory / f"{0:019d}.idx").open("ab") as file:
         file.write(np.array([428, 488], dtype=">i8").tobytes())
+    return more
+
+
+def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
+    written = world.append([5])
+    world.log.set_low_water_mark(1, 4, world.log.chain)
+    world.log.engage(1, 4)
+    world.close()
+    more = run_an_original(world, 3, 4)
     world.open()
     assert (world.log.max_id, world.log.suspect) == (6, False)
     assert (world.log.promised, world.log.last_session) == (3, 3)
     assert world.everything() == written + more
     world.crash()
     assert (world.log.max_id, world.log.suspect) == (6, False)
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_an_original_is_adopted_though_our_last_mark_never_reached_its_file(
+    world, monkeypatch, is_opened
+):
+    """The slot knows of a structure that we were about to write; then the original writes one."""
+    written = world.append([5])
+    monkeypatch.setattr(world.control, "set_marks", lambda *_: (_ for _ in ()).throw(PowerLost))
+    with pytest.raises(PowerLost):
+        world.log.set_low_water_mark(1, 4, world.log.chain)
+    if is_opened:
+        world.crash()
+        world.close()
+    else:
+        world.log.abandon()
+        world.control.close()
+    more = run_an_original(world, 3, 4)
+    world.open()
+    assert (world.log.max_id, world.log.suspect) == (6, False)
+    assert (world.log.promised, world.log.last_session) == (3, 3)
+    assert world.everything() == written + more
+
+
+def test_a_clock_that_is_set_back_does_not_keep_the_marker_from_moving(world):
+    world.append([2])
+    world.clock.now -= 600
+    world.append([2])
+    assert world.log.slot.acked.transaction_id == -1
+    world.clock.now -= 400
+    world.append([2])
+    assert world.log.slot.acked.transaction_id == 5
 
 
 # ---- a disk that fails
@@ -640,6 +678,20 @@ def test_a_log_whose_slots_fail_answers_nothing_until_it_is_opened_again(world):
     world.crash()
     assert world.everything() == written
     assert world.log.prepare(3, NONCE).synced_max == 4
+
+
+def test_a_marker_does_not_move_over_an_index_whose_sync_has_failed(world):
+    world.append([5])
+    marker = world.log.slot.acked
+    world.disk.fail[("sync", ".idx")] = DiskFailed
+    with pytest.raises(DiskFailed):
+        world.log.mark_acked()
+    world.disk.fail.clear()  # The next sync of the file says that all is well: it lies.
+    world.log.mark_acked()
+    assert world.log.slot.acked == marker
+    world.log.prepare(2, NONCE)
+    world.log.mark_acked()
+    assert world.log.slot.acked.transaction_id == 4
 
 
 # ---- no Python per record
@@ -739,6 +791,18 @@ def test_a_truncation_that_finds_no_room_is_done_again_and_nothing_else_before_i
     world.crash()
     assert world.everything() == kept
     assert not world.log.suspect
+
+
+def test_a_marker_does_not_move_while_a_truncation_is_half_done(world):
+    world.append([4, 4], size=20)
+    world.log.prepare(2, NONCE)
+    world.disk.fail[("write", ".chn")] = NoSpace
+    with pytest.raises(NoSpace):
+        world.log.truncate(2, 5, 3, world.log.chain_at(3))
+    world.disk.fail.clear()
+    world.log.mark_acked()
+    world.crash()
+    assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 
 
 def test_a_truncation_that_finds_no_room_twice_waits_for_the_next_opening(world):
