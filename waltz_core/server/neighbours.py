@@ -13,6 +13,8 @@ Rules:
     3. Being wrong costs a move of partitions and no more: a server that lives registers again, and
        the storages fence whoever was replaced. Nothing else may rely on this judgement.
     4. A server that changes its preferences is the same process: what is known of it stays.
+    5. A dying process may still take one more connection and drop it: whatever else a dial ends
+       with, the next one follows soon, and only then ever more slowly.
 """
 
 import asyncio
@@ -100,7 +102,7 @@ class _Watch:
 
     async def run(self) -> None:
         """Keep a connection until `stop`; rules 1 and 2."""
-        was_connected, refusals = False, 0
+        was_connected, refusals, pause_s = False, 0, REFUSED_PAUSE_S
         while not self._stopped.is_set():
             try:
                 self._link = await net.dial(
@@ -110,13 +112,14 @@ class _Watch:
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)
                 refusals = refusals + 1 if is_refused and was_connected else 0
                 if refusals < REFUSALS:
-                    await self._pause(REFUSED_PAUSE_S if refusals else OTHER_PAUSE_S)
+                    await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
+                    pause_s = min(2 * pause_s, OTHER_PAUSE_S)  # rule 5
                     continue
                 # Should it live in spite of that, it has to be reached once more to be judged.
                 refusals, was_connected = 0, not await self._is_taken_out()
                 await self._pause(OTHER_PAUSE_S)
             else:
-                was_connected, refusals = True, 0
+                was_connected, refusals, pause_s = True, 0, REFUSED_PAUSE_S
                 if self._stopped.is_set():
                     self._link.abort("looked after no more")
                 await self._link.wait_closed()

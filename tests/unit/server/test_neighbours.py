@@ -186,6 +186,24 @@ async def test_who_answers_no_more_but_is_not_refused_is_not_judged():
 
 
 @on_loop
+async def test_who_drops_one_more_connection_while_he_dies_is_taken_out_soon():
+    neighbours.OTHER_PAUSE_S = 3600.0  # type: ignore[misc] - short_pauses takes it back
+    async with world() as here:
+        listener = await here.listen(0)
+        here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        await until(lambda: here.links)
+        await listener.close()
+        with socket.socket() as dying:
+            dying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            dying.bind((HOST, listener.port))
+            dying.listen()
+            dying.setblocking(False)
+            taken, _ = await asyncio.get_running_loop().sock_accept(dying)
+        taken.close()
+        await until(lambda: here.taken_out)
+
+
+@on_loop
 async def test_who_has_left_is_looked_after_no_more():
     async with world() as here:
         listener = await here.listen(0)
