@@ -11,8 +11,8 @@ Rules:
        again until its deadline: nothing about it has become stale but its age. A row that a lock
        refused is never sent again, nor one that follows what was in flight.
     4. Rule 2 holds for what is sent again, too: it waits until every parcel that was under way
-       beside it has its outcome, and what was appended since waits behind it. What the stream had
-       not sent by then comes back as lost (`monitor.Parcel.keeps_order`).
+       beside it has its outcome, and what was appended since, batches too, waits behind it. What
+       the stream had not sent by then comes back as lost (`monitor.Parcel.keeps_order`).
 """
 
 import asyncio
@@ -114,6 +114,11 @@ class Row:
             self.mark, self.follows = following.claim(mark, locks)
 
     @property
+    def row_count(self) -> int:
+        """One; a batch has more."""
+        return 1
+
+    @property
     def may_go_again(self) -> bool:
         """Whether it may be sent again as it is (rule 3)."""
         return not self.is_attempt and (self.follows is None or not self.follows.has_seen)
@@ -202,8 +207,14 @@ class _Batch(NamedTuple):
 
     future: asyncio.Future[BatchOutcome]
     row_count: int
-    size_bytes: int
+    payload: bytes
+    mark: TransactionId
     order: BatchOrder | None
+
+    @property
+    def size_bytes(self) -> int:
+        """What it costs in the window."""
+        return len(self.payload)
 
     def tell(self, outcome: BatchOutcome) -> None:
         """Give the writer its outcome."""
@@ -231,7 +242,7 @@ class Appends:
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[Row] = []
+        self._gathered: list[Row | _Batch] = []  # batches only behind rows that are held
         self._gathered_bytes = 0
         self._is_scheduled = False
         self._has_landed = False
@@ -270,18 +281,11 @@ class Appends:
         self, payload: bytes, row_count: int, mark: TransactionId, order: BatchOrder | None
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch for which the window has room."""
+        batch = _Batch(self._loop.create_future(), row_count, payload, mark, order)
+        self._gathered.append(batch)
+        self._gathered_bytes += batch.size_bytes
         self._send_gathered()  # rule 2
-        future: asyncio.Future[BatchOutcome] = self._loop.create_future()
-        batch = _Batch(future, row_count, len(payload), order)
-        if order is not None and order.told != order.seen:
-            self.window.give(row_count, len(payload))
-            lost = BatchOutcome.uniform(row_count, Reason.LOST, high_water_mark=BEFORE_FIRST)
-            batch.tell(lost)
-            return future
-        token = self._next_token()
-        self._parcels[token] = batch
-        self._post(Parcel(token, row_count, mark, payload, crc32(payload), order is not None))
-        return future
+        return batch.future
 
     async def wait_idle(self) -> None:
         """Wait until no outcome is outstanding."""
@@ -307,8 +311,25 @@ class Appends:
         if not self._gathered or self._held:  # rule 4
             return
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        for is_alone, run in groupby(rows, lambda row: row.follows is not None):
-            self._send_run(list(run), is_alone=is_alone)
+        for (is_batch, is_alone), run in groupby(rows, _kind):
+            if is_batch:
+                for batch in run:
+                    assert isinstance(batch, _Batch)
+                    self._send_batch(batch)
+            else:
+                self._send_run([row for row in run if isinstance(row, Row)], is_alone=is_alone)
+
+    def _send_batch(self, batch: _Batch) -> None:
+        order = batch.order
+        if order is not None and order.told != order.seen:
+            self.window.give(batch.row_count, batch.size_bytes)
+            lost = BatchOutcome.uniform(batch.row_count, Reason.LOST, high_water_mark=BEFORE_FIRST)
+            batch.tell(lost)
+            return
+        token = self._next_token()
+        self._parcels[token] = batch
+        crc, keeps_order = crc32(batch.payload), order is not None
+        self._post(Parcel(token, batch.row_count, batch.mark, batch.payload, crc, keeps_order))
 
     def _send_run(self, rows: list[Row], *, is_alone: bool) -> None:
         if is_alone or len(rows) <= SINGLES_MAX:
@@ -384,10 +405,10 @@ class Appends:
         self._held, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._parcels):
             self.refused(token, error)
-        for row in rows:
-            self._end(row)
-            if not row.future.done():
-                row.future.set_exception(error)
+        for each in rows:
+            self.window.give(each.row_count, each.size_bytes)
+            if not each.future.done():
+                each.future.set_exception(error)
         self._landed()
 
     def _tell_rows(self, rows: list[Row], outcome: BatchOutcome) -> None:
@@ -442,8 +463,9 @@ class Appends:
             return
         if self._parcels and next(iter(self._parcels)) <= self._barrier:
             return
-        rows, self._held = self._held, []
-        self._gathered[:0] = sorted(rows, key=lambda row: row.number)
+        rows = sorted(self._held, key=lambda row: row.number)
+        self._held = []
+        self._gathered[:0] = rows
         self._gathered_bytes += sum(row.size_bytes for row in rows)
         self._send_gathered()
 
@@ -489,6 +511,11 @@ def error_of(
         return errors.TooLarge(f"{where}: the transaction is too large for the log")
     made = _TRANSIENT.get(reason, errors.Unavailable)
     return made(f"{where}: not appended ({Reason(reason).name}); it is not in the log, try again")
+
+
+def _kind(each: Row | _Batch) -> tuple[bool, bool]:
+    """Tell if it is a batch, and if it goes alone."""
+    return isinstance(each, _Batch), isinstance(each, Row) and each.follows is not None
 
 
 def _parts(rows: list[Row], rows_max: int, bytes_max: int) -> list[list[Row]]:

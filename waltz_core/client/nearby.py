@@ -46,7 +46,7 @@ _PIECE_BYTES: Final = 512 * 1024
 # One that is looked at, one that is on its way, and one more for who lags behind.
 _BUFFERS_MAX: Final = 3
 # Read what is in memory, or fail; not every file system can tell.
-_NO_WAITING: Final = os.RWF_NOWAIT if sys.platform == "linux" else 0
+_NO_WAITING: Final = getattr(os, "RWF_NOWAIT", 0)
 _WAITING_IS_NEEDED: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
 _REFERENCES_OF_OURS: Final = 2  # the list's, and that of who asks
 

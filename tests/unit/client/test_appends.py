@@ -6,10 +6,11 @@ import pytest
 
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
-from waltz_core.client.appends import Appends, Row, Window
+from waltz_core.client.appends import Appends, BatchOrder, Row, Window
 from waltz_core.client.monitor import BatchOutcome
 from waltz_core.wire.messages import Reason
 
+BATCH = b"two rows"
 GONE = errors.Unreachable("nobody is there")
 
 
@@ -28,6 +29,10 @@ class Author:
         assert self.window.try_take(1, row.size_bytes)
         self.appends.add(row)
         return row.future
+
+    def append_batch(self, order=None):
+        assert self.window.try_take(2, len(BATCH))
+        return self.appends.add_batch(BATCH, 2, 0, order)
 
     def lose(self, token):
         outcome = BatchOutcome.uniform(1, Reason.NO_SPACE, high_water_mark=0)
@@ -87,5 +92,40 @@ def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
         author.lose(3 - token)
         await until(lambda: len(author.sent) == 4)
         assert [each.token for each in author.sent] == [1, 2, 3, 4]
+
+    asyncio.run(story())
+
+
+def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+
+    async def story():
+        author = Author()
+        author.append()
+        author.lose(1)
+        author.append_batch(BatchOrder())
+        author.append()
+        assert len(author.sent) == 1
+        await until(lambda: len(author.sent) == 4)
+        assert [each.row_count for each in author.sent] == [1, 1, 2, 1]
+
+    asyncio.run(story())
+
+
+def test_a_batch_that_waits_ends_when_nothing_more_is_heard_or_its_order_is_lost(monkeypatch):
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+
+    async def story():
+        author, order = Author(), BatchOrder()
+        author.append()
+        author.lose(1)
+        lost = author.append_batch(order)
+        order.told += 1
+        assert (await lost).reasons.tolist() == [Reason.LOST] * 2
+        author.lose(2)
+        refused = author.append_batch()
+        author.appends.abandon(GONE)
+        assert told([refused]) == [errors.Unreachable]
+        assert author.window.is_empty
 
     asyncio.run(story())
