@@ -27,8 +27,9 @@ class Limits:
     `quorum_ms_max`: without a quorum for so long the partition is released; 0 for never.
     `proof_ms_max`: how long a proof of the mark waits. `stable_ms`: a session that lived so long
     was no failure; nor was one that took appends for `useful_ms` and then lost a storage, as when
-    all of them are restarted one after the other. `rejoin_ms_min`: a replica that came back makes a new session no earlier than
-    so long after the last opened. `hold_ms_...`: a replica that refused appends stays out so long.
+    all of them are restarted one after the other. `rejoin_ms_min`: a replica that came back makes
+    a new session no earlier than so long after the last opened. `hold_ms_...`: a replica that
+    refused appends stays out so long.
     `lost_races_max`: so many sessions are lost to other servers before the partition is released.
     `lag_bytes_max`: appends to one replica without answer, and what is kept in memory for slow
     ones. `range_bytes_max`: one copied stretch.
