@@ -202,6 +202,8 @@ class AppendPipeline:
         assert self._is_open
         assert self._high_water_mark <= last < self._next_id
         self._high_water_mark = self._endings.high_water_mark = last
+        assert self._table is not None
+        self._table.landed(last)
         out: list[Outcome] = []
         while self._flights and self._flights[0].entry.last <= last:
             flight = self._flights.popleft()
