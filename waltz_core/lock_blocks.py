@@ -3,14 +3,16 @@
 Why it stands alone: the owner of a partition writes them, storages keep them unread, and the next
 owner believes them. Whatever makes one believable is here, and nowhere else.
 
-    | lock hashes (4 bytes each) | mark | first | last | chain before | chain | count | CRC |
+    | lock hashes (4 bytes each) | behind (a byte each) |
+    | mark | first | last | chain before | chain | count | CRC |
 
 All integers are big-endian, as everywhere. A block ends with its trailer, so that a run of blocks
 is read from its end, where the newest ones are.
 
 Rules:
-    1. A block holds the write and append locks of all transactions first..last. Each of them was
-       entered by one of these, so `last` is not below the last writer that the block knows of.
+    1. A block holds the write and append locks of all transactions first..last, and of each how
+       far its writer is behind `last`. Of more than `TOLD_APART_MAX` transactions that is left out
+       ("WLB1"): each lock counts as written by `last`, which is not below its writer.
     2. The chain is that of the log after `last` (replication/window.py): it covers all that the
        log holds up to there. Who knows the log's chain at `last` and finds it in a block knows that
        the block is of this very log, and with `chain before` the log's chain before `first`.
@@ -33,7 +35,10 @@ HASH_BYTES: Final = 4
 LOCKS_BYTES_MAX: Final = 1024 * 1024
 
 _TRAILER: Final = struct.Struct(">4sqq16s16sII")
+# Up to so many transactions a block tells by which of them each lock was written.
+TOLD_APART_MAX: Final = 256
 _MARK: Final = b"WLB1"
+_MARK_APART: Final = b"WLB2"
 _CRC_BYTES: Final = 4
 TRAILER_BYTES: Final = _TRAILER.size
 
@@ -46,12 +51,13 @@ class LogEnd(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block; `locks` are big-endian int32."""
+    """One block; `locks` are big-endian int32, `behind` a byte for each of them, or nothing."""
 
     first: TransactionId
     end: LogEnd
     chain_before: Chain
     locks: Buffer
+    behind: Buffer = b""
 
     @property
     def before(self) -> LogEnd:
@@ -59,13 +65,18 @@ class Block(NamedTuple):
         return LogEnd(TransactionId(self.first - 1), self.chain_before)
 
 
-def encode(first: TransactionId, end: LogEnd, chain_before: Chain, locks: Buffer) -> bytes:
+def encode(
+    first: TransactionId, end: LogEnd, chain_before: Chain, locks: Buffer, behind: Buffer = b""
+) -> bytes:
     """Return the bytes of a block; none where there are too many locks."""
     if len(locks) > LOCKS_BYTES_MAX:
         return b""
     count = len(locks) // HASH_BYTES
+    assert len(behind) in (0, count)
     block = bytearray(locks)
-    block += _TRAILER.pack(_MARK, first, end.last, chain_before, end.chain, count, 0)
+    block += behind
+    mark = _MARK_APART if behind else _MARK
+    block += _TRAILER.pack(mark, first, end.last, chain_before, end.chain, count, 0)
     block[-_CRC_BYTES:] = crc32(memoryview(block)[:-_CRC_BYTES]).to_bytes(_CRC_BYTES, "big")
     return bytes(block)
 
@@ -95,12 +106,14 @@ class Blocks:
         if start < 0:
             return None
         mark, first, last, before, chain, count, crc = _TRAILER.unpack_from(self._data, start)
-        start -= count * HASH_BYTES
-        if mark != _MARK or start < 0 or not 0 <= first <= last:
+        locks_bytes = count * HASH_BYTES
+        start -= locks_bytes + (count if mark == _MARK_APART else 0)
+        if mark not in (_MARK, _MARK_APART) or start < 0 or not 0 <= first <= last:
             return None
         block = self._data[start : self._end]
         if crc32(block[:-_CRC_BYTES]) != crc:
             return None
         self._end = start
         end = LogEnd(TransactionId(last), Chain(chain))
-        return Block(TransactionId(first), end, Chain(before), block[: count * HASH_BYTES])
+        locks, behind = block[:locks_bytes], block[locks_bytes:-TRAILER_BYTES]
+        return Block(TransactionId(first), end, Chain(before), locks, behind)

@@ -29,6 +29,15 @@ class Model:
 
     def __init__(self, slot_count: int, mark: int) -> None:
         self.slots = [mark] * slot_count
+        self.entered: list[tuple[int, int, int]] = []  # id, slot, and what that held before
+
+    def clamp(self, mark: int) -> None:
+        """Take back what was entered above the mark."""
+        for entered_id, place, before in reversed(self.entered):
+            if entered_id > mark:
+                self.slots[place] = before
+        self.entered.clear()
+        self.slots = [min(slot, mark) for slot in self.slots]
 
     def places(self, lock: int) -> list[int]:
         value, found = lock & 0xFFFFFFFF, []
@@ -52,6 +61,7 @@ class Model:
             else:
                 for lock in write + append:
                     for place in self.places(lock):
+                        self.entered.append((next_id, place, self.slots[place]))
                         self.slots[place] = next_id
                 verdicts.append((next_id, -1, False))
                 next_id += 1
@@ -115,14 +125,17 @@ def test_the_table_judges_like_the_model(
         assert single._slots.tolist() == model.slots
         next_id += found.accepted_count
         high = min(high + commits, next_id - 1)
+        table.landed(TransactionId(high))
         if fate == "c":  # The session is lost with what is in flight; the lineage is unbroken.
             table.clamp(TransactionId(high))
             single.clamp(TransactionId(high))
-            model.slots = [min(slot, high) for slot in model.slots]
+            model.clamp(high)
+            assert table._slots.tolist() == single._slots.tolist() == model.slots
             next_id = high + 1
         elif fate == "r":
             table.reset(TransactionId(high))
             single.reset(TransactionId(high))
+            model.entered.clear()
             model.slots = [high] * slot_count
             next_id = high + 1
         # LockBound: no estimate is above the last id given out.

@@ -381,19 +381,27 @@ def append_locks_not_told_to_storages() -> Patches:
     rows, singles = append.judge_rows, append.judge_singles
 
     def judge_rows(ticket, stop, table, place):
-        def no_append_locks(rows_kept, keep):
-            none = LockColumn(np.zeros(rows_kept.count + 1, np.int64), np.zeros(0, np.int32))
-            return entered(dataclasses.replace(rows_kept, append_locks=none), keep)
+        def without(told):
+            def no_append_locks(rows_kept, keep):
+                none = LockColumn(np.zeros(rows_kept.count + 1, np.int64), np.zeros(0, np.int32))
+                return told(dataclasses.replace(rows_kept, append_locks=none), keep)
 
-        entered = judging.entered_locks
-        with instead(judging, "entered_locks", no_append_locks):
+            return no_append_locks
+
+        entered, writers = without(judging.entered_locks), without(judging.writers_of)
+        with (
+            instead(judging, "entered_locks", entered),
+            instead(judging, "writers_of", writers),
+        ):
             return rows(ticket, stop, table, place)
 
     def judge_singles(group, table, place):
         piece = singles(group, table, place)
         kept = [ticket.message for ticket in group if ticket.transaction_id >= 0]
         locks = [lock for each in kept for lock in each.write_locks]
-        return piece._replace(locks=np.array(locks, dtype=">i4").tobytes())
+        writers = bytes(row for row, each in enumerate(kept) for _ in each.write_locks)
+        packed = np.array(locks, dtype=">i4").tobytes()
+        return piece._replace(locks=packed, writers=writers)
 
     yield instead(append, "judge_rows", judge_rows)
     yield instead(append, "judge_singles", judge_singles)

@@ -44,6 +44,17 @@ def test_the_bytes_of_a_block():
     assert found.before == LogEnd(4, b"b" * 16)
 
 
+def test_the_bytes_of_a_block_that_tells_its_writers_apart():
+    made = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258), b"\1\0")
+    assert made[:14] == bytes.fromhex("ffffffff00000102") + b"\1\0" + b"WLB2"
+    assert len(made) == 10 + TRAILER_BYTES
+    older = encode(4, LogEnd(4, b"b" * 16), b"a" * 16, locks_of(9))
+    blocks = Blocks(older + made)
+    found = blocks.below(LogEnd(6, b"c" * 16), 1)
+    assert found == Block(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8], b"\1\0")
+    assert blocks.below(found.before, 1).behind == b""
+
+
 def test_blocks_are_followed_down_to_the_first():
     data = block(0, 0, 7) + block(1, 3, 1, 2, 3) + block(4, 4)
     assert believed(data, end(4)) == [

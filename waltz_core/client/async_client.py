@@ -248,6 +248,7 @@ class AsyncWaltzClient:
             partition = self._partitions.get(partition_id)
             if partition is not None:
                 partition.moved(owner.generation)
+        self.requests.moved(owners)
 
     # --- the cluster
 

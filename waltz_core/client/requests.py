@@ -8,19 +8,22 @@ Rules:
     2. Retriable errors are retried with a pause that doubles, and ZooKeeper is asked again where
        the partition is; the last error is told when the request timeout has passed.
     3. Which replicas are nearby is a preference: where it cannot be found out, none is.
+    4. When a partition moves, whoever still waits for the server that had it asks the new one: that
+       server may be frozen, or on a host that is gone, and would keep him waiting to the end.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from waltz_core import errors
 from waltz_core.client.connections import ServerLinks
-from waltz_core.client.directory import Directory
+from waltz_core.client.directory import Directory, Owner
 from waltz_core.client.ranges import (
     RangeChunk,
     RangeQuery,
@@ -44,6 +47,14 @@ AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ToldT = TypeVar("ToldT")
 
 
+class _Question(NamedTuple):
+    """One that waits for an answer, and for whose."""
+
+    partition_id: PartitionId
+    address: str
+    patience: asyncio.Timeout
+
+
 class Requests:
     """Asks the partitions' owners."""
 
@@ -54,6 +65,16 @@ class Requests:
         self._links = links
         self._config = config
         self._random = random
+        self._waiting: dict[int, _Question] = {}
+        self._numbers = count(1)
+
+    def moved(self, owners: Mapping[PartitionId, Owner]) -> None:
+        """The assignment has changed (rule 4)."""
+        for each in self._waiting.values():
+            owner = owners.get(each.partition_id)
+            is_moved = owner is not None and owner.address != each.address
+            if is_moved and not each.patience.expired():
+                each.patience.reschedule(0.0)
 
     async def ask(
         self,
@@ -93,6 +114,25 @@ class Requests:
         is_again: bool,
     ) -> AnswerT:
         owner = await self._directory.owner(partition_id, after_failure=is_again)
+        number = next(self._numbers)
+        try:
+            async with asyncio.timeout(None) as patience:
+                self._waiting[number] = _Question(partition_id, owner.address, patience)
+                return await self._answer_of(owner, partition_id, answer, make, timeout_s=timeout_s)
+        except TimeoutError as error:  # rule 4
+            raise errors.Unreachable(f"{owner.address}: the partition has moved") from error
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _answer_of(
+        self,
+        owner: Owner,
+        partition_id: PartitionId,
+        answer: type[AnswerT],
+        make: Callable[[ReqId], ClientMessage],
+        *,
+        timeout_s: float,
+    ) -> AnswerT:
         try:
             link = await self._links.get(owner.address, is_bulk=answer in _LARGE)
         except errors.RemoteProtocolError as error:

@@ -26,8 +26,10 @@ class Limits:
     and is settled; after that, another source is asked for what it should have given.
     `quorum_ms_max`: without a quorum for so long the partition is released; 0 for never.
     `proof_ms_max`: how long a proof of the mark waits. `stable_ms`: a session that lived so long
-    was no failure. `rejoin_ms_min`: a replica that came back makes a new session no earlier than
-    so long after the last opened. `hold_ms_...`: a replica that refused appends stays out so long.
+    was no failure; nor was one that took appends for `useful_ms` and then lost a storage, as when
+    all of them are restarted one after the other. `rejoin_ms_min`: a replica that came back makes
+    a new session no earlier than so long after the last opened. `hold_ms_...`: a replica that
+    refused appends stays out so long.
     `lost_races_max`: so many sessions are lost to other servers before the partition is released.
     `lag_bytes_max`: appends to one replica without answer, and what is kept in memory for slow
     ones. `range_bytes_max`: one copied stretch.
@@ -44,6 +46,7 @@ class Limits:
     quorum_ms_max: int = 12_000
     proof_ms_max: int = 2_000
     stable_ms: int = 5_000
+    useful_ms: int = 1_000
     rejoin_ms_min: int = 2_000
     hold_ms_min: int = 1_000
     hold_ms_max: int = 60_000

@@ -318,7 +318,7 @@ class PartitionStore:
             self._high_water_mark = session.window.committed
             self._chain = session.window.committed_chain
         if session.ended is not None:
-            self._session_ended(session.ended)
+            self._session_ended(session, session.ended)
             return
         if self._waiting is not _Waiting.NOTHING or self._retry_at_ms is not None:
             return
@@ -326,7 +326,7 @@ class PartitionStore:
         if states is not None:
             self._write_states(session, states)
 
-    def _session_ended(self, ending: Ending) -> None:
+    def _session_ended(self, session: StoreSession, ending: Ending) -> None:
         replica = ending.replica
         if ending.promised is not None and replica is not None:
             self._promised[replica] = ending.promised
@@ -334,6 +334,7 @@ class PartitionStore:
             hold_ms = self._hold_ms.get(replica, self._limits.hold_ms_min)
             self._held_until_ms[replica] = self._now_ms + hold_ms
             self._hold_ms[replica] = min(2 * hold_ms, self._limits.hold_ms_max)
+        is_useful = session.is_useful(self._now_ms)
         self._end_session(ending.reason, ending.error_code)
         match ending.cause:
             case Cause.STALLED:
@@ -345,6 +346,8 @@ class PartitionStore:
                 self._view = None
                 self._claim_after(self._pause_ms())
             case Cause.LEFT | Cause.RETURNED:
+                if is_useful:
+                    self._failure_count = 0
                 self._claim_after(self._pause_ms())
 
     def _end_session(self, reason: str, error_code: int = 0) -> None:

@@ -152,6 +152,11 @@ class StoreSession:
         """Whether ZooKeeper is known to hold this session's states and it has not ended."""
         return self.window is not None and self.ended is None
 
+    def is_useful(self, now_ms: int) -> bool:
+        """Whether it has taken appends for a while: what ends it now has been no obstacle to it."""
+        opened_ms = self.opened_ms if self.is_settled else None
+        return opened_ms is not None and now_ms - opened_ms >= self._limits.useful_ms
+
     @property
     def engaged(self) -> list[ReplicaSession]:
         """The engaged replicas, in the order of the assignment."""

@@ -86,7 +86,8 @@ class Window:
         entry = LineageEntry(batch.first, batch.last, session_id, batch.stamp_ms, self.chain)
         locks = b""
         if batch.locks is not None:
-            locks = encode(batch.first, LogEnd(batch.last, self.chain), before, batch.locks)
+            end = LogEnd(batch.last, self.chain)
+            locks = encode(batch.first, end, before, batch.locks, batch.behind)
         flight = Flight(entry, batch, before, now_ms, locks)
         self._flights[batch.first] = flight
         self._uncommitted.append(flight)

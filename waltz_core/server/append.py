@@ -202,6 +202,8 @@ class AppendPipeline:
         assert self._is_open
         assert self._high_water_mark <= last < self._next_id
         self._high_water_mark = self._endings.high_water_mark = last
+        assert self._table is not None
+        self._table.landed(last)
         out: list[Outcome] = []
         while self._flights and self._flights[0].entry.last <= last:
             flight = self._flights.popleft()
@@ -473,7 +475,7 @@ class AppendPipeline:
 
     def _add(self, piece: Piece, draft: Draft) -> None:
         if piece.part is not None:
-            draft.add(piece.part, piece.locks)
+            draft.add(piece.part, piece.locks, piece.writers)
             self._next_id = TransactionId(piece.part.last + 1)
             self._following.added(piece)
         for ticket in piece.doubtful:
@@ -491,7 +493,7 @@ class AppendPipeline:
             return
         part = joined(draft.parts)
         self._stamp_ms = max(self._stamp_ms, wall_ms)
-        batch = Batch(*part, stamp_ms=self._stamp_ms, locks=b"".join(draft.locks))
+        batch = Batch(*part, self._stamp_ms, b"".join(draft.locks), draft.behind())
         self._chain = next_chain(
             self._chain, batch.first, batch.last, self._session_id, batch.record_crcs
         )

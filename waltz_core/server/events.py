@@ -206,11 +206,15 @@ class Answer:
 
 @value(frozen=True, slots=True)
 class Fetch:
-    """Read from a storage, on a connection that has nothing to do with the session's."""
+    """Read from a storage, on a connection that has nothing to do with the session's.
+
+    `is_urgent`: another one is asked when this one does not answer soon.
+    """
 
     token: int
     replica: ReplicaId
     message: RangeRaw | LockBlocksRequest
+    is_urgent: bool = False
 
 
 class Stretch(NamedTuple):

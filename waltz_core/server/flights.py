@@ -7,6 +7,7 @@ pipeline's rules about them are easier to read without their fields.
 from dataclasses import dataclass, field
 
 from waltz_core.batches import EncodedBatch
+from waltz_core.lock_blocks import TOLD_APART_MAX
 from waltz_core.record import LineageEntry
 from waltz_core.replication.events import Batch
 from waltz_core.server.outcomes import Outcome
@@ -35,6 +36,7 @@ class Draft:
 
     parts: list[EncodedBatch] = field(default_factory=list)
     locks: list[bytes] = field(default_factory=list)
+    writers: list[bytes] = field(default_factory=list)  # of each lock, its row in its part
     tickets: list[Ticket] = field(default_factory=list)
     out: list[Outcome] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
@@ -42,8 +44,19 @@ class Draft:
     is_urgent: bool = False
     size_bytes: int = 0  # what its records take; asked for at every turn
 
-    def add(self, part: EncodedBatch, locks: bytes) -> None:
-        """Add records that were given ids, and their locks."""
+    def add(self, part: EncodedBatch, locks: bytes, writers: bytes) -> None:
+        """Add records that were given ids, their locks, and of which record each lock is."""
         self.parts.append(part)
         self.locks.append(locks)
+        self.writers.append(writers)
         self.size_bytes += len(part.records)
+
+    def behind(self) -> bytes:
+        """Return how far each lock's writer is behind the last id; none where that is too far."""
+        last = self.parts[-1].last
+        if last - self.parts[0].first >= TOLD_APART_MAX:
+            return b""
+        return b"".join(
+            bytes([last - part.first - row for row in rows])
+            for part, rows in zip(self.parts, self.writers, strict=True)
+        )

@@ -231,7 +231,9 @@ class Host:
 
     async def _fetch(self, effect: Fetch) -> None:
         try:
-            answer = await self._around.read_links.fetch(effect.replica, effect.message)
+            answer = await self._around.read_links.fetch(
+                effect.replica, effect.message, is_urgent=effect.is_urgent
+            )
         except WaltzError as error:
             self.post(FetchFailed(effect.token, str(error)))
             return

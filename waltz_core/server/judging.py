@@ -17,6 +17,7 @@ import numpy as np
 from waltz_core.batches import AppendRows, EncodedBatch, decode_append, encode_records
 from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.lock_blocks import TOLD_APART_MAX
 from waltz_core.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX, TransactionId
 from waltz_core.server.events import Limits
 from waltz_core.server.locks import AHEAD, NO_CONFLICT, PASSED, REFUSED, LockTable, Mask, Requests
@@ -27,12 +28,14 @@ from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
 # So few single transactions are judged in plain Python: arrays would cost more than they save.
 FEW: Final = 16
+_ROWS: Final = tuple(bytes([row]) for row in range(TOLD_APART_MAX))
 
 
 class Piece(NamedTuple):
     """What judging has made: records, if any row was accepted, and what is to become of tickets.
 
-    `locks` are the write and append locks of the records, as `lock_blocks.py` wants them.
+    `locks` are the write and append locks of the records, as `lock_blocks.py` wants them, and
+    `writers` a byte for each of them, the row of its record; none where these are too many.
     `doubtful` wait for something in flight, these records included; `refused` are judged and wait
     for nothing of this piece.
     """
@@ -41,6 +44,7 @@ class Piece(NamedTuple):
     doubtful: list[Ticket]
     refused: list[Ticket]
     locks: bytes = b""
+    writers: bytes = b""
 
 
 class Place(NamedTuple):
@@ -114,7 +118,9 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: Place) -
         keep = None if judgement.accepted_count == rows.count else accepted
         req_id = ticket.req_id._replace(sequence=ticket.req_id.sequence + start)
         part = encode_records(rows, keep, place.next_id, req_id)
-        return Piece(part, [ticket], [], entered_locks(rows, keep))
+        is_few = judgement.accepted_count <= TOLD_APART_MAX
+        writers = writers_of(rows, keep) if is_few else b""
+        return Piece(part, [ticket], [], entered_locks(rows, keep), writers)
     if judgement.pending.any():
         return Piece(None, [ticket], [])
     return Piece(None, [], [ticket])
@@ -127,6 +133,16 @@ def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
         values = column.values
         entered.append(values if keep is None else values[np.repeat(keep, column.counts)])
     return np.concatenate(entered).astype(">i4").tobytes()
+
+
+def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
+    """Return for each of `entered_locks` which of the kept rows it is of."""
+    numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
+    writers = []
+    for column in (rows.write_locks, rows.append_locks):
+        found = np.repeat(numbers, column.counts)
+        writers.append(found if keep is None else found[np.repeat(keep, column.counts)])
+    return np.concatenate(writers).astype(np.uint8).tobytes()
 
 
 def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> Piece:
@@ -150,7 +166,12 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> 
         return Piece(None, doubtful, refused)
     messages = [ticket.message for ticket in kept]
     locks = [lock for each in messages for lock in (*each.write_locks, *each.append_locks)]
-    return Piece(encode_singles(kept), doubtful, refused, struct.pack(f">{len(locks)}i", *locks))
+    writers = b""
+    if locks and len(kept) <= TOLD_APART_MAX:
+        counts = [len(each.write_locks) + len(each.append_locks) for each in messages]
+        writers = b"".join(_ROWS[row] * number for row, number in enumerate(counts))
+    packed = struct.pack(f">{len(locks)}i", *locks)
+    return Piece(encode_singles(kept), doubtful, refused, packed, writers)
 
 
 # Id, and what it was refused for: an id, or AHEAD.

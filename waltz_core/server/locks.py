@@ -21,10 +21,13 @@ Rules (correctness.md, rows 25-30 and "Room for our rules"; interop.md section 6
        its own batch have entered.
     6. last writer(lock) <= estimate(lock) <= highest id given out; with nothing in flight no
        estimate is above the high-water mark.
+       What is lost with its session is taken back: what its locks held before holds again. Else a
+       row that is sent again would be refused for its own first try.
     7. After `reset` no slot is below the mark; `refine` lets them go down as far as every writer
        above is known (`refill.py`). A slot above the floor was entered, and stays.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -60,6 +63,8 @@ _I64_MIN: Final = int(np.iinfo(np.int64).min)
 _I64_MAX: Final = int(np.iinfo(np.int64).max)
 # Above every transaction id: `_IN_BATCH + row` in a slot means "row of the batch being judged".
 _IN_BATCH: Final = 1 << 62
+# What more entries than these have overwritten is not kept: it would cost more than it is worth.
+_TAKEN_BACK_MAX: Final = HASH_COUNT * 8_192
 # For the false refusal estimate a sample of this many slots has an error of about half a percent.
 _SAMPLE_SLOTS: Final = 65_536
 
@@ -124,16 +129,26 @@ class _Estimates(NamedTuple):
     entered: I64  # (3, lock count) the same, or `_IN_BATCH + row` where an earlier row may enter
 
 
+class _Entered(NamedTuple):
+    """Slots that were entered for what is in flight, and what they held before, in one order."""
+
+    last: int  # the highest id
+    slots: I64 | list[int]
+    before: I64 | list[int]
+    ids: I64 | None  # those that were entered; None: all are the highest
+
+
 class LockTable:
     """Estimates of the last writer of each lock; see the module's rules."""
 
-    __slots__ = ("_plain", "_slot_count", "_slots")
+    __slots__ = ("_entered", "_plain", "_slot_count", "_slots")
 
     def __init__(self, slot_count: int, high_water_mark: TransactionId) -> None:
         assert slot_count > 0
         self._slot_count = np.uint32(slot_count)
         self._slots = np.full(slot_count, high_water_mark, dtype=np.int64)
         self._plain = self._slots.data  # the same memory, quicker one by one
+        self._entered: deque[_Entered] = deque()  # by id
 
     # -----------------------------------------------------------------------------------------
     # appends
@@ -197,23 +212,38 @@ class LockTable:
             highest = max(highest, min(slots[first], slots[second], slots[third]))
         if highest > mark:
             return highest
-        for lock in (*locks[0], *locks[2]):
-            for slot in _slots_of(lock, count):
+        entered = [slot for lock in (*locks[0], *locks[2]) for slot in _slots_of(lock, count)]
+        if entered:
+            before = [slots[slot] for slot in entered]
+            self._entered.append(_Entered(next_id, entered, before, None))
+            for slot in entered:
                 slots[slot] = next_id
         return PASSED
+
+    def landed(self, high_water_mark: TransactionId) -> None:
+        """What is in the log up to the mark is not taken back any more."""
+        while self._entered and self._entered[0].last <= high_water_mark:
+            self._entered.popleft()
 
     # -----------------------------------------------------------------------------------------
     # sessions
 
     def clamp(self, high_water_mark: TransactionId) -> None:
-        """Forget what never came to be: after a lost session, nothing lies above its mark.
+        """Forget what never came to be: after a lost session, nothing lies above its mark (rule 6).
 
         Right only when no other server has owned the partition since; else `reset`.
         """
+        while self._entered and (lost := self._entered.pop()).last > high_water_mark:
+            self._slots[lost.slots] = lost.before
+            if lost.ids is not None:  # the first of them may be in the log
+                kept = lost.ids <= high_water_mark
+                np.maximum.at(self._slots, np.asarray(lost.slots)[kept], lost.ids[kept])
+        self._entered.clear()
         np.minimum(self._slots, high_water_mark, out=self._slots)
 
     def reset(self, high_water_mark: TransactionId) -> None:
         """Know nothing but that all writes lie at or below the mark."""
+        self._entered.clear()
         self._slots.fill(high_water_mark)
 
     def refine(
@@ -279,7 +309,11 @@ class LockTable:
     def _enter(self, rows: I64, slots: I64, ids: I64) -> None:
         entering = ids[rows]
         accepted = entering != REFUSED
-        np.maximum.at(self._slots, slots[accepted], entering[accepted])
+        slots, entering = slots[accepted], entering[accepted]
+        if 0 < entering.size <= _TAKEN_BACK_MAX:
+            before = self._slots.take(slots)
+            self._entered.append(_Entered(int(entering.max()), slots, before, entering))
+        np.maximum.at(self._slots, slots, entering)
 
 
 def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:

@@ -12,6 +12,8 @@ Rules:
     5. What was asked for while a session ends is asked again in the next one.
     6. Replicas that are nearby are asked before the others, in turn; those that the session does
        not have are never asked, however near.
+    7. A replica that is slow to answer is given up for another one soon, until all were tried; it
+       may be frozen. Who has failed is asked last for the next `SHUNNED_FETCHES`.
 """
 
 from collections import deque
@@ -59,6 +61,7 @@ I64 = npt.NDArray[np.int64]
 ROUNDS_MAX: Final = 2
 RETRY_FIRST_MS: Final = 100
 RETRY_MAX_MS: Final = 5_000
+SHUNNED_FETCHES: Final = 64
 # How many of the newest batches are known by their bounds, stamps and chains, beside the caches.
 ENTRIES_MAX: Final = 16_384
 _WHOLE_BYTES_MAX: Final = 1 << 62
@@ -119,6 +122,7 @@ class Reads:
         self._parked: list[tuple[int, _Job]] = []
         self._token = 0
         self._turn = 0
+        self._shunned: dict[ReplicaId, int] = {}  # until how many fetches were made (rule 7)
         self.replicas: Sequence[ReplicaId] = ()
         # Who is of this server's own group; may change at any time (rule 6).
         self.nearby: Container[ReplicaId] = ()
@@ -312,6 +316,7 @@ class Reads:
             return self._dropped(token)
         del self._running[token]
         self.failed_fetches += 1
+        self._shunned[job.tried[-1]] = self.fetches + SHUNNED_FETCHES
         if all(replica in job.tried for replica in self.replicas):
             job.tried.clear()
             job.rounds += 1
@@ -365,7 +370,9 @@ class Reads:
     def _ask(self, job: _Job) -> Fetch:
         untried = [replica for replica in self.replicas if replica not in job.tried]
         untried = untried or list(self.replicas)
-        choice = [replica for replica in untried if replica in self.nearby] or untried
+        trusted = [each for each in untried if self._shunned.get(each, 0) <= self.fetches]
+        trusted = trusted or untried
+        choice = [replica for replica in trusted if replica in self.nearby] or trusted
         replica = choice[self._turn % len(choice)]
         self._turn += 1
         self._token += 1
@@ -384,7 +391,8 @@ class Reads:
             whole_batches=False,
             reader=True,
         )
-        return Fetch(self._token, replica, message)
+        is_urgent = job.rounds == 0 and len(self.replicas) > 1
+        return Fetch(self._token, replica, message, is_urgent)
 
     # -----------------------------------------------------------------------------------------
     # answers

@@ -38,7 +38,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.server.events import Fetch, Limits
-from waltz_core.server.locks import LockTable
+from waltz_core.server.locks import I64, LockTable
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
 HELD_MS_MAX: Final = 150
@@ -201,10 +201,13 @@ class Refill:
             floor = block.before
         if found:
             locks = np.frombuffer(b"".join(block.locks for block in found), dtype=">i4")
-            ids = np.array([block.end.last for block in found], dtype=np.int64)
-            counts = [len(block.locks) // HASH_BYTES for block in found]
-            self._table.refine(
-                self._floor.last, floor.last, locks.astype(np.int32), np.repeat(ids, counts)
-            )
+            ids = np.concatenate([_writers(block) for block in found])
+            self._table.refine(self._floor.last, floor.last, locks.astype(np.int32), ids)
             self._floor = floor
         return not blocks.is_spent
+
+
+def _writers(block: Block) -> I64:
+    """Return by whom each of the locks was written, or the last that may have done it."""
+    last = np.full(len(block.locks) // HASH_BYTES, block.end.last, dtype=np.int64)
+    return last - np.frombuffer(block.behind, dtype=np.uint8) if block.behind else last

@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S: Final = 3.0
 READ_TIMEOUT_S: Final = 15.0
+# The same where another one can be asked: a storage that is frozen keeps its connections.
+URGENT_READ_TIMEOUT_S: Final = 2.0
 _NOBODY: Final = -1
 _Answer: TypeAlias = RangeBytes | LockBlocks
 
@@ -158,14 +160,23 @@ class ReadLinks:
         # Ours, whatever whoever asks counts by: a late answer must not be taken for another's.
         self._numbers = count(1)
 
-    async def fetch(self, replica: ReplicaId, message: RangeRaw | LockBlocksRequest) -> _Answer:
+    async def fetch(
+        self,
+        replica: ReplicaId,
+        message: RangeRaw | LockBlocksRequest,
+        *,
+        is_urgent: bool = False,
+    ) -> _Answer:
         """Ask a storage; the answer echoes the message's sequence.
+
+        `is_urgent`: for no longer than another one that could be asked may be kept waiting.
 
         Raises Unreachable, or the error that the storage answered with.
         """
         number = next(self._numbers)
+        timeout_s = URGENT_READ_TIMEOUT_S if is_urgent else READ_TIMEOUT_S
         try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 read_link = await self._link(replica)
                 answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
                 read_link.waiting[number] = answer
@@ -175,7 +186,7 @@ class ReadLinks:
                 finally:
                     read_link.waiting.pop(number, None)
         except TimeoutError as error:
-            raise Unreachable(f"{replica}: no answer within {READ_TIMEOUT_S} s") from error
+            raise Unreachable(f"{replica}: no answer within {timeout_s} s") from error
         return replace(found, sequence=message.sequence)
 
     def close(self) -> None:

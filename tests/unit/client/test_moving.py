@@ -7,14 +7,17 @@ server meet, with what was sent before a break arriving after everything was set
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 
-from tests.unit.client.memory_cluster import MemoryCluster, MemoryServer, memory_cluster
+from tests.unit.client.memory_cluster import QUICK, MemoryCluster, MemoryServer, memory_cluster
 from tests.unit.client.test_async_client import Applying, batch_of, told, until
+from waltz_core import net
 from waltz_core.client import Reason, appends
 from waltz_core.cluster import model
+from waltz_core.record import PartitionId, TransactionId
 
 
 class Passage:
@@ -62,11 +65,14 @@ class Way:
         self._tasks = tasks
         self.passages: list[Passage] = []
         self.port = 0
+        self.is_frozen = False  # new passages are taken, and carry nothing down
 
     async def enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._port_behind)
         passage = Passage()
         passage.client = writer
+        if self.is_frozen:
+            passage.hold("down")
         self.passages.append(passage)
         self._tasks.create_task(passage.carry("up", reader, back))
         self._tasks.create_task(passage.carry("down", there, writer))
@@ -253,3 +259,30 @@ async def test_what_is_sent_again_keeps_its_place() -> None:
                     unsent = await client.append(b"3", partition=0)
                     assert [await in_flight, await queued, await unsent] == [0, 1, 2]
         assert [data for _, _, data in cluster.logs[0].rows()] == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("is_dialled", [True, False], ids=["dialled", "asked"])
+def test_who_asks_a_server_that_is_frozen_asks_the_next_owner(is_dialled: bool) -> None:
+    @told
+    @mock.patch.object(net, "HELLO_S_MAX", 60.0)
+    async def story() -> None:
+        async with (
+            memory_cluster(server_count=2) as cluster,
+            ways(cluster) as there,
+            cluster.client(replace(QUICK, dial_timeout_ms=12_000)).opened() as client,
+        ):
+            await (await client.append(b"a", partition=0))
+            way = there[cluster.servers.index(cluster.owner(0))]
+            (appending,) = way.passages
+            appending.hold("down")
+            way.is_frozen = True
+            # Data come over a connection of their own, which is not made yet.
+            requests, first = client.requests, (PartitionId(0), TransactionId(0))
+            ask = requests.data(*first) if is_dialled else client.high_water_mark(0)
+            async with asyncio.TaskGroup() as tasks:
+                asked = tasks.create_task(ask)
+                await until(lambda: any(each.held["down"] for each in way.passages))
+                await make_moves(cluster, there, 1)
+            assert asked.result() == (b"a" if is_dialled else 0)
+
+    story()

@@ -332,7 +332,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim():
     bench.step(events.Checkpoint())
     for _ in range(10):
         bench.run()
-        bench.wait(1000)
+        bench.wait(bench.limits.useful_ms)
     assert bench.store.open_session is None
     assert any(
         "99" not in one["reason"] and "bound to sessions later" in one["reason"]
@@ -357,7 +357,7 @@ def test_no_quorum_for_long_releases_the_partition():
     bench.own()
     for _ in range(20):
         bench.run()
-        bench.wait(1000)
+        bench.wait(bench.limits.useful_ms)
     assert "no quorum" in bench.all_told(Released)[0].reason
     assert bench.store.wake_at_ms is None
 
@@ -374,11 +374,11 @@ def test_what_waits_for_its_turn_to_ask_zookeeper_is_not_released():
     bench.own(2)
     for _ in range(11):
         bench.run()
-        bench.wait(1000)
+        bench.wait(bench.limits.useful_ms)
     assert not bench.all_told(Released)
     for _ in range(3):
         bench.run()
-        bench.wait(1000)
+        bench.wait(bench.limits.useful_ms)
     assert "no quorum" in bench.all_told(Released)[0].reason
 
 
@@ -405,7 +405,7 @@ def test_zookeeper_away_does_not_release_and_does_not_stop_appends():
             bench.ask_zookeeper("away")
         bench.submit()
         bench.run(questions=False)
-        bench.wait(1000)
+        bench.wait(bench.limits.useful_ms)
     assert bench.store.open_session == 0
     assert bench.store.high_water_mark == 29
     assert not bench.all_told(Released)
@@ -549,6 +549,21 @@ def test_failures_are_followed_by_growing_pauses():
     gaps = [b - a for a, b in itertools.pairwise(claimed_ms)]
     assert max(gaps[:2]) < 150
     assert gaps[-1] >= 1000
+
+
+def test_storages_that_are_restarted_one_after_the_other_are_no_failures():
+    bench = Bench()
+    bench.open()
+    for replica in (A, B, C) * 4:
+        bench.wait(bench.limits.useful_ms)
+        bench.run()
+        assert replica in bench.store.readable_replicas
+        bench.lose(replica)
+        lost_ms = bench.now_ms
+        while bench.store.open_session is None:
+            bench.wait(1)
+            bench.run()
+        assert bench.now_ms - lost_ms <= bench.limits.first_retry_ms_max + bench.limits.grace_ms
 
 
 def test_a_session_that_was_given_away_twice_is_the_end_of_trying():

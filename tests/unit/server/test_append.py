@@ -783,6 +783,20 @@ def test_locks_of_lost_transactions_are_free_again_when_nobody_else_wrote() -> N
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
+def test_what_was_lost_refuses_nobody_who_sends_it_again_though_others_got_in() -> None:
+    world = World()
+    world.single(write=[1])
+    world.turn()
+    world.single(write=[5])
+    world.turn()
+    world.pipeline.closed()
+    world.open(0, settled=0)
+    world.submitted.clear()
+    again = world.single(BOB, write=[5], mark=-1)
+    world.turn()
+    assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
+
+
 def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> None:
     world = World()
     world.pipeline.closed()

@@ -1,6 +1,7 @@
 """What lies between judgement and outcome."""
 
 from waltz_core.batches import EncodedBatch
+from waltz_core.lock_blocks import TOLD_APART_MAX
 from waltz_core.server.flights import Draft
 
 
@@ -9,6 +10,16 @@ def test_a_draft_is_as_large_as_its_records():
     assert draft.size_bytes == 0
     for number in range(3):
         part = EncodedBatch(number, number, b"\0\0\0\x05", memoryview(b"12345"), b"1234", 0)
-        draft.add(part, b"lock")
+        draft.add(part, b"lock", b"\0")
     assert draft.size_bytes == 15
     assert len(draft.parts) == len(draft.locks) == 3
+
+
+def test_a_draft_tells_how_far_its_locks_are_behind_its_last_id():
+    draft = Draft()
+    for first, last, writers in ((7, 9, b"\0\2\2"), (10, 10, b""), (11, 12, b"\1\0")):
+        part = EncodedBatch(first, last, b"", memoryview(b""), b"", 0)
+        draft.add(part, bytes(4 * len(writers)), writers)
+    assert list(draft.behind()) == [12 - 7, 12 - 9, 12 - 9, 0, 1]
+    draft.add(EncodedBatch(13, 7 + TOLD_APART_MAX, b"", memoryview(b""), b"", 0), b"", b"")
+    assert draft.behind() == b""

@@ -128,6 +128,7 @@ def test_the_locks_of_what_was_accepted_are_told(few: int, monkeypatch: pytest.M
     piece = judge_singles(group, LockTable(1009, BEFORE_FIRST), place)
     assert [ticket.reason for ticket in group] == [COMMITTED, LOCK, COMMITTED]
     assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
+    assert list(piece.writers) == [0, 0, 1, 1]
     payload = encode_append(
         [0, 0, 0], [b""] * 3, write_locks=writes, read_locks=reads, append_locks=appends
     )
@@ -136,7 +137,8 @@ def test_the_locks_of_what_was_accepted_are_told(few: int, monkeypatch: pytest.M
     ticket.open(decode(asked, LIMITS))
     piece = judge_rows(ticket, 3, LockTable(1009, BEFORE_FIRST), place)
     assert ticket.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
-    assert sorted(struct.unpack(">4i", piece.locks)) == [-2, 1, 6, 7]
+    found = zip(struct.unpack(">4i", piece.locks), piece.writers, strict=True)
+    assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
 
 
 def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_told() -> None:
@@ -149,6 +151,7 @@ def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_told() -> None:
     place = Place(BEFORE_FIRST, TransactionId(0))
     piece = judge_rows(ticket, 2, LockTable(1009, BEFORE_FIRST), place)
     assert struct.unpack(">3i", piece.locks) == (1, 2, 3)
+    assert list(piece.writers) == [0, 1, 1]
 
 
 def test_what_was_damaged_on_the_way_is_refused() -> None:

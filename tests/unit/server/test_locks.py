@@ -145,8 +145,20 @@ def test_clamp_forgets_what_never_came_to_be() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
     table.clamp(TransactionId(1))
-    assert (table.estimate(1), table.estimate(2), table.estimate(3)) == (1, 1, 0)
-    assert judge(table, {"w": [2]}, mark=1, high=1).ids.tolist() == [2]
+    assert (table.estimate(1), table.estimate(2), table.estimate(3)) == (1, 0, 0)
+    assert judge(table, {"w": [2]}, mark=0, high=1).ids.tolist() == [2]
+
+
+def test_what_is_lost_does_not_refuse_who_sends_it_again() -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, high=0, next_id=1)
+    table.landed(TransactionId(1))
+    # Others write, and the session ends with the next one under the lock in flight.
+    judge(table, *({"w": [other]} for other in range(2, 10)), mark=1, high=1, next_id=2)
+    judge(table, {"w": [1]}, mark=1, high=1, next_id=10)
+    table.clamp(TransactionId(9))
+    assert table.estimate(1) == 1
+    assert judge(table, {"w": [1]}, mark=1, high=9, next_id=10).ids.tolist() == [10]
 
 
 def test_reset_makes_everybody_catch_up() -> None:

@@ -201,6 +201,7 @@ async def test_who_drops_one_more_connection_while_he_dies_is_taken_out_soon():
             taken, _ = await asyncio.get_running_loop().sock_accept(dying)
         taken.close()
         await until(lambda: here.taken_out)
+        assert [each.server_id for each in here.taken_out] == [OTHER]
 
 
 @on_loop

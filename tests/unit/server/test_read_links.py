@@ -100,6 +100,17 @@ async def test_an_answer_that_comes_too_late_is_nobodys():
 
 
 @on_loop
+async def test_a_storage_that_says_nothing_is_given_up_soon_where_another_one_can_be_asked():
+    with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        patched.setattr(replicas, "URGENT_READ_TIMEOUT_S", 0.05)
+        replica = ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
+            await ReadLinks(KEY, 4).fetch(replica, request(1, 10), is_urgent=True)
+
+
+@on_loop
 async def test_who_waits_for_somebody_elses_dial_is_told_in_time():
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))

@@ -22,7 +22,7 @@ from waltz_core.record import (
 from waltz_core.replication.events import Batch
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.server.events import Answer, ConnectionId, Fetch, Limits, Received, Stretch
-from waltz_core.server.reads import RETRY_FIRST_MS, ROUNDS_MAX, ROWS_MAX, Reads
+from waltz_core.server.reads import RETRY_FIRST_MS, ROUNDS_MAX, ROWS_MAX, SHUNNED_FETCHES, Reads
 from waltz_core.wire.messages import ErrorResponse, RangeBytes, RangeData, RangeForm, RangeRequest
 
 REPLICAS = [ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1")]
@@ -130,6 +130,37 @@ def test_a_failed_fetch_goes_to_every_replica_and_then_waits() -> None:
     (answer,) = each.fetched(fetch.token, headers(fetch, 10), RETRY_FIRST_MS)
     assert isinstance(answer, Answer)
     assert isinstance(answer.message, RangeData)
+
+
+def test_whoever_is_slow_is_given_up_soon_until_all_were_tried() -> None:
+    each = reads()
+    fetch = fetch_of(ask(each, 0, 9))
+    for _ in range(2):
+        assert fetch.is_urgent
+        fetch = fetch_of(each.failed(fetch.token, "no answer", 0))
+    assert fetch.is_urgent
+    assert each.failed(fetch.token, "no answer", 0) == []
+    assert not fetch_of(each.wake(RETRY_FIRST_MS)).is_urgent
+    alone = reads()
+    alone.replicas = REPLICAS[:1]
+    assert not fetch_of(ask(alone, 0, 9)).is_urgent
+
+
+def test_whoever_has_failed_is_asked_last_for_a_while() -> None:
+    each = reads(mark=10_000)
+    fetch = fetch_of(ask(each, 0, 9))
+    failed = fetch.replica
+    asked = []
+    fetch = fetch_of(each.failed(fetch.token, "no answer", 0))
+    for place in range(1, 2 * SHUNNED_FETCHES):
+        asked.append(fetch.replica)
+        each.fetched(fetch.token, headers(fetch, 10), 0)
+        fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
+    assert failed not in asked[:SHUNNED_FETCHES]
+    assert failed in asked[SHUNNED_FETCHES : SHUNNED_FETCHES + 3]
+    # Nobody is left out where there is no other.
+    each.replicas = [failed]
+    assert fetch_of(each.failed(fetch.token, "no answer", 0)).replica == failed
 
 
 def test_after_some_rounds_the_client_is_told() -> None:

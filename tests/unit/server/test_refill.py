@@ -97,6 +97,17 @@ def test_a_lock_is_as_young_as_its_last_transaction_and_no_younger_than_its_batc
     assert world.written(6, 2) == [6, 9]
 
 
+def test_of_a_batch_that_tells_its_writers_apart_a_lock_is_no_younger_than_its_writer() -> None:
+    world = World()
+    world.ask()
+    packed = struct.pack(">4i", 21, 22, 23, 21)
+    apart = encode(TransactionId(4), end(MARK), end(3).chain, packed, bytes([5, 4, 0, 2]))
+    world.answer(blocks(0, 3) + apart)
+    world.run()
+    assert [world.table.estimate(each) for each in (21, 22, 23)] == [MARK - 2, MARK - 4, MARK]
+    assert world.written(3) == [3]
+
+
 def test_it_goes_down_as_far_as_is_wanted() -> None:
     world = World(lock_refill_count_max=3)
     world.ask()
