@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
 from waltz_core.client.appends import BatchOrder, Row
-from waltz_core.client.callbacks import AsyncCallbacks, check_headers
+from waltz_core.client.callbacks import AsyncCallbacks, check_callbacks, check_headers
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLinks
 from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
@@ -53,6 +53,7 @@ from waltz_core.client.transaction import (
     check_header,
     check_locks,
     check_mark,
+    check_partition,
     partition_of,
 )
 from waltz_core.config import ClientConfig
@@ -441,6 +442,7 @@ class AsyncWaltzClient:
         Returns when the application has told its marks. Raises BadRequest for a partition that is
         applied already, and what `client_high_water_mark` raises.
         """
+        check_callbacks(callbacks, is_async=True)
         consumer = LoopConsumer(callbacks, self.subscriptions.data)
         await self.subscribe_consumer(consumer, partitions, check_headers(callbacks, headers))
 
@@ -554,12 +556,7 @@ class AsyncWaltzClient:
 
     def _checked(self, partition: int) -> PartitionId:
         self._check_usable()
-        if not 0 <= partition < self.partition_count:
-            raise errors.UnknownPartition(
-                f"there is no partition {partition}: cluster {self.cluster().name!r} has "
-                f"partitions 0..{self.partition_count - 1}"
-            )
-        return PartitionId(partition)
+        return check_partition(partition, self.cluster().name, self.partition_count)
 
     def _all_or(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         if partitions is None:
