@@ -171,10 +171,12 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
         data_format: `msgpack` or `json`.
 
     Raises:
-        BadRequest: JSON does not have a value; it is named with its column.
+        BadRequest: JSON does not have a value, or a text is none; it is named with its column.
     """
-    assert len(columns) == len(names)
-    plain = [_to_plain(column, data_format) for column in columns]
+    plain = [
+        _checked_plain(name, column, data_format)
+        for name, column in zip(names, columns, strict=True)
+    ]
     rows = zip(*plain, strict=True)
     if data_format == "msgpack":
         pack_one = msgpack.Packer(use_bin_type=True).pack
@@ -188,6 +190,16 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
                 "dataFormat=msgpack"
             ) from None
     return pa.array(payloads, pa.binary())
+
+
+def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
+    try:
+        return _to_plain(column, data_format)
+    except (UnicodeDecodeError, pa.ArrowException) as error:  # Spark casts any bytes to a string
+        raise BadRequest(
+            f"column {name!r} cannot be packed ({error}); where it holds a string that is no "
+            "UTF-8, cast it to binary"
+        ) from None
 
 
 def _to_plain(column: pa.Array, data_format: str) -> list[Any]:

@@ -23,6 +23,7 @@ from waltz_core.client.following import Following, Predecessor
 from waltz_core.client.serializers import MSGPACK, Serializer
 from waltz_core.record import (
     BEFORE_FIRST,
+    LOCKS_MAX,
     TRANSACTION_BYTES_MAX,
     ClientId,
     Generation,
@@ -32,12 +33,9 @@ from waltz_core.record import (
     lock_hash,
     spread,
 )
-from waltz_core.wire.messages import ENTRIES_MAX
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
-# What a frame takes of each kind. A message that cannot be encoded would end the whole stream.
-LOCKS_MAX = ENTRIES_MAX
 
 T = TypeVar("T")
 

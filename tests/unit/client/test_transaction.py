@@ -13,7 +13,7 @@ from waltz_core.checksum import crc32
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
 from waltz_core.client.following import FOLLOW
 from waltz_core.client.transaction import check_data, check_mark, check_partition
-from waltz_core.record import TRANSACTION_BYTES_MAX, lock_hash, spread
+from waltz_core.record import LOCKS_MAX, TRANSACTION_BYTES_MAX, lock_hash, spread
 from waltz_core.wire.messages import ENTRIES_MAX
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "locks.json"
@@ -106,9 +106,10 @@ def test_a_builder_takes_what_fits_and_nothing_else():
 
 def test_no_transaction_has_more_locks_than_a_frame_takes():
     made = builder()
-    made.set_append_locks(range(ENTRIES_MAX))
-    with pytest.raises(errors.BadRequest, match=f"append locks: expected at most {ENTRIES_MAX}"):
-        made.set_append_locks(range(ENTRIES_MAX + 1))
+    assert LOCKS_MAX <= ENTRIES_MAX
+    made.set_append_locks(range(LOCKS_MAX))
+    with pytest.raises(errors.BadRequest, match=f"append locks: expected at most {LOCKS_MAX}"):
+        made.set_append_locks(range(LOCKS_MAX + 1))
 
 
 def test_a_partition_is_a_whole_number_of_those_that_there_are():
