@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -96,6 +97,41 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
             with pytest.raises(errors.UsageError, match="SystemExit was raised on a worker thread"):
                 client.submit(context).result(PATIENCE_S)
         assert client.append(b"and it goes on", partition=0).result() == 0
+
+
+def test_what_is_no_context_is_told(waltz_memory):
+    async def submit(wrong):
+        async with waltz_memory.async_client() as client:
+            await client.submit(wrong)
+
+    @transactional(partition=0)
+    def never_called(builder):
+        return False
+
+    with waltz_memory.client() as client:
+        for wrong in (None, never_called):
+            with pytest.raises(errors.UsageError, match="returns when it is called; found "):
+                client.submit(wrong)
+            with pytest.raises(errors.UsageError, match="returns when it is called; found "):
+                asyncio.run(submit(wrong))
+
+
+def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
+    async def append(client):
+        async with asyncio.timeout(PATIENCE_S):
+            return await (await client.append(b"x", partition=0))
+
+    async def begin():
+        return await waltz_memory.async_client()
+
+    with asyncio.Runner() as own:
+        client = own.run(begin())
+        for wrong in (append(client), client.close()):
+            with pytest.raises(errors.UsageError, match="was opened on another event loop"):
+                # One loop in each thread: this one's is the runner's.
+                ThreadPoolExecutor(1).submit(asyncio.run, wrong).result()
+        assert own.run(append(client)) == 0
+        own.run(client.close())
 
 
 def test_callbacks_of_the_other_client_are_refused(waltz_memory):

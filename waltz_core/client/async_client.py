@@ -180,7 +180,7 @@ class AsyncWaltzClient:
         """Wait for outcomes (rule 3), then end; may be called twice."""
         if self._is_closed or self._root is None:
             return
-        self._check_process()
+        self._check_home()
         self._is_closed = True
         try:
             async with asyncio.timeout(self.config.request_timeout_ms / 1000):
@@ -542,15 +542,19 @@ class AsyncWaltzClient:
         self.spawn(run(), "fetch")
         return future
 
-    def _check_process(self) -> None:
+    def _check_home(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
                 f"this client was opened by process {self._pid} and is used in process "
                 f"{os.getpid()}, a fork of it: open a client of its own there"
             )
+        if self._root is not None and self._root.get_loop() is not asyncio.get_running_loop():
+            raise errors.UsageError(
+                "this client was opened on another event loop: open one in each asyncio.run"
+            )
 
     def _check_usable(self) -> None:
-        self._check_process()
+        self._check_home()
         if self._is_closed or self._root is None:
             raise errors.UsageError(_CLOSED)
 

@@ -36,7 +36,12 @@ from waltz_core.client.following import Following
 from waltz_core.client.opening import Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
 from waltz_core.client.subscriptions import waits_for_itself
-from waltz_core.client.transaction import Transaction, TransactionBuilder, TransactionContext
+from waltz_core.client.transaction import (
+    Transaction,
+    TransactionBuilder,
+    TransactionContext,
+    check_context,
+)
 from waltz_core.config import ClientConfig
 from waltz_core.record import PartitionId, TransactionId
 from waltz_core.wire.messages import RangeForm
@@ -416,7 +421,7 @@ class _ThreadContext:
     """A context whose methods run on worker threads."""
 
     def __init__(self, context: TransactionContext, workers: ThreadPoolExecutor) -> None:
-        self._context = context
+        self._context = check_context(context)
         self._workers = workers
 
     @property

@@ -212,6 +212,16 @@ class TransactionContext(ABC):
         """An attempt was refused by a lock; it is tried again once the winner was consumed."""
 
 
+def check_context(context: object) -> TransactionContext:
+    """Return a context; raises UsageError for what is none, a function that was not called, say."""
+    if not isinstance(context, TransactionContext):
+        raise errors.UsageError(
+            f"expected a TransactionContext, or what a function under @transactional returns "
+            f"when it is called; found {context!r}"
+        )
+    return context
+
+
 def check_partition(partition: object, cluster: str, partition_count: int) -> PartitionId:
     """Return a partition; raises UnknownPartition, BadRequest for what is no whole number."""
     try:
