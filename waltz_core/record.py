@@ -41,6 +41,8 @@ assert RECORD_HEADER.size == 28
 assert RECORD_PREFIX.size + 4 == RECORD_OVERHEAD_BYTES
 
 TRANSACTION_BYTES_MAX = 4 * 1024 * 1024
+# Locks of one kind in a transaction: a frame takes no longer list (`messages.ENTRIES_MAX`).
+LOCKS_MAX = 64 * 1024
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 assert TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES < FRAME_BYTES_MAX
 

@@ -28,6 +28,7 @@ from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.connections import client_of
 from waltz_spark.failures import error_of
 from waltz_spark.unwrapping import is_connect, unwrap
+from waltz_spark.writer.columns import RESULT_COLUMNS
 from waltz_spark.writer.results import (
     COMMITTED,
     REJECTED,
@@ -103,7 +104,9 @@ def append(
     texts = {name: _text(value) for name, value in options.items()}
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
+        _check_free("clientHighWaterMarks", texts, "high_water_marks says it already")
         texts["clientHighWaterMarks"] = _marks_text(high_water_marks)
+    _check_told_apart(df, texts)
     path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
     texts["resultsPath"] = path
     # In a thread of the caller's Spark's writer knows no active session, and no Python format then;
@@ -121,6 +124,30 @@ def append(
     # A write that was done before has its results where its first run was told to put them.
     path, name = summary.pop("results_path", path), summary.pop("results_name", "")
     return WriteResult(_results(spark, df, path, name), summary, marks, path)
+
+
+def _check_free(name: str, options: Mapping[str, object], why: str) -> None:
+    if name.lower() in {each.lower() for each in options}:
+        raise BadConfig(f"option {name!r}: {why}; leave it out")
+
+
+def _check_told_apart(df: DataFrame, options: Mapping[str, str]) -> None:
+    """Refuse columns that Spark could not tell apart in the results, before rows are in the log."""
+    if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
+        return
+    given = next((text for key, text in options.items() if key.lower() == "resultcolumns"), None)
+    carried = [name for name in df.columns if name != "data"]
+    if given:
+        carried = [part.strip() for part in given.split(",")]
+    own = {*RESULT_COLUMNS, "partition"}
+    taken = {name: name for name in own}
+    for name in carried:
+        other = taken.setdefault(name.lower(), name)
+        if other != name:
+            raise BadRequest(
+                f"columns {other!r} and {name!r} are one to Spark, and results would hold both: "
+                "rename one, or give option resultColumns without it"
+            )
 
 
 def _summary(path: str) -> dict[str, Any]:
@@ -148,7 +175,9 @@ def _results(spark: SparkSession, df: DataFrame, path: str, name: str) -> DataFr
     )
     empty = spark.createDataFrame([], columns)
     taken = {*empty.columns, "data"}
-    kept = df.select(*[F.col(name) for name in df.columns if name not in taken]).limit(0)
+    # A name may hold dots and backticks.
+    names = [name.replace("`", "``") for name in df.columns if name not in taken]
+    kept = df.select(*[F.col(f"`{name}`") for name in names]).limit(0)
     return kept.crossJoin(empty)
 
 
@@ -224,7 +253,11 @@ class Snapshot:
         Args:
             schema: the columns to unpack, with option `dataFormat`.
             options: further options of the format.
+
+        Raises:
+            BadConfig: an option says that the snapshot is to end elsewhere.
         """
+        _check_free("endingHighWaterMarks", options, "a snapshot ends at its own marks")
         reader = self.reader().options(**{name: _text(value) for name, value in options.items()})
         if schema is not None:
             reader = reader.schema(schema)

@@ -3,6 +3,7 @@
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
+from waltz_core.errors import BadRequest
 from waltz_core.record import lock_hash
 
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")
@@ -18,7 +19,12 @@ def lock(name: str, key: Column | str) -> Column:
 
     Longs are narrowed with masks and shifts, never with a cast that ANSI mode could refuse
     (interop.md section 6, spark.md "Writing").
+
+    Raises:
+        BadRequest: the name is no text.
     """
+    if not isinstance(name, str):
+        raise BadRequest(f"lock {name!r}: expected a text as its name")
     column = F.col(key) if isinstance(key, str) else key
     kind = F.typeof(column)
     wide = (

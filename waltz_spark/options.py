@@ -141,6 +141,11 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
             "options 'startingTimestamp' and 'startingHighWaterMarks' both say where to start; "
             "give one of them"
         )
+    if bag.text("columnNameOfCorruptRecord") in LOG_COLUMNS:
+        raise BadConfig(
+            "option 'columnNameOfCorruptRecord' names a column of your own; the log has a column "
+            f"{bag.text('columnNameOfCorruptRecord')!r}"
+        )
     for name in ("mode", "columnNameOfCorruptRecord"):
         if bag.text(name) is not None and bag.text("dataFormat") is None:
             raise BadConfig(
@@ -268,6 +273,9 @@ class _Bag:
             for name in ("recompute", "maxRetries", "retryBackoff"):
                 if self.text(name) is not None:
                     raise BadConfig(f"option {name!r} is for onLockFailure=retry; give both")
+        for name in ("maxRetries", "retryBackoff"):
+            if value is None and self.text(name) is not None:
+                raise BadConfig(f"option {name!r} is for option 'recompute'; give both")
         if value is not None and _FUNCTION.fullmatch(value) is None:
             raise BadConfig(
                 f"option 'recompute' is 'module:function', 'shop.stock:again'; found {value!r}"
@@ -330,6 +338,8 @@ class _Bag:
             if not 0 <= pair[0] <= pair[1]:
                 raise BadConfig(f"option {name!r} is like '1000-1999,5000'; found {part!r}")
             found.append(pair)
+        if not found:
+            raise BadConfig(f"option {name!r} is like '1000-1999,5000'; found {value!r}")
         return tuple(sorted(found))
 
     def columns(self) -> tuple[str, ...]:
@@ -381,17 +391,20 @@ class _Bag:
         if value is None:
             return {}
         try:
-            raw = json.loads(value)
-            marks = {int(partition): _mark(mark) for partition, mark in raw.items()}
-        except (ValueError, TypeError, AttributeError):
+            raw = json.loads(value, object_pairs_hook=list)
+            marks = {int(partition): _mark(mark) for partition, mark in raw}
+            is_clear = len(marks) == len(raw)  # else a partition has two marks
+        except (ValueError, TypeError):
+            marks, is_clear = {}, False
+        if not is_clear:
             raise BadConfig(
                 f"option {name!r} is JSON from partition to high-water mark, '{{\"0\": 41}}'; "
                 f"found {value!r}"
-            ) from None
+            )
         return marks
 
 
 def _mark(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 63:
         raise ValueError(value)
     return value

@@ -10,7 +10,7 @@ directions, so that what was written is read back exactly.
     string                       text                        text
     binary                       bin                         text, base64
     date                         int, days since 1970-01-01  text, 2013-01-31
-    timestamp (both kinds)       int, microseconds           text, ISO 8601
+    timestamp (both kinds)       int, microseconds           text, ISO 8601, in UTC
     array, struct, map           array, map by name, map     array, object, list of pairs
     null                         nil                         null
 
@@ -171,10 +171,12 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
         data_format: `msgpack` or `json`.
 
     Raises:
-        BadRequest: JSON does not have a value; it is named with its column.
+        BadRequest: JSON does not have a value, or a text is none; it is named with its column.
     """
-    assert len(columns) == len(names)
-    plain = [_to_plain(column, data_format) for column in columns]
+    plain = [
+        _checked_plain(name, column, data_format)
+        for name, column in zip(names, columns, strict=True)
+    ]
     rows = zip(*plain, strict=True)
     if data_format == "msgpack":
         pack_one = msgpack.Packer(use_bin_type=True).pack
@@ -190,10 +192,20 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
     return pa.array(payloads, pa.binary())
 
 
+def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
+    try:
+        return _to_plain(column, data_format)
+    except (UnicodeDecodeError, pa.ArrowException) as error:  # Spark casts any bytes to a string
+        raise BadRequest(
+            f"column {name!r} cannot be packed ({error}); where it holds a string that is no "
+            "UTF-8, cast it to binary"
+        ) from None
+
+
 def _to_plain(column: pa.Array, data_format: str) -> list[Any]:
-    target = _plain_type(column.type, data_format)
-    if target != column.type:
-        column = column.cast(target)
+    for target in (_nested(column.type, _in_utc), _plain_type(column.type, data_format)):
+        if target != column.type:
+            column = column.cast(target)
     is_flat = not pa.types.is_nested(column.type) and not pa.types.is_null(column.type)
     if is_flat and not _needs_text(column.type, data_format):
         return _flat_values(column)
@@ -226,29 +238,41 @@ def _flat_values(column: pa.Array) -> list[Any]:
 
 def _plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
     """Return the type whose Python values a packer knows; casting to it is exact."""
-    if pa.types.is_nested(kind):
-        return _plain_nested(kind, data_format)
+    return _nested(kind, lambda flat: _plain_flat(flat, data_format))
+
+
+def _in_utc(kind: pa.DataType) -> pa.DataType:
+    """Return the same moments in UTC: an offset in a text has no seconds, and old ones had some."""
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        return pa.timestamp(kind.unit, "UTC")
+    return _without_nulls(kind)
+
+
+def _without_nulls(kind: pa.DataType) -> pa.DataType:
+    # NB: nulls that are cast to nulls inside lists become too few (pyarrow 26).
+    return pa.bool_() if pa.types.is_null(kind) else kind
+
+
+def _plain_flat(kind: pa.DataType, data_format: str) -> pa.DataType:
     if pa.types.is_decimal(kind):
         return pa.string()
-    if pa.types.is_null(kind):
-        # NB: nulls that are cast to nulls inside lists become too few (pyarrow 26).
-        return pa.bool_()
     as_text = data_format == "json"
     if pa.types.is_date(kind):
         return pa.string() if as_text else pa.int32()
     if pa.types.is_timestamp(kind):
         return pa.string() if as_text else pa.int64()
-    return pa.int64() if pa.types.is_duration(kind) else kind
+    return pa.int64() if pa.types.is_duration(kind) else _without_nulls(kind)
 
 
-def _plain_nested(kind: pa.DataType, data_format: str) -> pa.DataType:
+def _nested(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a type with each flat type in it replaced."""
     if pa.types.is_map(kind):
-        key, item = (_plain_type(part, data_format) for part in (kind.key_type, kind.item_type))
-        return pa.map_(key, item)
+        return pa.map_(_nested(kind.key_type, leaf), _nested(kind.item_type, leaf))
     if pa.types.is_struct(kind):
-        parts = [pa.field(part.name, _plain_type(part.type, data_format)) for part in kind]
-        return pa.struct(parts)
-    return pa.list_(_plain_type(kind.value_type, data_format))
+        return pa.struct([pa.field(part.name, _nested(part.type, leaf)) for part in kind])
+    if pa.types.is_nested(kind):
+        return pa.list_(_nested(kind.value_type, leaf))
+    return leaf(kind)
 
 
 def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:

@@ -1,15 +1,24 @@
 """The knobs of `MemoryWaltz`: what they do to appends, contexts and feeds, the same each time."""
 
 import asyncio
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.client_contract import PATIENCE_S, Ledger, Told
 from waltz_core import errors
 from waltz_core.batches import encode_append
-from waltz_core.client import AsyncCallbacks, appends, lock
+from waltz_core.client import (
+    AsyncCallbacks,
+    Callbacks,
+    PoisonPolicy,
+    appends,
+    lock,
+    transactional,
+)
 from waltz_core.config import ClientConfig
 from waltz_core.memory import MemoryWaltz
 
@@ -23,6 +32,130 @@ def test_the_fixture_is_an_empty_waltz(waltz_memory):
     (only,) = waltz_memory.transactions(3)
     assert (only.transaction_id, only.header, only.data) == (0, 5, b"one")
     assert waltz_memory.transactions(0) == []
+
+
+# --- what an application does wrong
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Plain(Callbacks):
+    """Counts, and does what it is told."""
+
+    def __init__(self, act, answer=PoisonPolicy.STOP):
+        self.act, self.answer, self.applied, self.errors = act, answer, 0, []
+
+    def apply_transaction(self, transaction):
+        told = self.act()
+        self.applied += 1
+        return told
+
+    def uncaught_exception(self, partition, transaction_id, error):
+        self.errors.append(error)
+        return self.answer
+
+
+async def nothing():
+    """What an async function returns when nobody awaits it."""
+
+
+@pytest.mark.parametrize("act", [lambda: sys.exit(3), nothing])
+def test_what_a_callback_does_on_its_thread_ends_no_more_than_its_feed(waltz_memory, act):
+    callbacks = Plain(act)
+    with waltz_memory.client() as client:
+        client.append(b"poison", partition=0).result()
+        client.subscribe(callbacks, [0])
+        until(lambda: client.partitions == ())
+        assert client.append(b"and it goes on", partition=0).result() == 1
+    assert [type(each) for each in callbacks.errors] == [errors.UsageError]
+
+
+@pytest.mark.parametrize("answer", [None, "skip"])
+def test_an_answer_that_is_no_policy_stops_the_feed(waltz_memory, answer):
+    with waltz_memory.client() as client:
+        client.append(b"poison", partition=0).result()
+        client.subscribe(Plain(lambda: 1 / 0, answer), [0])
+        until(lambda: client.partitions == ())
+
+
+def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
+    @transactional(partition=0)
+    def leaves(builder):
+        sys.exit(3)
+
+    @transactional(partition_by=lambda: sys.exit(3))
+    def leaves_early(builder):
+        return False
+
+    with waltz_memory.client() as client:
+        for context in (leaves(), leaves_early()):
+            with pytest.raises(errors.UsageError, match="SystemExit was raised on a worker thread"):
+                client.submit(context).result(PATIENCE_S)
+        assert client.append(b"and it goes on", partition=0).result() == 0
+
+
+def test_what_is_no_context_is_told(waltz_memory):
+    async def submit(wrong):
+        async with waltz_memory.async_client() as client:
+            await client.submit(wrong)
+
+    @transactional(partition=0)
+    def never_called(builder):
+        return False
+
+    with waltz_memory.client() as client:
+        for wrong in (None, never_called):
+            with pytest.raises(errors.UsageError, match="returns when it is called; found "):
+                client.submit(wrong)
+            with pytest.raises(errors.UsageError, match="returns when it is called; found "):
+                asyncio.run(submit(wrong))
+
+
+def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
+    async def append(client):
+        async with asyncio.timeout(PATIENCE_S):
+            return await (await client.append(b"x", partition=0))
+
+    async def begin():
+        return await waltz_memory.async_client()
+
+    with asyncio.Runner() as own:
+        client = own.run(begin())
+        for wrong in (append(client), client.close()):
+            with pytest.raises(errors.UsageError, match="was opened on another event loop"):
+                # One loop in each thread: this one's is the runner's.
+                ThreadPoolExecutor(1).submit(asyncio.run, wrong).result()
+        assert own.run(append(client)) == 0
+        own.run(client.close())
+
+
+def test_callbacks_of_the_other_client_are_refused(waltz_memory):
+    class Late(Callbacks):
+        async def apply_transaction(self, transaction):
+            """Nobody awaits it."""
+
+    class Early(AsyncCallbacks):
+        async def apply_transaction(self, transaction):
+            """Nobody awaits it."""
+
+    async def subscribe_plain():
+        async with waltz_memory.async_client() as client:
+            await client.subscribe(Plain(nothing))
+
+    with waltz_memory.client() as client:
+        for wrong in (Late(), Early()):
+            with pytest.raises(errors.UsageError, match="is an async function: use AsyncWaltzClie"):
+                client.subscribe(wrong)
+        for wrong in (None, Late):
+            with pytest.raises(errors.UsageError, match="expected callbacks, an object of Callbac"):
+                client.subscribe(wrong)
+    with pytest.raises(errors.UsageError, match="Plain is made of plain functions: use WaltzClien"):
+        asyncio.run(subscribe_plain())
 
 
 # --- refusals and failures

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
 from waltz_core.client.appends import BatchOrder, Row
-from waltz_core.client.callbacks import AsyncCallbacks, check_headers
+from waltz_core.client.callbacks import AsyncCallbacks, check_callbacks, check_headers
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLinks
 from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
@@ -53,6 +53,7 @@ from waltz_core.client.transaction import (
     check_header,
     check_locks,
     check_mark,
+    check_partition,
     partition_of,
 )
 from waltz_core.config import ClientConfig
@@ -179,7 +180,7 @@ class AsyncWaltzClient:
         """Wait for outcomes (rule 3), then end; may be called twice."""
         if self._is_closed or self._root is None:
             return
-        self._check_process()
+        self._check_home()
         self._is_closed = True
         try:
             async with asyncio.timeout(self.config.request_timeout_ms / 1000):
@@ -442,6 +443,7 @@ class AsyncWaltzClient:
         Returns when the application has told its marks. Raises BadRequest for a partition that is
         applied already, and what `client_high_water_mark` raises.
         """
+        check_callbacks(callbacks, is_async=True)
         consumer = LoopConsumer(callbacks, self.subscriptions.data)
         await self.subscribe_consumer(consumer, partitions, check_headers(callbacks, headers))
 
@@ -541,26 +543,25 @@ class AsyncWaltzClient:
         self.spawn(run(), "fetch")
         return future
 
-    def _check_process(self) -> None:
+    def _check_home(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
                 f"this client was opened by process {self._pid} and is used in process "
                 f"{os.getpid()}, a fork of it: open a client of its own there"
             )
+        if self._root is not None and self._root.get_loop() is not asyncio.get_running_loop():
+            raise errors.UsageError(
+                "this client was opened on another event loop: open one in each asyncio.run"
+            )
 
     def _check_usable(self) -> None:
-        self._check_process()
+        self._check_home()
         if self._is_closed or self._root is None:
             raise errors.UsageError(_CLOSED)
 
     def _checked(self, partition: int) -> PartitionId:
         self._check_usable()
-        if not 0 <= partition < self.partition_count:
-            raise errors.UnknownPartition(
-                f"there is no partition {partition}: cluster {self.cluster().name!r} has "
-                f"partitions 0..{self.partition_count - 1}"
-            )
-        return PartitionId(partition)
+        return check_partition(partition, self.cluster().name, self.partition_count)
 
     def _all_or(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         if partitions is None:

@@ -14,6 +14,7 @@ Rules:
        as long as it takes, with a warning in the log now and then.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from enum import Enum, auto
@@ -25,6 +26,8 @@ from waltz_core.record import BEFORE_FIRST
 
 # Header values of one filter.
 HEADERS_MAX = 1_000
+# What callbacks may have beside `apply_transaction`.
+_HOOKS = ("client_high_water_mark", "uncaught_exception")
 
 
 class PoisonPolicy(Enum):
@@ -111,6 +114,28 @@ class AsyncCallbacks(ABC):
         not matter.
         """
         return policy_of(error)
+
+
+def check_callbacks(callbacks: object, *, is_async: bool) -> None:
+    """Refuse what is no callbacks, and those of the other client.
+
+    A thread that calls an async function gets a coroutine and nothing is applied.
+
+    Raises:
+        UsageError: says which client is the right one.
+    """
+    if isinstance(callbacks, type) or not hasattr(callbacks, "apply_transaction"):
+        raise errors.UsageError(f"expected callbacks, an object of Callbacks; found {callbacks!r}")
+    if is_async and isinstance(callbacks, Callbacks):
+        raise errors.UsageError(
+            f"{type(callbacks).__name__} is made of plain functions: use WaltzClient, or derive "
+            "it from AsyncCallbacks"
+        )
+    for name in () if is_async else ("apply_transaction", *_HOOKS):
+        if inspect.iscoroutinefunction(getattr(callbacks, name, None)):
+            raise errors.UsageError(
+                f"{name} is an async function: use AsyncWaltzClient, or a plain function"
+            )
 
 
 def check_headers(

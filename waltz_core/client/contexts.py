@@ -27,7 +27,11 @@ from waltz_core import errors
 from waltz_core.client.appends import Row, RowOutcome, error_of
 from waltz_core.client.following import FOLLOW
 from waltz_core.client.partition import ClientPartition
-from waltz_core.client.transaction import TransactionBuilder, TransactionContext
+from waltz_core.client.transaction import (
+    TransactionBuilder,
+    TransactionContext,
+    check_context,
+)
 from waltz_core.record import TransactionId
 from waltz_core.wire.messages import Reason
 
@@ -70,7 +74,7 @@ class LoopContext:
     """A context whose methods run on the event loop; they may be coroutines."""
 
     def __init__(self, context: TransactionContext) -> None:
-        self._context = context
+        self._context = check_context(context)
 
     @property
     def retries_max(self) -> int | None:

@@ -246,7 +246,10 @@ class Applier:
                 exc_info=error,
             )
         try:
-            return await self._consumer.uncaught(self._partition_id, transaction_id, error)
+            # An answer that is none is the application's fault, too: it is not to loop for ever.
+            return PoisonPolicy(
+                await self._consumer.uncaught(self._partition_id, transaction_id, error)
+            )
         except Exception as another:  # noqa: BLE001 - the application's own
             _log.exception(
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another

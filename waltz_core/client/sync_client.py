@@ -23,7 +23,12 @@ import uvloop
 
 from waltz_core import errors
 from waltz_core.client.async_client import AsyncWaltzClient
-from waltz_core.client.callbacks import Callbacks, PoisonPolicy, check_headers
+from waltz_core.client.callbacks import (
+    Callbacks,
+    PoisonPolicy,
+    check_callbacks,
+    check_headers,
+)
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
 from waltz_core.client.feed import Run, Verdict, mark_of
@@ -31,7 +36,12 @@ from waltz_core.client.following import Following
 from waltz_core.client.opening import Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
 from waltz_core.client.subscriptions import waits_for_itself
-from waltz_core.client.transaction import Transaction, TransactionBuilder, TransactionContext
+from waltz_core.client.transaction import (
+    Transaction,
+    TransactionBuilder,
+    TransactionContext,
+    check_context,
+)
 from waltz_core.config import ClientConfig
 from waltz_core.record import PartitionId, TransactionId
 from waltz_core.wire.messages import RangeForm
@@ -298,6 +308,7 @@ class WaltzClient:
 
         With `headers` only transactions with one of these; see `AsyncWaltzClient.subscribe`.
         """
+        check_callbacks(callbacks, is_async=False)
         values = check_headers(callbacks, headers)
         consumer = _ThreadConsumer(callbacks, self._client, self._workers)
         self._call(self._client.subscribe_consumer(consumer, partitions, values))
@@ -410,7 +421,7 @@ class _ThreadContext:
     """A context whose methods run on worker threads."""
 
     def __init__(self, context: TransactionContext, workers: ThreadPoolExecutor) -> None:
-        self._context = context
+        self._context = check_context(context)
         self._workers = workers
 
     @property
@@ -426,23 +437,23 @@ class _ThreadContext:
         return self._context.follows
 
     def partition_id(self, partition_count: int) -> int:
-        return self._context.partition_id(partition_count)
+        try:
+            return self._context.partition_id(partition_count)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise _told_by_thread(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        loop = asyncio.get_running_loop()
-        told: object = await loop.run_in_executor(self._workers, self._context.execute, builder)
-        if inspect.iscoroutine(told):
-            told.close()
-            raise errors.UsageError(
-                "execute is an async function: use AsyncWaltzClient, or a plain function"
-            )
+        told: object = await _on_thread(self._workers, self._context.execute, builder)
+        _check_plain("execute", told)
         return bool(told)
 
     async def call(self, hook: str, *args: object) -> None:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
             return  # it does nothing; no thread is needed for that
-        await asyncio.get_running_loop().run_in_executor(self._workers, method, *args)
+        await _on_thread(self._workers, method, *args)
 
 
 class _ThreadConsumer:
@@ -456,14 +467,14 @@ class _ThreadConsumer:
         self._workers = workers
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        mark = await self._on_thread(self._callbacks.client_high_water_mark, partition_id)
+        mark = await _on_thread(self._workers, self._callbacks.client_high_water_mark, partition_id)
         return mark_of(partition_id, mark)
 
     async def apply(
         self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
     ) -> Verdict:
         source = self._client.subscriptions.data(partition_id)
-        apply = self._callbacks.apply_transaction
+        apply: Callable[[Transaction], object] = self._callbacks.apply_transaction
 
         def apply_all() -> Verdict:
             count = 0
@@ -472,24 +483,57 @@ class _ThreadConsumer:
                 for number, words in run:
                     if not goes_on():
                         break
-                    apply(Transaction(partition_id, TransactionId(number), words, source))
+                    given = Transaction(partition_id, TransactionId(number), words, source)
+                    _check_plain("apply_transaction", apply(given))
                     count += 1
-            except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
-                return Verdict(count, error)
+            except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
+                return Verdict(count, _told_by_thread(error))
             finally:
                 _applying.partition_id = None
             return Verdict(count, None)
 
-        return await self._on_thread(apply_all)
+        return await _on_thread(self._workers, apply_all)
 
     async def uncaught(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         call = self._callbacks.uncaught_exception
-        return await self._on_thread(lambda: call(partition_id, transaction_id, error))
+        return await _on_thread(self._workers, lambda: call(partition_id, transaction_id, error))
 
-    async def _on_thread(self, call: Callable[..., ResultT], *args: object) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, call, *args)
+
+async def _on_thread(
+    workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
+) -> ResultT:
+    """Run the application's code; what would end the client's loop is raised as an error."""
+
+    def run() -> ResultT:
+        try:
+            return call(*args)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise _told_by_thread(error) from error
+
+    return await asyncio.get_running_loop().run_in_executor(workers, run)
+
+
+def _check_plain(name: str, told: object) -> None:
+    """Refuse what an async function has returned: nothing of it has run."""
+    if inspect.iscoroutine(told):
+        told.close()
+        raise errors.UsageError(
+            f"{name} is an async function: use AsyncWaltzClient, or a plain function"
+        )
+
+
+def _told_by_thread(error: BaseException) -> Exception:
+    """Return what the application has raised: `sys.exit` on a thread ends no process."""
+    if isinstance(error, Exception):
+        return error
+    return errors.UsageError(
+        f"{type(error).__name__} was raised on a worker thread, where it ends nothing: tell the "
+        "thread that may end the process"
+    )
 
 
 def _copy(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:

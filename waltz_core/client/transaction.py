@@ -23,6 +23,7 @@ from waltz_core.client.following import Following, Predecessor
 from waltz_core.client.serializers import MSGPACK, Serializer
 from waltz_core.record import (
     BEFORE_FIRST,
+    LOCKS_MAX,
     TRANSACTION_BYTES_MAX,
     ClientId,
     Generation,
@@ -49,9 +50,16 @@ def lock(name: str, key: int | str = 0) -> int:
     A text key stands for the CRC-32 of its UTF-8 bytes, as in Spark's `functions.lock`.
 
     Raises:
-        BadRequest: an integer key does not fit 64 bits.
+        BadRequest: the name is no text, or the key is neither text nor an integer of 64 bits.
     """
-    number = crc32(key.encode()) if isinstance(key, str) else key
+    if not isinstance(name, str):
+        raise errors.BadRequest(f"lock {name!r}: expected a text as its name")
+    try:
+        number = crc32(key.encode()) if isinstance(key, str) else operator.index(key)
+    except (TypeError, UnicodeEncodeError):
+        raise errors.BadRequest(
+            f"lock {name!r}: expected a whole number or a text as its key, found {key!r}"
+        ) from None
     if not INT64_MIN <= number <= INT64_MAX:
         raise errors.BadRequest(f"lock {name!r}: expected a key of 64 bits, found {number}")
     return lock_hash(name, number)
@@ -63,8 +71,16 @@ def partition_of(hashed: int, partition_count: int) -> PartitionId:
 
 
 def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
-    """Return lock hashes as a tuple; raises BadRequest for what is no 32-bit hash."""
-    checked = tuple(locks)
+    """Return lock hashes as a tuple; raises BadRequest for what is none, or more than one takes."""
+    try:
+        checked = tuple(locks)
+    except TypeError:
+        raise errors.BadRequest(
+            f"{kind} locks: expected a list of hashes as lock(name, key) makes them, "
+            f"found {locks!r}"
+        ) from None
+    if len(checked) > LOCKS_MAX:
+        raise errors.BadRequest(f"{kind} locks: expected at most {LOCKS_MAX}, found {len(checked)}")
     for hashed in checked:
         if not _is_int32(hashed):
             raise errors.BadRequest(
@@ -196,6 +212,32 @@ class TransactionContext(ABC):
         """An attempt was refused by a lock; it is tried again once the winner was consumed."""
 
 
+def check_context(context: object) -> TransactionContext:
+    """Return a context; raises UsageError for what is none, a function that was not called, say."""
+    if not isinstance(context, TransactionContext):
+        raise errors.UsageError(
+            f"expected a TransactionContext, or what a function under @transactional returns "
+            f"when it is called; found {context!r}"
+        )
+    return context
+
+
+def check_partition(partition: object, cluster: str, partition_count: int) -> PartitionId:
+    """Return a partition; raises UnknownPartition, BadRequest for what is no whole number."""
+    try:
+        number = operator.index(cast("SupportsIndex", partition))
+    except TypeError:
+        raise errors.BadRequest(
+            f"partition: expected a whole number, found {partition!r}"
+        ) from None
+    if not 0 <= number < partition_count:
+        raise errors.UnknownPartition(
+            f"there is no partition {number}: cluster {cluster!r} has "
+            f"partitions 0..{partition_count - 1}"
+        )
+    return PartitionId(number)
+
+
 def check_header(header: int) -> int:
     """Return a header; raises BadRequest for what is no 32-bit integer."""
     if not _is_int32(header):
@@ -221,13 +263,14 @@ def _is_int32(value: object) -> bool:
     return isinstance(value, int) and INT32_MIN <= value <= INT32_MAX
 
 
-def check_data(data: bytes) -> bytes:
+def check_data(data: bytes | bytearray | memoryview) -> bytes:
     """Return transaction data; raises BadRequest for no bytes, TooLarge over 4 MiB."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise errors.BadRequest(f"transaction data: expected bytes, found {type(data).__name__}")
-    if len(data) > TRANSACTION_BYTES_MAX:
+    size = data.nbytes if isinstance(data, memoryview) else len(data)
+    if size > TRANSACTION_BYTES_MAX:
         raise errors.TooLarge(
-            f"transaction data: expected at most {TRANSACTION_BYTES_MAX} bytes, found {len(data)}"
+            f"transaction data: expected at most {TRANSACTION_BYTES_MAX} bytes, found {size}"
         )
     return bytes(data)
 

@@ -41,6 +41,8 @@ class ConnectString:
 
 def parse_connect_string(text: str) -> ConnectString:
     """Return the parts of a connect string; raises BadConfig that says what would be right."""
+    if not isinstance(text, str):
+        raise errors.BadConfig(f"the connect string {text!r} is no text: {EXPECTED}")
     place, question, query = text.strip().partition("?")
     auth_file = query.removeprefix("auth=")
     if question and (auth_file == query or not auth_file or not auth_file.isprintable()):

@@ -28,13 +28,14 @@ from waltz_core.batches import encode_append_arrow
 from waltz_core.client import BatchOrder, BatchOutcome, Reason
 from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
 from waltz_spark.options import WriteOptions
-from waltz_spark.writer.columns import MARK_COLUMN, Shaped
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 from waltz_spark.writer.recompute import Anew, Refused
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
 BATCH_BYTES_MAX = 4 * 1024 * 1024
+_LOCK_BYTES = 4
 RETRY_SECONDS_MAX = 60.0
 _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 0.02, 1.0
 _SEND_AGAIN = (
@@ -432,14 +433,15 @@ def _joined(chunks: list[_Chunk]) -> _Chunk:
 
 
 def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int) -> int:
-    """Return how many leading rows stay within both limits, judged by their payload."""
+    """Return how many leading rows stay within both limits, judged by their payload and locks."""
     count: int = min(append.num_rows, rows_max)
     data = append.column("data")
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset :][: len(data) + 1]
-    reach = int(
-        np.searchsorted(offsets[1 : count + 1], int(offsets[0]) + max(bytes_max, 0), "right")
-    )
-    return min(count, reach)
+    ends = offsets[1 : count + 1].astype(np.int64) - int(offsets[0])
+    for name in LOCK_COLUMNS:
+        locks = np.asarray(append.column(name).offsets)
+        ends += _LOCK_BYTES * (locks[1 : count + 1].astype(np.int64) - int(locks[0]))
+    return min(count, int(np.searchsorted(ends, max(bytes_max, 0), "right")))
 
 
 def check_marks(marks: Mapping[int, int], partition_count: int) -> None:

@@ -33,7 +33,7 @@ from waltz_spark.options import WriteOptions
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
-from waltz_spark.writer.results import keep, tell_again
+from waltz_spark.writer.results import check_carried, keep, tell_again
 from waltz_spark.writer.task import Job, Written, place_of_task
 
 _log = logging.getLogger("waltz")
@@ -52,6 +52,8 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
         Unavailable: the cluster cannot be reached.
     """
     check_schema(schema, options)
+    if options.results_path is not None:
+        check_carried(schema, options.result_columns)
     if options.recompute is not None:
         load_function(options.recompute)
         if options.exactly_once and not options.identity_columns:

@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 )
 
 from waltz_core.errors import BadRequest, TooLarge
-from waltz_core.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX
+from waltz_core.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.rows import check_packed_type, pack
 
@@ -274,6 +274,12 @@ class Shaper:
         if column.null_count or column.flatten().null_count:
             kept = [[lock for lock in row or [] if lock is not None] for row in column.to_pylist()]
             column = pa.array(kept, kind)
+        most = pc.max(pc.list_value_length(column)).as_py() or 0
+        if most > LOCKS_MAX:
+            raise TooLarge(
+                f"column {name!r} has {most:,} locks in a row; a transaction has at most "
+                f"{LOCKS_MAX:,} of a kind"
+            )
         return column
 
     def _partitions(
@@ -339,8 +345,10 @@ def _nullable(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _hash_column(column: pa.Array) -> npt.NDArray[np.uint32]:
     """Return `record.lock_hash("", key)` of a column; a null counts as the key 0."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        # By its bytes: a string of Spark's may hold what is no UTF-8.
+        kind = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
         keys = np.array(
-            [0 if text is None else zlib.crc32(text.encode()) for text in column.to_pylist()],
+            [0 if text is None else zlib.crc32(text) for text in column.cast(kind).to_pylist()],
             np.uint64,
         )
     else:

@@ -12,15 +12,19 @@ Rules:
 
 import json
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
+from pyspark.errors import PySparkException
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
 
 from waltz_core.client import Reason
-from waltz_core.errors import BadConfig
+from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.writer.appender import Answered
 
 COMMITTED, REJECTED, RETRY = "COMMITTED", "REJECTED", "RETRY"
@@ -60,6 +64,32 @@ def result_batch(answered: Answered, refused: str) -> pa.RecordBatch:
     fields = [identity.schema.field(name).with_nullable(nullable=True) for name in kept]
     columns = [identity.column(name) for name in kept]
     return pa.RecordBatch.from_arrays(columns + own, schema=pa.schema([*fields, *RESULT_FIELDS]))
+
+
+def check_carried(schema: StructType, names: Sequence[str] | None) -> None:
+    """Refuse a column that Parquet does not have, before any row is in the log.
+
+    Args:
+        schema: the DataFrame's.
+        names: the input columns that the results carry; all but `data` when None.
+
+    Raises:
+        BadRequest: names the column and its type.
+    """
+    for part in schema.fields:
+        if part.name in _OWN or part.name not in (names or schema.names):
+            continue
+        if part.name == "data" and names is None:
+            continue
+        try:
+            # All are nullable in results (rule 2).
+            kind = to_arrow_schema(StructType().add(part.name, part.dataType), timezone="UTC")
+            pq.ParquetWriter(pa.BufferOutputStream(), kind).close()
+        except (ValueError, pa.ArrowException, PySparkException) as error:
+            raise BadRequest(
+                f"column {part.name!r} is {part.dataType.simpleString()}, which results, being "
+                f"Parquet, cannot carry ({error}): leave it out with option resultColumns"
+            ) from None
 
 
 class Place(NamedTuple):

@@ -1,6 +1,7 @@
 """The words of the programming model."""
 
 import json
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from waltz_core import errors
 from waltz_core.checksum import crc32
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
 from waltz_core.client.following import FOLLOW
-from waltz_core.client.transaction import check_mark
-from waltz_core.record import TRANSACTION_BYTES_MAX, lock_hash, spread
+from waltz_core.client.transaction import check_data, check_mark, check_partition
+from waltz_core.record import LOCKS_MAX, TRANSACTION_BYTES_MAX, lock_hash, spread
+from waltz_core.wire.messages import ENTRIES_MAX
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "locks.json"
 
@@ -33,6 +35,12 @@ def test_a_text_key_stands_for_its_crc():
     assert partition_of(lock("account", 7), 5) == spread(lock("account", 7), 5)
     with pytest.raises(errors.BadRequest, match="64 bits"):
         lock("account", 1 << 63)
+    assert lock("account", np.int64(7)) == lock("account", 7)
+    for wrong in (None, 1.5, b"x", "\ud800"):
+        with pytest.raises(errors.BadRequest, match="a whole number or a text as its key, found"):
+            lock("account", wrong)
+    with pytest.raises(errors.BadRequest, match="expected a text as its name"):
+        lock(None, 7)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +94,32 @@ def test_a_builder_takes_what_fits_and_nothing_else():
     assert (made.write_locks, made.read_locks, made.append_locks) == ((lock("a"),), (1, 2), ())
     with pytest.raises(errors.BadRequest, match="32-bit"):
         made.set_header(1 << 31)
-    with pytest.raises(errors.BadRequest, match="write locks"):
-        made.set_write_locks(["account"])
+    for wrong in (["account"], None, 7):
+        with pytest.raises(errors.BadRequest, match="write locks"):
+            made.set_write_locks(wrong)
     with pytest.raises(errors.TooLarge):
         made.set_transaction_data(b"x" * (TRANSACTION_BYTES_MAX + 1), BYTES)
+    wide = memoryview(array("q", bytes(TRANSACTION_BYTES_MAX + 8)))
+    with pytest.raises(errors.TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 8}"):
+        check_data(wide)
+
+
+def test_no_transaction_has_more_locks_than_a_frame_takes():
+    made = builder()
+    assert LOCKS_MAX <= ENTRIES_MAX
+    made.set_append_locks(range(LOCKS_MAX))
+    with pytest.raises(errors.BadRequest, match=f"append locks: expected at most {LOCKS_MAX}"):
+        made.set_append_locks(range(LOCKS_MAX + 1))
+
+
+def test_a_partition_is_a_whole_number_of_those_that_there_are():
+    assert [check_partition(each, "pay", 4) for each in (0, 3, np.int32(2))] == [0, 3, 2]
+    for wrong in (-1, 4):
+        with pytest.raises(errors.UnknownPartition, match=r"cluster 'pay' has partitions 0\.\.3"):
+            check_partition(wrong, "pay", 4)
+    for wrong in ("0", 1.0, None):
+        with pytest.raises(errors.BadRequest, match="partition: expected a whole number"):
+            check_partition(wrong, "pay", 4)
 
 
 def test_what_was_computed_from_another_state_than_it_is_judged_by_claims_the_session_alone():

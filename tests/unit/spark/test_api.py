@@ -1,12 +1,15 @@
 """What `append` takes, before Spark is asked for anything."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from waltz_core.errors import BadConfig, BadRequest
-from waltz_spark.api import _marks_text, append
+from waltz_spark.api import Snapshot, _check_told_apart, _marks_text, append
+
+INSENSITIVE = {"spark.sql.caseSensitive": "false"}
 
 
 def test_marks_are_a_mapping_of_any_whole_numbers() -> None:
@@ -40,3 +43,25 @@ def test_what_is_no_data_frame_is_told(what: object) -> None:
         BadRequest, match=f"append takes a DataFrame .* found {type(what).__name__}"
     ):
         append(what, "localhost:2181/waltz")  # type: ignore[arg-type]
+
+
+def frame(*columns: str, **settings: str) -> SimpleNamespace:
+    return SimpleNamespace(columns=list(columns), sparkSession=SimpleNamespace(conf=settings))
+
+
+def test_marks_are_given_once() -> None:
+    marks = {"high_water_marks": {0: 1}, "ClientHighWaterMarks": '{"0": 2}'}
+    with pytest.raises(BadConfig, match="'clientHighWaterMarks': high_water_marks says it already"):
+        append(frame("data"), "localhost:2181/waltz", **marks)  # type: ignore[arg-type]
+    snapshot = Snapshot(None, "localhost:2181/waltz", {0: 1})  # type: ignore[arg-type]
+    with pytest.raises(BadConfig, match="a snapshot ends at its own marks; leave it out"):
+        snapshot.read(endingHighWaterMarks='{"0": 0}')
+
+
+def test_columns_that_spark_cannot_tell_apart_are_told_before_anything_is_written() -> None:
+    for names in (("id", "ID"), ("id", "Status"), ("Partition", "data")):
+        with pytest.raises(BadRequest, match="are one to Spark, and results would hold both"):
+            _check_told_apart(frame(*names, **INSENSITIVE), {})
+        _check_told_apart(frame(*names, **{"spark.sql.caseSensitive": "true"}), {})
+    _check_told_apart(frame("id", "ID", **INSENSITIVE), {"resultcolumns": "id"})
+    _check_told_apart(frame("id", "status", "partition", "data", **INSENSITIVE), {})

@@ -11,6 +11,7 @@ import pytest
 from waltz_core.batches import decode_append
 from waltz_core.client import BatchOrder, BatchOutcome, Reason
 from waltz_core.errors import ClientAhead
+from waltz_core.record import LOCKS_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender
@@ -161,6 +162,19 @@ def test_a_payload_near_the_limit_travels_alone() -> None:
     assert [len(data) for data in log.taken[0]] == [len(big), 1, len(big), 1]
     assert sum(len(a.reasons) for a in told) == 4
     assert len(told) == 2
+
+
+def test_rows_with_many_locks_travel_in_smaller_batches() -> None:
+    rows = shaped([(0, b"%d" % number) for number in range(100)])
+    locks = pa.array([list(range(LOCKS_MAX))] * 100, pa.list_(pa.int32()))
+    place = rows.append.schema.get_field_index("append_locks")
+    append = rows.append.set_column(place, "append_locks", locks)
+    log = Answering(1, loss=0.0)
+    options = dataclasses.replace(OPTIONS, batch_rows=1000)
+    told = list(Appender(log, options).send([dataclasses.replace(rows, append=append)]))
+    assert log.taken[0] == [b"%d" % number for number in range(100)]
+    # 256 KiB of locks in a row, 4 MiB in an append.
+    assert max(len(each.reasons) for each in told) == 15
 
 
 def test_a_mark_ahead_of_the_log_ends_the_job() -> None:

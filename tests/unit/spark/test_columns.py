@@ -6,10 +6,11 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import ArrayType, IntegerType, LongType, StructField, StructType
 
+from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, TooLarge
-from waltz_core.record import lock_hash, spread
+from waltz_core.record import LOCKS_MAX, lock_hash, spread
 from waltz_spark.options import OnLockFailure, WriteOptions
-from waltz_spark.writer.columns import Shaper, check_schema
+from waltz_spark.writer.columns import LOCK_COLUMNS, Shaper, check_schema
 from waltz_spark.writer.once import Spool
 
 PLAIN = WriteOptions(connect="zk:2181/waltz/x")
@@ -142,6 +143,28 @@ def test_partition_by_hashes_like_the_client() -> None:
     batch = pa.record_batch({"data": pa.array([b"x"] * 5), "key": pa.array(keys, pa.int64())})
     expected = [spread(lock_hash("", key or 0), 4) for key in keys]
     assert shaper(options).shape(batch).partitions.tolist() == expected
+
+
+def test_a_string_that_is_no_text_has_a_hash_and_no_place_in_a_payload() -> None:
+    raw = pa.array([b"x", b"\xff"]).view(pa.string())
+    batch = pa.record_batch({"data": pa.array([b"x"] * 2), "key": raw})
+    chosen = shaper(replace(PLAIN, partition_by="key")).shape(batch).partitions.tolist()
+    assert chosen == [spread(lock_hash("", crc32(key)), 4) for key in (b"x", b"\xff")]
+    for data_format in ("msgpack", "json"):
+        options = replace(PACKED, data_format=data_format)
+        for kind in ("key", "nested"):
+            lists = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), raw)
+            column = raw if kind == "key" else lists
+            with pytest.raises(BadRequest, match=f"column '{kind}' cannot be packed .* no UTF-8"):
+                shaper(options).shape(pa.record_batch({kind: column}))
+
+
+def test_a_row_has_no_more_locks_than_a_transaction() -> None:
+    for name in LOCK_COLUMNS:
+        locks = pa.array([[], list(range(LOCKS_MAX + 1))], pa.list_(pa.int32()))
+        batch = pa.record_batch({"data": pa.array([b"x"] * 2), name: locks})
+        with pytest.raises(TooLarge, match=f"'{name}' has 65,537 locks in a row"):
+            shaper().shape(batch)
 
 
 def test_a_given_partition_wins_and_a_null_falls_back() -> None:

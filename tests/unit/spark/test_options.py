@@ -107,6 +107,10 @@ def test_columns_are_checked_with_the_nearest_name() -> None:
         ("partitions", "0,x"),
         ("partitions", "-1"),
         ("transactionIds", "9-3"),
+        ("transactionIds", ","),
+        ("startingHighWaterMarks", '{"0": 9223372036854775808}'),
+        ("startingHighWaterMarks", '{"0": 1, "0": 2}'),
+        ("columnNameOfCorruptRecord", "data"),
         ("minPartitions", "0"),
         ("maxTransactionsPerTask", "many"),
         ("failOnDataLoss", "perhaps"),
@@ -138,6 +142,14 @@ def test_a_write_s_options() -> None:
         parse_write({**CLUSTER, "resultColumns": "a"})
     with pytest.raises(BadConfig, match="'writeId' names a write for exactlyOnce=true"):
         parse_write({**CLUSTER, "writeId": "a", "exactlyOnce": "false"})
+
+
+def test_what_no_function_asks_for_has_no_effect_and_is_refused() -> None:
+    retry = {**CLUSTER, "onLockFailure": "retry"}
+    for name in ("maxRetries", "retryBackoff"):
+        assert parse_write({**retry, name: "5", "recompute": "shop:again"}).recompute is not None
+        with pytest.raises(BadConfig, match=f"'{name}' is for option 'recompute'; give both"):
+            parse_write({**retry, name: "5"})
 
 
 def test_the_name_of_a_write() -> None:

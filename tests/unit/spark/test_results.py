@@ -1,9 +1,11 @@
 """Whose results a file has."""
 
 import pytest
+from pyspark.sql.types import ArrayType, LongType, NullType, StructType
 
+from waltz_core.errors import BadRequest
 from waltz_spark.writer.columns import RESULT_COLUMNS
-from waltz_spark.writer.results import RESULT_FIELDS, file_name, is_of
+from waltz_spark.writer.results import RESULT_FIELDS, check_carried, file_name, is_of
 
 
 @pytest.mark.parametrize("write", ["1", "n-1", "run-0123", "a.b", "x[y]"])
@@ -29,3 +31,16 @@ def test_what_is_another_ones_is_left_alone(name: str) -> None:
 def test_the_columns_that_nobody_may_carry_are_those_of_results() -> None:
     own = [field.name for field in RESULT_FIELDS]
     assert sorted([*RESULT_COLUMNS, "partition"]) == sorted(own)
+
+
+def test_a_column_that_parquet_has_not_is_told_before_anything_is_written() -> None:
+    empty, nothing = StructType(), ArrayType(NullType(), containsNull=False)
+    schema = StructType().add("id", LongType()).add("note", empty).add("list", nothing)
+    for name in ("note", "list"):
+        with pytest.raises(BadRequest, match=f"column '{name}' is .* option resultColumns"):
+            check_carried(schema, ["id", name])
+    with pytest.raises(BadRequest, match="option resultColumns"):
+        check_carried(schema, None)
+    check_carried(schema, ["id"])
+    # What gives way to a column of the results, or is the payload, need not be carried.
+    check_carried(StructType().add("status", empty).add("data", empty), None)

@@ -84,6 +84,19 @@ def test_any_row_round_trips(data_format: str, rows: list[tuple[object, ...]]) -
     assert [c.to_pylist() for c in unpacked] == [c.to_pylist() for c in columns]
 
 
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+@pytest.mark.parametrize("zone", ["America/St_Johns", "Europe/Amsterdam", "UTC"])
+def test_moments_from_before_the_standard_times_keep_their_seconds(
+    data_format: str, zone: str
+) -> None:
+    kind = pa.timestamp("us", zone)
+    moments = pa.array([-2_840_140_799_000_007, 0, None], kind)
+    nested = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), moments)
+    payloads = pack([moments, nested], ["a", "b"], data_format)
+    fields = [pa.field("a", kind), pa.field("b", nested.type)]
+    assert Unpacker(fields, data_format).columns(payloads, str) == [moments, nested]
+
+
 def test_a_column_that_a_payload_lacks_is_null() -> None:
     payloads = pack([pa.array([1])], ["a"], "msgpack")
     found = Unpacker([pa.field("b", pa.string())], "msgpack").columns(payloads, where)
