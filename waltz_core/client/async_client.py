@@ -246,8 +246,7 @@ class AsyncWaltzClient:
 
     def _assignment_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         for partition_id, owner in owners.items():
-            partition = self._partitions.get(partition_id)
-            if partition is not None:
+            if (partition := self._partitions.get(partition_id)) is not None:
                 partition.moved(owner.generation)
         self.requests.moved(owners)
 
