@@ -10,6 +10,7 @@ Rules:
     2. The path only grows. A chain that does not lead back to the end of the path is a fork, or a
        loss, and is told as such.
     3. A row is known by its author's request id and carries a number that names the operation.
+    4. Commit stamps never go back along the path, whoever owned the partition.
 """
 
 import struct
@@ -59,6 +60,7 @@ class Node(NamedTuple):
     record_crcs: bytes
     records: bytes
     ends: tuple[int, ...]  # where each record ends in `records`
+    stamp_ms: int = 0  # its commit stamp, which no chain covers
 
     def cut_to(self, last: int) -> "Node":
         """Return the batch without what is after an id."""
@@ -109,6 +111,7 @@ class History:
     nodes: dict[Chain, Node] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
     at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> id in the log
+    stamp_ms: int = 0  # of the last batch of the log
 
     @property
     def last(self) -> int:
@@ -120,9 +123,8 @@ class History:
         chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
         records = bytes(batch.records)
         rows, ends = rows_of(records, batch.lengths)
-        node = Node(
-            before, batch.first, batch.last, session_id, rows, batch.record_crcs, records, ends
-        )
+        content = rows, batch.record_crcs, records, ends
+        node = Node(before, batch.first, batch.last, session_id, *content, batch.stamp_ms)
         known = self.nodes.setdefault(chain, node)
         if known.records != records:
             raise Violation("LogMatching", f"one chain, two contents at {batch.first}")
@@ -190,6 +192,12 @@ class History:
         return self.nodes[self.chains[end]].cut_to(last).chain
 
     def _grow(self, node: Node) -> None:
+        if node.stamp_ms < self.stamp_ms:
+            raise Violation(
+                "StampMono",
+                f"{node.first}..{node.last} is stamped {node.stamp_ms} after {self.stamp_ms}",
+            )
+        self.stamp_ms = node.stamp_ms
         for place, row in enumerate(node.rows, node.first):
             if row.key in self.at:
                 raise Violation(

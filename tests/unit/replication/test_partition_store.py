@@ -216,7 +216,28 @@ def test_a_foreign_session_in_between_breaks_the_thread():
     assert not bench.all_told(SessionOpened)[-1].unbroken
 
 
-def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
+def test_a_claim_of_ours_behind_a_foreign_session_does_not_mend_the_thread():
+    """The second claim finds our own name, of a session that never opened."""
+    bench = Bench()
+    bench.open()
+    states = bench.metadata.states
+    bench.metadata = PartitionMetadata(1, 1, states)
+    bench.marker = PartitionMarker(MarkerState.OPEN, 1, b"x" * 16)
+    bench.metadata_version += 1
+    bench.marker_version += 1
+    bench.step(events.Checkpoint())
+    while bench.metadata.session_id != 2:
+        bench.ask_zookeeper()
+    for name in (A, B):
+        bench.lose(name)
+    bench.own(replicas=(C, B, A))
+    bench.reopen()
+    opened = bench.all_told(SessionOpened)[-1]
+    assert opened.session_id == 3
+    assert not opened.unbroken
+
+
+def with_doubt_about_ids_of_another():
     """Ours lost ids 0..1 in session 0; another server wrote its own 0..1 in session 1."""
     bench, other = Bench(), Bench()
     other.storages, other.storage_ids = bench.storages, bench.storage_ids
@@ -234,12 +255,40 @@ def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
     bench.metadata_version, bench.marker_version = other.metadata_version, other.marker_version
     bench.lose(A)
     bench.own(generation=3)
+    return bench
+
+
+def until_it_asks_for_the_past(bench):
+    """Let a session open that has to ask a replica; return which, and leave it at that."""
+    opened_count = len(bench.all_told(SessionOpened))
+    while len(bench.all_told(SessionOpened)) == opened_count:
+        bench.run(questions=False)
+        if bench.questions:
+            bench.ask_zookeeper()
+        else:
+            bench.wait(bench.limits.grace_ms)
+    asked, message = bench.sent[-1]
+    assert isinstance(message, wire.LineageRequest)
+    return asked
+
+
+def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
+    bench = with_doubt_about_ids_of_another()
     bench.reopen()
     opened = bench.all_told(SessionOpened)[-1]
     assert opened.high_water_mark == 1
     assert not opened.unbroken
     assert bench.all_told(Settled)[-1].committed_last == -1
     assert bench.logs()[A] == [100, 101]
+
+
+def test_what_is_in_doubt_outlives_a_session_that_is_lost_before_it_is_settled():
+    bench = with_doubt_about_ids_of_another()
+    settled_count = len(bench.all_told(Settled))
+    bench.lose(until_it_asks_for_the_past(bench))
+    assert len(bench.all_told(Settled)) == settled_count
+    bench.reopen()
+    assert bench.all_told(Settled)[-1].committed_last == -1
 
 
 def taken_over(bench):
@@ -273,14 +322,7 @@ def test_a_replica_that_never_settles_the_past_is_done_without():
     bench.submit()
     bench.run()
     other = taken_over(bench)
-    while not other.all_told(SessionOpened):
-        other.run(questions=False)
-        if other.questions:
-            other.ask_zookeeper()
-        else:
-            other.wait(other.limits.grace_ms)
-    asked, message = other.sent[-1]
-    assert isinstance(message, wire.LineageRequest)
+    asked = until_it_asks_for_the_past(other)
     other.silent.add(asked)
     other.run()
     assert other.store.open_session is None
