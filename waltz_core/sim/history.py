@@ -93,8 +93,9 @@ class Operation:
     asked_us: int
     data: bytes = b""
     # What it was computed from that was in flight: ids, with the keys of their rows, and in which
-    # session; its mark then claims more than the log's.
+    # session; its mark then claims more than that of its state, which is `state_mark`.
     followed: tuple[tuple[int, tuple[int, int]], ...] = ()
+    state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION
     told: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while it waits
     transaction_id: int = -1
