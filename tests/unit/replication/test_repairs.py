@@ -116,6 +116,27 @@ def test_a_goal_is_chosen_anew_when_nobody_has_it_any_more():
     assert bench.logs()[survivors[0]] == bench.logs()[survivors[1]]
 
 
+def test_the_goal_is_the_log_of_somebody_who_can_be_believed():
+    """The first replica's log ends at the mark, too, but in a batch that was never committed."""
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.deliver(A)
+    bench.down = {A}
+    bench.lose(A)
+    bench.reopen()
+    bench.wait(bench.limits.grace_ms)
+    bench.submit()
+    bench.run()
+    assert bench.logs() == {A: [0], B: [1], C: [1]}
+    bench.down = set()
+    bench.step(events.Checkpoint())
+    bench.reopen()
+    bench.wait(2_000)
+    bench.reopen()
+    assert bench.logs() == {A: [1], B: [1], C: [1]}
+
+
 def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     bench = Bench()
     behind(bench, C)
