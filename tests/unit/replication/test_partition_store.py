@@ -493,6 +493,26 @@ def test_a_submit_to_a_session_that_is_over_is_dropped():
     sent = len(bench.sent)
     bench.step(events.Submit(session, make_batch(0, [1], 5)))
     assert len(bench.sent) == sent
+    bench.reopen()
+    sent = len(bench.sent)
+    bench.step(events.Submit(session, make_batch(0, [1], 5)))
+    assert len(bench.sent) == sent
+
+
+def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
+    """An answer to an older attempt says nothing of the question of now."""
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.step(events.Reassign((C, B, A)))
+    written, _ = bench.questions
+    assert isinstance(written, events.WriteMetadata)
+    bench.ask_zookeeper()
+    assert len(bench.questions) == 1
+    assert not bench.reports("session.claimed")
+    bench.reopen()
+    assert bench.store.open_session == 1
+    assert bench.store.readable_replicas == [C, B, A]
 
 
 def test_disown_closes_everything():
