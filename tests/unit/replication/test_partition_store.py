@@ -100,6 +100,26 @@ def test_a_claim_that_somebody_else_won_is_followed_by_another_id():
     assert bench.store.open_session == 8
 
 
+def test_states_are_not_written_over_the_claim_of_somebody_else():
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper()
+    bench.run(questions=False)
+    assert isinstance(bench.questions[0], events.WriteMetadata)
+    theirs = PartitionMetadata(1, 7, {})
+    bench.metadata, bench.marker = theirs, PartitionMarker(MarkerState.NEW, 7, b"x" * 16)
+    bench.metadata_version += 1
+    bench.marker_version += 1
+    while bench.questions:
+        bench.ask_zookeeper()
+    assert bench.metadata == theirs
+    assert bench.store.session is None
+    assert not bench.all_told(SessionOpened)
+    bench.reopen()
+    assert bench.store.open_session == 8
+
+
 def test_a_later_generation_is_not_touched():
     bench = Bench()
     bench.metadata = PartitionMetadata(5, 7, {})
