@@ -81,7 +81,7 @@ class Outcomes:
             witness.count("followed in flight")
 
     def _check_all_told(self, operation: Operation, chain: Chain) -> None:
-        """Followed: its author was told of all that has entered one of his locks since his state."""
+        """Followed: its author was told of all that has entered one of his locks since then."""
         history = self._witness.history
         told = {transaction_id for transaction_id, _ in operation.followed}
         locks = {*operation.write, *operation.read}
