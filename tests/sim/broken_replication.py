@@ -447,35 +447,6 @@ def former_quorum_not_needed() -> Patches:
 
 
 @switch
-def goal_of_anybody() -> Patches:
-    """Any log that ends at the decided mark is the goal, whether it can be believed or not."""
-    original = Repairs._find_chain
-
-    def _find_chain(self):
-        with instead(Recovery, "is_credible", lambda self, replica: True):
-            original(self)
-
-    yield instead(Repairs, "_find_chain", _find_chain)
-
-
-@switch
-def claim_of_another_overwritten() -> Patches:
-    """States that met another claim are written once more, at the version that they met."""
-    original = PartitionStore._heard_reading
-
-    def _heard_reading(self, waiting, view):
-        wrote = self._writing
-        if waiting is _Waiting.STATES_CHECK and view.metadata != wrote.metadata:
-            self._view = view
-            versions = {"metadata_version": view.versions[0], "marker_version": view.versions[1]}
-            self._write(wrote._replace(**versions), _Waiting.STATES)
-        else:
-            original(self, waiting, view)
-
-    yield instead(PartitionStore, "_heard_reading", _heard_reading)
-
-
-@switch
 def stamps_go_on_from_the_clock() -> Patches:
     """A new owner stamps batches by its own clock, whatever the log's last stamp is."""
     original = Settling.begin
