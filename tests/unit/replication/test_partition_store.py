@@ -574,6 +574,34 @@ def test_a_replica_is_replaced_by_another():
     assert C not in bench.requests
 
 
+def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
+    """B is away, and C is lost when all is decided: D makes a quorum of the new ones alone."""
+    bench = Bench(A, B, C, D)
+    bench.open(replicas=(A, B, C))
+    bench.submit()
+    bench.run()
+    bench.down = {B}
+    bench.step(events.Reassign((A, B, D)))
+    while bench.questions:
+        bench.ask_zookeeper()
+    while bench.dials:
+        bench.connect()
+    for name in (A, C):
+        bench.deliver(name)
+    assert bench.store.session.repairs.goal is not None
+    bench.down = {B, C}
+    bench.lose(C)
+    for _ in range(20):
+        bench.run()
+        bench.wait(50)
+    assert bench.store.session.replicas[D].is_marked
+    assert bench.store.open_session is None
+    bench.down = {C}
+    bench.wait(1_000)
+    bench.reopen()
+    assert set(bench.metadata.states) == {A, B, D}
+
+
 def test_too_many_new_replicas_at_once_are_refused():
     bench = Bench()
     bench.add_storage(D)
