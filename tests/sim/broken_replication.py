@@ -434,3 +434,25 @@ def doubt_is_forgotten() -> Patches:
             self._settle(doubt.committed)
 
     yield instead(Settling, "begin", begin)
+
+
+@switch
+def former_quorum_not_needed() -> Patches:
+    """A session opens although less than a quorum of the last assignment has its mark."""
+
+    def _is_enough(self, ready):
+        return sum(replica in self.claim.assigned for replica in ready) >= self.quorum
+
+    yield instead(StoreSession, "_is_enough", _is_enough)
+
+
+@switch
+def stamps_go_on_from_the_clock() -> Patches:
+    """A new owner stamps batches by its own clock, whatever the log's last stamp is."""
+    original = Settling.begin
+
+    def begin(self, now_ms):
+        self._stamp_ms = self._stamp_ms or 0
+        original(self, now_ms)
+
+    yield instead(Settling, "begin", begin)

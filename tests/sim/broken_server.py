@@ -427,3 +427,15 @@ def predecessors_left_out() -> Patches:
         return found[:-1] if found else found
 
     yield instead(Admitted, "above", above)
+
+
+@switch
+def append_locks_not_followed() -> Patches:
+    """An author is not told of what has entered one of his locks as an append lock."""
+    original = Admitted.add
+
+    def add(self, ticket, record):
+        message = dataclasses.replace(ticket.message, append_locks=())
+        original(self, dataclasses.replace(ticket, message=message), record)
+
+    yield instead(Admitted, "add", add)

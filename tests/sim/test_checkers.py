@@ -143,6 +143,16 @@ def test_a_log_that_does_not_contain_the_one_before_is_a_fork(world):
         world.checks.outcomes.exposed(node.last, node.chain)
 
 
+def test_stamp_mono(world):
+    history, last = world.history, world.history.last + 1
+    before, rows = history.chains[history.last], (Row((9, 9), 9),)
+    node = Node(before, last, last, 0, rows, bytes(4), b"", (0,), history.stamp_ms - 1)
+    history.nodes[node.chain] = node
+    with fails("StampMono"):
+        history.exposed(node.last, node.chain)
+    assert history.stamp_ms > 0
+
+
 def committed(world):
     """A commit that has happened already, told once more."""
     last = world.history.last
@@ -661,6 +671,33 @@ def test_lock_serial(world):
     operation.mark, operation.read = world.history.last - 2, (99,)
     with fails("LockSerial"):
         world.checks.outcomes._in_the_log(world.history.last)
+
+
+def follower_behind_a_writer(world):
+    """The last row's author had a state two rows before it, and followed what lies between."""
+    history = world.history
+    node = history.nodes[history.chains[history.last]]
+    operation = world.last_operation()
+    writer = history.operations[history.log[-2].number]
+    operation.mark, operation.state_mark = history.last - 1, history.last - 2
+    operation.session_id, operation.read = node.session_id, (99,)
+    writer.append = (99,)
+    return node.chain, operation, (history.last - 1, history.log[-2].key)
+
+
+def test_followed_by_somebody_who_was_not_told_of_all(world):
+    chain, operation, told = follower_behind_a_writer(world)
+    with fails("Followed"):
+        world.checks.outcomes._check_followed(operation, chain, world.history.last)
+    operation.followed = (told,)
+    world.checks.outcomes._check_followed(operation, chain, world.history.last)
+
+
+def test_followed_by_somebody_who_was_told_of_another(world):
+    chain, operation, (place, _) = follower_behind_a_writer(world)
+    operation.followed = ((place, (9, 9)),)
+    with fails("Followed"):
+        world.checks.outcomes._check_followed(operation, chain, world.history.last)
 
 
 def deal(ledger, number, mark, *things):

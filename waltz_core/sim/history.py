@@ -10,6 +10,7 @@ Rules:
     2. The path only grows. A chain that does not lead back to the end of the path is a fork, or a
        loss, and is told as such.
     3. A row is known by its author's request id and carries a number that names the operation.
+    4. Commit stamps never go back along the path, whoever owned the partition.
 """
 
 import struct
@@ -59,6 +60,7 @@ class Node(NamedTuple):
     record_crcs: bytes
     records: bytes
     ends: tuple[int, ...]  # where each record ends in `records`
+    stamp_ms: int = 0  # its commit stamp, which no chain covers
 
     def cut_to(self, last: int) -> "Node":
         """Return the batch without what is after an id."""
@@ -91,8 +93,9 @@ class Operation:
     asked_us: int
     data: bytes = b""
     # What it was computed from that was in flight: ids, with the keys of their rows, and in which
-    # session; its mark then claims more than the log's.
+    # session; its mark then claims more than that of its state, which is `state_mark`.
     followed: tuple[tuple[int, tuple[int, int]], ...] = ()
+    state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION
     told: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while it waits
     transaction_id: int = -1
@@ -109,6 +112,7 @@ class History:
     nodes: dict[Chain, Node] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
     at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> id in the log
+    stamp_ms: int = 0  # of the last batch of the log
 
     @property
     def last(self) -> int:
@@ -120,9 +124,8 @@ class History:
         chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
         records = bytes(batch.records)
         rows, ends = rows_of(records, batch.lengths)
-        node = Node(
-            before, batch.first, batch.last, session_id, rows, batch.record_crcs, records, ends
-        )
+        content = rows, batch.record_crcs, records, ends
+        node = Node(before, batch.first, batch.last, session_id, *content, batch.stamp_ms)
         known = self.nodes.setdefault(chain, node)
         if known.records != records:
             raise Violation("LogMatching", f"one chain, two contents at {batch.first}")
@@ -190,6 +193,12 @@ class History:
         return self.nodes[self.chains[end]].cut_to(last).chain
 
     def _grow(self, node: Node) -> None:
+        if node.stamp_ms < self.stamp_ms:
+            raise Violation(
+                "StampMono",
+                f"{node.first}..{node.last} is stamped {node.stamp_ms} after {self.stamp_ms}",
+            )
+        self.stamp_ms = node.stamp_ms
         for place, row in enumerate(node.rows, node.first):
             if row.key in self.at:
                 raise Violation(

@@ -128,13 +128,14 @@ class Workload:
             write, read, append = row
             is_long = not number % LONG_EVERY
             data = data_of(number, LONG_BYTES if is_long else NUMBER_BYTES * (1 + number % 3))
+        state_mark = mark
         if follows is not None and follows.has_seen:
             mark = follows.mark
         operation = Operation(
             number, author, row, write, read, append, mark, self._world.now_us, data
         )
         if follows is not None and follows.has_seen:
-            operation.session_id = follows.session_id
+            operation.session_id, operation.state_mark = follows.session_id, state_mark
             operation.followed = tuple(
                 (each.transaction_id, (each.req_id.client_id, each.req_id.sequence))
                 for each in ahead

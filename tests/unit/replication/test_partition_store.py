@@ -100,6 +100,26 @@ def test_a_claim_that_somebody_else_won_is_followed_by_another_id():
     assert bench.store.open_session == 8
 
 
+def test_states_are_not_written_over_the_claim_of_somebody_else():
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper()
+    bench.run(questions=False)
+    assert isinstance(bench.questions[0], events.WriteMetadata)
+    theirs = PartitionMetadata(1, 7, {})
+    bench.metadata, bench.marker = theirs, PartitionMarker(MarkerState.NEW, 7, b"x" * 16)
+    bench.metadata_version += 1
+    bench.marker_version += 1
+    while bench.questions:
+        bench.ask_zookeeper()
+    assert bench.metadata == theirs
+    assert bench.store.session is None
+    assert not bench.all_told(SessionOpened)
+    bench.reopen()
+    assert bench.store.open_session == 8
+
+
 def test_a_later_generation_is_not_touched():
     bench = Bench()
     bench.metadata = PartitionMetadata(5, 7, {})
@@ -216,7 +236,28 @@ def test_a_foreign_session_in_between_breaks_the_thread():
     assert not bench.all_told(SessionOpened)[-1].unbroken
 
 
-def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
+def test_a_claim_of_ours_behind_a_foreign_session_does_not_mend_the_thread():
+    """The second claim finds our own name, of a session that never opened."""
+    bench = Bench()
+    bench.open()
+    states = bench.metadata.states
+    bench.metadata = PartitionMetadata(1, 1, states)
+    bench.marker = PartitionMarker(MarkerState.OPEN, 1, b"x" * 16)
+    bench.metadata_version += 1
+    bench.marker_version += 1
+    bench.step(events.Checkpoint())
+    while bench.metadata.session_id != 2:
+        bench.ask_zookeeper()
+    for name in (A, B):
+        bench.lose(name)
+    bench.own(replicas=(C, B, A))
+    bench.reopen()
+    opened = bench.all_told(SessionOpened)[-1]
+    assert opened.session_id == 3
+    assert not opened.unbroken
+
+
+def with_doubt_about_ids_of_another():
     """Ours lost ids 0..1 in session 0; another server wrote its own 0..1 in session 1."""
     bench, other = Bench(), Bench()
     other.storages, other.storage_ids = bench.storages, bench.storage_ids
@@ -234,12 +275,40 @@ def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
     bench.metadata_version, bench.marker_version = other.metadata_version, other.marker_version
     bench.lose(A)
     bench.own(generation=3)
+    return bench
+
+
+def until_it_asks_for_the_past(bench):
+    """Let a session open that has to ask a replica; return which, and leave it at that."""
+    opened_count = len(bench.all_told(SessionOpened))
+    while len(bench.all_told(SessionOpened)) == opened_count:
+        bench.run(questions=False)
+        if bench.questions:
+            bench.ask_zookeeper()
+        else:
+            bench.wait(bench.limits.grace_ms)
+    asked, message = bench.sent[-1]
+    assert isinstance(message, wire.LineageRequest)
+    return asked
+
+
+def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
+    bench = with_doubt_about_ids_of_another()
     bench.reopen()
     opened = bench.all_told(SessionOpened)[-1]
     assert opened.high_water_mark == 1
     assert not opened.unbroken
     assert bench.all_told(Settled)[-1].committed_last == -1
     assert bench.logs()[A] == [100, 101]
+
+
+def test_what_is_in_doubt_outlives_a_session_that_is_lost_before_it_is_settled():
+    bench = with_doubt_about_ids_of_another()
+    settled_count = len(bench.all_told(Settled))
+    bench.lose(until_it_asks_for_the_past(bench))
+    assert len(bench.all_told(Settled)) == settled_count
+    bench.reopen()
+    assert bench.all_told(Settled)[-1].committed_last == -1
 
 
 def taken_over(bench):
@@ -273,14 +342,7 @@ def test_a_replica_that_never_settles_the_past_is_done_without():
     bench.submit()
     bench.run()
     other = taken_over(bench)
-    while not other.all_told(SessionOpened):
-        other.run(questions=False)
-        if other.questions:
-            other.ask_zookeeper()
-        else:
-            other.wait(other.limits.grace_ms)
-    asked, message = other.sent[-1]
-    assert isinstance(message, wire.LineageRequest)
+    asked = until_it_asks_for_the_past(other)
     other.silent.add(asked)
     other.run()
     assert other.store.open_session is None
@@ -451,6 +513,26 @@ def test_a_submit_to_a_session_that_is_over_is_dropped():
     sent = len(bench.sent)
     bench.step(events.Submit(session, make_batch(0, [1], 5)))
     assert len(bench.sent) == sent
+    bench.reopen()
+    sent = len(bench.sent)
+    bench.step(events.Submit(session, make_batch(0, [1], 5)))
+    assert len(bench.sent) == sent
+
+
+def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
+    """An answer to an older attempt says nothing of the question of now."""
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.step(events.Reassign((C, B, A)))
+    written, _ = bench.questions
+    assert isinstance(written, events.WriteMetadata)
+    bench.ask_zookeeper()
+    assert len(bench.questions) == 1
+    assert not bench.reports("session.claimed")
+    bench.reopen()
+    assert bench.store.open_session == 1
+    assert bench.store.readable_replicas == [C, B, A]
 
 
 def test_disown_closes_everything():
@@ -490,6 +572,34 @@ def test_a_replica_is_replaced_by_another():
     assert bench.metadata.states == dict.fromkeys([A, B, D], ReplicaState(1, UNRESOLVED))
     assert bench.storages[D].payloads() == bench.storages[A].payloads()
     assert C not in bench.requests
+
+
+def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
+    """B is away, and C is lost when all is decided: D makes a quorum of the new ones alone."""
+    bench = Bench(A, B, C, D)
+    bench.open(replicas=(A, B, C))
+    bench.submit()
+    bench.run()
+    bench.down = {B}
+    bench.step(events.Reassign((A, B, D)))
+    while bench.questions:
+        bench.ask_zookeeper()
+    while bench.dials:
+        bench.connect()
+    for name in (A, C):
+        bench.deliver(name)
+    assert bench.store.session.repairs.goal is not None
+    bench.down = {B, C}
+    bench.lose(C)
+    for _ in range(20):
+        bench.run()
+        bench.wait(50)
+    assert bench.store.session.replicas[D].is_marked
+    assert bench.store.open_session is None
+    bench.down = {C}
+    bench.wait(1_000)
+    bench.reopen()
+    assert set(bench.metadata.states) == {A, B, D}
 
 
 def test_too_many_new_replicas_at_once_are_refused():

@@ -195,6 +195,13 @@ def test_states_at_the_opening():
     }
 
 
+def test_the_last_assignments_quorum_is_not_that_of_its_engaged():
+    states = engaged(A, B, C) | dict.fromkeys((D, "storage4:1"), ReplicaState(4, 7))
+    recovery = Recovery(Origin.RECORDED, states)
+    assert len(recovery.engaged) == 3
+    assert recovery.old_quorum == 3
+
+
 def test_a_replica_that_is_no_longer_assigned_disappears():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
     recovery.heard(A, prepared(9), OWN_ID)

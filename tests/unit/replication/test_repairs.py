@@ -60,6 +60,40 @@ def test_the_source_is_marked_or_at_the_goal_and_whole():
     assert not bench.storages[A].disk.damaged
 
 
+def test_nobody_is_cut_to_fit_a_log_that_is_not_the_goal():
+    """The first replica has another history, the last one has lost its end."""
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.deliver(A)
+    bench.down = {A}
+    bench.lose(A)
+    bench.reopen()
+    for _ in range(2):
+        bench.submit()
+        bench.run()
+    disk = bench.storages[C].disk
+    bench.storages[C].disk = replace(disk, entries=disk.entries[:1], suspect=True)
+    assert bench.logs() == {A: [0], B: [1, 2], C: [1]}
+    bench.down = set()
+    bench.sent.clear()
+    bench.step(events.Checkpoint())
+    bench.ask_zookeeper()
+    while bench.dials:
+        bench.connect()
+    for name in (C, A, B):
+        bench.deliver(name)
+    bench.silent.add(B)  # the only one to ask
+    bench.run()
+    bench.silent.clear()
+    bench.reopen()
+    bench.wait(2_000)
+    bench.reopen()
+    assert bench.logs() == {A: [1, 2], B: [1, 2], C: [1, 2]}
+    assert bench.all_sent(wire.Truncate, A)
+    assert not bench.all_sent(wire.Truncate, C)
+
+
 def test_a_source_that_does_not_answer_is_left_for_another():
     bench = Bench()
     behind(bench, C)
@@ -114,6 +148,27 @@ def test_a_goal_is_chosen_anew_when_nobody_has_it_any_more():
     survivors = [name for name in bench.names if name != usher]
     assert bench.store.readable_replicas == survivors
     assert bench.logs()[survivors[0]] == bench.logs()[survivors[1]]
+
+
+def test_the_goal_is_the_log_of_somebody_who_can_be_believed():
+    """The first replica's log ends at the mark, too, but in a batch that was never committed."""
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.deliver(A)
+    bench.down = {A}
+    bench.lose(A)
+    bench.reopen()
+    bench.wait(bench.limits.grace_ms)
+    bench.submit()
+    bench.run()
+    assert bench.logs() == {A: [0], B: [1], C: [1]}
+    bench.down = set()
+    bench.step(events.Checkpoint())
+    bench.reopen()
+    bench.wait(2_000)
+    bench.reopen()
+    assert bench.logs() == {A: [1], B: [1], C: [1]}
 
 
 def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():

@@ -465,15 +465,31 @@ def test_answers_to_nothing_are_the_end_of_the_connection(answer):
     assert "storage0:1" in bench.all_told(SessionClosed)[0].reason
 
 
-def test_answers_of_an_older_session_are_dropped():
+@pytest.mark.parametrize(
+    "late",
+    [
+        events.ReplicaAnswered(0, A, wire.Appended(0, 1, 0, 5)),
+        events.ReplicaLost(0, A, "late"),
+        events.ReplicaOpened(0, A),
+    ],
+)
+def test_what_comes_of_an_older_session_is_dropped(late):
     bench = Bench()
     bench.open()
     restart(bench)
-    before = len(bench.told)
-    bench.step(events.ReplicaAnswered(0, A, wire.Appended(0, 1, 0, 5)))
-    bench.step(events.ReplicaLost(0, A, "late"))
-    bench.step(events.ReplicaOpened(0, A))
-    assert len(bench.told) == before
+    bench.step(late)
+    bench.ask_zookeeper()  # the claim
+    dialling = len(bench.told), len(bench.sent)
+    bench.step(late)
+    assert (len(bench.told), len(bench.sent)) == dialling
+    bench.reopen()
+    bench.submit()
+    bench.run()
+    running = len(bench.told), len(bench.sent)
+    bench.step(late)
+    assert (len(bench.told), len(bench.sent)) == running
+    assert bench.store.open_session == 1
+    assert bench.store.readable_replicas == [A, B, C]
 
 
 def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from tests.unit.server.test_append import ALICE, A, World, results
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.server.endings import Endings
-from waltz_core.server.outcomes import Reached
+from waltz_core.server.outcomes import Ahead, Reached
 from waltz_core.server.tickets import Figures
 from waltz_core.wire.messages import ErrorResponse, Reason
 
@@ -61,3 +61,25 @@ def test_refusals_are_counted_by_their_reason():
     assert len(results(out)) == 4
     refused = world.pipeline.figures.refused
     assert (refused[Reason.LOCK], refused[Reason.NOT_MOUNTED]) == (1, 3)
+
+
+def test_without_a_proof_that_it_is_ahead_a_client_has_to_mount_again():
+    world = World()
+    ahead = world.single(mark=9)
+    (found,) = [each for each in world.turn() if isinstance(each, Ahead)]
+    told = world.pipeline.tell_ahead(found.ticket, is_proved=False)
+    assert results(told) == {ahead: [(-1, Reason.NOT_MOUNTED, -1)]}
+    behind = world.single()
+    assert results(world.turn()) == {behind: [(-1, Reason.NOT_MOUNTED, -1)]}
+
+
+def test_a_client_that_has_mounted_meanwhile_keeps_its_mount():
+    world = World()
+    world.single(mark=9)
+    (found,) = [each for each in world.turn() if isinstance(each, Ahead)]
+    world.mounts.begin(ALICE, A, 2)
+    world.mounts.finish(ALICE, A)
+    world.pipeline.tell_ahead(found.ticket, is_proved=False)
+    world.single()
+    assert results(world.turn()) == {}
+    assert results(world.commit())

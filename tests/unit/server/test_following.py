@@ -107,6 +107,16 @@ def test_what_is_gathered_goes_in_one_batch_when_what_is_in_flight_has_landed():
     assert (batch.first, batch.last) == (1, 3)
 
 
+def test_a_barrier_waits_for_what_is_gathered_as_for_what_is_in_flight():
+    world, _ = in_flight()
+    world.after(0, client=BOB)
+    world.turn()
+    assert world.pipeline.barrier(1) == []
+    assert Reached(1) not in world.commit()
+    assert len(world.turns()) == 1
+    assert Reached(1) in world.commit()
+
+
 def test_while_authors_wait_what_was_gathered_goes_some_time_after_the_batch_before_it():
     world, _ = in_flight()
     world.follow(BOB)

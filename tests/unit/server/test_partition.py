@@ -440,6 +440,16 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
     assert len(world.fetches) == 1
 
 
+def test_a_partition_that_comes_back_in_its_generation_has_no_mounts() -> None:
+    world = ready()
+    world.step(replication.Disown())
+    world.step(replication.Own(Generation(1), REPLICAS))
+    world.open(-1)
+    append = world.append()
+    world.run()
+    assert world.reason(append) is Reason.NOT_MOUNTED
+
+
 def test_a_client_ahead_of_the_log_is_told() -> None:
     world = ready()
     new = world.mount(BOB, B, mark=0)

@@ -8,7 +8,7 @@
     answers     7 GateCAS2 (to clients), 15 HwmMono, 21 NoRotServed (of servers), stale marks,
                 flush, what overtakes a lost row
     outcomes    1 AckUnique, 11 OutcomeTruth, 12 AtMostOnce, 13 Dense, 14 ClientPrefix, 15 HwmMono,
-                16 NotAhead, 17 LockSerial and Serializable
+                16 NotAhead, 17 LockSerial and Serializable, what is followed, commit stamps
     locking     18 LockBound, 19 ReserveHeld
     bounds      26 Bounded
     sometimes   27 Sometimes

@@ -76,8 +76,24 @@ class Outcomes:
                 witness.fail(
                     "Followed", f"{operation} follows {key} at {transaction_id}, there is {row}"
                 )
+        self._check_all_told(operation, chain)
         if operation.mark > history.last:
             witness.count("followed in flight")
+
+    def _check_all_told(self, operation: Operation, chain: Chain) -> None:
+        """Followed: its author was told of all that has entered one of his locks since then."""
+        history = self._witness.history
+        told = {transaction_id for transaction_id, _ in operation.followed}
+        locks = {*operation.write, *operation.read}
+        for transaction_id in range(operation.state_mark + 1, operation.mark + 1):
+            row = history.row_before(chain, transaction_id)
+            writer = None if row is None else history.operations.get(row.number)
+            if writer is None or transaction_id in told:
+                continue
+            if not locks.isdisjoint((*writer.write, *writer.append)):
+                self._witness.fail(
+                    "Followed", f"{operation} was not told of {writer} at {transaction_id}"
+                )
 
     def _in_the_log(self, transaction_id: int) -> None:
         """11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""

@@ -181,11 +181,23 @@ class Sessions:
                 self._witness.fail(
                     "EngagedOnly", f"{name} is written as engaged in {session}, its mark is not set"
                 )
-        if ever and len(engaged) > len(ever):
+        if not ever:
+            self._check_former(claim, session)
+        elif len(engaged) > len(ever):
             self._witness.count("late join")
         ever.update(dict.fromkeys(engaged))
         self.opened[session] = after
         self._last_at_open.setdefault(session, self._witness.history.last)
+
+    def _check_former(self, claim: Claimed, session: SessionId) -> None:
+        """A session opens when a quorum of the assignment before has its mark, too (2.1 G)."""
+        marked = [
+            str(name)
+            for name in claim.states
+            if self._last_session.get(name, NO_SESSION) >= session
+        ]
+        if len(marked) < claim.quorum:
+            self._bad(f"{session} opens, of {list(claim.states)} only {marked} have its mark")
 
     def _check_closed(self, claim: Claimed, after: PartitionMetadata) -> None:
         """Who is not ready is closed at the mark, or was closed before and stays so."""
