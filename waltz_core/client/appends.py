@@ -190,9 +190,9 @@ class BatchOrder:
     """Keeps one writer's batches of one partition in order, also when some of them are lost.
 
     Once a batch of this order was told with rows that were not taken (`told`), later ones are not
-    sent but answered LOST, until the writer has counted that outcome (`seen`) and so knows what to
-    send again first. Without it a batch that was on its way from the writer to the client could
-    enter the log before the rows that were lost.
+    sent but answered LOST, but for those that the writer appends when it has counted that outcome
+    (`seen`) and so knows what to send again first. Without it a batch that was on its way from the
+    writer to the client, or waited there, could enter the log before the rows that were lost.
     """
 
     __slots__ = ("seen", "told")
@@ -210,6 +210,7 @@ class _Batch(NamedTuple):
     payload: bytes
     mark: TransactionId
     order: BatchOrder | None
+    seen: int  # what its writer had counted when it was appended
 
     @property
     def size_bytes(self) -> int:
@@ -281,7 +282,9 @@ class Appends:
         self, payload: bytes, row_count: int, mark: TransactionId, order: BatchOrder | None
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch for which the window has room."""
-        batch = _Batch(self._loop.create_future(), row_count, payload, mark, order)
+        # NB: while it waits its writer may count a loss that it comes behind; that is too late.
+        seen = 0 if order is None else order.seen
+        batch = _Batch(self._loop.create_future(), row_count, payload, mark, order, seen)
         self._gathered.append(batch)
         self._gathered_bytes += batch.size_bytes
         self._send_gathered()  # rule 2
@@ -321,7 +324,7 @@ class Appends:
 
     def _send_batch(self, batch: _Batch) -> None:
         order = batch.order
-        if order is not None and order.told != order.seen:
+        if order is not None and order.told != batch.seen:
             self.window.give(batch.row_count, batch.size_bytes)
             lost = BatchOutcome.uniform(batch.row_count, Reason.LOST, high_water_mark=BEFORE_FIRST)
             batch.tell(lost)

@@ -129,3 +129,27 @@ def test_a_batch_that_waits_ends_when_nothing_more_is_heard_or_its_order_is_lost
         assert author.window.is_empty
 
     asyncio.run(story())
+
+
+def test_a_batch_that_waited_is_lost_when_one_of_its_order_before_it_was(monkeypatch):
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+
+    async def story():
+        author, order = Author(), BatchOrder()
+        first = author.append_batch(order)
+        author.append()
+        author.lose(2)
+        behind = author.append_batch(order)
+        author.appends.settled(1, BatchOutcome.uniform(2, Reason.LOST, high_water_mark=0))
+        assert (await first).reasons.tolist() == [Reason.LOST] * 2
+        order.seen += 1  # the writer knows of the first now, and of that one alone
+        again = author.append_batch(order)
+        await until(lambda: len(author.sent) == 3)
+        assert [each.row_count for each in author.sent] == [2, 1, 1]
+        for each in (behind, again):
+            assert (await each).reasons.tolist() == [Reason.LOST] * 2
+        order.seen += 2
+        author.append_batch(order)
+        assert author.sent[-1].row_count == 2
+
+    asyncio.run(story())
