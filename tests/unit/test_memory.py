@@ -99,6 +99,27 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
         assert client.append(b"and it goes on", partition=0).result() == 0
 
 
+def test_an_iterator_at_its_end_keeps_nobody_waiting(waltz_memory):
+    @transactional(partition=0)
+    def takes_the_next(builder):
+        return next(iter(()))
+
+    class Endless(Plain):
+        def client_high_water_mark(self, partition):
+            return next(iter(()))
+
+    with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
+        client.submit(takes_the_next()).result(PATIENCE_S)
+    with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
+        client.subscribe(Endless(nothing), [0])
+    callbacks = Plain(lambda: next(iter(())))
+    with waltz_memory.client() as client:
+        client.append(b"poison", partition=0).result()
+        client.subscribe(callbacks, [0])
+        until(lambda: client.partitions == ())
+    assert [type(each) for each in callbacks.errors] == [RuntimeError]
+
+
 def test_what_is_no_context_is_told(waltz_memory):
     async def submit(wrong):
         async with waltz_memory.async_client() as client:

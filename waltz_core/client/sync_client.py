@@ -509,10 +509,11 @@ async def _on_thread(
     def run() -> ResultT:
         try:
             return call(*args)
-        except Exception:
-            raise
         except BaseException as error:
-            raise _told_by_thread(error) from error
+            told = _told_by_thread(error)
+            if told is error:
+                raise
+            raise told from error
 
     return await asyncio.get_running_loop().run_in_executor(workers, run)
 
@@ -528,6 +529,8 @@ def _check_plain(name: str, told: object) -> None:
 
 def _told_by_thread(error: BaseException) -> Exception:
     """Return what the application has raised: `sys.exit` on a thread ends no process."""
+    if isinstance(error, StopIteration):  # No future takes it: whoever waits would do so for ever.
+        return RuntimeError(f"the application has raised {error!r}, as `next` does at the end")
     if isinstance(error, Exception):
         return error
     return errors.UsageError(
