@@ -391,9 +391,10 @@ class _Bag:
         if value is None:
             return {}
         try:
-            raw = json.loads(value, object_pairs_hook=list)
+            raw = json.loads(value, object_pairs_hook=tuple)
             marks = {int(partition): _mark(mark) for partition, mark in raw}
-            is_clear = len(marks) == len(raw)  # else a partition has two marks
+            # Else it is no object, or a partition has two marks.
+            is_clear = isinstance(raw, tuple) and len(marks) == len(raw)
         except (ValueError, TypeError):
             marks, is_clear = {}, False
         if not is_clear:

@@ -85,6 +85,12 @@ def test_bad_marks_are_refused_by_name(value: str) -> None:
         parse_read({**CLUSTER, "startingHighWaterMarks": value})
 
 
+@pytest.mark.parametrize("value", ["[]", '""', '[["0", 41]]', '{"0": 1, "00": 2}'])
+def test_marks_that_are_no_object_are_refused(value: str) -> None:
+    with pytest.raises(BadConfig, match="'clientHighWaterMarks' is JSON from partition"):
+        parse_write({**CLUSTER, "clientHighWaterMarks": value})
+
+
 def test_an_option_of_the_other_direction_is_refused() -> None:
     with pytest.raises(BadConfig, match="'onLockFailure' is for writing, this is reading"):
         parse_read({**CLUSTER, "onLockFailure": "reject"})
