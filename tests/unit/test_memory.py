@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -231,8 +232,11 @@ def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
-def test_what_clients_mend_they_mend_for_as_long_as_a_request_may_take(waltz_memory, error):
-    with waltz_memory.client(SHORT) as client:
+def test_what_clients_mend_they_mend_for_as_long_as_a_request_may_take(
+    waltz_memory, monkeypatch, error
+):
+    monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 0.005)
+    with waltz_memory.client(replace(SHORT, request_timeout_ms=1_000)) as client:
         waltz_memory.fail_next_append(2, error("as told"))
         assert client.append(b"mended", partition=0).result() == 0
         waltz_memory.fail_next_append(1_000_000, error("as told"))
