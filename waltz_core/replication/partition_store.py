@@ -366,6 +366,8 @@ class PartitionStore:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
             return
         if session.is_settled:
+            # Not before: of one that only opened nobody here knows what it has found in the log.
+            self._is_unbroken = True
             doubt = InDoubt(session.claim.session_id, window.committed, window.last)
             self._in_doubt = doubt if window.last > window.committed else None
         assert session.opened_ms is not None
@@ -502,7 +504,6 @@ class PartitionStore:
             self._start_session(view)
             return
         if self._session.window is None:
-            self._is_unbroken = True
             self._no_quorum_since_ms = None
         self._session.wrote(view.metadata.states, self._now_ms)
 

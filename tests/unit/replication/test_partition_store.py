@@ -309,6 +309,8 @@ def test_what_is_in_doubt_outlives_a_session_that_is_lost_before_it_is_settled()
     assert len(bench.all_told(Settled)) == settled_count
     bench.reopen()
     assert bench.all_told(Settled)[-1].committed_last == -1
+    # Of others' writes before that session this server has learned nothing yet.
+    assert not bench.all_told(SessionOpened)[-1].unbroken
 
 
 def taken_over(bench):
