@@ -9,7 +9,8 @@ Rules:
        cannot read its slots) may happen when every other engaged replica can be believed: then
        each acknowledged transaction is still on one of them. Rot that a replica has not noticed
        yet may not wait on one that is not engaged either, nor on one that has left: a session
-       could still engage it.
+       could still engage it. So could the session in which a replica was lost, by what that
+       replica had told it before.
     2. A loss that nobody can notice (the end of a log gone, within a session, without a trace) may
        happen only when a quorum of others is engaged, and all of them hold all that this replica
        holds (correctness.md 2.4, rows 2 and 8): with any of them away, the rest still outvotes it.
@@ -87,6 +88,9 @@ class Budget:
         unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
         rots = any(not is_sound(storage) for storage in unsound)
         if rots or not all(self._is_believed(storage, state) for storage, state in others):
+            return False
+        now = metadata.session_id
+        if any(self.lost.get(storage.replica) == now for storage, _ in rest):
             return False
         if not is_silent:
             return True
