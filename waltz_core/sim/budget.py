@@ -87,10 +87,9 @@ class Budget:
             return False
         unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
         rots = any(not is_sound(storage) for storage in unsound)
-        if rots or not all(self._is_believed(storage, state) for storage, state in others):
-            return False
-        now = metadata.session_id
-        if any(self.lost.get(storage.replica) == now for storage, _ in rest):
+        is_awaited = any(self.lost.get(each.replica) == metadata.session_id for each, _ in rest)
+        believed = all(self._is_believed(storage, state) for storage, state in others)
+        if rots or is_awaited or not believed:
             return False
         if not is_silent:
             return True
