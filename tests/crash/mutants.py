@@ -102,7 +102,7 @@ NOT_NEEDED = {
 ANY_ORDER = {
     "disk.make_with_parents#1": "names of different directories",
     "disk.make_with_parents#2": "names of different directories",
-    "engine.open > control_file.open#1": "the control file and names",
+    "engine.open > control_file.open#2": "the control file and names",
     "control_file.set_flags#1": "a flag whose directory is not there yet, and the other way round",
     "engine.found#0": "as the line before",
     "engine.found > control_file.set_flags_of#1": "as the line before",

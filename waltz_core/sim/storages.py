@@ -218,13 +218,24 @@ class SimStorage(Process):
             self.refused = error
             self.world.note(f"{self.name} does not open the partition: {error}")
             self._checks.storage_refused(self, error)
-            self.after(OPEN_AGAIN_US, self.follow)
+            if self.engine.has_failed:
+                self._end(str(error))
+            else:
+                self.after(OPEN_AGAIN_US, self.follow)
             return
         self.refused = None
         log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
         assert self.service is not None
         self._checks.log_opened(self, log, bytes_before)
         self._step(service.Opened(log))
+
+    def _end(self, reason: str) -> None:
+        """As the daemon does when its disk cannot be trusted: somebody starts it anew."""
+        self.world.note(f"{self.name} ends: {reason}")
+        self._checks.count("storage ended itself")
+        self.die()
+        self._cluster.network.died(self, is_silent=False)
+        self._cluster.restart_later(self)
 
     def _open_log(self, engine: Engine) -> PartitionLog:
         """As the daemon does: a full disk still has room for opening."""
@@ -346,11 +357,7 @@ class SimStorage(Process):
                     self._cluster.network.close(link, FAR, reason)
                     self.after(0, lambda: self._step(service.Disconnected(connection)))
             case service.EndProcess(reason):
-                self.world.note(f"{self.name} ends: {reason}")
-                self._checks.count("storage ended itself")
-                self.die()
-                self._cluster.network.died(self, is_silent=False)
-                self._cluster.restart_later(self)
+                self._end(reason)
             case Report():
                 self._checks.reported(self.name, effect)
             case service.Idle():

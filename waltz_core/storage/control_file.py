@@ -16,7 +16,8 @@ Rules:
        other one belongs, or that is another partition's, is none.
     5. The control file is made anew only where there is no partition: it says of each that it is
        here, and what it has promised.
-    6. What a killed process has written is seen and may not be durable: it is synced, and then
+    6. What a process before has written is seen and may not be durable; after a sync of its that
+       failed, another one alone would do nothing. So all is written as it is, synced, and then
        believed.
 """
 
@@ -99,7 +100,8 @@ class ControlFile:
             file.close()
             file = _open_locked(disk, path)
         try:
-            file.sync()  # rule 6
+            file.pwrite([file.pread(file.size(), 0)], 0)  # rule 6
+            file.sync()
             with of_file(path):
                 header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
             _check_header(header, cluster_key, partition_count, path)
@@ -108,6 +110,11 @@ class ControlFile:
         except BaseException:
             file.close()
             raise
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a sync has failed: nothing is written before the next opening (rule 3)."""
+        return self._failure is not None
 
     def info(self, partition_id: PartitionId) -> PartitionInfo:
         """Return what counts for a partition."""

@@ -148,6 +148,11 @@ class Engine:
         """How many partitions the cluster has."""
         return self._control.header.partition_count
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing can be assigned any more before a new start (`control_file.py`)."""
+        return self._control.has_failed
+
     def assigned(self) -> Sequence[PartitionId]:
         """Return the partitions that this storage holds, in order."""
         every = map(PartitionId, range(self.partition_count))

@@ -8,7 +8,7 @@ Rules:
        for as long as its metadata does: the session that leaves this storage out has to hear first
        what it holds (correctness.md 2.1 C and D). While ZooKeeper is away nothing changes. One that
        cannot be opened (a full disk, a failing one, a file that somebody has to bring back) is
-       tried again, ever more rarely.
+       tried again, ever more rarely; where only a new start can help, the process ends.
     2. A partition that was taken offline is not served, whoever wants it.
     3. Whoever changes a partition's files has it alone: it is dropped first, which ends its session
        here, and opened again afterwards if it is still to be served.
@@ -186,6 +186,8 @@ class Serving:
             if isinstance(log, errors.WaltzError):
                 fields = (("partition", partition_id), ("error", log))
                 self._report(Report("partition_refused", fields))
+                if self._engine.has_failed:
+                    raise log
                 continue
             self.logs[partition_id] = log
             self._on_opened(log)

@@ -102,6 +102,22 @@ def test_a_sync_that_failed_is_told_to_every_partition_of_the_file():
     assert control.info(1).session_id == control.info(2).session_id == NO_SESSION
 
 
+def test_what_a_failed_sync_has_left_is_durable_once_the_next_opening_believes_it():
+    disk = new_disk()
+    control = open_control(disk)
+    disk.plan(disk.step_count + 2, Fault.FAILS)
+    with pytest.raises(DiskFailed, match="sync "):
+        control.set_marks(1, 7, 41)
+    assert control.has_failed
+    control.close()
+    again = open_control(disk)
+    assert not again.has_failed
+    believed = again.info(1)
+    again.close()
+    disk.power_loss(Survival.NOTHING, Random(1))
+    assert open_control(disk).info(1) == believed
+
+
 def test_one_sync_is_for_all_that_had_written_before_it_began(tmp_path):
     control = open_control(RealDisk(), tmp_path)
     began, go_on, syncs = threading.Event(), threading.Event(), []

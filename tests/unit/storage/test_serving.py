@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from waltz_core.cluster.model import ReplicaAssignments
-from waltz_core.errors import CoordinatorUnavailable
+from waltz_core.errors import CoordinatorUnavailable, DiskFailed
 from waltz_core.sim.disk import SimDisk
 from waltz_core.storage import service
 from waltz_core.storage.room import Room
@@ -60,6 +60,7 @@ class Directory:
     """An engine of which only this is known: what lies here, and what of it is offline."""
 
     partition_count = 4
+    has_failed = False
 
     def __init__(self, *partitions):
         self.lying_here = set(partitions)
@@ -180,6 +181,24 @@ def test_what_was_taken_away_is_served_while_a_session_names_it_unless_it_is_off
             assert follower.dropped == [1]
 
     asyncio.run(main())
+
+
+def test_where_only_a_new_start_can_help_it_ends():
+    class Failing(Directory):
+        def assign(self, partition_id):
+            raise DiskFailed(f"partition {partition_id}")
+
+    engine = Failing()
+
+    async def main():
+        async with following(engine) as follower:
+            assert await follower.assigned(0) == [], "that is tried again"
+            engine.has_failed = True
+            await follower.looked()
+
+    with pytest.raises(ExceptionGroup) as told:
+        asyncio.run(main())
+    assert told.group_contains(DiskFailed, match="partition 0")
 
 
 @pytest.mark.parametrize("what", ["offline", "given up"])
