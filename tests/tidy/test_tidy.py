@@ -42,6 +42,8 @@ DECLARATIONS = {
     "waltz_core/wire/admin_messages.py",
     "waltz_core/wire/messages.py",
 }
+# What changes its object and returns something.
+CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
 ONE_DOOR = {
     # A second CRC-32: who verifies a disk shares no code with who has written it.
@@ -327,6 +329,20 @@ def test_nothing_is_pickled_or_evaluated():
         f"{s.path}:{c.lineno} evaluates" for s in product() for c in calls(s.nodes, "eval", "exec")
     ]
     nothing(wrong, "pickle, eval and their like")
+
+
+def test_an_assertion_only_looks():
+    """Python leaves them out when it is told to, with whatever they do."""
+    wrong = [
+        f"{s.path}:{each.lineno} does something: {ast.unparse(each)}"
+        for s in product()
+        for node in s.nodes
+        if isinstance(node, ast.Assert)
+        for each in ast.walk(node)
+        if isinstance(each, ast.NamedExpr | ast.Await | ast.Yield)
+        or (isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] in CHANGES)
+    ]
+    nothing(wrong, "assertions that have an effect")
 
 
 def test_every_setting_is_read():

@@ -219,7 +219,8 @@ class Monitor:
 
     def remove(self, pending: Pending) -> None:
         """Forget a parcel: its outcome was told."""
-        assert self._pending.pop(pending.req_id.sequence) is pending
+        removed = self._pending.pop(pending.req_id.sequence)
+        assert removed is pending
         self.in_flight_rows -= pending.parcel.row_count
         self.in_flight_bytes -= pending.parcel.size_bytes
         assert self.in_flight_rows >= 0
