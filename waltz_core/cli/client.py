@@ -125,6 +125,11 @@ def _read(arguments: argparse.Namespace) -> int:
         last = arguments.last
         if last is None:
             last = client.high_water_mark(arguments.partition)
+            if arguments.first > last + 1:
+                raise BadConfig(
+                    f"--first: the last transaction of partition {arguments.partition} is {last}, "
+                    f"found {arguments.first}"
+                )
         for chunk in client.read_range(
             arguments.partition, arguments.first, last, form=RangeForm.WHOLE
         ):
