@@ -6,10 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import uvloop
 
-from waltz_core import raw_records
 from waltz_core.cli import client_check
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.client import (
@@ -133,15 +131,9 @@ def _read(arguments: argparse.Namespace) -> int:
         for chunk in client.read_range(
             arguments.partition, arguments.first, last, form=RangeForm.WHOLE
         ):
-            ids = raw_records.ids_of(chunk.records, chunk.lengths)
-            headers = raw_records.application_headers_of(chunk.records, chunk.lengths)
-            ends = np.cumsum(chunk.lengths)
-            whole = memoryview(chunk.records)
-            for number, end in enumerate(ends.tolist()):
-                start = end - int(chunk.lengths[number])
-                data = bytes(whole[start + 36 : end - 4]).decode("utf-8", "backslashreplace")
-                row = (int(ids[number]), int(headers[number]), data)
-                _print(row, as_json=arguments.json)
+            for each in chunk.rows():
+                data = each.data.decode("utf-8", "backslashreplace")
+                _print((int(each.transaction_id), each.header, data), as_json=arguments.json)
     return 0
 
 
