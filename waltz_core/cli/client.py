@@ -31,7 +31,7 @@ def add(command: argparse.ArgumentParser) -> None:
     append = verbs.add_parser("append", help="append transactions, one for each line or argument")
     append.add_argument("data", nargs="*", help="the payloads; else the lines of standard input")
     append.add_argument(
-        "--partition", type=int, metavar="P", help="else by the first lock, else in turn"
+        "--partition", type=int, metavar="P", help="else that of the first lock, else each in turn"
     )
     append.add_argument("--header", type=int, default=0, help="32 bits of yours (default 0)")
     append.add_argument(

@@ -33,7 +33,7 @@ def add(command: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--zookeeper-auth", type=Path, metavar="FILE", help="an auth file (docs/zookeeper.md)"
     )
-    up.add_argument("--timeout-s", type=float, help="default 60")
+    up.add_argument("--timeout-s", type=float, help="how long it may take to be ready (default 60)")
     up.set_defaults(verb=_up)
     status = verbs.add_parser("status", help="show what runs")
     status.add_argument("--json", action="store_true", help="one JSON value on standard output")

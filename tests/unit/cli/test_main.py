@@ -89,6 +89,15 @@ def test_a_daemon_imports_nothing_of_the_other_verbs_and_has_the_same_flags(noun
     assert alone["run"].format_help() == whole["run"].format_help()
 
 
+def test_a_daemons_flags_tell_what_holds_without_them(capsys):
+    with pytest.raises(SystemExit):
+        main(["server", "run", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "(required, such as 127.0.0.1:2181/waltz/local)" in told
+    assert "0: any free one. (default 15180)" in told
+    assert "Empty: `listen_host`. (default empty)" in told
+
+
 @pytest.fixture
 def logging_as_before():
     root = logging.getLogger()
