@@ -193,7 +193,7 @@ async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -
     return {
         "storage": address,
         "moved": len(wanted),
-        "summary": f"the new storage at {address} holds every replica of the old one: {len(wanted)}",
+        "summary": f"the new storage at {address} has every replica of the old one: {len(wanted)}",
     }
 
 
