@@ -53,7 +53,12 @@ ALONE: dict[tuple[str, str], str] = {
 }
 # What a person may copy and change; at the end of a noun's help.
 EXAMPLES: dict[str, tuple[str, ...]] = {
-    "local": ("local up", "local up --zookeepers 3 --servers 3", "local status", "local down"),
+    "local": (
+        "local up",
+        "local up --directory three --zookeepers 3 --servers 3",
+        "local status",
+        "local down",
+    ),
     "cluster": (
         "cluster create zk1:2181/waltz/payments --partitions 16 --storage s1:15280:15281",
         "cluster verify --connect zk1:2181/waltz/payments --by-partition",
