@@ -99,7 +99,7 @@ def jars_directory() -> Path:
     if spec is None or not spec.origin:
         raise BadConfig(
             "ZooKeeper runs from PySpark's jars, and PySpark is not installed: "
-            "`pip install waltz-spark[spark]`"
+            "`pip install 'waltz-spark[spark]'`"
         )
     jars = Path(spec.origin).parent / "jars"
     if not list(jars.glob("zookeeper-*.jar")):

@@ -46,7 +46,8 @@ class WriteResult:
     Attributes:
         results: one row for each row written: its input columns, `status`, `partition`,
             `transaction_id`, `attempts`, `lock_failure_transaction_id`, `retry_high_water_mark`.
-        counts: `committed`, `rejected`, `retry`, `rejected_by_own_rows`, `seconds`.
+        counts: `committed`, `recomputed` and `found` (by an earlier attempt) among them,
+            `rejected`, `retry`, `rejected_by_own_rows`, `seconds`.
         high_water_marks: by partition, the last mark that the write saw.
         results_path: where the results lie as Parquet.
     """

@@ -78,7 +78,7 @@ OPTIONS: tuple[Option, ...] = (
         "transactionIds",
         Use.READ,
         "all",
-        "Ranges of transaction IDs to fetch: `1000-1999,5000`; applied in every partition read.",
+        "Ranges of transaction ids to fetch: `1000-1999,5000`; applied in every partition read.",
     ),
     Option(
         "headers",

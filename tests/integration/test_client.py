@@ -2,6 +2,7 @@
 
 import os
 import pickle  # noqa: TID251 - Spark pickles what its tasks are told
+import socket
 import threading
 import time
 from collections import Counter
@@ -161,8 +162,15 @@ def test_a_fork_gets_a_sentence_and_may_open_its_own(client: WaltzClient, cluste
 
 def test_no_zookeeper_names_the_hosts():
     config = ClientConfig(zookeeper_connect_timeout_ms=300)
-    with pytest.raises(errors.CoordinatorUnavailable, match=r"127\.0\.0\.1:9 within 300 ms"):
+    refused = r"127\.0\.0\.1:9 within 300 ms: Connection refused"
+    with pytest.raises(errors.CoordinatorUnavailable, match=refused):
         WaltzClient("127.0.0.1:9/waltz", config)
+    with pytest.raises(errors.CoordinatorUnavailable, match="the name is not known"):
+        WaltzClient("zookeeper.invalid:2181/waltz", config)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(errors.CoordinatorUnavailable, match="ZooKeeper's hello does not come"):
+            WaltzClient(f"127.0.0.1:{port}/waltz", config)
 
 
 def test_no_cluster_names_the_command(cluster: LocalCluster):

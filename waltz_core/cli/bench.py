@@ -141,7 +141,10 @@ class Meter:
 
 def add(command: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    command.add_argument("workload", help=f"one of {', '.join(sorted(_names()))}")
+    command.add_argument(
+        "workload",
+        help=f"one of {', '.join(sorted(_names()))}; docs/performance.md has what they measure",
+    )
     command.add_argument("--connect", help="this cluster; else a local one is started and ended")
     command.add_argument(
         "--directory",
@@ -183,7 +186,9 @@ def add(command: argparse.ArgumentParser) -> None:
         help="test-producers: write locks are drawn from so many (0: no locks)",
     )
     command.add_argument("--partitions", type=int, help="many-partitions: how many (1000)")
-    command.add_argument("--rows", type=int, default=500_000, help="rows, where a number is asked")
+    command.add_argument(
+        "--rows", type=int, default=500_000, help="rows, for workloads of so many (500000)"
+    )
     command.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     command.set_defaults(verb=_bench)
 

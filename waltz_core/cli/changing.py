@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from waltz_core import net
 from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.parsing import WHICH_CLUSTER
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.audit import DONE, AuditEntry
@@ -116,7 +117,7 @@ def place_of(arguments: argparse.Namespace) -> str:
     """Return the cluster that `add_place` was told; raises BadConfig for none."""
     place: str | None = arguments.connect
     if place is None:
-        raise BadConfig("expected a cluster, such as zk1:2181,zk2:2181/waltz/payments, found none")
+        raise BadConfig(WHICH_CLUSTER)
     return place
 
 

@@ -6,10 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import uvloop
 
-from waltz_core import raw_records
 from waltz_core.cli import client_check
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.client import (
@@ -33,7 +31,7 @@ def add(command: argparse.ArgumentParser) -> None:
     append = verbs.add_parser("append", help="append transactions, one for each line or argument")
     append.add_argument("data", nargs="*", help="the payloads; else the lines of standard input")
     append.add_argument(
-        "--partition", type=int, metavar="P", help="else by the first lock, else in turn"
+        "--partition", type=int, metavar="P", help="else that of the first lock, else each in turn"
     )
     append.add_argument("--header", type=int, default=0, help="32 bits of yours (default 0)")
     append.add_argument(
@@ -125,18 +123,17 @@ def _read(arguments: argparse.Namespace) -> int:
         last = arguments.last
         if last is None:
             last = client.high_water_mark(arguments.partition)
+            if arguments.first > last + 1:
+                raise BadConfig(
+                    f"--first: the last transaction of partition {arguments.partition} is {last}, "
+                    f"found {arguments.first}"
+                )
         for chunk in client.read_range(
             arguments.partition, arguments.first, last, form=RangeForm.WHOLE
         ):
-            ids = raw_records.ids_of(chunk.records, chunk.lengths)
-            headers = raw_records.application_headers_of(chunk.records, chunk.lengths)
-            ends = np.cumsum(chunk.lengths)
-            whole = memoryview(chunk.records)
-            for number, end in enumerate(ends.tolist()):
-                start = end - int(chunk.lengths[number])
-                data = bytes(whole[start + 36 : end - 4]).decode("utf-8", "backslashreplace")
-                row = (int(ids[number]), int(headers[number]), data)
-                _print(row, as_json=arguments.json)
+            for each in chunk.rows():
+                data = each.data.decode("utf-8", "backslashreplace")
+                _print((int(each.transaction_id), each.header, data), as_json=arguments.json)
     return 0
 
 

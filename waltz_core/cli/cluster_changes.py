@@ -159,7 +159,7 @@ async def _replace_storage(command: Command) -> Result:
     return {
         "storage": new,
         "moved": len(wanted),
-        "summary": f"{new} holds the {len(wanted)} replicas that {old} had",
+        "summary": f"{new} holds every replica that {old} had: {len(wanted)}",
     }
 
 
@@ -193,7 +193,7 @@ async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -
     return {
         "storage": address,
         "moved": len(wanted),
-        "summary": f"the new storage at {address} holds the {len(wanted)} replicas of the old one",
+        "summary": f"the new storage at {address} has every replica of the old one: {len(wanted)}",
     }
 
 

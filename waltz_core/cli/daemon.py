@@ -37,8 +37,15 @@ def add_run(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
             f"--{part.name.replace('_', '-')}",
             dest=f"setting_{part.name}",
             metavar="VALUE",
-            help=str(part.metadata["doc"]).replace("%", "%%"),
+            help=_help(part.metadata["doc"], part.metadata["example"], part.default),
         )
+
+
+def _help(doc: str, example: str, default: object) -> str:
+    """Return what a flag's help says: the setting's own words, and what holds without it."""
+    shown = str(default).lower() if isinstance(default, bool) else str(default) or "empty"
+    without = f"required, such as {example}" if example else f"default {shown}"
+    return f"{doc} ({without})".replace("%", "%%")
 
 
 def run_daemon(arguments: argparse.Namespace, kind: type[C], run: Callable[[C], None]) -> int:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.config import LocalConfig
+from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
-from waltz_core.settings import load
+from waltz_core.settings import Loaded, load
 
 # flag -> setting
 COUNTS = {
@@ -32,7 +33,7 @@ def add(command: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--zookeeper-auth", type=Path, metavar="FILE", help="an auth file (docs/zookeeper.md)"
     )
-    up.add_argument("--timeout-s", type=float, help="default 60")
+    up.add_argument("--timeout-s", type=float, help="how long it may take to be ready (default 60)")
     up.set_defaults(verb=_up)
     status = verbs.add_parser("status", help="show what runs")
     status.add_argument("--json", action="store_true", help="one JSON value on standard output")
@@ -49,7 +50,9 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    config = _config(arguments)
+    settings = _settings(arguments)
+    config = settings.config
+    _check_made(LocalCluster(Path(config.directory)), settings)
     cluster = LocalCluster(
         Path(config.directory),
         zookeeper_count=config.zookeeper_count,
@@ -67,15 +70,37 @@ def _up(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_made(cluster: LocalCluster, settings: Loaded[LocalConfig]) -> None:
+    """Refuse counts that a directory's cluster was not made with; nothing is started then."""
+    if not cluster.exists():
+        return
+    kinds = [member.kind for member in cluster.members]
+    made = {"partition_count": cluster.partition_count}
+    made |= {f"{kind}_count": kinds.count(kind) for kind in ("zookeeper", "storage", "server")}
+    for flag, name in COUNTS.items():
+        found = getattr(settings.config, name)
+        origin = settings.origins.get(name)
+        if origin and found != made[name]:
+            where = flag if origin.startswith("flag ") else f"{origin}: {name}"
+            raise BadConfig(
+                f"{where}: the cluster in {cluster.directory} was "
+                f"made with {made[name]}, found {found}; give another --directory for another one"
+            )
+
+
 def _config(arguments: argparse.Namespace) -> LocalConfig:
-    """Return the settings by file, environment and flag; raises BadConfig."""
+    return _settings(arguments).config
+
+
+def _settings(arguments: argparse.Namespace) -> Loaded[LocalConfig]:
+    """Return the settings by file, environment and flag, and where from; raises BadConfig."""
     given = vars(arguments)
     flags = {name: given.get(name) for name in COUNTS.values()}
     if arguments.directory is not None:
         flags["directory"] = str(arguments.directory)
     if given.get("timeout_s") is not None:
         flags["ready_timeout_ms"] = str(round(arguments.timeout_s * 1000))
-    return load(LocalConfig, path=given.get("config"), environment=os.environ, flags=flags).config
+    return load(LocalConfig, path=given.get("config"), environment=os.environ, flags=flags)
 
 
 def _status(arguments: argparse.Namespace) -> int:

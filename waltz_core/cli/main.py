@@ -16,6 +16,7 @@ from pathlib import Path
 
 from waltz_core import __version__
 from waltz_core.cli.output import say, show
+from waltz_core.cli.parsing import NOT_UNDERSTOOD, Parser
 from waltz_core.errors import BadConfig, WaltzError
 
 # noun -> (module, one line of help); a module is imported only when its noun is asked for, so that
@@ -52,7 +53,12 @@ ALONE: dict[tuple[str, str], str] = {
 }
 # What a person may copy and change; at the end of a noun's help.
 EXAMPLES: dict[str, tuple[str, ...]] = {
-    "local": ("local up", "local up --zookeepers 3 --servers 3", "local status", "local down"),
+    "local": (
+        "local up",
+        "local up --directory three --zookeepers 3 --servers 3",
+        "local status",
+        "local down",
+    ),
     "cluster": (
         "cluster create zk1:2181/waltz/payments --partitions 16 --storage s1:15280:15281",
         "cluster verify --connect zk1:2181/waltz/payments --by-partition",
@@ -91,7 +97,6 @@ waltz-core: the quorum-replicated log with optimistic locking. To begin with:
 
 `waltz-core --help` lists all commands, `waltz-core cluster --help` those for a cluster."""
 VERBS_COLUMN = 28
-NO_COMMAND = 2
 INTERRUPTED = 130
 
 
@@ -100,19 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         show(OVERVIEW)
-        return NO_COMMAND
-    noun = noun_of(words)
-    parser = parser_for(noun, _word_after(noun, words))
-    if noun in NOUNS and words == [noun] and verbs_of(verbs_of(parser)[noun]):
-        words.append("--help")
-    arguments = parser.parse_args(words)
-    verb = getattr(arguments, "verb", None)
-    if verb is None:
-        parser.print_help()
-        return NO_COMMAND
+        return NOT_UNDERSTOOD
     try:
-        _start_logging(arguments.logging)
-        result = verb(arguments)
+        # Loading a noun takes most of a second: ctrl-C belongs to the command from here on.
+        return _run(words)
     except WaltzError as error:
         say(f"waltz-core: {error}")
         return 1
@@ -122,13 +118,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`waltz-core ... | head`): nothing left to say.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         return 0
+
+
+def _run(words: list[str]) -> int:
+    noun = noun_of(words)
+    parser = parser_for(noun, _word_after(noun, words))
+    if noun in NOUNS and words == [noun] and verbs_of(verbs_of(parser)[noun]):
+        words.append("--help")
+    arguments, unknown = parser.parse_known_args(words)
+    arguments.parser.refuse_unknown(unknown)
+    verb = getattr(arguments, "verb", None)
+    if verb is None:
+        parser.print_help()
+        return NOT_UNDERSTOOD
+    _start_logging(arguments.logging)
+    result = verb(arguments)
     assert isinstance(result, int)
     return result
 
 
 def noun_of(words: Sequence[str]) -> str:
     """Return the first word that is none of the options before it, nor the value of one."""
-    head = argparse.ArgumentParser(prog="waltz-core", add_help=False)
+    head = Parser(prog="waltz-core", add_help=False)
     head.add_argument("--version", action="store_true")
     head.add_argument("--logging")
     head.add_argument("noun", nargs="?", default="")
@@ -139,16 +150,17 @@ def _word_after(noun: str, words: Sequence[str]) -> str:
     return next(iter(words[words.index(noun) + 1 :]), "") if noun in words else ""
 
 
-def parser_for(noun: str, verb: str = "") -> argparse.ArgumentParser:
+def parser_for(noun: str, verb: str = "") -> Parser:
     """Return the parser of all nouns, of which this one's verbs are declared.
 
     Where `verb` can stand alone, it is the only one: a daemon does not pay for the others.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="waltz-core", description="The quorum-replicated log with optimistic locking."
     )
     parser.add_argument("--version", action="version", version=f"waltz-core {__version__}")
     parser.add_argument("--logging", type=Path, help="a logging.toml (conf/logging.toml)")
+    parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, (module, text) in NOUNS.items():
         command = commands.add_parser(name, help=text, description=_sentence(text))
@@ -183,6 +195,7 @@ def _describe_verbs(command: argparse.ArgumentParser) -> None:
             verbs[told.dest].description = _sentence(told.help or "")
     for verb in verbs.values():
         verb.formatter_class = _Formatter
+        verb.set_defaults(parser=verb)  # who is told of a word that it does not take
 
 
 def verbs_of(command: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -155,6 +155,6 @@ async def targets_of(arguments: argparse.Namespace) -> tuple[Target, ...]:
 async def target_of(arguments: argparse.Namespace) -> Target:
     """Return the one storage that is meant; raises BadConfig where it is not one."""
     if arguments.admin is None and arguments.connect is not None and arguments.storage is None:
-        raise BadConfig("expected --storage HOST:PORT beside --connect: this changes one storage")
+        raise BadConfig("expected --storage HOST:PORT beside --connect: this is for one storage")
     (target,) = await targets_of(arguments)
     return target

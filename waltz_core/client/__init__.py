@@ -28,7 +28,7 @@ from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import LATEST
 from waltz_core.client.following import Following, Predecessor
 from waltz_core.client.monitor import BatchOutcome
-from waltz_core.client.ranges import RangeChunk, ReplicaSet
+from waltz_core.client.ranges import RangeChunk, RangeRow, ReplicaSet
 from waltz_core.client.serializers import BYTES, JSON, MSGPACK, Serializer
 from waltz_core.client.sync_client import WaltzClient
 from waltz_core.client.transaction import (
@@ -59,6 +59,7 @@ __all__ = [
     "Predecessor",
     "RangeChunk",
     "RangeForm",
+    "RangeRow",
     "Reason",
     "ReplicaSet",
     "Serializer",

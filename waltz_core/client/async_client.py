@@ -35,7 +35,7 @@ from waltz_core.client.directory import (
 )
 from waltz_core.client.feed import Consumer, LoopConsumer
 from waltz_core.client.following import FOLLOW, Following
-from waltz_core.client.opening import Opening
+from waltz_core.client.opening import OpenedByConnect, Opening, settings_of
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.ranges import (
     NO_REPLICAS,
@@ -54,6 +54,8 @@ from waltz_core.client.transaction import (
     check_locks,
     check_mark,
     check_partition,
+    check_range,
+    each_of,
     partition_of,
 )
 from waltz_core.config import ClientConfig
@@ -68,7 +70,7 @@ _log = logging.getLogger(__name__)
 _CLOSED = "the client is closed"
 
 
-class AsyncWaltzClient:
+class AsyncWaltzClient(OpenedByConnect):
     """A client of one cluster, on one event loop.
 
         async with AsyncWaltzClient.connect("zk1:2181/waltz/payments") as client:
@@ -123,7 +125,7 @@ class AsyncWaltzClient:
             BadConfig: the connect string is wrong, or there is no cluster at its root.
             CoordinatorUnavailable: no ZooKeeper answers; the message names the hosts.
         """
-        settings = config or ClientConfig()
+        settings = settings_of(config)
         directory = ZooKeeperDirectory(
             connect,
             connect_timeout_ms=settings.zookeeper_connect_timeout_ms,
@@ -148,7 +150,7 @@ class AsyncWaltzClient:
         enter the log once: it is opened and closed with the client, gives it id and sequence, and
         is asked before each mount (spark.md, "Exactly once").
         """
-        settings = config or ClientConfig()
+        settings = settings_of(config)
         directory = FixedDirectory(layout, connect_timeout_ms=settings.zookeeper_connect_timeout_ms)
         client = cls(directory, layout.connect, settings, client_id=client_id)
         client._connection_sequence = connection_sequence
@@ -489,11 +491,7 @@ class AsyncWaltzClient:
         them, and from the server where none does. Raises DataLoss when the log ends before `last`.
         """
         partition_id = self._checked(partition)
-        if first < 0 or last < first - 1:
-            raise errors.BadRequest(
-                f"range of partition {partition}: expected 0 <= first <= last, "
-                f"found {first}..{last}"
-            )
+        check_range(partition_id, first, last)
         query = RangeQuery(
             TransactionId(first),
             TransactionId(last),
@@ -566,7 +564,7 @@ class AsyncWaltzClient:
     def _all_or(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         self._check_usable()
         wanted = range(self.partition_count) if partitions is None else partitions
-        return [self._checked(each) for each in wanted]
+        return [self._checked(each) for each in each_of("partitions", wanted)]
 
     def _choose(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
         if partition is not None:

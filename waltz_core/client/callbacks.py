@@ -21,7 +21,7 @@ from enum import Enum, auto
 from typing import ClassVar
 
 from waltz_core import errors
-from waltz_core.client.transaction import AsyncTransaction, Transaction, check_header
+from waltz_core.client.transaction import AsyncTransaction, Transaction, check_header, each_of
 from waltz_core.record import BEFORE_FIRST
 
 # Header values of one filter.
@@ -148,7 +148,7 @@ def check_headers(
     """
     if headers is None:
         return ()
-    values = tuple(sorted({check_header(header) for header in headers}))
+    values = tuple(sorted({check_header(each) for each in each_of("headers", headers)}))
     if not 0 < len(values) <= HEADERS_MAX:
         raise errors.BadRequest(f"headers: expected 1 to {HEADERS_MAX}, found {len(values)}")
     if callbacks.needs_all:

@@ -12,8 +12,9 @@ Why it stands alone: it is a convenience over `TransactionContext` and adds noth
 wants hooks (`on_completion`, `on_application`, ...) writes the class.
 """
 
+import operator
 from collections.abc import Awaitable, Callable
-from typing import Concatenate, ParamSpec, TypeAlias, cast
+from typing import Concatenate, ParamSpec, SupportsIndex, TypeAlias, cast
 
 from waltz_core import errors
 from waltz_core.client.transaction import TransactionBuilder, TransactionContext, partition_of
@@ -50,7 +51,7 @@ class FunctionContext(TransactionContext):
 
 
 def transactional(
-    *,
+    *bare: object,
     partition: int | None = None,
     partition_by: Callable[..., int] | None = None,
     retries_max: int | None = None,
@@ -64,6 +65,7 @@ def transactional(
     nothing: it makes a context for `submit`, once.
 
     Args:
+        bare: nothing; the function, where the brackets were forgotten.
         partition: the partition of every transaction, or
         partition_by: a function of the same arguments that returns a lock; the transaction goes to
             the lock's partition.
@@ -74,21 +76,28 @@ def transactional(
     Raises:
         BadRequest: not exactly one of `partition` and `partition_by` is given.
     """
-    if (partition is None) == (partition_by is None):
+    if bare or (partition is None) == (partition_by is None):
         raise errors.BadRequest(
-            "transactional: expected either a partition or partition_by, a function of the call's "
-            "arguments that returns a lock"
+            "expected either @transactional(partition=...) or @transactional(partition_by=...), "
+            "a function of the call's arguments that returns a lock"
         )
 
     def decorate(function: Execute[ArgumentsT]) -> Callable[ArgumentsT, FunctionContext]:
+        name = getattr(function, "__qualname__", repr(function))
+
         def bound(*args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs) -> FunctionContext:
             def choose(partition_count: int) -> int:
                 if partition_by is None:
                     assert partition is not None
                     return partition
-                return partition_of(partition_by(*args, **kwargs), partition_count)
+                hashed: object = partition_by(*args, **kwargs)
+                if not isinstance(hashed, SupportsIndex):
+                    raise errors.BadRequest(
+                        f"partition_by of {name}: expected a lock as lock(name, key) makes it, "
+                        f"found {hashed!r}"
+                    )
+                return partition_of(operator.index(hashed), partition_count)
 
-            name = getattr(function, "__qualname__", repr(function))
             context = FunctionContext(
                 name, choose, lambda builder: function(builder, *args, **kwargs)
             )
@@ -98,7 +107,7 @@ def transactional(
             return context
 
         bound.__name__ = getattr(function, "__name__", "transaction")
-        bound.__qualname__ = getattr(function, "__qualname__", bound.__name__)
+        bound.__qualname__ = name
         bound.__doc__ = function.__doc__
         return bound
 

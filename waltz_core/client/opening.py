@@ -1,12 +1,21 @@
 """A client that is being opened: `await` it, or use it as `async with`.
 
 Why it stands alone: a coroutine cannot be entered and a context manager cannot be awaited; users
-expect both of `AsyncWaltzClient.connect`.
+expect both of `AsyncWaltzClient.connect`. Whoever opens it in another way is told this one.
 """
 
 from collections.abc import Generator
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+
+from waltz_core import errors
+from waltz_core.config import ClientConfig
+
+HOW_TO_OPEN = (
+    "use `async with AsyncWaltzClient.connect(...) as client`, or "
+    "`client = await AsyncWaltzClient.connect(...)` and close it at the end"
+)
+NOT_SENT = "a client cannot be sent to another process: open one there, with its connect string"
 
 
 class Openable(Protocol):
@@ -42,6 +51,34 @@ class Opening(Generic[ClientT]):
     ) -> None:
         await self._client.close()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)  # copy, pickle and shells ask for such names
+        raise errors.UsageError(f"{name}: the client is not open yet: {HOW_TO_OPEN}")
+
     async def _opened(self) -> ClientT:
         await self._client.open()
         return self._client
+
+
+class OpenedByConnect:
+    """A client that `connect` makes, and a call of its class does not."""
+
+    def __new__(cls, *given: object, **_named: object) -> Self:
+        """Make one of a directory; raises UsageError for a connect string, or for nothing."""
+        if not given or isinstance(given[0], str):
+            raise errors.UsageError(f"expected the client to be opened by connect: {HOW_TO_OPEN}")
+        return super().__new__(cls)
+
+    def __reduce__(self) -> NoReturn:
+        raise errors.UsageError(NOT_SENT)
+
+
+def settings_of(config: ClientConfig | None) -> ClientConfig:
+    """Return the settings of a client; raises UsageError for what is none."""
+    chosen: object = ClientConfig() if config is None else config
+    if not isinstance(chosen, ClientConfig):
+        raise errors.UsageError(
+            f"config: expected a ClientConfig of waltz_core.config, found {chosen!r}"
+        )
+    return chosen

@@ -19,10 +19,10 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ from waltz_core.client.nearby import GRANT_BYTES, Grant, Nearby
 from waltz_core.record import (
     BEFORE_FIRST,
     NO_SESSION,
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
     LineageEntry,
     PartitionId,
     ReqId,
@@ -48,7 +50,19 @@ I64 = npt.NDArray[np.int64]
 HEADER_BYTES = raw_records.HEADER_DTYPE.itemsize
 RANGE_BYTES_MAX = 4 * 1024 * 1024
 
+# Of a record, around its payload.
+_BEFORE_DATA = RECORD_PREFIX.size
+_BEHIND_DATA = RECORD_OVERHEAD_BYTES - _BEFORE_DATA
+
 _log = logging.getLogger(__name__)
+
+
+class RangeRow(NamedTuple):
+    """One transaction of a range: its id, the application's header, its payload."""
+
+    transaction_id: TransactionId
+    header: int
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +87,23 @@ class RangeChunk:
     def stamps(self) -> list[tuple[int, int, int]]:
         """The commit stamps as `batches.range_to_arrow` takes them: (first, last, ms)."""
         return [(entry.first, entry.last, entry.stamp_ms) for entry in self.lineage]
+
+    def rows(self) -> Iterator[RangeRow]:
+        """Yield the transactions one by one, in order; raises UsageError where no data was read.
+
+        It copies each payload; whoever reads millions takes `records` and `lengths` as they are.
+        """
+        if self.form is not RangeForm.WHOLE:
+            raise errors.UsageError(
+                f"rows: expected a range read with form=RangeForm.WHOLE, found {self.form!r}"
+            )
+        ids = raw_records.ids_of(self.records, self.lengths).tolist()
+        headers = raw_records.application_headers_of(self.records, self.lengths).tolist()
+        start = 0
+        for number, length in enumerate(self.lengths.tolist()):
+            data = self.records[start + _BEFORE_DATA : start + length - _BEHIND_DATA]
+            yield RangeRow(TransactionId(ids[number]), headers[number], bytes(data))
+            start += length
 
 
 @dataclass(frozen=True, slots=True)

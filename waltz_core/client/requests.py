@@ -113,7 +113,10 @@ class Requests:
         timeout_s: float,
         is_again: bool,
     ) -> AnswerT:
-        owner = await self._directory.owner(partition_id, after_failure=is_again)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        owner = await self._owner(partition_id, timeout_s=timeout_s, is_again=is_again)
+        timeout_s = max(deadline_s - loop.time(), 0.001)
         number = next(self._numbers)
         try:
             async with asyncio.timeout(None) as patience:
@@ -123,6 +126,13 @@ class Requests:
             raise errors.Unreachable(f"{owner.address}: the partition has moved") from error
         finally:
             self._waiting.pop(number, None)
+
+    async def _owner(self, partition_id: PartitionId, *, timeout_s: float, is_again: bool) -> Owner:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._directory.owner(partition_id, after_failure=is_again)
+        except TimeoutError as error:  # ZooKeeper's own time is a longer one
+            raise errors.CoordinatorUnavailable("ZooKeeper has not said who owns it") from error
 
     async def _answer_of(
         self,

@@ -290,6 +290,11 @@ def _begin_reading(connection: sa.Connection) -> None:
 
 
 def _check_engine(engine: sa.Engine) -> None:
+    given: object = engine
+    if not isinstance(given, sa.Engine):
+        raise errors.BadConfig(
+            f"expected an engine as sqlalchemy.create_engine makes it, found {given!r}"
+        )
     if isinstance(engine.pool, sa.pool.SingletonThreadPool | sa.pool.StaticPool):
         raise errors.BadConfig(
             f"{engine.url!r}: expected a database that several connections share, found a pool of "

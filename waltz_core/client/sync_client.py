@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
 import uvloop
 
@@ -33,7 +33,7 @@ from waltz_core.client.claim import TaskClaim
 from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
 from waltz_core.client.feed import Run, Verdict, mark_of
 from waltz_core.client.following import Following
-from waltz_core.client.opening import Opening
+from waltz_core.client.opening import NOT_SENT, Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
 from waltz_core.client.subscriptions import waits_for_itself
 from waltz_core.client.transaction import (
@@ -159,6 +159,9 @@ class WaltzClient:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise errors.UsageError(NOT_SENT)
 
     # --- the cluster
 

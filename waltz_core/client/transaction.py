@@ -213,12 +213,18 @@ class TransactionContext(ABC):
 
 
 def check_context(context: object) -> TransactionContext:
-    """Return a context; raises UsageError for what is none, a function that was not called, say."""
+    """Return a context; raises UsageError for what is none, a function that was not called, say,
+    and for limits that are no numbers.
+    """
     if not isinstance(context, TransactionContext):
         raise errors.UsageError(
             f"expected a TransactionContext, or what a function under @transactional returns "
             f"when it is called; found {context!r}"
         )
+    for name in ("timeout_ms", "retries_max"):
+        limit: object = getattr(context, name)
+        if limit is not None and not isinstance(limit, float | SupportsIndex):
+            raise errors.UsageError(f"{name}: expected a number, or None; found {limit!r}")
     return context
 
 
@@ -236,6 +242,24 @@ def check_partition(partition: object, cluster: str, partition_count: int) -> Pa
             f"partitions 0..{partition_count - 1}"
         )
     return PartitionId(number)
+
+
+def each_of(what: str, given: Iterable[T]) -> tuple[T, ...]:
+    """Return what was given; raises BadRequest for a single one where several are asked for."""
+    try:
+        return tuple(given)
+    except TypeError:
+        raise errors.BadRequest(
+            f"{what}: expected a list such as [{given!r}], found {given!r}"
+        ) from None
+
+
+def check_range(partition: PartitionId, first: int, last: int) -> None:
+    """Refuse a range that begins before the log, or ends before it begins; raises BadRequest."""
+    if first < 0 or last < first - 1:
+        raise errors.BadRequest(
+            f"range of partition {partition}: expected 0 <= first <= last, found {first}..{last}"
+        )
 
 
 def check_header(header: int) -> int:

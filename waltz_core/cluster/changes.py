@@ -427,6 +427,7 @@ def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]
             raise errors.BadConfig(f"{text!r}: {expected}")
         numbers = range(int(first), int(last if dash else first) + 1)
         if not numbers or numbers[-1] >= partition_count:
-            raise errors.BadConfig(f"{text!r} has {part.strip()!r}: {expected}")
+            where = f"{text!r}" if part == text else f"{part.strip()!r} in {text!r}"
+            raise errors.BadConfig(f"{where}: {expected}")
         found.update(dict.fromkeys(numbers))
     return tuple(map(PartitionId, found))

@@ -70,7 +70,8 @@ class ClusterNodes:
         """Return the error for a root without a cluster."""
         return errors.NoCluster(
             f"no cluster at root {self.paths.root} of ZooKeeper {self.znodes.where}: "
-            "create it with `waltz-core cluster create`"
+            f"`waltz-core cluster list {self.znodes.where}` shows which there are, "
+            "`waltz-core cluster create` makes one"
         )
 
 

@@ -77,13 +77,8 @@ CONNECT_ANSWER_S_MIN, CONNECT_ANSWER_S_MAX = 0.5, 3.0
 EPHEMERAL_FLAG = 1
 SEQUENTIAL_FLAG = 2
 
-PERMISSIONS = {
-    "c": Permissions.CREATE,
-    "d": Permissions.DELETE,
-    "r": Permissions.READ,
-    "w": Permissions.WRITE,
-    "a": Permissions.ADMIN,
-}
+_CHANGES = {"c": Permissions.CREATE, "d": Permissions.DELETE, "w": Permissions.WRITE}
+PERMISSIONS = {**_CHANGES, "r": Permissions.READ, "a": Permissions.ADMIN}
 
 LOST_ERRORS = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError)
 CONFLICT_ERRORS = (
@@ -201,7 +196,9 @@ class ZooKeeperSession:
                 "max_jitter": 0.5,
                 "max_delay": RECONNECT_DELAY_S_MAX,
             },
-            auth_data=_auth_data_of(credentials),
+            auth_data=[(SCHEME, f"{credentials.user}:{credentials.password}")]
+            if credentials
+            else [],
             logger=logger,
         )
         self._answer_s = CONNECT_ANSWER_S_MIN
@@ -224,14 +221,14 @@ class ZooKeeperSession:
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
                 await self._is_connected.wait()
-        except TimeoutError as error:
+        except BaseException as error:
             self._stop()
+            if not isinstance(error, TimeoutError):
+                raise
             raise errors.CoordinatorUnavailable(
-                f"no ZooKeeper answered at {self._hosts} within {self._connect_timeout_ms} ms"
+                f"no ZooKeeper answered at {self._hosts} within {self._connect_timeout_ms} ms: "
+                f"{self._client.handler.trouble}"
             ) from error
-        except asyncio.CancelledError:
-            self._stop()
-            raise
 
     # --- Znodes
 
@@ -521,10 +518,17 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
     def __init__(self, connect_timeout_s: float) -> None:
         super().__init__()
         self._connect_timeout_s = connect_timeout_s
+        self.trouble = "the name is not known, or the host is silent"
 
     def create_connection(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - kazoo's
         kwargs["timeout"] = min(kwargs["timeout"], self._connect_timeout_s)
-        return super().create_connection(*args, **kwargs)
+        try:
+            made = super().create_connection(*args, **kwargs)
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
+            raise
+        self.trouble = "the connection is taken, and ZooKeeper's hello does not come"
+        return made
 
 
 def _read_credentials(place: ConnectString) -> Credentials | None:
@@ -538,10 +542,6 @@ def _read_credentials(place: ConnectString) -> Credentials | None:
         raise errors.BadConfig(
             f"the auth file {place.auth_file!r} of the connect string cannot be read: {reason}"
         ) from error
-
-
-def _auth_data_of(credentials: Credentials | None) -> list[tuple[str, str]]:
-    return [(SCHEME, f"{credentials.user}:{credentials.password}")] if credentials else []
 
 
 def _acl_of(credentials: Credentials | None) -> list[ACL]:

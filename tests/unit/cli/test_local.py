@@ -4,6 +4,7 @@ from waltz_core.cli import local
 from waltz_core.cli.main import main
 from waltz_core.config import LocalConfig
 from waltz_core.errors import BadConfig
+from waltz_core.local import LocalCluster
 
 
 def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkeypatch):
@@ -12,6 +13,9 @@ def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkey
     class Cluster:
         def __init__(self, directory, **counts):
             made.append((str(directory), counts))
+
+        def exists(self):
+            return False
 
         def up(self, timeout_s):
             made.append(timeout_s)
@@ -22,13 +26,32 @@ def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkey
     config.write_text("storage_count = 5\nserver_count = 1\nready_timeout_ms = 9000\n")
     monkeypatch.setenv("WALTZ_LOCAL_DIRECTORY", "there")
     assert main(["local", "up", "--config", str(config), "--servers", "4"]) == 1
-    (directory, counts), timeout_s = made
+    _, (directory, counts), timeout_s = made
     assert (directory, timeout_s) == ("there", 9.0)
     assert (counts["storage_count"], counts["server_count"]) == (5, 4)
     assert counts["partition_count"] == LocalConfig().partition_count
     made.clear()
     assert main(["local", "up", "--directory", "here", "--timeout-s", "1.5"]) == 1
-    assert (made[0][0], made[1]) == ("here", 1.5)
+    assert (made[1][0], made[2]) == ("here", 1.5)
+
+
+def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monkeypatch, capsys):
+    made = LocalCluster(tmp_path, partition_count=4)
+    made._load_or_create()
+    monkeypatch.setattr(LocalCluster, "up", lambda *_: "started:1/w")
+    up = ["local", "up", "--directory", str(tmp_path)]
+    assert main([*up, "--partitions", "5"]) == 1
+    refused = capsys.readouterr()
+    assert f"--partitions: the cluster in {tmp_path} was made with 4, found 5" in refused.err
+    assert refused.out == ""
+    assert main([*up, "--storages", "3", "--partitions", "4"]) == 0
+    assert main(up) == 0
+    monkeypatch.setenv("WALTZ_LOCAL_SERVER_COUNT", "3")
+    assert main(up) == 1
+    assert (
+        "environment WALTZ_LOCAL_SERVER_COUNT: server_count: the cluster in"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_count_that_cannot_be_is_told(capsys):

@@ -8,10 +8,11 @@ import pytest
 
 from waltz_core.cli import main as cli
 from waltz_core.cli.main import NOUNS, main, noun_of
+from waltz_core.cli.parsing import NOT_UNDERSTOOD
 
 
 def test_without_a_word_five_commands_are_shown(capsys):
-    assert main([]) == cli.NO_COMMAND
+    assert main([]) == NOT_UNDERSTOOD
     told = capsys.readouterr().out
     assert told.count("waltz-core ") >= 5
     assert "local up" in told
@@ -46,7 +47,7 @@ def test_a_verbs_help_begins_with_what_it_does(capsys):
 def test_a_cluster_is_asked_for_in_a_sentence(verb, capsys, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     assert main(["cluster", *verb]) == 1
-    assert "expected a cluster, such as zk1:2181" in capsys.readouterr().err
+    assert "which cluster? Give --connect zk1:2181" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,15 @@ def test_a_daemon_imports_nothing_of_the_other_verbs_and_has_the_same_flags(noun
     )
     assert list(alone) == ["run"]
     assert alone["run"].format_help() == whole["run"].format_help()
+
+
+def test_a_daemons_flags_tell_what_holds_without_them(capsys):
+    with pytest.raises(SystemExit):
+        main(["server", "run", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "(required, such as 127.0.0.1:2181/waltz/local)" in told
+    assert "0: any free one. (default 15180)" in told
+    assert "Empty: `listen_host`. (default empty)" in told
 
 
 @pytest.fixture

@@ -397,6 +397,23 @@ async def test_without_a_server_an_append_fails_definitely():
 
 
 @told
+async def test_a_question_ends_in_time_where_zookeeper_does_not_say_whom_to_ask():
+    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
+    async with memory_cluster() as cluster, cluster.client(config).opened() as client:
+
+        async def silent(*_, **__) -> None:
+            await asyncio.Event().wait()
+
+        in_time = pytest.raises(
+            errors.CoordinatorUnavailable, match="within 300 ms: ZooKeeper has not said who owns it"
+        )
+        with pytest.MonkeyPatch.context() as patched, in_time:
+            patched.setattr(client.directory, "owner", silent)
+            async with asyncio.timeout(20):
+                await client.high_water_mark(0)
+
+
+@told
 async def test_closing_says_what_nobody_knows():
     config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
     async with memory_cluster() as cluster:

@@ -38,8 +38,25 @@ def test_each_attempt_fills_in_its_own_builder():
 
 @pytest.mark.parametrize("places", [{}, {"partition": 1, "partition_by": lambda: lock("a")}])
 def test_the_partition_is_named_once(places):
-    with pytest.raises(errors.BadRequest, match="either a partition or partition_by"):
+    with pytest.raises(errors.BadRequest, match=r"either @transactional\(partition="):
         transactional(**places)
+
+
+def test_forgotten_brackets_are_told_where_the_function_is_decorated():
+    with pytest.raises(errors.BadRequest, match=r"either @transactional\(partition="):
+
+        @transactional
+        def bare(builder: TransactionBuilder) -> bool:
+            return True
+
+
+def test_a_partition_is_chosen_by_a_lock_and_by_nothing_else():
+    @transactional(partition_by=lambda: None)
+    def anywhere(builder: TransactionBuilder) -> bool:
+        return True
+
+    with pytest.raises(errors.BadRequest, match=r"anywhere: expected a lock .* found None"):
+        anywhere().partition_id(4)
 
 
 @told

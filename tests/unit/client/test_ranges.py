@@ -203,6 +203,19 @@ def test_a_filter_leaves_gaps_but_no_disorder():
             chunk_of_server(P, query, replace(good, records=heads(*ids)))
 
 
+def test_a_chunk_is_taken_apart_into_transactions():
+    chunk = chunk_of_server(P, QUERY, answer())
+    expected = [(TransactionId(10 + i), 0, b"%d" % i) for i in range(5)]
+    assert list(chunk.rows()) == expected
+    near = replace(chunk, records=memoryview(chunk.records))
+    assert [row.data for row in near.rows()] == [data for _, _, data in expected]
+    assert {type(row.data) for row in near.rows()} == {bytes}
+    with pytest.raises(
+        errors.UsageError, match=r"expected a range read with form=RangeForm\.WHOLE"
+    ):
+        list(replace(chunk, form=RangeForm.HEADERS).rows())
+
+
 def test_chunks_follow_one_another_to_the_last():
     asked = []
 

@@ -205,6 +205,11 @@ def test_an_engine_that_cannot_keep_them_together_is_refused(
     engine.dispose()
 
 
+def test_an_url_is_no_engine() -> None:
+    with pytest.raises(BadConfig, match="create_engine makes it, found 'sqlite://"):
+        Adding("sqlite:///accounts.db")  # type: ignore[arg-type]
+
+
 def test_without_sqlalchemy_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['sqlalchemy'] = None; import waltz_core.client.sql"
     done = subprocess.run(

@@ -289,3 +289,11 @@ def test_partitions_are_named_in_ranges(text, expected):
 def test_other_texts_name_no_partitions(text):
     with pytest.raises(errors.BadConfig, match=r"expected partitions like 0-3,7 of 0\.\.11"):
         changes.parse_partitions(text, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"), [("12", "'12': expected"), ("0,9-7", "'9-7' in '0,9-7'")]
+)
+def test_of_a_list_the_part_that_is_wrong_is_told(text, where):
+    with pytest.raises(errors.BadConfig, match=f"^{where}"):
+        changes.parse_partitions(text, 12)

@@ -1,0 +1,47 @@
+"""What was not understood: one sentence, where it was met, and what may have been meant."""
+
+import pytest
+
+from waltz_core.cli import main as cli
+from waltz_core.cli.main import main
+from waltz_core.cli.parsing import NOT_UNDERSTOOD
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch):
+    monkeypatch.delenv("WALTZ_CONNECT", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("clinet", "waltz-core: argument COMMAND: there is no 'clinet'; did you mean 'client'?"),
+        ("client apend", "waltz-core client: argument VERB: there is no 'apend'; did you mean 'ap"),
+        ("config show foo", "there is no 'foo'; expected one of client, local, server, storage"),
+        ("cluster show --jsn", "waltz-core cluster show: there is no '--jsn' here; did you mean"),
+        ("server run --prot=3", "there is no '--prot' here; did you mean '--port'?"),
+        ("local up --partition-count 3", "did you mean '--partitions'?"),
+        ("config show local extra -1", "waltz-core config show: there is no 'extra' here\n"),
+        ("--jsn", "waltz-core: there is no '--jsn' here\n"),
+        ("client read --partition x", "argument --partition: invalid int value: 'x'"),
+        ("client append hi", "waltz-core client append: which cluster? Give --connect zk1:2181"),
+        ("cluster add-replica", "required: PARTITIONS, HOST:PORT; and which cluster? Give --co"),
+    ],
+)
+def test_what_was_not_understood_is_said_in_a_line_and_where_to_read_on(capsys, words, sentence):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == NOT_UNDERSTOOD
+    told = capsys.readouterr()
+    assert sentence in told.err
+    assert told.err.count("\n") == 2
+    assert "--help` has the rest" in told.err
+    assert told.out == ""
+
+
+def test_an_interrupt_while_a_noun_is_loaded_ends_without_a_traceback(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert main(["client", "watch"]) == cli.INTERRUPTED

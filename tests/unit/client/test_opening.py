@@ -1,0 +1,69 @@
+"""How a client is opened, and what is said to whoever does it in another way."""
+
+import asyncio
+import copy
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.client import AsyncWaltzClient, Callbacks, Transaction, WaltzClient
+from waltz_core.memory import MemoryWaltz
+
+
+class _Callbacks(Callbacks):
+    def apply_transaction(self, transaction: Transaction) -> None:
+        pass
+
+
+CONNECT = "127.0.0.1:1/waltz/never_asked"
+
+
+@pytest.mark.parametrize("given", [(), (CONNECT,)])
+def test_a_call_of_the_class_is_told_how_a_client_is_opened(given):
+    with pytest.raises(errors.UsageError, match=r"async with AsyncWaltzClient\.connect"):
+        AsyncWaltzClient(*given)
+
+
+async def _forgetting():
+    client = AsyncWaltzClient.connect(CONNECT)
+    with pytest.raises(errors.UsageError, match=r"^append: the client is not open yet: use `async"):
+        await client.append(b"x")
+    assert not hasattr(client, "__len__")
+
+
+def test_a_forgotten_await_is_told_at_the_first_use():
+    asyncio.run(_forgetting())
+
+
+@pytest.mark.parametrize("opened", [WaltzClient, AsyncWaltzClient.connect])
+def test_settings_of_another_kind_are_refused_in_words(opened):
+    async def opening():
+        opened(CONNECT, {"request_timeout_ms": 1})
+
+    with pytest.raises(errors.UsageError, match=r"expected a ClientConfig of .*, found {'request"):
+        asyncio.run(opening())
+
+
+def test_a_client_is_neither_copied_nor_pickled():
+    with MemoryWaltz() as waltz, waltz.client() as client:
+        with pytest.raises(errors.UsageError, match="open one there, with its connect string"):
+            copy.copy(client)
+        with pytest.raises(errors.UsageError, match="open one there, with its connect string"):
+            copy.copy(client._client)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        (
+            lambda c: c.subscribe(_Callbacks(), 0),
+            r"partitions: expected a list such as \[0\], found 0",
+        ),
+        (lambda c: c.set_partitions(1), r"partitions: expected a list such as \[1\], found 1"),
+        (lambda c: c.subscribe(_Callbacks(), headers=7), r"headers: expected a list such as \[7\]"),
+    ],
+)
+def test_one_where_several_are_asked_for_is_told_as_a_list(what, sentence):
+    refused = pytest.raises(errors.BadRequest, match=sentence)
+    with MemoryWaltz() as waltz, waltz.client() as client, refused:
+        what(client)
