@@ -536,3 +536,41 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
         bench.wait(1_000)
         bench.run()
     assert bench.store.open_session is not None
+
+
+def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
+    """It is known to be ahead of ZooKeeper; what it has promised since is somebody's session."""
+    bench = Bench()
+    bench.open()
+    bench.storages[A].disk.promised = 99
+    bench.step(events.Checkpoint())
+    bench.wait(100)
+    bench.reopen()
+    session_id = bench.store.session.claim.session_id
+    assert bench.store.session.claim.behind == {A: 99}
+    for promised in (99, 100):
+        while not bench.requests.get(A):
+            bench.wait(100)
+            bench.connect() if bench.dials else None
+        bench.storages[A].disk.promised = promised
+        bench.deliver(A)
+        assert (bench.store.session is None) == (promised == 100)
+    assert "bound to 100" in bench.all_told(SessionClosed)[-1].reason
+    assert bench.all_told(SessionClosed)[-1].session_id == session_id
+
+
+def test_a_storage_that_takes_another_ones_name_is_not_believed():
+    """It says who it is only in its answer; what it has is another replica's log, or none."""
+    bench = Bench()
+    bench.own()
+    while not bench.requests.get(A):
+        bench.ask_zookeeper() if bench.questions else bench.connect()
+    bench.storages[A].disk.storage_id = b"another-storage!"
+    message = bench.requests[A].popleft()
+    answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
+    assert isinstance(answer, Prepared)
+    bench.step(events.ReplicaAnswered(0, A, answer))
+    assert "another storage" in bench.reports("replica.refused")[0]["reason"]
+    bench.wait(LIMITS.grace_ms)
+    bench.run()
+    assert bench.store.readable_replicas == [B, C]
