@@ -342,6 +342,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
     assert not [one for one in bench.reports("replica.lost") if one["reason"] == "no answer"]
+    assert bench.metadata.states[C] != ReplicaState(0, UNRESOLVED), "it lacks what is committed"
     bench.silent = set()
     bench.run()
     assert bench.store.replica_waits_ms(bench.now_ms) == {}
@@ -405,6 +406,20 @@ def test_a_slow_replica_holds_up_nobody_and_costs_bounded_memory():
     assert bench.logs()[C] == bench.logs()[A]
     assert any(message.whole_batches for message in bench.all_sent(wire.RangeRaw))
     assert not bench.all_told(SessionClosed)
+
+
+def test_a_replica_that_is_a_little_slow_is_fed_from_memory():
+    bench = Bench()
+    bench.open()
+    bench.silent = {C}
+    for _ in range(14):
+        bench.submit()
+        bench.run()
+    assert bench.store.session.replicas[C].next_id < 14, "it was not sent all of them"
+    bench.silent = set()
+    bench.run()
+    assert bench.logs()[C] == bench.logs()[A]
+    assert not bench.all_sent(wire.RangeRaw)
 
 
 def test_a_refused_append_ends_the_session_and_keeps_the_replica_out_for_a_while():
