@@ -187,6 +187,15 @@ def test_what_is_in_flight_is_taken_back_though_what_came_before_it_has_landed()
     assert [table.estimate(lock) for lock in (1, 2)] == [1, 0]
 
 
+def test_of_what_is_too_much_to_take_back_nothing_lies_above_the_mark_either() -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, next_id=1)
+    judge(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
+    table.clamp(TransactionId(1))
+    assert [table.estimate(lock) for lock in (1, 10, 9_999)] == [1, 1, 1]
+    assert judge(table, {"w": [1, 10]}, mark=1, high=1).ids.tolist() == [2]
+
+
 def test_an_empty_batch() -> None:
     assert judge(table_at(0)).accepted_count == 0
 
