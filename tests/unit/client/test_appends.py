@@ -7,7 +7,9 @@ import pytest
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
 from waltz_core.client.appends import Appends, BatchOrder, Row, Window
+from waltz_core.client.following import Following
 from waltz_core.client.monitor import BatchOutcome
+from waltz_core.record import SessionId
 from waltz_core.wire.messages import Reason
 
 BATCH = b"two rows"
@@ -23,9 +25,11 @@ class Author:
             PARTITION, self.window, self.sent.append, batch_rows=1, batch_bytes=100
         )
 
-    def append(self):
-        row = Row(b"data", 0, 0)
+    def append(self, data=b"data", **fields):
+        row = Row(data, 0, 0)
         row.deadline_s = asyncio.get_running_loop().time() + 600
+        for name, value in fields.items():
+            setattr(row, name, value)
         assert self.window.try_take(1, row.size_bytes)
         self.appends.add(row)
         return row.future
@@ -34,8 +38,8 @@ class Author:
         assert self.window.try_take(2, len(BATCH))
         return self.appends.add_batch(BATCH, 2, 0, order)
 
-    def lose(self, token):
-        outcome = BatchOutcome.uniform(1, Reason.NO_SPACE, high_water_mark=0)
+    def lose(self, token, reason=Reason.NO_SPACE):
+        outcome = BatchOutcome.uniform(1, reason, high_water_mark=0)
         self.appends.settled(token, outcome)
 
 
@@ -86,12 +90,42 @@ def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
 
     async def story():
         author = Author()
-        for _ in range(2):
-            author.append()
+        for data in (b"one", b"two"):
+            author.append(data)
         author.lose(token)
         author.lose(3 - token)
         await until(lambda: len(author.sent) == 4)
-        assert [each.token for each in author.sent] == [1, 2, 3, 4]
+        assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
+
+    asyncio.run(story())
+
+
+SEEN = Following(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
+
+
+@pytest.mark.parametrize("reason", [Reason.LOST, Reason.OVERLOADED, Reason.LOCK])
+@pytest.mark.parametrize(
+    "fields", [{"is_attempt": True}, {"follows": SEEN}, {"deadline_s": 0.0}, {}]
+)
+def test_what_may_have_become_stale_is_not_sent_again(monkeypatch, fields, reason):
+    """An attempt is computed anew, and so is what was computed from what is lost with it."""
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+
+    async def story():
+        author = Author()
+        future = author.append(**fields)
+        author.lose(1, reason)
+        if not fields and reason is not Reason.LOCK:
+            await until(lambda: len(author.sent) == 2)
+            return
+        assert future.done()
+        assert not author.appends.has_pending
+        assert len(author.sent) == 1
+        if "is_attempt" in fields:
+            assert future.result().reason == reason
+        else:
+            assert future.exception() is not None
 
     asyncio.run(story())
 
