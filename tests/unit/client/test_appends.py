@@ -245,14 +245,14 @@ def test_room_is_given_first_come_first_served_and_back_when_nobody_wants_it():
     async def story():
         window = Window(rows_max=10, bytes_max=1 << 20)
         assert window.try_take(8, 1)
-        large = asyncio.create_task(window.take(5, 1))
-        await asyncio.sleep(0)
-        assert not window.try_take(1, 1), "somebody waits already"
-        small = asyncio.create_task(window.take(1, 1))
-        await asyncio.sleep(0)
-        window.give(8, 1)
-        large.cancel()  # in the same moment in which it is given room
-        await asyncio.wait([large, small])
+        async with asyncio.TaskGroup() as group:
+            large = group.create_task(window.take(5, 1))
+            await asyncio.sleep(0)
+            assert not window.try_take(1, 1), "somebody waits already"
+            group.create_task(window.take(1, 1))
+            await asyncio.sleep(0)
+            window.give(8, 1)
+            large.cancel()  # in the same moment in which it is given room
         assert large.cancelled()
         window.give(1, 1)
         assert window.is_empty
