@@ -769,6 +769,20 @@ def test_nothing_is_told_at_the_end_of_a_session_but_all_of_it_when_settled() ->
     assert world.pipeline.in_flight_bytes == 0
 
 
+@pytest.mark.parametrize("unbroken", [True, False])
+def test_what_had_landed_by_the_end_of_a_session_is_kept_where_nobody_else_wrote(unbroken) -> None:
+    """Otherwise its chain may be another one than the log's."""
+    world = World()
+    for _ in range(2):
+        world.single()
+        world.turn()
+    world.pipeline.closed()
+    out = world.open(1, unbroken=unbroken)
+    kept = [each.entry.last for each in out if isinstance(each, BatchCommitted)]
+    assert kept == ([0, 1] if unbroken else [])
+    assert [rows for rows in results(out).values()] == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
+
+
 def test_locks_of_lost_transactions_are_free_again_when_nobody_else_wrote() -> None:
     world = World()
     world.single(write=[5])
