@@ -780,7 +780,7 @@ def test_what_had_landed_by_the_end_of_a_session_is_kept_where_nobody_else_wrote
     out = world.open(1, unbroken=unbroken)
     kept = [each.entry.last for each in out if isinstance(each, BatchCommitted)]
     assert kept == ([0, 1] if unbroken else [])
-    assert [rows for rows in results(out).values()] == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
+    assert list(results(out).values()) == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
 
 
 def test_locks_of_lost_transactions_are_free_again_when_nobody_else_wrote() -> None:

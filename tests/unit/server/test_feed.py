@@ -1,5 +1,7 @@
 """What `test_partition.py` does not show: turns, slow and many clients, memory that is short."""
 
+import pytest
+
 from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
 from waltz_core.raw_records import FEED_HEADER_BYTES
 from waltz_core.record import (

@@ -309,7 +309,7 @@ def rotten(answer: RangeBytes) -> RangeBytes:
         (RangeForm.WHOLE, lambda fetch: whole(fetch, 11, 12)),
         (RangeForm.WHOLE, lambda fetch: whole(fetch, 10, 11, 12, 13)),
         (RangeForm.WHOLE, lambda fetch: rotten(whole(fetch, 10, 11))),
-        (RangeForm.WHOLE, lambda fetch: whole(fetch)),
+        (RangeForm.WHOLE, whole),
         (RangeForm.WHOLE, lambda fetch: dataclasses.replace(whole(fetch, 11, 12), first=11)),
         (RangeForm.WHOLE, lambda fetch: dataclasses.replace(whole(fetch, 10, 11), count=3)),
         (RangeForm.WHOLE, lambda fetch: headers(fetch, 2)),
