@@ -386,6 +386,19 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     assert world.submitted == []
 
 
+def test_what_comes_on_an_older_connection_after_the_mount_on_a_newer_one_is_refused() -> None:
+    world = World()
+    newer = ConnectionId(21)
+    world.mounts.begin(BOB, newer, 2)
+    world.mounts.finish(BOB, newer)
+    single, rows = world.single(BOB), world.batch([b"a", b"b"], BOB)
+    assert results(world.turn()) == {
+        single: [(-1, Reason.NOT_MOUNTED, -1)],
+        rows: [(-1, Reason.NOT_MOUNTED, -1)] * 2,
+    }
+    assert world.submitted == []
+
+
 def test_a_wrong_checksum_is_told_and_nothing_is_appended() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
