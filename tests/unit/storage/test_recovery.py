@@ -29,6 +29,7 @@ from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     NEW_PARTITION_INFOS,
+    NO_NONCE,
     NOBODYS_NONCE,
     SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
@@ -348,6 +349,14 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
     slot = slots.slot
     assert (slot.promised, slot.last_session, slot.low_water_mark) == (5, 5, 4)
     assert (slot.suspect, slot.original_sequence) == (False, 9)
+
+
+def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
+    """Whose nonce it has is another owner's, of an older session."""
+    disk = new_disk()
+    written(disk, [3], promised=4, nonce=bytes([7] * 16), original_sequence=3)
+    slot = opened(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
+    assert (slot.promised, slot.nonce) == (5, NO_NONCE)
 
 
 # ---- a directory that is gone (rule 8)
