@@ -14,13 +14,14 @@ from tests.unit.storage.logs import (
     forge_log,
     make_segments,
     new_disk,
+    open_segment,
 )
 from waltz_core.errors import (
     BadFormat,
     DiskFailed,
     MissingSegment,
 )
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION, LineageEntry
 from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
 from waltz_core.storage import recovery
 from waltz_core.storage.batch_checks import check_chain, check_repaired
@@ -327,6 +328,21 @@ def test_files_without_their_segment_are_removed():
     assert disk.list(ROOT) == sorted(
         [SLOTS_NAME, *(segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))]
     )
+
+
+@pytest.mark.parametrize("last", [3, 4, 6])
+def test_a_batch_that_a_file_was_given_up_with_and_that_is_back_is_none(last):
+    """Its cut was not synced, and the next segment begins where it does."""
+    disk = new_disk()
+    _, records, entries = written(disk, [3], [2])
+    segment = open_segment(disk)
+    segment.append_entries([LineageEntry(3, last, 1, 5, KEY)], BEFORE_FIRST)
+    segment.sync()
+    segment.close()
+    segments, slots = opened(disk)
+    assert content(segments) == records
+    assert list(segments.entries_from(0)) == entries
+    assert not slots.slot.suspect
 
 
 # ---- adopting
