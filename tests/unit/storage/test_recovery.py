@@ -214,6 +214,18 @@ def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
     assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
 
+def test_a_session_that_only_the_log_knows_of_was_promised_too():
+    """The lost slot may have been the only one with its promise; its batches are in the log."""
+    disk = new_disk()
+    written(disk, [3], promised=0, last_session=0)
+    slots = SlotFile.open(disk, ROOT, 2)
+    slots.write(Slot(2, acked=slots.slot.acked, original_sequence=INFO.sequence))
+    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
+    segments, slots = opened(disk)
+    assert segments.lineage_end().session_id == 1
+    assert slots.slot.promised == 2
+
+
 def fallen_back(disk, **slot):
     """Write a log whose newer slot is lost."""
     written(disk, [3])
