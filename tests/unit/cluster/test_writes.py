@@ -23,6 +23,34 @@ def test_story(story):
     asyncio.run(story(MemoryWorld(), ROOT))
 
 
+def test_whether_an_attempt_goes_on_is_read_from_what_zookeeper_holds_now(monkeypatch):
+    """The server of the session may be behind: what it shows is only the present after a sync."""
+
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        session = await world.znodes()
+        writes, calls = Coordinator(session, ROOT).writes, []
+        await writes.begin("w", MARKS, 5)
+        await writes.enter("w", 0, "r", Coordinator(session, ROOT).next_client_id)
+        for name in ("sync", "get"):
+            monkeypatch.setattr(session, name, noted(getattr(session, name), name, calls))
+        await writes.check("w", 0, 1)
+        assert calls == ["sync", "get", "get"]
+        await writes.finish("w", {}, 9)
+        assert calls[3:] == ["sync", "get"]
+
+    asyncio.run(story())
+
+
+def noted(call, name, calls):
+    async def noting(*args):
+        calls.append(name)
+        return await call(*args)
+
+    return noting
+
+
 @FAULTS
 def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
     async def story():
