@@ -256,6 +256,9 @@ class _MemoryDirectory:
         """Return the partition's server."""
         return self.owners[partition_id]
 
+    def doubt(self) -> None:
+        """Nothing moves."""
+
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """There are no storages, and no groups."""
         return dict.fromkeys(storages, 0)

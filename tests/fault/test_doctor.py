@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -200,9 +201,18 @@ def hold_up_no_more(cluster: LocalCluster) -> None:
 
 def hang(cluster: LocalCluster) -> None:
     """Its threads do not come back from the disk; that which talks to others goes on."""
-    process = cluster.member(holding(cluster)).process()
+    member = cluster.member(holding(cluster))
+    process = member.process()
     assert process is not None
-    stop_threads(process.pid)
+    stop_threads(process.pid, lambda: is_answering(f"http://127.0.0.1:{member.http_port}/ping"))
+
+
+def is_answering(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1) as page:
+            return page.status == 200
+    except OSError:
+        return False
 
 
 def shift_clock(cluster: LocalCluster) -> None:

@@ -2,12 +2,17 @@
 
 By ptrace: a signal would stop the process whole. All of it has to come from one thread of ours,
 which stops those, too, that the process begins later.
+
+A thread that waits for a disk holds nothing that another one needs. One that is stopped anywhere
+may: the interpreter's lock, or the word that it has begun, for which the first thread waits. So
+after each stop the process has to answer; if it does not, the thread goes on and is stopped later.
 """
 
 import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +24,10 @@ _LOOKS_EVERY_S = 0.02
 class _Watch:
     """Stops the threads of a process until it is ended."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, is_answering: Callable[[], bool]) -> None:
         self.refused = ""
         self._pid = pid
+        self._is_answering = is_answering
         self._stopped: set[int] = set()
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.ptrace.argtypes = [
@@ -48,9 +54,7 @@ class _Watch:
             self._has_begun.set()
             self._ended.wait(_LOOKS_EVERY_S)
         for thread in self._stopped:
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(thread, _WALL | os.WNOHANG) == (0, 0):
-                    self._libc.ptrace(_DETACH, thread, None, None)
+            self._let_go(thread)
 
     def _stop(self, thread: int) -> None:
         if thread == self._pid or thread in self._stopped:
@@ -59,19 +63,30 @@ class _Watch:
             if Path(f"/proc/{self._pid}/task/{thread}").exists():
                 self.refused = os.strerror(ctypes.get_errno())
             return
-        self._stopped.add(thread)
         if self._libc.ptrace(_INTERRUPT, thread, None, None) == 0:
             os.waitpid(thread, _WALL)
+        if self._is_answering():
+            self._stopped.add(thread)
+        else:
+            self._let_go(thread)
+
+    def _let_go(self, thread: int) -> None:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(thread, _WALL | os.WNOHANG) == (0, 0):
+                self._libc.ptrace(_DETACH, thread, None, None)
 
 
 _watches: list[_Watch] = []
 
 
-def stop_threads(pid: int) -> None:
-    """Stop them until the process is killed; skips where that is not allowed."""
+def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
+    """Stop them until the process is killed; skips where that is not allowed.
+
+    `is_answering` asks the first thread for something that needs no other one.
+    """
     if not Path(f"/proc/{pid}/task").is_dir():
         pytest.skip("only Linux stops single threads")
-    watch = _Watch(pid)
+    watch = _Watch(pid, is_answering)
     _watches.append(watch)
     if watch.refused:
         let_threads_go()

@@ -94,9 +94,11 @@ def test_threads_that_do_not_come_back_are_no_wrong_port(tmp_path, monkeypatch, 
 
 def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch, released):
     assign, admin_port, opened = Engine.assign, free_port(), threading.Event()
+    is_opening = threading.Event()
 
     def takes_long(engine, partition_id):
         if opened.is_set():
+            is_opening.set()
             released.wait(60)
         return assign(engine, partition_id)
 
@@ -113,6 +115,7 @@ def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch
             opened.set()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(admin.ask(Done, SetAvailable, (0,), True))
+                assert await asyncio.to_thread(is_opening.wait, 60)
                 facts = await told(address, admin_port)
                 replica = facts.replicas[0]
                 assert (replica.is_opening, replica.why_not) == (True, "")

@@ -4,11 +4,13 @@ The session is `local[2]`, where the first task that fails ends its job: a job t
 had none.
 """
 
+import json
+import signal
 import threading
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,8 +18,10 @@ import pyarrow as pa
 import pytest
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 import waltz_core.local
+import waltz_spark
 from tests.fault.changing import address, does
 from tests.fault.load import wait_until
 from waltz_core.batches import encode_append
@@ -110,17 +114,32 @@ def read_while(
             lambda: table.selectExpr("partition", "transaction_id", "crc32(data) AS crc").collect()
         )
         try:
-            wait_until(
-                "a task has begun",
-                lambda: (place / "begun").exists() or found.done(),
-                seconds=PATIENCE_S,
-            )
+            await_task(place, found)
             event()
         finally:
             (place / "go").touch()
         return sorted(
             (row.partition, row.transaction_id, row.crc) for row in found.result(PATIENCE_S)
         )
+
+
+def await_task(place: Path, job: Future[Any]) -> None:
+    """Wait until the first task is in the midst of it."""
+    wait_until(
+        "a task has begun", lambda: (place / "begun").exists() or job.done(), seconds=PATIENCE_S
+    )
+
+
+def prefer(log: LocalCluster, name: str, other: str) -> None:
+    """Have one server own everything."""
+    # Of two that want the same partitions the older one would have them.
+    does(log, "unprefer", "all", address(log, other))
+    assert does(log, "prefer", "all", address(log, name))["owns"] == [0, 1]
+
+
+def marks(log: LocalCluster) -> dict[int, int]:
+    with WaltzClient(log.connect) as client:
+        return {int(each): int(mark) for each, mark in client.high_water_marks().items()}
 
 
 class Writer:
@@ -162,11 +181,6 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
         rows = table.select("partition", "transaction_id", "data").collect()
         seen.extend((row.partition, row.transaction_id, bytes(row.data)) for row in rows)
 
-    def owned_by(name: str, other: str) -> None:
-        # Of two that want the same partitions the older one would have them.
-        does(log, "unprefer", "all", address(log, other))
-        assert does(log, "prefer", "all", address(log, name))["owns"] == [0, 1]
-
     query = (
         spark.readStream.format("waltz")
         .options(startingHighWaterMarks="latest", readFrom="server")
@@ -177,10 +191,10 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
     )
     try:
         query.processAllAvailable()
-        owned_by("server-1", "server-2")
+        prefer(log, "server-1", "server-2")
         with Writer(log.connect) as writer:
             for number, event in enumerate(
-                (lambda: owned_by("server-2", "server-1"), lambda: log.kill("server-2"))
+                (lambda: prefer(log, "server-2", "server-1"), lambda: log.kill("server-2"))
             ):
                 place = tmp_path / str(number)
                 assert read_while(spark, log, place, event, readFrom="server") == EXPECTED
@@ -200,6 +214,50 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
     finally:
         query.stop()
         log.start("server-2")
+
+
+def test_tasks_leave_a_frozen_server(
+    spark: SparkSession, log: LocalCluster, tmp_path: Path
+) -> None:
+    """It refuses no connection and breaks none; a request may take twice as long as the session."""
+    prefer(log, "server-2", "server-1")
+    frozen = log.member("server-2")
+    places = {each: tmp_path / each for each in ("read", "written")}
+
+    def freeze() -> None:
+        log.kill(frozen.name, signal.SIGSTOP)
+
+    try:
+        assert read_while(spark, log, places["read"], freeze, readFrom="server") == EXPECTED
+        log.kill(frozen.name, signal.SIGCONT)
+        prefer(log, "server-2", "server-1")
+        before = marks(log)
+        places["written"].mkdir()
+        table = spark.range(0, 40_000, 1, TASKS).selectExpr(
+            f"CAST(id % {PARTITIONS} AS int) AS partition", "CAST(id AS string) AS data"
+        )
+        table = table.mapInArrow(gated(places["written"]), table.schema)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(waltz_spark.append, table, log.connect)
+            try:
+                await_task(places["written"], done)
+                freeze()
+            finally:
+                (places["written"] / "go").touch()
+            assert done.result(PATIENCE_S).counts["committed"] == 40_000
+    finally:
+        log.kill(frozen.name, signal.SIGCONT)
+    rows = (
+        spark.read.format("waltz")
+        .options(columns="data", startingHighWaterMarks=json.dumps(before))
+        .load(log.connect)
+        .selectExpr("CAST(CAST(data AS string) AS long) AS id")
+    )
+    assert rows.agg(F.count("id"), F.countDistinct("id"), F.sum("id")).first() == (
+        40_000,
+        40_000,
+        sum(range(40_000)),
+    )
 
 
 def read_bytes(log: LocalCluster, name: str) -> float:

@@ -88,6 +88,7 @@ class AsyncWaltzClient:
         self.links = ServerLinks(
             dial_timeout_s=config.dial_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
+            silent=directory.doubt,
         )
         self.requests = Requests(directory, self.links, config, self.random)
         self._connect = connect
@@ -140,7 +141,7 @@ class AsyncWaltzClient:
         connection_sequence: int = 0,
         claim: TaskClaim | None = None,
     ) -> "Opening[AsyncWaltzClient]":
-        """Open a client that is told where everything is, and asks ZooKeeper only when it moved.
+        """Open a client that is told where everything is, and asks ZooKeeper when it has moved.
 
         Mounts use connection sequences above `connection_sequence`: of two writers with one client
         id the one with the higher number wins. A `claim` is a task's place in a write that must
@@ -563,10 +564,9 @@ class AsyncWaltzClient:
         return check_partition(partition, self.cluster().name, self.partition_count)
 
     def _all_or(self, partitions: Iterable[int] | None) -> list[PartitionId]:
-        if partitions is None:
-            self._check_usable()
-            return [PartitionId(number) for number in range(self.partition_count)]
-        return [self._checked(partition) for partition in partitions]
+        self._check_usable()
+        wanted = range(self.partition_count) if partitions is None else partitions
+        return [self._checked(each) for each in wanted]
 
     def _choose(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
         if partition is not None:

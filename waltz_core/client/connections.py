@@ -12,6 +12,8 @@ Rules:
     4. What is large has a connection of its own: a range on its way holds up whatever comes behind
        it, and a server reads no appends from who does not take its answers. Each of the two is made
        when it is first needed (docs/decisions/014).
+    5. A server that keeps somebody waiting, and says nothing to anybody meanwhile, is `silent`: it
+       may be frozen, and what it owned may be elsewhere, long before time is up for who waits.
 """
 
 import asyncio
@@ -25,9 +27,12 @@ from waltz_core.wire.messages import AppendFollowing, ClientMessage, ErrorRespon
 
 _SEQUENCE_FIRST = CONTROL_SEQUENCE_MIN - 1
 _SEQUENCE_MIN = -(1 << 31)
+# A quarter of the time after which ZooKeeper gives a server up: found out within twice this.
+SILENT_S = 1.0
 
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
+Waiting = Callable[[], bool]
 _Key = tuple[str, bool]  # the server's address, and whether it is for large answers
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
@@ -35,13 +40,23 @@ AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 class ServerLink:
     """One connection to one server."""
 
-    def __init__(self, number: int, link: net.Link, lost: Callable[["ServerLink"], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        link: net.Link,
+        *,
+        lost: Callable[["ServerLink"], None],
+        silent: Callable[[], None],
+    ) -> None:
         self.number = number
         self._link = link
         self._lost = lost
+        self._silent = silent
+        self._looks_again: asyncio.TimerHandle | None = None
+        self._has_spoken = False
         self._sequence = _SEQUENCE_FIRST
         self._waiting: dict[ReqId, asyncio.Future[ClientMessage]] = {}
-        self._used_by: dict[int, None] = {}
+        self._used_by: dict[int, Waiting] = {}
         self._close_after_s: float | None = None
         self._streams: dict[int, tuple[MessageCallback, LostCallback]] = {}
         link.start(self._take, self._closed)
@@ -56,10 +71,16 @@ class ServerLink:
         """The server's address."""
         return self._link.address
 
-    def attach(self, partition_id: int, on_message: MessageCallback, on_lost: LostCallback) -> None:
+    def attach(
+        self,
+        partition_id: int,
+        on_message: MessageCallback,
+        on_lost: LostCallback,
+        is_waiting: Waiting,
+    ) -> None:
         """Hand what is not the answer to a `request` to the partition's stream from now on."""
         self._streams[partition_id] = (on_message, on_lost)
-        self._used_by[partition_id] = None
+        self._used_by[partition_id] = is_waiting
 
     def leave(self, partition_id: int) -> None:
         """The partition's stream sends elsewhere now; late answers still reach it."""
@@ -84,6 +105,7 @@ class ServerLink:
     def send(self, message: ClientMessage) -> None:
         """Send a message of a stream; a closed connection tells by its callback."""
         self._link.send(message)
+        self._watch()
 
     async def request(
         self,
@@ -106,7 +128,7 @@ class ServerLink:
         self._waiting[req_id] = future
         request = make(req_id)
         try:
-            self._link.send(request)
+            self.send(request)
             async with asyncio.timeout(timeout_s):
                 message = await future
         except TimeoutError as error:
@@ -143,7 +165,23 @@ class ServerLink:
         self._sequence = sequence - 1 if sequence > _SEQUENCE_MIN else _SEQUENCE_FIRST
         return ReqId(ClientId(client_id), Generation(0), PartitionId(partition_id), sequence)
 
+    def _watch(self) -> None:
+        if self._looks_again is None:
+            self._has_spoken = False
+            loop = asyncio.get_running_loop()
+            self._looks_again = loop.call_later(SILENT_S, self._look)
+
+    def _look(self) -> None:
+        """Tell when the server has been silent since the last look (rule 5)."""
+        self._looks_again = None
+        if self.is_closed or not (self._waiting or any(each() for each in self._used_by.values())):
+            return
+        if not self._has_spoken:
+            self._silent()
+        self._watch()
+
     def _take(self, received: list[Message]) -> None:
+        self._has_spoken = True
         for each in received:
             message = cast("ClientMessage", each)
             future = self._waiting.pop(message.req_id, None)
@@ -169,7 +207,14 @@ class ServerLink:
 class ServerLinks:
     """The connections of one client, by the server's address and what they are for."""
 
-    def __init__(self, *, dial_timeout_s: float, late_answers_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        dial_timeout_s: float,
+        late_answers_s: float,
+        silent: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._silent = silent
         self._dial_timeout_s = dial_timeout_s
         self._late_answers_s = late_answers_s
         self._links: dict[_Key, ServerLink] = {}
@@ -206,6 +251,7 @@ class ServerLinks:
         """Dial; whoever wants the same meanwhile shares the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dialling[key] = outcome
+        overdue = asyncio.get_running_loop().call_later(SILENT_S, self._silent)
         try:
             made = await self._dial(key)
         except errors.WaltzError as error:
@@ -216,6 +262,7 @@ class ServerLinks:
             outcome.set_result(None)
             return made
         finally:
+            overdue.cancel()
             del self._dialling[key]
             outcome.cancel()  # unless it is done: the dial was given up
 
@@ -226,7 +273,9 @@ class ServerLinks:
             link.abort("the client was closed")
             raise errors.Unreachable(f"{address}: the client was closed")
         self._count += 1
-        made = ServerLink(self._count, link, lambda gone: self._forget(key, gone))
+        made = ServerLink(
+            self._count, link, lost=lambda gone: self._forget(key, gone), silent=self._silent
+        )
         self._links[key] = self._open[made.number] = made
         return made
 

@@ -1,12 +1,14 @@
 """Where the partitions are: which server owns each, at which address, in which generation.
 
 Why it stands alone: a service asks ZooKeeper and watches it; a Spark executor is told where things
-are and asks ZooKeeper only when that has become wrong. The rest of the client sees no difference.
+are and asks ZooKeeper only when that may have become wrong. The rest of the client sees no
+difference.
 
 Rules:
     1. An owner is told only from a settled view: assignment and live servers agree.
     2. `changed` is called after each change, on the event loop.
-    3. A fixed directory asks ZooKeeper when what it was told has failed, and never before.
+    3. A fixed directory asks ZooKeeper when what it was told has failed or has become doubtful, and
+       never before. From then on it watches as everybody does.
     4. A question is shared by all who have it meanwhile, and nobody's cancellation is another's:
        when the one that asks is cancelled, one of those that wait asks again.
     5. Groups are read once, and again when a storage turns up that is in none of them.
@@ -84,6 +86,9 @@ class Directory(Protocol):
 
         `after_failure`: what was told before did not work.
         """
+
+    def doubt(self) -> None:
+        """A server is silent, so that its partitions may be elsewhere by now."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages, of these at least, as far as they have any."""
@@ -170,6 +175,9 @@ class ZooKeeperDirectory:
             )
         return found
 
+    def doubt(self) -> None:
+        """Nothing to do: whatever moves is told by the watch."""
+
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages (rule 5)."""
         if not all(each in self._groups for each in storages):
@@ -236,18 +244,27 @@ class FixedDirectory:
 
     def __init__(self, layout: Layout, *, connect_timeout_ms: int) -> None:
         self._told: dict[PartitionId, Owner] = {}
-        self.learn(layout)
         self._cluster = layout.cluster
         self._changed: Changed | None = None
+        self.learn(layout)
         self._fallback = ZooKeeperDirectory(layout.connect, connect_timeout_ms=connect_timeout_ms)
         self._is_open = False
         self._opening = asyncio.Lock()
+        self._is_doubtful = asyncio.Event()
 
     def learn(self, layout: Layout) -> None:
-        """Take in the owners of partitions of which nothing is known yet; from any thread."""
-        for partition, (address, generation) in layout.owners.items():
-            owner = Owner(address, Generation(generation))
-            self._told.setdefault(PartitionId(partition), owner)
+        """Take in what is news of the owners."""
+        told = {
+            PartitionId(partition): Owner(address, Generation(generation))
+            for partition, (address, generation) in layout.owners.items()
+        }
+        before = self._told
+        news = {
+            each: owner
+            for each, owner in told.items()
+            if each not in before or before[each].generation < owner.generation
+        }
+        self._take(news)
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
@@ -264,7 +281,16 @@ class FixedDirectory:
         self._changed = changed
 
     async def run(self) -> None:
-        """Nothing is watched: a partition that has moved is found by asking."""
+        """Watch nothing until there is a reason; then follow changes until cancelled (rule 3)."""
+        await self._is_doubtful.wait()
+        if not self._is_open:
+            self._is_doubtful.clear()  # Whoever finds ZooKeeper away may doubt again.
+            await self._open_fallback()
+        await self._fallback.run()
+
+    def doubt(self) -> None:
+        """Begin to watch (rule 3)."""
+        self._is_doubtful.set()
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the server that was told, or ask ZooKeeper when it has failed."""
@@ -295,8 +321,7 @@ class FixedDirectory:
         async with self._opening:
             if self._is_open:
                 return
-            assert self._changed is not None
-            await self._fallback.open(self._changed)
+            await self._fallback.open(self._take)
             key = self._fallback.cluster.key
             if key != self._cluster.key:
                 where = self._fallback.coordinator.where
@@ -307,3 +332,9 @@ class FixedDirectory:
                     f"found {key.hex()}"
                 )
             self._is_open = True
+            self._is_doubtful.set()
+
+    def _take(self, owners: Mapping[PartitionId, Owner]) -> None:
+        self._told.update(owners)
+        if owners and self._changed is not None:
+            self._changed(owners)

@@ -261,7 +261,7 @@ class ClientPartition:
             return  # another one was asked for meanwhile
         if self._link is not None and self._link is not link:
             self._link.leave(self.partition_id)
-        link.attach(self.partition_id, self._received, self._lost)
+        link.attach(self.partition_id, self._received, self._lost, self._is_waiting)
         self._link = link
         sequence = around.next_connection_sequence()
         self._driver.post(
@@ -282,6 +282,10 @@ class ClientPartition:
                 continue
             self._driver.post(events.Renewed(client_id))
             return
+
+    def _is_waiting(self) -> bool:
+        is_mounting = self.stream.phase in (Phase.MOUNTING, Phase.SETTLING)
+        return is_mounting or self.stream.has_pending
 
     def _received(self, link: int, message: ClientMessage) -> None:
         self._driver.post(events.Received(link, message))

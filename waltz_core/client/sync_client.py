@@ -186,10 +186,11 @@ class WaltzClient:
         return self._client.layout()
 
     def learn(self, layout: Layout) -> None:
-        """Take in where partitions are that a client made by `at` does not know of yet."""
+        """Take in what a client made by `at` does not know yet of where partitions are."""
+        self._check_usable()
         directory = self._client.directory
         if isinstance(directory, FixedDirectory):
-            directory.learn(layout)
+            self._loop.call_soon_threadsafe(directory.learn, layout)
 
     def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
         """Return the last committed transaction of a partition, -1 for an empty one."""

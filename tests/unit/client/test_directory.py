@@ -34,8 +34,18 @@ def test_what_later_tasks_are_told_is_learned_without_asking():
 
 def test_what_is_known_is_not_unlearned():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
-    directory.learn(Layout("zk:2181/shop", CLUSTER, {0: ("gone:9", 1)}))
+    for generation in (0, 1):
+        directory.learn(Layout("zk:2181/shop", CLUSTER, {0: ("gone:9", generation)}))
     assert directory.owners[0] == Owner("a:1", 1)
+
+
+def test_what_is_newer_is_learned_and_passed_on():
+    directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
+    told = []
+    asyncio.run(directory.open(lambda owners: told.append(dict(owners))))
+    directory.learn(Layout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
+    assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
+    assert told == [{0: Owner("new:9", 2)}]
 
 
 class Asked:

@@ -6,17 +6,27 @@ server meet, with what was sent before a break arriving after everything was set
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.unit.client.memory_cluster import QUICK, MemoryCluster, MemoryServer, memory_cluster
+from tests.unit.client.memory_cluster import (
+    QUICK,
+    ROOT,
+    MemoryCluster,
+    MemoryServer,
+    OpenedClient,
+    memory_cluster,
+)
 from tests.unit.client.test_async_client import Applying, batch_of, told, until
 from waltz_core import net
-from waltz_core.client import Reason, appends
-from waltz_core.cluster import model
+from waltz_core.client import Reason, appends, connections
+from waltz_core.cluster import model, zookeeper
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.config import ClientConfig
 from waltz_core.record import PartitionId, TransactionId
 
 
@@ -261,28 +271,55 @@ async def test_what_is_sent_again_keeps_its_place() -> None:
         assert [data for _, _, data in cluster.logs[0].rows()] == [b"1", b"2", b"3"]
 
 
-@pytest.mark.parametrize("is_dialled", [True, False], ids=["dialled", "asked"])
-def test_who_asks_a_server_that_is_frozen_asks_the_next_owner(is_dialled: bool) -> None:
+@contextlib.asynccontextmanager
+async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIterator[OpenedClient]:
+    """A client as a task of Spark's has it: told where everything is, it watches nothing."""
+
+    async def connect(*_place: object, **_options: object) -> Coordinator:
+        return cluster.zookeeper.coordinator(ROOT)
+
+    async with cluster.client().opened() as other:
+        layout = other.layout()
+    with mock.patch.object(zookeeper, "connect", connect):
+        async with OpenedClient.at(layout, config) as client:
+            yield client
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["watches", "was told"])
+@pytest.mark.parametrize("what", ["dialled", "asked", "appended"])
+def test_who_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
+    what: str, is_told: bool
+) -> None:
+    config = replace(QUICK, request_timeout_ms=60_000, dial_timeout_ms=60_000)
+
     @told
     @mock.patch.object(net, "HELLO_S_MAX", 60.0)
+    @mock.patch.object(connections, "SILENT_S", 0.05)
     async def story() -> None:
         async with (
             memory_cluster(server_count=2) as cluster,
             ways(cluster) as there,
-            cluster.client(replace(QUICK, dial_timeout_ms=12_000)).opened() as client,
+            told_client(cluster, config) if is_told else cluster.client(config).opened() as client,
         ):
             await (await client.append(b"a", partition=0))
             way = there[cluster.servers.index(cluster.owner(0))]
-            (appending,) = way.passages
-            appending.hold("down")
+            for each in way.passages:
+                each.hold("down")
             way.is_frozen = True
-            # Data come over a connection of their own, which is not made yet.
-            requests, first = client.requests, (PartitionId(0), TransactionId(0))
-            ask = requests.data(*first) if is_dialled else client.high_water_mark(0)
+            asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+                # Data come over a connection of their own, which is not made yet.
+                "dialled": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
+                "asked": lambda: client.high_water_mark(0),
+                "appended": lambda: appended(client, b"b"),
+            }
             async with asyncio.TaskGroup() as tasks:
-                asked = tasks.create_task(ask)
+                asked = tasks.create_task(asks[what]())
                 await until(lambda: any(each.held["down"] for each in way.passages))
                 await make_moves(cluster, there, 1)
-            assert asked.result() == (b"a" if is_dialled else 0)
+            assert asked.result() == {"dialled": b"a", "asked": 0, "appended": 1}[what]
 
     story()
+
+
+async def appended(client: OpenedClient, data: bytes) -> int:
+    return await (await client.append(data, partition=0))

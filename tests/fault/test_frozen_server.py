@@ -1,0 +1,43 @@
+"""A server is frozen: whoever waits for it turns to the next owner, long before his time is up."""
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.fault.changing import address
+from tests.fault.load import DEADLINE_S, Story, shown
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig
+
+# Nothing in this file may take so long.
+REQUEST_MS = 600_000
+
+
+def owned_by(story: Story, name: str) -> list[int]:
+    """Return the partitions that a server owns."""
+    partitions = shown(story.cluster)["partitions"]
+    assert isinstance(partitions, dict)
+    where = address(story.cluster, name)
+    return [int(number) for number, each in partitions.items() if each["server"] == where]
+
+
+def test_a_client_that_watches_nothing_finds_out(story: Story):
+    """As a task of Spark's: told where everything is, it has no session with ZooKeeper."""
+    with WaltzClient(story.cluster.connect) as watching:
+        layout = watching.layout()
+    (number, *_) = owned_by(story, "server-1")
+    with (
+        WaltzClient.at(layout, ClientConfig(request_timeout_ms=REQUEST_MS)) as client,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        first = client.append(story.row(number), partition=number).result(DEADLINE_S)
+        story.cluster.kill("server-1", signal.SIGSTOP)
+        try:
+            appended = client.append(story.row(number), partition=number)
+            asked = threads.submit(client.high_water_mark, number)
+            read = threads.submit(lambda: list(client.read_range(number, first, first)))
+            assert appended.result(DEADLINE_S) == first + 1
+            assert asked.result(DEADLINE_S) >= first
+            assert [len(chunk.lengths) for chunk in read.result(DEADLINE_S)] == [1]
+        finally:
+            story.cluster.kill("server-1", signal.SIGCONT)
+    story.check_whole()
