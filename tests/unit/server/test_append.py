@@ -386,6 +386,20 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     assert world.submitted == []
 
 
+def test_a_row_that_is_too_large_is_not_in_the_log_and_enters_no_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("waltz_core.server.judging.TRANSACTION_BYTES_MAX", 4)
+    world = World()
+    rows = world.batch([b"fits", b"is too large", b"fits"], write=[[1], [2], [2]])
+    world.turn()
+    (batch,) = world.submitted
+    assert batch.last == 1
+    assert results(world.commit()) == {
+        rows: [(0, COMMITTED, -1), (-1, Reason.TOO_LARGE, -1), (1, COMMITTED, -1)]
+    }
+
+
 def test_what_comes_on_an_older_connection_after_the_mount_on_a_newer_one_is_refused() -> None:
     world = World()
     newer = ConnectionId(21)
