@@ -82,9 +82,9 @@ def test_a_dial_that_fails_is_told_to_all_who_wait_for_it(door):
 
 
 @asynccontextmanager
-async def a_server():
+async def a_server(silent=lambda: None):
     """Give the links of a client, a server's address, and what the server has got."""
-    got, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0)
+    got, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
     listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
     async with asyncio.timeout(PATIENCE_S):
         yield links, f"127.0.0.1:{listener.port}", got
@@ -189,3 +189,45 @@ async def get_and_tell(links, address):
         return await links.get(address)
     except errors.WaltzError as error:
         return error
+
+
+def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_last_look(
+    monkeypatch,
+):
+    monkeypatch.setattr("waltz_core.client.connections.SILENT_S", 600)  # the test looks itself
+
+    async def story():
+        silences = []
+        async with a_server(lambda: silences.append(1)) as (links, address, got):
+            link = await links.get(address)
+            is_waiting = [False]
+            link.attach(0, print, print, lambda: is_waiting[0])
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(ask(link))
+                await until(lambda: got)
+                ((server, request),) = got
+                for spoken, count in ((False, 1), (True, 1), (False, 2)):
+                    if spoken:
+                        other = request.req_id._replace(sequence=-7)
+                        server.send(HighWaterMarkResponse(other, 7))
+                        await until(lambda: link._has_spoken)
+                    look(link)
+                    assert len(silences) == count
+                server.send(HighWaterMarkResponse(request.req_id, 7))
+                await asking
+            link._has_spoken = False
+            look(link)
+            assert len(silences) == 2, "nobody waits for it any more"
+            link.send(HighWaterMarkRequest(request.req_id))
+            is_waiting[0] = True  # a stream
+            look(link)
+            assert len(silences) == 3
+
+    asyncio.run(story())
+
+
+def look(link):
+    """Let the time of a look have come; there is one before it whenever somebody waits."""
+    assert link._looks_again is not None
+    link._looks_again.cancel()
+    link._look()
