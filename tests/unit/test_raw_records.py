@@ -127,6 +127,23 @@ def test_crcs_are_proven_exactly_where_no_record_is_wrong(
         assert known == expected
 
 
+def test_a_record_that_states_another_length_is_wrong_though_its_crc_fits() -> None:
+    """Whoever reads the file goes by what it states, and would be lost from there on."""
+    records, lengths = run_of([b"first", b"other", b"third"])
+    start, end = int(lengths[0]), int(lengths[:2].sum())
+    for stated in (4, 6):
+        body = bytearray(records[start : end - 4])
+        at = RECORD_PREFIX.size - 8
+        assert int.from_bytes(body[at : at + 4], "big") == 5
+        body[at : at + 4] = stated.to_bytes(4, "big")
+        lie = records[:start] + bytes(body) + crc32(body).to_bytes(4, "big") + records[end:]
+        assert raw_records.first_bad_record(lie, lengths) == 1
+        assert raw_records.proven_crcs(lie, lengths, TransactionId(0)) is None
+        with by_arrays():
+            assert raw_records.first_bad_record(lie, lengths) == 1
+            assert raw_records.proven_crcs(lie, lengths, TransactionId(0)) is None
+
+
 def test_crcs_are_not_proven_by_another_run() -> None:
     records, lengths = run_of([b"aa", b"bb"] * raw_records.FEW)
     none = raw_records.proven_crcs(records, lengths, TransactionId(0), records_crc=crc32(b"other"))

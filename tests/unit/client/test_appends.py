@@ -6,8 +6,11 @@ import pytest
 
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
+from waltz_core.batches import decode_append
 from waltz_core.client.appends import Appends, BatchOrder, Row, Window
+from waltz_core.client.following import Following
 from waltz_core.client.monitor import BatchOutcome
+from waltz_core.record import SessionId
 from waltz_core.wire.messages import Reason
 
 BATCH = b"two rows"
@@ -17,15 +20,17 @@ GONE = errors.Unreachable("nobody is there")
 class Author:
     """Appends of a partition, and the parcels that they have sent."""
 
-    def __init__(self):
+    def __init__(self, batch_rows=1, batch_bytes=100):
         self.sent, self.window = [], Window(rows_max=100, bytes_max=1 << 20)
         self.appends = Appends(
-            PARTITION, self.window, self.sent.append, batch_rows=1, batch_bytes=100
+            PARTITION, self.window, self.sent.append, batch_rows=batch_rows, batch_bytes=batch_bytes
         )
 
-    def append(self):
-        row = Row(b"data", 0, 0)
+    def append(self, data=b"data", **fields):
+        row = Row(data, 0, 0)
         row.deadline_s = asyncio.get_running_loop().time() + 600
+        for name, value in fields.items():
+            setattr(row, name, value)
         assert self.window.try_take(1, row.size_bytes)
         self.appends.add(row)
         return row.future
@@ -34,8 +39,8 @@ class Author:
         assert self.window.try_take(2, len(BATCH))
         return self.appends.add_batch(BATCH, 2, 0, order)
 
-    def lose(self, token):
-        outcome = BatchOutcome.uniform(1, Reason.NO_SPACE, high_water_mark=0)
+    def lose(self, token, reason=Reason.NO_SPACE):
+        outcome = BatchOutcome.uniform(1, reason, high_water_mark=0)
         self.appends.settled(token, outcome)
 
 
@@ -86,12 +91,42 @@ def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
 
     async def story():
         author = Author()
-        for _ in range(2):
-            author.append()
+        for data in (b"one", b"two"):
+            author.append(data)
         author.lose(token)
         author.lose(3 - token)
         await until(lambda: len(author.sent) == 4)
-        assert [each.token for each in author.sent] == [1, 2, 3, 4]
+        assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
+
+    asyncio.run(story())
+
+
+SEEN = Following(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
+
+
+@pytest.mark.parametrize("reason", [Reason.LOST, Reason.OVERLOADED, Reason.LOCK])
+@pytest.mark.parametrize(
+    "fields", [{"is_attempt": True}, {"follows": SEEN}, {"deadline_s": 0.0}, {}]
+)
+def test_what_may_have_become_stale_is_not_sent_again(monkeypatch, fields, reason):
+    """An attempt is computed anew, and so is what was computed from what is lost with it."""
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+
+    async def story():
+        author = Author()
+        future = author.append(**fields)
+        author.lose(1, reason)
+        if not fields and reason is not Reason.LOCK:
+            await until(lambda: len(author.sent) == 2)
+            return
+        assert future.done()
+        assert not author.appends.has_pending
+        assert len(author.sent) == 1
+        if "is_attempt" in fields:
+            assert future.result().reason == reason
+        else:
+            assert future.exception() is not None
 
     asyncio.run(story())
 
@@ -151,5 +186,75 @@ def test_a_batch_that_waited_is_lost_when_one_of_its_order_before_it_was(monkeyp
         order.seen += 2
         author.append_batch(order)
         assert author.sent[-1].row_count == 2
+
+    asyncio.run(story())
+
+
+def test_rows_that_go_together_are_each_judged_by_their_own_mark():
+    async def story():
+        author = Author(batch_rows=9, batch_bytes=1 << 20)
+        for mark in (7, 3, 7, 9, 7, 7, 7, 7, 7):
+            author.append(mark=mark, write_locks=(mark,))
+        (parcel,) = author.sent
+        rows = decode_append(parcel.content, rows_max=9, bytes_max=1 << 20)
+        assert rows.marks.tolist() == [7, 3, 7, 9, 7, 7, 7, 7, 7]
+        assert rows.write_locks.values.tolist() == rows.marks.tolist()
+
+    asyncio.run(story())
+
+
+def test_what_is_too_large_for_the_server_goes_in_two_parts_in_order():
+    async def story():
+        author = Author(batch_rows=9, batch_bytes=1 << 20)
+        for number in range(9):
+            author.append(b"%d" % number)
+        author.appends.refused(1, errors.TooLarge("nine rows"))
+        parts = [
+            decode_append(parcel.content, rows_max=9, bytes_max=1 << 20)
+            for parcel in author.sent[1:]
+        ]
+        data = [part.data.to_pylist() for part in parts]
+        assert data == [[b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7", b"8"]]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_attempts_keep_no_order_and_all_others_do(rows):
+    async def story():
+        for is_attempt in (False, True):
+            author = Author(batch_rows=rows, batch_bytes=1 << 20)
+            for _ in range(rows):
+                author.append(is_attempt=is_attempt)
+            assert [each.keeps_order for each in author.sent] == [not is_attempt]
+
+    asyncio.run(story())
+
+
+def test_who_follows_is_sent_with_no_mark_above_what_he_has_seen():
+    async def story():
+        for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
+            row = Row(b"data", 0, 0)
+            row.follow(Following(SessionId(3), PARTITION, 1, 5, 8, (), frozenset()), mark)
+            assert (row.mark, row.follows.session_id) == (sent, session_id)
+
+    asyncio.run(story())
+
+
+def test_room_is_given_first_come_first_served_and_back_when_nobody_wants_it():
+    async def story():
+        window = Window(rows_max=10, bytes_max=1 << 20)
+        assert window.try_take(8, 1)
+        async with asyncio.TaskGroup() as group:
+            large = group.create_task(window.take(5, 1))
+            await asyncio.sleep(0)
+            assert not window.try_take(1, 1), "somebody waits already"
+            group.create_task(window.take(1, 1))
+            await asyncio.sleep(0)
+            window.give(8, 1)
+            large.cancel()  # in the same moment in which it is given room
+        assert large.cancelled()
+        window.give(1, 1)
+        assert window.is_empty
 
     asyncio.run(story())

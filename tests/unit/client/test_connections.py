@@ -1,12 +1,14 @@
-"""A dial that many wait for: nobody's cancellation is another's."""
+"""A dial that many wait for, the two connections to each server, and what waits on them."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
 from waltz_core import errors, net
 from waltz_core.client.connections import ServerLinks
-from waltz_core.wire.messages import Surface
+from waltz_core.client.stream import CONTROL_SEQUENCE_MIN
+from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, Surface
 
 PATIENCE_S = 20
 
@@ -77,3 +79,155 @@ def test_a_dial_that_fails_is_told_to_all_who_wait_for_it(door):
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3
     assert door.count == 1
+
+
+@asynccontextmanager
+async def a_server(silent=lambda: None):
+    """Give the links of a client, a server's address, and what the server has got."""
+    got, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
+    listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
+    async with asyncio.timeout(PATIENCE_S):
+        yield links, f"127.0.0.1:{listener.port}", got
+        await links.close("the test is over")
+    await listener.close()
+
+
+def taken(link, got):
+    link.start(lambda messages: got.extend((link, each) for each in messages), len)
+
+
+def ask(link):
+    return link.request(
+        HighWaterMarkResponse, HighWaterMarkRequest, client_id=-1, partition_id=0, timeout_s=600
+    )
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - conditions of all kinds
+        await asyncio.sleep(0)
+
+
+def test_what_is_large_has_a_connection_of_its_own():
+    async def story():
+        async with a_server() as (links, address, _):
+            small, large = await links.get(address), await links.get(address, is_bulk=True)
+            assert small is not large
+            assert await links.get(address) is small
+            assert await links.get(address, is_bulk=True) is large
+
+    asyncio.run(story())
+
+
+def test_a_connection_that_is_to_be_avoided_is_replaced_and_its_end_takes_nothing_along():
+    async def story():
+        async with a_server() as (links, address, _):
+            old = await links.get(address)
+            old.attach(0, print, print, lambda: False)
+            new = await links.get(address, but=(old.number,))
+            assert new is not old
+            assert not old.is_closed, "it is still used"
+            old.detach(0)
+            await old.wait_closed()
+            assert await links.get(address) is new
+            assert not new.is_closed
+
+    asyncio.run(story())
+
+
+def test_whoever_waits_is_told_when_the_connection_breaks():
+    async def story():
+        async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
+            link = await links.get(address)
+            waiting = group.create_task(ask_and_tell(link))
+            await until(lambda: got)
+            got[0][0].abort("the server has died")
+            assert isinstance(await waiting, errors.Unreachable)
+
+    asyncio.run(story())
+
+
+async def ask_and_tell(link):
+    try:
+        return await ask(link)
+    except errors.WaltzError as error:
+        return error
+
+
+def test_no_request_has_a_number_that_streams_use():
+    """Their answers are told apart by it."""
+
+    async def story():
+        async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
+            link = await links.get(address)
+            for _ in range(3):
+                waiting = group.create_task(ask(link))
+                await until(lambda: got)
+                server, request = got.pop()
+                assert request.req_id.sequence < CONTROL_SEQUENCE_MIN
+                server.send(HighWaterMarkResponse(request.req_id, 7))
+                assert (await waiting).high_water_mark == 7
+                link._sequence = -(1 << 31)  # the next one is the last before they begin anew
+
+    asyncio.run(story())
+
+
+def test_who_is_closed_while_it_dials_keeps_no_connection(door):
+    async def story():
+        async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
+            dialling = group.create_task(get_and_tell(links, address))
+            await until(lambda: door.count)
+            await links.close("the client ends")
+            door.may_pass.set()
+            assert isinstance(await dialling, errors.Unreachable)
+            assert not links._open
+
+    asyncio.run(story())
+
+
+async def get_and_tell(links, address):
+    try:
+        return await links.get(address)
+    except errors.WaltzError as error:
+        return error
+
+
+def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_last_look(
+    monkeypatch,
+):
+    monkeypatch.setattr("waltz_core.client.connections.SILENT_S", 600)  # the test looks itself
+
+    async def story():
+        silences = []
+        async with a_server(lambda: silences.append(1)) as (links, address, got):
+            link = await links.get(address)
+            is_waiting = [False]
+            link.attach(0, print, print, lambda: is_waiting[0])
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(ask(link))
+                await until(lambda: got)
+                ((server, request),) = got
+                for spoken, count in ((False, 1), (True, 1), (False, 2)):
+                    if spoken:
+                        other = request.req_id._replace(sequence=-7)
+                        server.send(HighWaterMarkResponse(other, 7))
+                        await until(lambda: link._has_spoken)
+                    look(link)
+                    assert len(silences) == count
+                server.send(HighWaterMarkResponse(request.req_id, 7))
+                await asking
+            link._has_spoken = False
+            look(link)
+            assert len(silences) == 2, "nobody waits for it any more"
+            link.send(HighWaterMarkRequest(request.req_id))
+            is_waiting[0] = True  # a stream
+            look(link)
+            assert len(silences) == 3
+
+    asyncio.run(story())
+
+
+def look(link):
+    """Let the time of a look have come; there is one before it whenever somebody waits."""
+    assert link._looks_again is not None
+    link._looks_again.cancel()
+    link._look()

@@ -125,6 +125,13 @@ def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, dr
     assert found == [(i, value) for i, value in enumerate(values) if value in wanted]
 
 
+@pytest.mark.parametrize("offsets", [(1, 0), (1, 1), (-1, 1), (1, 3)])
+def test_what_passes_a_filter_comes_in_order_and_from_within_its_batch(offsets):
+    picked = struct.pack(">2i", *offsets)
+    message = FeedBatch(req(-1), 0, 3, heads([7, 8]), 1, -1, bytes(16), picked)
+    assert "2 picked" in cursor_of(7, 8).take(message)
+
+
 @given(
     st.integers(-1, 4),
     st.lists(st.integers(-2, 5), max_size=4),

@@ -109,6 +109,44 @@ def test_no_answer_is_told_to_all_who_share_the_question():
     assert zookeeper.count == 1
 
 
+class Told(Asked):
+    """A ZooKeeper that answers at once, with views that are given one after the other."""
+
+    def __init__(self, *views):
+        super().__init__()
+        self.views = list(views)
+
+    async def read_servers(self):
+        self.count += 1
+        return self.views.pop(0)
+
+
+def view(server_id=7, *, host="a", is_settled=True):
+    server = ServerDescriptor(server_id, host, 1)
+    return ServersView({server_id: server}, {0: Ownership(server_id, 3)}, is_settled=is_settled)
+
+
+def test_who_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
+    zookeeper = Told(view(is_settled=False), view())
+    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    with pytest.raises(errors.NotOwned):
+        asyncio.run(directory.owner(0, after_failure=True))
+    assert directory.owners == {}
+    assert asyncio.run(directory.owner(0, after_failure=True)) == OWNER
+
+
+def test_zookeeper_is_asked_again_when_what_was_told_has_failed_and_only_then():
+    zookeeper = Told(view(), view(8, host="b"))
+    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    for after_failure, owner, count in (
+        (False, OWNER, 1),
+        (False, OWNER, 1),
+        (True, Owner("b:1", 3), 2),
+    ):
+        assert asyncio.run(directory.owner(0, after_failure=after_failure)) == owner
+        assert zookeeper.count == count
+
+
 class Elsewhere:
     """A ZooKeeper with the cluster of another key."""
 

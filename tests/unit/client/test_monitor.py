@@ -91,6 +91,7 @@ def test_only_rows_of_ones_own_count():
     pending = sent(monitor, 1, 1, rows=2)
     strangers = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))
     assert monitor.saw_headers(TransactionId(10), 5, headers(10, *strangers))
+    monitor.saw_feed(TransactionId(10), feed_headers(*strangers))
     assert pending.found is None
     assert pending.known_outcome(BEFORE_FIRST) is None
 
@@ -112,6 +113,24 @@ def test_what_is_found_whole_is_not_in_doubt():
     monitor.saw_feed(TransactionId(12), feed_headers(req(1), req(2)))
     assert monitor.unread() is None
     assert pending.known_outcome(BEFORE_FIRST).transaction_ids.tolist() == [12, 13]
+
+
+def test_what_is_found_in_part_is_in_doubt():
+    monitor = a_monitor()
+    pending = sent(monitor, 1, 1, rows=2)
+    monitor.prove(TransactionId(15))
+    monitor.saw_feed(TransactionId(12), feed_headers(req(1)))
+    assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may be in the log as well"
+    assert monitor.unread() == (10, 15)
+
+
+def test_everything_is_read_up_to_the_last_proof():
+    monitor = a_monitor()
+    sent(monitor, 1, 1, mark=9)
+    monitor.prove(TransactionId(12))
+    sent(monitor, 2, 2, mark=12)
+    monitor.prove(TransactionId(20))
+    assert monitor.unread() == (10, 20)
 
 
 def test_what_is_sent_after_a_proof_is_not_proven():

@@ -10,6 +10,7 @@ from tests.unit.client.stories import (
     Story,
     committed,
     feed_batch,
+    headers,
     parcel,
     range_data,
     req,
@@ -185,6 +186,7 @@ def test_an_answer_that_comes_on_the_old_link_counts():
         lambda data: replace(data, form=m.RangeForm.WHOLE),
         lambda data: replace(data, records=data.records[:-1]),
         lambda data: replace(data, records=data.records[28:] + data.records[:28]),
+        lambda data: replace(data, first=11, next=13, records=headers(11, req(1), req(2))),
     ],
 )
 def test_headers_that_are_not_those_asked_for_settle_nothing(spoil):
@@ -230,6 +232,13 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
     assert set(opening.spoiled) >= {2}
     with pytest.raises(AssertionError):
         story.tell(events.Linked(opening.attempt, 2, 0, 99))
+
+
+def test_a_link_with_an_append_that_was_given_up_is_not_mounted_again_either():
+    story = Story().ready()
+    story.tell(events.Append(parcel(1)))
+    assert isinstance(refused(story.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
+    assert story.tell(events.Subscribe(-1)) == [events.OpenLink(2, (1,))]
 
 
 def test_a_link_that_is_gone_need_not_be_avoided():
@@ -483,6 +492,18 @@ def test_a_feed_that_begins_again_takes_nothing_of_the_one_before():
     story.mounted(first, 4)
     (second,) = story.sent(m.MountWriter)
     assert (second.high_water_mark, second.wants_feed) == (2, True)
+
+
+def test_nothing_of_a_mount_before_is_taken_on_the_same_link():
+    story = Story()
+    request = story.fed(4)
+    story.tell(events.Unsubscribe())
+    story.tell(events.Subscribe(2))
+    story.mounted(story.link(), 4)
+    (again,) = story.sent(m.MountWriter)
+    late = feed_batch(request.req_id, 3, req(1, 0, 99))
+    assert story.hear(late) == []
+    assert [e.first for e in story.hear(replace(late, req_id=again.req_id))] == [3]
 
 
 def test_ending_a_feed_that_never_was_changes_nothing():

@@ -526,13 +526,27 @@ async def test_preferences_are_in_force_with_the_write_that_makes_them_known(clu
         assert view.servers[2].preferred == ()
 
 
-@in_cluster
-async def test_a_preference_that_could_not_be_written_is_not_kept(cluster):
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "at the write"])
+def test_a_preference_that_could_not_be_written_is_not_kept(is_late):
+    in_cluster(lambda cluster: prefers_in_vain(cluster, is_late=is_late))()
+
+
+async def prefers_in_vain(cluster, *, is_late):
     member, session = cluster.member()
     await member.register(descriptor(1))
-    session.suspend()
+    real = session.write
+
+    def write(operations):
+        session.suspend()
+        return real(operations)
+
+    if is_late:
+        session.write = write
+    else:
+        session.suspend()
     with pytest.raises(errors.CoordinatorUnavailable):
         await member.prefer(descriptor(1, preferred=[2]))
+    session.write = real
     session.resume()
     inbox = Inbox()
     async with running(member.follow(inbox)):

@@ -13,6 +13,7 @@ from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.memory import WriteFault
 from waltz_core.cluster.writes import TaskState, WriteState, check_name
+from waltz_core.cluster.znodes import Delete
 
 ROOT = "/waltz/writes"
 FAULTS = pytest.mark.parametrize("fault", WriteFault)
@@ -21,6 +22,61 @@ FAULTS = pytest.mark.parametrize("fault", WriteFault)
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_story(story):
     asyncio.run(story(MemoryWorld(), ROOT))
+
+
+def test_whether_an_attempt_goes_on_is_read_from_what_zookeeper_holds_now(monkeypatch):
+    """The server of the session may be behind: what it shows is only the present after a sync."""
+
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        session = await world.znodes()
+        writes, calls = Coordinator(session, ROOT).writes, []
+        await writes.begin("w", MARKS, 5)
+        await writes.enter("w", 0, "r", Coordinator(session, ROOT).next_client_id)
+        for name in ("sync", "get"):
+            monkeypatch.setattr(session, name, noted(getattr(session, name), name, calls))
+        await writes.check("w", 0, 1)
+        assert calls == ["sync", "get", "get"]
+        await writes.finish("w", {}, 9)
+        assert calls[3:] == ["sync", "get"]
+
+    asyncio.run(story())
+
+
+def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
+    """Else a task that enters meanwhile would have another client id than it had before."""
+
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        session = await world.znodes()
+        writes, removals = Coordinator(session, ROOT).writes, []
+        await writes.begin("w", MARKS, 5)
+        await writes.enter("w", 0, "r", Coordinator(session, ROOT).next_client_id)
+        real = session.write
+
+        async def write(operations):
+            if isinstance(operations[0], Delete):
+                with pytest.raises(errors.ConnectionSuperseded, match="done"):
+                    await writes.enter("w", 1, "r", Coordinator(session, ROOT).next_client_id)
+                removals.append(operations)
+            return await real(operations)
+
+        monkeypatch.setattr(session, "write", write)
+        await writes.forget("w")
+        assert len(removals) == 2, "its task, and itself"
+        assert await writes.read("w") is None
+
+    asyncio.run(story())
+
+
+def noted(call, name, calls):
+    async def noting(*args):
+        calls.append(name)
+        return await call(*args)
+
+    return noting
 
 
 @FAULTS

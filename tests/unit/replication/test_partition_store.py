@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.unit.replication.bench import A, B, Bench, C, D, E, wire
+from tests.unit.replication.bench import LIMITS, A, B, Bench, C, D, E, wire
 from tests.unit.replication.model_storage import make_batch
 from waltz_core.cluster.model import (
     UNRESOLVED,
@@ -188,6 +188,33 @@ def test_commits_need_a_quorum_and_come_in_order():
     assert committed[-1].chain == bench.storages[A].chain == bench.storages[C].chain
     assert bench.store.high_water_mark == 2
     assert bench.store.in_flight_bytes == 0
+
+
+@pytest.mark.parametrize(("count", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
+def test_nothing_is_committed_by_fewer_than_a_majority(count, quorum):
+    bench = Bench(*(A, B, C, D, E)[:count])
+    bench.open()
+    bench.submit()
+    for synced, name in enumerate(bench.names, 1):
+        bench.deliver(name)
+        assert bool(bench.all_told(Committed)) == (synced >= quorum)
+
+
+@pytest.mark.parametrize(("count", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
+def test_no_session_opens_with_fewer_than_a_majority(count, quorum):
+    names = (A, B, C, D, E)[:count]
+    bench = Bench(*names)
+    bench.down = set(names[quorum - 1 :])
+    bench.own()
+    for _ in range(3):
+        bench.run()
+        bench.wait(LIMITS.grace_ms)
+    assert bench.store.session is not None
+    assert bench.store.open_session is None
+    bench.down = set(names[quorum:])
+    bench.wait(LIMITS.redial_ms_max)
+    bench.reopen()
+    assert bench.store.readable_replicas == list(names[:quorum])
 
 
 def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_goes_on_without_it():
@@ -535,6 +562,24 @@ def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
     bench.reopen()
     assert bench.store.open_session == 1
     assert bench.store.readable_replicas == [C, B, A]
+
+
+def test_a_write_that_was_given_up_is_not_heard_of_again():
+    """What it has come to is read; a second answer may be about another one's values."""
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    effect = bench.ask_zookeeper("away")
+    assert isinstance(effect, events.WriteMetadata)
+    for late in (
+        events.MetadataWritten(effect.attempt, 1, 1),
+        events.MetadataRead(effect.attempt, bench.metadata, 0, bench.marker, 0),
+    ):
+        bench.step(late)
+        assert bench.store.session is None
+        assert not bench.questions
+    bench.reopen()
+    assert bench.store.open_session == 0
 
 
 def test_disown_closes_everything():

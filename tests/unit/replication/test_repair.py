@@ -1,5 +1,6 @@
 """Unit tests of `waltz_core.replication.repair`: one replica's way to the goal, step by step."""
 
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -419,6 +420,16 @@ def test_every_flipped_byte_is_noticed():
         flipped[place] ^= 1
         with pytest.raises((ChecksumMismatch, BadFormat)):
             verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
+
+
+def test_rot_that_the_source_has_not_noticed_is_noticed_here():
+    """Its checksum over all of them is made when they are read; only each record's own is old."""
+    answer = range_of(storage(*OLD), 0, 1)
+    data = bytearray(answer.records)
+    data[-5] ^= 1  # the last byte before the record's CRC
+    rotten = changed(answer, records=bytes(data), records_crc=zlib.crc32(data))
+    with pytest.raises(ChecksumMismatch, match="record 1 does not fit"):
+        verify_records(rotten, first=0, last=1)
 
 
 def test_batches_must_continue_the_chain():

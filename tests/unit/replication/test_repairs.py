@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
+from tests.unit.replication.model_storage import Entry, crcs_of, make_record
 from waltz_core.errors import BadRequest
+from waltz_core.record import GENESIS_CHAIN, next_chain
 from waltz_core.replication import events
 
 
@@ -105,6 +109,58 @@ def test_a_source_that_does_not_answer_is_left_for_another():
         bench.wait(LIMITS.answer_ms_max // 4)
     assert bench.all_sent(wire.RangeRaw, other)
     assert bench.logs()[C] == bench.logs()[other]
+
+
+def answers_otherwise(bench, replica, kind, **fields):
+    """Let a storage do what it is asked, and tell something else of it."""
+    real = bench.storages[replica].handle
+
+    def handle(message):
+        answer = real(message)
+        return replace(answer, **fields) if isinstance(message, kind) else answer
+
+    bench.storages[replica].handle = handle
+
+
+@pytest.mark.parametrize("fields", [{"synced_max": 16}, {"synced_max": 14}, {"chain": bytes(16)}])
+def test_who_has_marked_another_log_is_not_ready(fields):
+    bench = Bench()
+    behind(bench, C)
+    answers_otherwise(bench, A, wire.SetLowWaterMark, **fields)
+    bench.reopen()
+    assert "expected the log to end at 15" in bench.reports("replica.refused")[0]["reason"]
+    assert bench.store.readable_replicas == [B, C]
+
+
+def test_who_has_not_synced_what_was_copied_is_not_ready():
+    bench = Bench()
+    behind(bench, C)
+    answers_otherwise(bench, C, wire.AppendRaw, synced_max=2)
+    bench.reopen()
+    assert "expected 3 to be synced, found 2" in bench.reports("replica.refused")[0]["reason"]
+    assert bench.store.readable_replicas == [A, B]
+
+
+def test_what_was_copied_from_a_source_with_other_batches_is_cut_and_copied_from_another():
+    """That they are others shows at the end only: the first of them is on disk by then."""
+    bench = Bench()
+    behind(bench, C, batches=4)
+    disk, chain, forged = bench.storages[A].disk, GENESIS_CHAIN, []
+    for entry in disk.entries[:-1]:
+        line = entry.lineage
+        records = tuple(make_record(line.first + at, 99) for at in range(2))
+        chain = next_chain(chain, line.first, line.last, 0, crcs_of(records))
+        forged.append(Entry(line._replace(chain=chain), records))
+    disk.entries[:-1] = forged
+    run_until(bench, wire.RangeRaw)
+    assert bench.requests[A]
+    bench.reopen()
+    for _ in range(5):
+        bench.wait(1_000)
+        bench.run()
+    assert {each["replica"] for each in bench.reports("replica.no_source")} == {A}
+    assert bench.all_sent(wire.Truncate, C)
+    assert bench.logs()[C] == bench.logs()[B]
 
 
 def test_the_wanting_replica_is_lost_while_its_copy_is_under_way():

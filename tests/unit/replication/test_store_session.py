@@ -342,6 +342,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
     assert not [one for one in bench.reports("replica.lost") if one["reason"] == "no answer"]
+    assert bench.metadata.states[C] != ReplicaState(0, UNRESOLVED), "it lacks what is committed"
     bench.silent = set()
     bench.run()
     assert bench.store.replica_waits_ms(bench.now_ms) == {}
@@ -405,6 +406,20 @@ def test_a_slow_replica_holds_up_nobody_and_costs_bounded_memory():
     assert bench.logs()[C] == bench.logs()[A]
     assert any(message.whole_batches for message in bench.all_sent(wire.RangeRaw))
     assert not bench.all_told(SessionClosed)
+
+
+def test_a_replica_that_is_a_little_slow_is_fed_from_memory():
+    bench = Bench()
+    bench.open()
+    bench.silent = {C}
+    for _ in range(14):
+        bench.submit()
+        bench.run()
+    assert bench.store.session.replicas[C].next_id < 14, "it was not sent all of them"
+    bench.silent = set()
+    bench.run()
+    assert bench.logs()[C] == bench.logs()[A]
+    assert not bench.all_sent(wire.RangeRaw)
 
 
 def test_a_refused_append_ends_the_session_and_keeps_the_replica_out_for_a_while():
@@ -536,3 +551,41 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
         bench.wait(1_000)
         bench.run()
     assert bench.store.open_session is not None
+
+
+def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
+    """It is known to be ahead of ZooKeeper; what it has promised since is somebody's session."""
+    bench = Bench()
+    bench.open()
+    bench.storages[A].disk.promised = 99
+    bench.step(events.Checkpoint())
+    bench.wait(100)
+    bench.reopen()
+    session_id = bench.store.session.claim.session_id
+    assert bench.store.session.claim.behind == {A: 99}
+    for promised in (99, 100):
+        while not bench.requests.get(A):
+            bench.wait(100)
+            bench.connect() if bench.dials else None
+        bench.storages[A].disk.promised = promised
+        bench.deliver(A)
+        assert (bench.store.session is None) == (promised == 100)
+    assert "bound to 100" in bench.all_told(SessionClosed)[-1].reason
+    assert bench.all_told(SessionClosed)[-1].session_id == session_id
+
+
+def test_a_storage_that_takes_another_ones_name_is_not_believed():
+    """It says who it is only in its answer; what it has is another replica's log, or none."""
+    bench = Bench()
+    bench.own()
+    while not bench.requests.get(A):
+        bench.ask_zookeeper() if bench.questions else bench.connect()
+    bench.storages[A].disk.storage_id = b"another-storage!"
+    message = bench.requests[A].popleft()
+    answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
+    assert isinstance(answer, Prepared)
+    bench.step(events.ReplicaAnswered(0, A, answer))
+    assert "another storage" in bench.reports("replica.refused")[0]["reason"]
+    bench.wait(LIMITS.grace_ms)
+    bench.run()
+    assert bench.store.readable_replicas == [B, C]

@@ -386,6 +386,33 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     assert world.submitted == []
 
 
+def test_a_row_that_is_too_large_is_not_in_the_log_and_enters_no_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("waltz_core.server.judging.TRANSACTION_BYTES_MAX", 4)
+    world = World()
+    rows = world.batch([b"fits", b"is too large", b"fits"], write=[[1], [2], [2]])
+    world.turn()
+    (batch,) = world.submitted
+    assert batch.last == 1
+    assert results(world.commit()) == {
+        rows: [(0, COMMITTED, -1), (-1, Reason.TOO_LARGE, -1), (1, COMMITTED, -1)]
+    }
+
+
+def test_what_comes_on_an_older_connection_after_the_mount_on_a_newer_one_is_refused() -> None:
+    world = World()
+    newer = ConnectionId(21)
+    world.mounts.begin(BOB, newer, 2)
+    world.mounts.finish(BOB, newer)
+    single, rows = world.single(BOB), world.batch([b"a", b"b"], BOB)
+    assert results(world.turn()) == {
+        single: [(-1, Reason.NOT_MOUNTED, -1)],
+        rows: [(-1, Reason.NOT_MOUNTED, -1)] * 2,
+    }
+    assert world.submitted == []
+
+
 def test_a_wrong_checksum_is_told_and_nothing_is_appended() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
@@ -767,6 +794,20 @@ def test_nothing_is_told_at_the_end_of_a_session_but_all_of_it_when_settled() ->
     }
     assert Reached(9) in out
     assert world.pipeline.in_flight_bytes == 0
+
+
+@pytest.mark.parametrize("unbroken", [True, False])
+def test_what_had_landed_by_the_end_of_a_session_is_kept_where_nobody_else_wrote(unbroken) -> None:
+    """Otherwise its chain may be another one than the log's."""
+    world = World()
+    for _ in range(2):
+        world.single()
+        world.turn()
+    world.pipeline.closed()
+    out = world.open(1, unbroken=unbroken)
+    kept = [each.entry.last for each in out if isinstance(each, BatchCommitted)]
+    assert kept == ([0, 1] if unbroken else [])
+    assert list(results(out).values()) == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
 
 
 def test_locks_of_lost_transactions_are_free_again_when_nobody_else_wrote() -> None:

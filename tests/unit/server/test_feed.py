@@ -1,5 +1,7 @@
 """What `test_partition.py` does not show: turns, slow and many clients, memory that is short."""
 
+import pytest
+
 from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
 from waltz_core.raw_records import FEED_HEADER_BYTES
 from waltz_core.record import (
@@ -191,19 +193,18 @@ def test_what_is_forgotten_is_fetched_and_sent_to_all_who_stand_there() -> None:
     assert asked.first == 15
 
 
-def test_a_fetched_stretch_is_cut_to_what_was_promised() -> None:
+@pytest.mark.parametrize("chain_at", [6, 7, 9])
+def test_a_fetched_stretch_is_cut_to_what_was_promised(chain_at: int) -> None:
     each = feed(30, remembered_from=20)
     mount(each, 1, 4, 6)
     each.turn()
-    got = list(each.fetched(Stretch(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)))
-    (frame, reached) = got
+    stretch = Stretch(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
+    (frame, reached) = each.fetched(stretch)
     assert isinstance(frame, Answer)
     assert isinstance(frame.message, FeedBatch)
-    assert (frame.message.count, frame.message.chain_at, frame.message.chain) == (
-        2,
-        BEFORE_FIRST,
-        GENESIS_CHAIN,
-    )
+    told = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
+    assert frame.message.count == 2
+    assert (frame.message.chain_at, frame.message.chain) == told
     assert isinstance(reached, MountReached)
 
 

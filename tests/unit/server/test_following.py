@@ -22,7 +22,7 @@ from waltz_core.server import following
 from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE_MS_MIN
 from waltz_core.server.events import Answer
 from waltz_core.server.following import GATHER_MS
-from waltz_core.server.outcomes import Reached
+from waltz_core.server.outcomes import Ahead, Reached
 from waltz_core.wire.messages import AppendFollowing, Predecessors
 
 HOT, COLD = 5, 6
@@ -299,6 +299,24 @@ def test_what_follows_is_refused_for_what_has_come_since():
     assert told(world.turn()) == {late: [1]}
 
 
+def test_who_cannot_be_told_hears_nothing_before_what_stands_against_him_is_final():
+    world, _ = in_flight()
+    behind = world.after(0)
+    late = world.after(0, client=BOB, read=range(100, 100 + following.TOLD_LOCKS_MAX))
+    assert results(world.turn()) == {}
+    assert late not in results(world.commit())
+    assert len(world.turns()) == 1
+    assert results(world.commit()) == {behind: [(1, COMMITTED, -1)], late: [(-1, LOCK, 1)]}
+
+
+def test_what_is_in_flight_is_not_in_the_log_for_one_who_was_not_told_of_it():
+    world, winner = in_flight()
+    world.follow(BOB, mark=0)
+    assert [type(each) for each in world.turn()] == [Ahead]
+    assert list(results(world.commit())) == [winner]
+    assert not world.pipeline.in_flight_bytes
+
+
 def test_what_was_gathered_is_lost_with_its_session():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
@@ -350,6 +368,75 @@ def test_a_session_that_is_to_end_lets_what_was_gathered_out():
     assert len(world.turns()) == 1
     world.commit()
     assert not world.pipeline.in_flight_bytes
+
+
+def gathered_while_another_waits() -> Authors:
+    """Nothing is in flight, and what is gathered waits for more because an author waits."""
+    world, _ = in_flight()
+    world.follow(BOB)
+    world.turn()
+    world.follow(BOB)
+    world.after(0)
+    world.turn()
+    world.follow(BOB)
+    world.turn()
+    world.commit()
+    assert world.turns() == []
+    assert world.pipeline.in_flight_bytes
+    return world
+
+
+def test_what_was_gathered_does_not_wait_for_more_when_the_session_is_to_end():
+    world = gathered_while_another_waits()
+    world.pipeline.hold()
+    assert world.wants_turn
+    world.turn()
+    assert [batch.last for batch in world.submitted] == [0, 1]
+
+
+def test_what_was_gathered_is_not_submitted_when_the_session_has_ended():
+    world = gathered_while_another_waits()
+    world.pipeline.closed()
+    world.now_ms += GATHER_MS
+    assert not world.wants_turn
+    world.turn()
+    assert [batch.last for batch in world.submitted] == [0]
+
+
+def test_what_follows_does_not_overtake_what_was_sent_before_it():
+    world, winner = in_flight()
+    world.commit()
+    first, second = world.single(mark=0, write=(COLD,)), world.follow(mark=0)
+    world.turns()
+    assert results(world.commit()) == {
+        first: [(1, COMMITTED, -1)],
+        second: [(2, COMMITTED, -1)],
+    }
+    assert winner != first
+
+
+def test_nothing_of_a_lost_session_is_told_in_the_next_one():
+    world, winner = in_flight()
+    world.pipeline.closed()
+    assert results(world.open(-1)) == {winner: [(-1, LOST, -1)]}
+    again = world.follow(BOB, data=b"again")
+    world.turn()
+    world.follow(BOB)
+    (answer,) = world.turn()
+    assert (answer.message.session_id, answer.message.last) == (world.session, 0)
+    (found,) = FOLLOW.told(answer.message, -1, 0, ()).predecessors
+    assert (found.req_id, found.data) == (again, b"again")
+
+
+def test_what_is_told_is_the_record_of_what_was_admitted_and_not_of_what_was_refused_beside_it():
+    world, _ = in_flight()
+    world.single(write=(HOT,), data=b"refused for what is in flight")
+    cold = world.single(BOB, write=(COLD,), data=b"cold")
+    world.turns()
+    world.follow(BOB, write=(COLD,))
+    (answer,) = world.turn()
+    (found,) = FOLLOW.told(answer.message, -1, 0, ()).predecessors
+    assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
 
 
 def test_who_does_not_ask_is_told_nothing_new():

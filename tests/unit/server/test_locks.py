@@ -168,6 +168,34 @@ def test_reset_makes_everybody_catch_up() -> None:
     assert judge(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
 
 
+def test_what_was_in_flight_before_a_reset_takes_nothing_back_after_it() -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
+    # Another owner has written up to 1 and may have written each of them; then this one is back.
+    table.reset(TransactionId(1))
+    table.clamp(TransactionId(1))
+    assert [table.estimate(lock) for lock in (1, 2, 3)] == [1, 1, 1]
+    assert judge(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
+
+
+def test_what_is_in_flight_is_taken_back_though_what_came_before_it_has_landed() -> None:
+    table = table_at(0)
+    for next_id, lock in (1, 1), (2, 2):
+        judge(table, {"w": [lock]}, next_id=next_id)
+    table.landed(TransactionId(1))
+    table.clamp(TransactionId(1))
+    assert [table.estimate(lock) for lock in (1, 2)] == [1, 0]
+
+
+def test_of_what_is_too_much_to_take_back_nothing_lies_above_the_mark_either() -> None:
+    table = table_at(0)
+    judge(table, {"w": [1]}, next_id=1)
+    judge(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
+    table.clamp(TransactionId(1))
+    assert [table.estimate(lock) for lock in (1, 10, 9_999)] == [1, 1, 1]
+    assert judge(table, {"w": [1, 10]}, mark=1, high=1).ids.tolist() == [2]
+
+
 def test_an_empty_batch() -> None:
     assert judge(table_at(0)).accepted_count == 0
 

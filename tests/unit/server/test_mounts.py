@@ -48,6 +48,9 @@ def test_a_newer_connection_fences_the_older_one_at_once() -> None:
     mounts.begin(ALICE, NEW, 6)
     assert not mounts.is_ready(ALICE, OLD)
     assert not mounts.is_ready(ALICE, NEW)
+    mounts.finish(ALICE, NEW)
+    assert mounts.is_ready(ALICE, NEW)
+    assert not mounts.is_ready(ALICE, OLD)
     mounts.close(OLD)
     assert mounts.is_current(ALICE, NEW)
 

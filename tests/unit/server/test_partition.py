@@ -134,13 +134,13 @@ class World:
         self.store.readable_replicas = ()
         self.say(replication.SessionClosed(SessionId(self.session), "a replica was lost"))
 
-    def commit(self) -> None:
-        """Commit everything that was submitted in this session and not committed yet."""
+    def commit(self, count: int | None = None) -> None:
+        """Commit what was submitted in this session and not committed yet; so many batches."""
         batches = [
             each.batch
             for each in self.store.of(replication.Submit)
             if each.session_id == self.session and each.batch.last > self.partition.high_water_mark
-        ]
+        ][:count]
         for batch in batches:
             self.chain = next_chain(
                 self.chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
@@ -356,6 +356,21 @@ def test_a_checkpoint_waits_until_nothing_is_in_flight_and_takes_nothing_with_it
     assert world.reason(held) is Reason.COMMITTED
 
 
+def test_a_checkpoint_that_becomes_due_waits_for_what_is_still_in_flight() -> None:
+    world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
+    world.open()
+    world.mount()
+    for _ in range(2):
+        world.append()
+        world.run()
+    world.now_ms = 1
+    checkpoints = len(world.store.of(replication.Checkpoint))
+    world.commit(1)  # by one of these
+    assert len(world.store.of(replication.Checkpoint)) == checkpoints + 1
+    world.commit(1)
+    assert len(world.store.of(replication.Checkpoint)) == checkpoints + 3
+
+
 # --- mounts
 
 
@@ -542,6 +557,18 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
     assert (batch.chain_at, batch.chain) == (4, world.chain)
     heads = raw_records.from_feed_headers(TransactionId(2), batch.headers)
     assert len(heads) == 3 * 28
+
+
+def test_a_feed_mount_that_waits_for_what_is_in_flight_is_fed_that_too() -> None:
+    world = ready()
+    world.append()
+    world.run()
+    mount = world.mount(BOB, B, mark=-1, feed=True)
+    assert not world.is_answered(mount)
+    world.commit()
+    world.run()
+    assert fed(world, B) == [0]
+    assert world.is_answered(mount)
 
 
 def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() -> None:

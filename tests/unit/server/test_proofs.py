@@ -34,6 +34,17 @@ def test_an_answer_to_no_proof_of_ours_answers_nobody() -> None:
     assert proofs.failed(1, 20) == (["a"], [])
 
 
+def test_the_answer_to_a_proof_of_a_session_before_answers_nobody() -> None:
+    proofs: Proofs[str] = Proofs(1000)
+    proofs.ask("a", 10)
+    proofs.reset()
+    assert proofs.ask("b", 20) == [ProveMark(2)]
+    assert proofs.proved(1, 30) == ((), [])
+    assert proofs.failed(1, 30) == ((), [])
+    assert not proofs.is_fresh(30)
+    assert proofs.proved(2, 30) == (["b"], [])
+
+
 def test_freshness_counts_from_when_the_proof_was_asked_for() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert not proofs.is_fresh(0)

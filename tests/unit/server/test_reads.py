@@ -6,7 +6,9 @@ import zlib
 
 import pytest
 
+from tests.unit.storage.logs import make_run
 from waltz_core import errors
+from waltz_core.raw_records import lengths_to_wire
 from waltz_core.record import (
     GENESIS_CHAIN,
     MADE_UP,
@@ -281,3 +283,51 @@ def test_the_chain_that_goes_with_feed_headers() -> None:
         assert stretch.chain_at == chain_at, (first, last)
     assert each.recall(TransactionId(10), TransactionId(12)) is None
     assert each.cache_reads()["feed", "miss"] == 1
+
+
+def whole(fetch: Fetch, *ids: int) -> RangeBytes:
+    """The records of these ids, said to be so many from the first that was asked for."""
+    runs = [make_run(each, [5]) for each in ids]
+    records = b"".join(run for run, _ in runs)
+    lengths = b"".join(lengths_to_wire(each) for _, each in runs)
+    asked = fetch.message
+    return dataclasses.replace(
+        headers(fetch, len(ids)), first=asked.first, lengths=lengths, records=records
+    )
+
+
+def rotten(answer: RangeBytes) -> RangeBytes:
+    data = bytearray(answer.records)
+    data[-5] ^= 1
+    return dataclasses.replace(answer, records=bytes(data), records_crc=zlib.crc32(data))
+
+
+@pytest.mark.parametrize(
+    ("form", "spoil"),
+    [
+        (RangeForm.WHOLE, lambda fetch: whole(fetch, 10, 12)),
+        (RangeForm.WHOLE, lambda fetch: whole(fetch, 11, 12)),
+        (RangeForm.WHOLE, lambda fetch: whole(fetch, 10, 11, 12, 13)),
+        (RangeForm.WHOLE, lambda fetch: rotten(whole(fetch, 10, 11))),
+        (RangeForm.WHOLE, whole),
+        (RangeForm.WHOLE, lambda fetch: dataclasses.replace(whole(fetch, 11, 12), first=11)),
+        (RangeForm.WHOLE, lambda fetch: dataclasses.replace(whole(fetch, 10, 11), count=3)),
+        (RangeForm.WHOLE, lambda fetch: headers(fetch, 2)),
+        (RangeForm.HEADERS, lambda fetch: whole(fetch, 10, 11)),
+        (RangeForm.HEADERS, lambda fetch: headers(fetch, 4)),
+        (RangeForm.HEADERS, lambda fetch: dataclasses.replace(headers(fetch, 3), records_crc=1)),
+        (RangeForm.HEADERS, lambda fetch: dataclasses.replace(headers(fetch, 3), first=11)),
+        (RangeForm.HEADERS, lambda fetch: dataclasses.replace(headers(fetch, 3), count=2)),
+    ],
+)
+def test_what_a_storage_sends_is_checked_whole_before_it_goes_on(form, spoil) -> None:
+    each = reads()
+    fetch = fetch_of(ask(each, 10, 12, form=form))
+    again = fetch_of(each.failed(fetch.token, "gone", 0))
+    third = fetch_of(each.fetched(again.token, spoil(again), 0))
+    assert third.replica not in {fetch.replica, again.replica}
+    good = whole(third, 10, 11) if form is RangeForm.WHOLE else headers(third, 2)
+    (answer,) = each.fetched(third.token, good, 0)
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.message, RangeData)
+    assert (answer.message.first, answer.message.next) == (10, 12)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.storage.logs import KEY, ROOT, make_batches, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch
-from waltz_core.record import GENESIS_CHAIN, MADE_UP
+from waltz_core.record import GENESIS_CHAIN, MADE_UP, next_chain
 from waltz_core.storage.batch_checks import (
     check_batches,
     check_chain,
@@ -30,6 +30,9 @@ def test_a_chain_is_followed_to_the_first_batch_that_does_not_go_on():
     assert check_chain(whole, 0, KEY, crcs) == 0
     assert check_chain([whole[0], whole[2]], 0, GENESIS_CHAIN, crcs) == 1
     assert check_chain(whole, 0, GENESIS_CHAIN, crcs[:-4]) == 2
+    chain = next_chain(whole[0].chain, 4, 4, whole[1].session_id, crcs[16:20])
+    leaves_one_out = [whole[0], whole[1]._replace(first=4, last=4, chain=chain)]
+    assert check_chain(leaves_one_out, 0, GENESIS_CHAIN, crcs) == 1
     lied = [whole[0], whole[1]._replace(session_id=7), whole[2]]
     assert check_chain(lied, 0, GENESIS_CHAIN, crcs) == 1
 

@@ -291,6 +291,11 @@ def test_a_slot_in_the_others_place_is_none(spoiled):
     disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * victim, content[other : other + SLOT_BLOCK_BYTES])
     again = SlotFile.open(disk, ROOT, 2)
     assert (again.slot.promised, again.fell_back) == (6 if spoiled == "newest" else 9, True)
+    # The next one goes where the other one should be: the slot that counts stays.
+    again.write(Slot(2, promised=12))
+    kept = disk.content(SLOTS)[other : other + SLOT_BLOCK_BYTES]
+    assert kept == content[other : other + SLOT_BLOCK_BYTES]
+    assert SlotFile.open(disk, ROOT, 2).slot.promised == 12
 
 
 def test_slots_of_another_partition_are_refused():

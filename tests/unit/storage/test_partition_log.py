@@ -665,6 +665,27 @@ def test_a_failed_write_or_sync_cuts_what_was_not_acknowledged_and_goes_on_in_a_
     assert not world.log.suspect
 
 
+def test_what_cannot_be_cut_away_makes_the_replica_suspect(world):
+    world.append([5])
+    for what in ("sync", "truncate"):
+        world.disk.fail[(what, ".seg")] = DiskFailed
+    with pytest.raises(DiskFailed, match="cannot be cut away"):
+        world.append([3])
+    world.crash()
+    assert world.log.suspect
+
+
+def test_a_log_that_has_failed_is_not_closed_as_if_it_were_clean(world):
+    world.append([5])
+    world.disk.fail[("sync", ".seg")] = DiskFailed
+    with pytest.raises(DiskFailed):
+        world.append([3])
+    world.disk.fail.clear()
+    world.close()
+    world.settings = LogSettings(KEY, 2000, world.clock, trust_fsync=False)
+    assert world.open().suspect
+
+
 def test_a_log_whose_slots_fail_answers_nothing_until_it_is_opened_again(world):
     written = world.append([5])
     world.disk.fail[("sync", ".ctl")] = DiskFailed
@@ -745,6 +766,12 @@ def spoil_offset(world, transaction_id):
     with path.open("r+b") as file:
         file.seek(SEGMENT_HEADER_BYTES + 8 * transaction_id)
         file.write(bytes(8))
+
+
+def test_a_truncation_that_cuts_nothing_makes_durable_what_it_keeps(world):
+    world.append([2], sync=False)
+    assert world.log.truncate(1, 1, 1, world.log.chain) == (1, world.log.chain)
+    assert world.log.synced_max == 1
 
 
 def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_else(world):

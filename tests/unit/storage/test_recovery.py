@@ -14,13 +14,14 @@ from tests.unit.storage.logs import (
     forge_log,
     make_segments,
     new_disk,
+    open_segment,
 )
 from waltz_core.errors import (
     BadFormat,
     DiskFailed,
     MissingSegment,
 )
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION, LineageEntry
 from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
 from waltz_core.storage import recovery
 from waltz_core.storage.batch_checks import check_chain, check_repaired
@@ -29,6 +30,7 @@ from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     NEW_PARTITION_INFOS,
+    NO_NONCE,
     NOBODYS_NONCE,
     SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
@@ -212,6 +214,18 @@ def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
     assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
 
+def test_a_session_that_only_the_log_knows_of_was_promised_too():
+    """The lost slot may have been the only one with its promise; its batches are in the log."""
+    disk = new_disk()
+    written(disk, [3], promised=0, last_session=0)
+    slots = SlotFile.open(disk, ROOT, 2)
+    slots.write(Slot(2, acked=slots.slot.acked, original_sequence=INFO.sequence))
+    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
+    segments, slots = opened(disk)
+    assert segments.lineage_end().session_id == 1
+    assert slots.slot.promised == 2
+
+
 def fallen_back(disk, **slot):
     """Write a log whose newer slot is lost."""
     written(disk, [3])
@@ -328,6 +342,21 @@ def test_files_without_their_segment_are_removed():
     )
 
 
+@pytest.mark.parametrize("last", [3, 4, 6])
+def test_a_batch_that_a_file_was_given_up_with_and_that_is_back_is_none(last):
+    """Its cut was not synced, and the next segment begins where it does."""
+    disk = new_disk()
+    _, records, entries = written(disk, [3], [2])
+    segment = open_segment(disk)
+    segment.append_entries([LineageEntry(3, last, 1, 5, KEY)], BEFORE_FIRST)
+    segment.sync()
+    segment.close()
+    segments, slots = opened(disk)
+    assert content(segments) == records
+    assert list(segments.entries_from(0)) == entries
+    assert not slots.slot.suspect
+
+
 # ---- adopting
 
 
@@ -348,6 +377,14 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
     slot = slots.slot
     assert (slot.promised, slot.last_session, slot.low_water_mark) == (5, 5, 4)
     assert (slot.suspect, slot.original_sequence) == (False, 9)
+
+
+def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
+    """Whose nonce it has is another owner's, of an older session."""
+    disk = new_disk()
+    written(disk, [3], promised=4, nonce=bytes([7] * 16), original_sequence=3)
+    slot = opened(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
+    assert (slot.promised, slot.nonce) == (5, NO_NONCE)
 
 
 # ---- a directory that is gone (rule 8)

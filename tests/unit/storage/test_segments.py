@@ -12,6 +12,7 @@ from tests.unit.storage.logs import (
     make_run,
     make_segments,
     new_disk,
+    new_segment,
     open_segment,
 )
 from waltz_core.errors import BadFormat, ChecksumMismatch
@@ -118,6 +119,15 @@ def test_a_cut_may_go_over_borders_and_be_done_again(last_to_keep):
     assert again.chain == (kept[-1].chain if kept else GENESIS_CHAIN)
     if last_to_keep >= 0:
         assert again.read(0, last_to_keep)[0] == bytes_of(records, 0, last_to_keep)
+
+
+def test_a_segment_that_nobody_knows_of_goes_with_a_cut():
+    """It got its name before making it failed; the next opening would take it for the log's."""
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [3])
+    new_segment(disk, 3, entries[0].chain).close()
+    segments.cut(2, None)
+    assert [name for name in disk.list(ROOT) if name.endswith(".seg")] == [segment_name(0, ".seg")]
 
 
 def test_the_batch_that_a_cut_goes_through_gets_its_new_entry_once():

@@ -659,6 +659,8 @@ def test_after_a_failed_sync_the_partition_leaves_its_session_and_a_second_one_i
     assert [each.connection for each in bench.only(service.CloseConnection)] == [1]
     assert bench.only(service.EndProcess) == []
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
+    bench.ask(7, open_request())
+    assert bench.refusal(7, range_of(Owner(5), 0, 1, reader=True)) is errors.NotMounted
 
     prepared = bench.ask(2, prepare(kept))
     assert (prepared.synced_max, bytes(prepared.chain)) == (1, kept.chain)

@@ -1,0 +1,135 @@
+"""Questions to a partition's owner: where they go, and which answers are not the last word."""
+
+import asyncio
+from random import Random
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.client.directory import Owner
+from waltz_core.client.ranges import RangeQuery
+from waltz_core.client.requests import Requests
+from waltz_core.config import ClientConfig
+from waltz_core.record import NO_SESSION
+from waltz_core.wire import messages as m
+
+CONFIG = ClientConfig(retry_interval_ms_min=1, retry_interval_ms_max=1, request_timeout_ms=20_000)
+
+
+class Cluster:
+    """Owners by address, of whom each answers what the test has it answer."""
+
+    def __init__(self, **answers):
+        self.answers = answers  # address: a function of the request, or an error
+        self.owners = list(answers)  # each failure is followed by the next one's turn
+        self.asked = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.requests = Requests(self, self, CONFIG, Random(1))
+
+    async def owner(self, partition_id, *, after_failure):
+        if after_failure and len(self.owners) > 1:
+            del self.owners[0]
+        return Owner(self.owners[0], 1)
+
+    async def get(self, address, *, is_bulk):
+        return Link(self, address, is_bulk)
+
+
+class Link:
+    def __init__(self, cluster, address, is_bulk):
+        self.cluster, self.address, self.is_bulk = cluster, address, is_bulk
+
+    async def request(self, answer, make, *, client_id, partition_id, timeout_s):
+        assert self.is_bulk == (answer is m.RangeData)
+        request = make((client_id, 0, partition_id, 1))
+        self.cluster.asked.append((self.address, type(request)))
+        found = self.cluster.answers[self.address](request)
+        if isinstance(found, Exception):
+            raise found
+        await self.cluster.may_answer.wait()
+        return found
+
+
+def replicas(request, mark):
+    return m.ReplicasResponse(
+        request.req_id,
+        session_id=5,
+        high_water_mark=mark,
+        cluster_key=bytes(16),
+        partition_count=1,
+        replicas=(),
+    )
+
+
+def mark(number):
+    """Return an owner with a log that ends at a mark, and has nothing of its own."""
+
+    def answer(request):
+        match request:
+            case m.HighWaterMarkRequest():
+                return m.HighWaterMarkResponse(request.req_id, number)
+            case m.ReplicasRequest(linearizable=is_proved):
+                shown = number + (100 if is_proved else 0)
+                return replicas(request, shown)
+            case m.RangeRequest(first=first, form=form):
+                return m.RangeData(
+                    request.req_id, first, 0, first, form, b"", b"", NO_SESSION, number, ()
+                )
+
+    return answer
+
+
+def gone(_request):
+    return errors.NotOwned("it has moved")
+
+
+def test_who_has_failed_is_asked_for_by_its_next_owner():
+    cluster = Cluster(old=gone, new=mark(7))
+    assert asyncio.run(cluster.requests.high_water_mark(0, linearizable=False)) == 7
+    assert [address for address, _ in cluster.asked] == ["old", "new"]
+
+
+def test_a_mark_that_must_not_be_stale_is_asked_for_as_such():
+    cluster = Cluster(owner=mark(7))
+    assert asyncio.run(cluster.requests.high_water_mark(0, linearizable=True)) == 107
+
+
+def test_that_the_log_ends_is_believed_when_a_quorum_says_so():
+    """A server that has lost the partition may not know it yet, nor what was written since."""
+    ends = []
+
+    def stale(request):
+        if isinstance(request, m.ReplicasRequest):
+            ends.append(9 if len(ends) < 2 else 4)
+            return replicas(request, ends[-1])
+        return mark(4)(request)
+
+    cluster = Cluster(owner=stale)
+    chunk = asyncio.run(cluster.requests.range(0, RangeQuery(5, 9)))
+    assert (chunk.next, ends) == (5, [9, 9, 4])
+
+
+def test_what_has_moved_nowhere_is_not_asked_again():
+    async def story():
+        cluster = Cluster(owner=mark(7))
+        cluster.may_answer.clear()
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
+            while not cluster.asked:  # noqa: ASYNC110 - it is on its way
+                await asyncio.sleep(0)
+            cluster.requests.moved({0: Owner("owner", 2), 1: Owner("other", 2)})
+            await asyncio.sleep(0)
+            cluster.may_answer.set()
+            assert await asking == 7
+        assert len(cluster.asked) == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("error", [errors.BadRequest, errors.DataLoss])
+def test_what_would_not_help_is_not_asked_again(error):
+    cluster = Cluster(owner=lambda _request: error("no"))
+    with pytest.raises(error, match="no"):
+        asyncio.run(cluster.requests.flush(0))
+    assert len(cluster.asked) == 1
