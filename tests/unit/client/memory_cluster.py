@@ -248,7 +248,7 @@ class MemoryCluster:
 
     async def settled(self) -> None:
         """Wait until every partition is owned and open."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 owned = sum(
                     partition.is_open

@@ -709,9 +709,21 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 # ---------------------------------------------------------------------------------------------
 # outages
 
+# Of who reads: on a busy machine an append may take as long, so another client writes.
 BRIEF = replace(
     QUICK, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
 )
+
+
+@contextlib.asynccontextmanager
+async def outages():
+    """Give a cluster, a client that writes, and one that soon gives up what is not answered."""
+    async with (
+        memory_cluster() as cluster,
+        cluster.client().opened() as writer,
+        cluster.client(BRIEF).opened() as reader,
+    ):
+        yield cluster, writer, reader
 
 
 class Plain(AsyncCallbacks):
@@ -756,15 +768,15 @@ def told_of_outages():
 
 @told
 async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
-        await (await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
+    async with outages() as (cluster, writer, client):
+        await (await writer.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)
         with told_of_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             callbacks.may_go_on.set()
-            await until(lambda: callbacks.tries == 4)
+            await until(lambda: callbacks.tries >= 4)
             assert client._partitions[0].applier.stopped is None
             await cluster.add_server()
             await until(lambda: callbacks.seen == [0, 1])
@@ -776,11 +788,11 @@ async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
 
 @told
 async def test_catching_up_goes_on_after_an_outage():
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
+    async with outages() as (cluster, writer, client):
         rows = 10_000
         payload = batch_of(*[b""] * rows, header=3)
         for _ in range(5):
-            await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
+            await (await writer.append_batch(0, payload, rows, client_high_water_mark=-1))
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)
@@ -795,8 +807,8 @@ async def test_catching_up_goes_on_after_an_outage():
 
 @told
 async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
-        await (await client.append(b"old", partition=0))
+    async with outages() as (cluster, writer, client):
+        await (await writer.append(b"old", partition=0))
         callbacks = Plain(mark=LATEST)
         callbacks.may_go_on.set()
         with told_of_outages() as logged:
@@ -805,8 +817,8 @@ async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
             await until(lambda: logged)
             await cluster.add_server()
             await until(lambda: client._partitions[0].stream.is_fed)
-        await client.mount([0])
-        await (await client.append(b"new", partition=0))
+        await until(lambda: client._partitions[0].is_ready)
+        await (await writer.append(b"new", partition=0))
         await until(lambda: callbacks.seen)
         assert callbacks.seen == [1]
 
@@ -818,8 +830,8 @@ async def test_an_application_may_end_its_feed_in_an_outage():
             assert isinstance(error, errors.Unavailable)
             return PoisonPolicy.STOP
 
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
-        await (await client.append(b"a", partition=0))
+    async with outages() as (cluster, writer, client):
+        await (await writer.append(b"a", partition=0))
         callbacks = Strict()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)

@@ -87,13 +87,18 @@ async def test_who_counts_alike_gets_his_own_answer():
 async def test_an_answer_that_comes_too_late_is_nobodys():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
+        # The link is there before time counts: a dial that is given up has asked for nothing.
+        first = tasks.create_task(links.fetch(replica, request(1, 0)))
+        await until(lambda: len(there.asked) == 1)
+        there.links[0].send(answer_to(there.asked[0]))
+        await first
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(replicas, "READ_TIMEOUT_S", 0.05)
             with pytest.raises(Unreachable, match="no answer within"):
                 await links.fetch(replica, request(1, 10))
         again = tasks.create_task(links.fetch(replica, request(1, 20)))
-        await until(lambda: len(there.asked) == 2)
-        for asked in there.asked:
+        await until(lambda: len(there.asked) == 3)
+        for asked in there.asked[1:]:
             there.links[0].send(answer_to(asked))
         assert (await again).first == 20
         links.close()
