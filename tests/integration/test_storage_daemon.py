@@ -261,7 +261,7 @@ def test_readers_and_metrics(tmp_path):
     pages = {}
 
     def fetch(port, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as page:
             return page.read().decode()
 
     async def main():
@@ -384,7 +384,7 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
                 await owner.prepare()
                 await owner.engage()
                 owner.link.send(owner.owner.append())
-                await asyncio.to_thread(begun.wait, READY_S)
+                assert await asyncio.to_thread(begun.wait, READY_S)
                 stop.set()
 
     on_loop(main())
@@ -532,7 +532,7 @@ def test_who_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkey
         storage = StorageDaemon(config_for(tmp_path, port=port), CLUSTER, None)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storage.serve(stop, lambda _address: None))
-            await asyncio.to_thread(opening.wait, READY_S)
+            assert await asyncio.to_thread(opening.wait, READY_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 asked = tasks.create_task(owner.prepare())
                 while not storage._early:  # noqa: ASYNC110 - nobody tells when it has arrived

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 import waltz_core.local
 from tests.fault.changing import address, does
-from tests.fault.load import wait_until
+from tests.fault.load import all_engaged, shown, wait_until
 from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
@@ -169,7 +169,8 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
 
     query = (
         spark.readStream.format("waltz")
-        .options(startingHighWaterMarks="latest", readFrom="server")
+        # At the end it is to see what was written a moment ago.
+        .options(startingHighWaterMarks="latest", readFrom="server", pollInterval=0)
         .load(log.connect)
         .writeStream.foreachBatch(take)
         .option("checkpointLocation", str(tmp_path / "checkpoint"))
@@ -202,6 +203,13 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
         log.start("server-2")
 
 
+def is_settled(log: LocalCluster) -> bool:
+    """Tell whether both servers own a partition and all replicas take part."""
+    partitions = shown(log)["partitions"]
+    assert isinstance(partitions, dict)
+    return len({each["server"] for each in partitions.values()}) == 2 and all_engaged(log)
+
+
 def read_bytes(log: LocalCluster, name: str) -> float:
     """Return how much a storage has read for others."""
     url = f"http://127.0.0.1:{log.member(name).http_port}/metrics"
@@ -218,6 +226,9 @@ def test_a_batch_reads_from_its_own_group_and_from_others_when_that_is_gone(
 ) -> None:
     names = ["storage-1", "storage-2", "storage-3"]
     near = names[1]
+    # A server that has just come takes partitions over, and a session that has just begun may do
+    # without the near replica for a while.
+    wait_until("nothing moves", lambda: is_settled(log), seconds=PATIENCE_S)
     with WaltzClient(log.connect) as client:
         # Each storage of a local cluster is a group of its own.
         (group,) = (

@@ -149,10 +149,11 @@ def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
     with asyncio.Runner() as own:
         client = own.run(begin())
         for wrong in (append(client), client.close()):
-            with pytest.raises(errors.UsageError, match="was opened on another event loop"):
-                # One loop in each thread: this one's is the runner's.
-                with ThreadPoolExecutor(1) as another:
-                    another.submit(asyncio.run, wrong).result()
+            with (
+                pytest.raises(errors.UsageError, match="was opened on another event loop"),
+                ThreadPoolExecutor(1) as another,  # one loop in each thread: this one's is taken
+            ):
+                another.submit(asyncio.run, wrong).result()
         assert own.run(append(client)) == 0
         own.run(client.close())
 
