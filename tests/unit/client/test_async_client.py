@@ -384,7 +384,7 @@ async def test_a_partition_that_moves_is_followed():
 
 @told
 async def test_without_a_server_an_append_fails_definitely():
-    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
+    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         await client.mount()
         await cluster.stop_server(cluster.servers[0])
@@ -392,13 +392,13 @@ async def test_without_a_server_an_append_fails_definitely():
         future = await client.append(b"x", partition=0)
         with pytest.raises(errors.Unreachable, match="not in the log"):
             await future
-        with pytest.raises(errors.Unavailable, match="no answer within 300 ms"):
+        with pytest.raises(errors.Unavailable, match="no answer within 1000 ms"):
             await client.high_water_mark(0)
 
 
 @told
 async def test_closing_says_what_nobody_knows():
-    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
+    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster:
         async with cluster.client(config).opened() as client:
             await client.mount([0])
