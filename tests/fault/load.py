@@ -26,7 +26,7 @@ from waltz_core.local import LocalCluster, Member
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, IN_FLIGHT = 20, 8
-DEADLINE_S = 45.0
+DEADLINE_S = 90.0
 CREATED_END = 12  # a segment begins with 4 bytes of version and 8 of its making
 
 

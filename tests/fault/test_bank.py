@@ -13,7 +13,7 @@ import pytest
 
 from tests.fault import bank_teller
 from tests.fault.bank_teller import ACCOUNT_COUNT, DONE, REFUSED, bank_books, bank_desk, engine_of
-from tests.fault.load import ROOT, Story, four_writers, wait_until
+from tests.fault.load import DEADLINE_S, ROOT, Story, four_writers, wait_until
 
 if TYPE_CHECKING:
     from tests.postgres import Postgres
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.fault
 
 TELLER_COUNT = 3
 KILLED_ORDER = ("teller", "server-1", "teller", "storage-2", "teller", "server-2", "teller")
-DEADLINE_S = 90.0
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -57,9 +56,7 @@ class Process:
     def goes_on(self) -> None:
         """Wait until it has done some more."""
         wanted = self._done() + 3
-        wait_until(
-            f"{self.journal.stem} goes on", lambda: self._done() >= wanted, seconds=DEADLINE_S
-        )
+        wait_until(f"{self.journal.stem} goes on", lambda: self._done() >= wanted)
 
     def _done(self) -> int:
         assert self._process.poll() is None, f"{self.journal.stem} has ended"

@@ -44,7 +44,7 @@ def typed(waltz_cluster: str, database: str) -> Run:
             capture_output=True,
             text=True,
             check=False,
-            timeout=100,
+            timeout=250,
         )
 
     return run
@@ -139,7 +139,7 @@ def test_without_a_cluster_it_starts_one_and_keeps_it(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "bank.py"), "--directory", str(tmp_path)]
     for words, said in ((["open", "7"], "account 7 is open"), (["balance", "7"], "holds 0.00")):
         done = subprocess.run(
-            [*command, *words], capture_output=True, text=True, check=False, timeout=100
+            [*command, *words], capture_output=True, text=True, check=False, timeout=250
         )
         assert done.returncode == 0, done.stderr
         assert said in done.stdout

@@ -31,7 +31,7 @@ def local(directory: Path, verb: str, *words: str) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
 
 
@@ -182,7 +182,7 @@ def test_a_second_up_at_the_same_time_is_refused(directory: Path):
             second = local(directory, "up", *SMALL)
         finally:
             first.send_signal(signal.SIGCONT)
-        out, told = first.communicate(timeout=60)
+        out, told = first.communicate(timeout=100)
     assert first.returncode == 0, told
     assert out
     assert "another command is starting or ending the cluster" in refused(second)
@@ -213,7 +213,7 @@ def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path, signal_number:
         children = [pid for pid in pids_at(where) if pid != parent.pid]
         assert len(children) >= 3
         parent.send_signal(signal_number)
-        parent.wait(30)
+        parent.wait(60)
         wait_until("no child left", lambda: pids_at(where) == [])
 
 

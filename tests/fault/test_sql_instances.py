@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests import postgres
-from tests.fault.load import ROOT, wait_until
+from tests.fault.load import DEADLINE_S, ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
 from waltz_core.client import RangeForm, WaltzClient
 from waltz_core.raw_records import HEADER_DTYPE
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.fault
 
 ROUNDS = 4
 LAG_MAX = 300
-DEADLINE_S = 90.0
 
 
 class Place(NamedTuple):
@@ -65,7 +64,7 @@ class Instance:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, text=True
             )
-        wait_until("an instance is ready", partial(self.has_said, "ready"), seconds=DEADLINE_S)
+        wait_until("an instance is ready", partial(self.has_said, "ready"))
 
     def has_said(self, word: str) -> bool:
         assert self._process.poll() is None, f"{self.name} has ended"
@@ -172,7 +171,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
                 instances[number % 2] = start()
             for each in instances:
                 log.write_until_applied_by(each.name, 1)
-            wait_until("all applied", lambda: applied(engine) == log.marks(), seconds=DEADLINE_S)
+            wait_until("all applied", lambda: applied(engine) == log.marks())
             for each in instances:
                 each.end()
         finally:
@@ -199,7 +198,7 @@ def test_a_database_that_dies_is_waited_for(waltz_cluster: str, tmp_path: Path) 
                 engine.dispose()
                 log.write(5)
                 server.start()
-            wait_until("all applied", lambda: applied(engine) == log.marks(), seconds=DEADLINE_S)
+            wait_until("all applied", lambda: applied(engine) == log.marks())
             instance.end()
         finally:
             instance.kill()

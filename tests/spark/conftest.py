@@ -13,17 +13,6 @@ from pyspark.sql import SparkSession
 import waltz_core.local
 import waltz_spark
 
-# The first test of a process starts Java and a cluster, and where others use the machine all take
-# their time.
-TIMEOUT_S = 300
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test of this folder more time, unless it says how much it may take."""
-    for each in items:
-        if each.get_closest_marker("spark") and not each.get_closest_marker("timeout"):
-            each.add_marker(pytest.mark.timeout(TIMEOUT_S))
-
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:

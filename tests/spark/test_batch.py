@@ -183,7 +183,6 @@ def count_up(spark: SparkSession, connect: str, key: int) -> None:
         assert refused.retry_high_water_mark >= refused.lock_failure_transaction_id
 
 
-@pytest.mark.timeout(300)  # each of the ten tries again as often as it comes too late
 def test_ten_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
     key = 4711
     with ThreadPoolExecutor(10) as pool:

@@ -24,7 +24,7 @@ from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.spark
 
 PARTITIONS, TASKS = 2, 4
 # Each task reads three chunks of 4 MiB: one is looked at and one on its way when things happen.
