@@ -4,29 +4,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.fault.bank_teller import bank_desk, engine_of
 from tests.fault.load import ROOT
 
-if TYPE_CHECKING:
-    from tests.postgres import Postgres
-
 pytestmark = pytest.mark.fault
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 # The tests share a log, so each has accounts of its own. The log has four partitions.
 FIRST = {"sqlite": 100, "postgresql": 200}
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'bank.db'}"
-    server: Postgres = request.getfixturevalue("postgres")
-    return server.create()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import itertools
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests import postgres
+from tests.fault.child import Child
 from tests.fault.load import DEADLINE_S, ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
 from waltz_core.client import RangeForm, WaltzClient
@@ -50,7 +50,7 @@ def engine(place: Place) -> Iterator[sa.Engine]:
     made.dispose()
 
 
-class Instance:
+class Instance(Child):
     """One of the processes."""
 
     def __init__(self, connect: str, place: Place, name: str, directory: Path) -> None:
@@ -61,26 +61,16 @@ class Instance:
         self.name = name
         self._output = directory / f"{name}.out"
         with self._output.open("w") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, text=True
-            )
+            self.run(command, output)
         wait_until("an instance is ready", partial(self.has_said, "ready"))
 
     def has_said(self, word: str) -> bool:
-        assert self._process.poll() is None, f"{self.name} has ended"
+        assert self.process.poll() is None, f"{self.name} has ended"
         return word in self._output.read_text().split()
 
     def stay_inside(self) -> None:
         """Have it stay in the middle of a transaction."""
-        self._process.send_signal(signal.SIGUSR1)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def end(self) -> None:
-        self._process.communicate(timeout=DEADLINE_S)
-        assert self._process.returncode == 0
+        self.process.send_signal(signal.SIGUSR1)
 
 
 class Log:

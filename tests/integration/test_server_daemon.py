@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.integration.memory_storage import MemoryStorage
+from tests.loops import until
 from waltz_core import errors, net
 from waltz_core.batches import encode_append
 from waltz_core.cluster.creation import NewCluster, NewStorage
@@ -102,12 +103,6 @@ async def cluster(partition_count: int = 1, **settings: Any) -> AsyncIterator[tu
                 stop.set()
     for storage in world.storages:
         await storage.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds; the timeout of the test ends it otherwise."""
-    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
-        await asyncio.sleep(0.002)
 
 
 class Client:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from tests.loops import on_loop
 from waltz_core import net
 from waltz_core.driver import Driver
 from waltz_core.machine import Report, Wakeup
@@ -22,16 +23,6 @@ class Echo:
         if isinstance(found, Exception):
             raise found
         return found
-
-
-def on_loop(test):
-    """Run a coroutine function as a test."""
-
-    def run():
-        net.run(test())
-
-    run.__name__ = test.__name__
-    return run
 
 
 @on_loop

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.loops import on_loop, until
 from tests.ports import free_port
 from waltz_core import net
 from waltz_core.cluster.membership import ServersView
@@ -43,27 +44,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     DIALS[0] = 0
 
 
-def on_loop(story):
-    """Run a coroutine function as a test, within 20 s."""
-
-    def run():
-        async def bounded():
-            async with asyncio.timeout(20):
-                await story()
-
-        net.run(bounded())
-
-    return run
-
-
 def view_of(*servers: ServerDescriptor) -> ServersView:
     me = ServerDescriptor(ME, HOST, 1)
     return ServersView({each.server_id: each for each in (me, *servers)}, {}, is_settled=True)
-
-
-async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
-        await asyncio.sleep(0.002)
 
 
 async def some_dials() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.loops import on_loop, until
 from waltz_core import net
 from waltz_core.errors import Unreachable
 from waltz_core.record import GENESIS_CHAIN, ReplicaId
@@ -15,19 +16,6 @@ from waltz_core.server.replicas import ReadLinks
 from waltz_core.wire.messages import OpenRequest, RangeBytes, RangeForm, RangeRaw, Surface
 
 KEY = bytes(16)
-
-
-def on_loop(story):
-    """Run a coroutine function as a test, within 20 s."""
-
-    def run():
-        async def bounded():
-            async with asyncio.timeout(20):
-                await story()
-
-        net.run(bounded())
-
-    return run
 
 
 def request(sequence: int, first: int) -> RangeRaw:
@@ -62,11 +50,6 @@ async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
         yield made, ReplicaId(f"127.0.0.1:{listener.port}")
     finally:
         await listener.close()
-
-
-async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
-        await asyncio.sleep(0.002)
 
 
 @on_loop
