@@ -297,3 +297,16 @@ async def memory_cluster(
             for server in cluster.servers:
                 if server.server_id in cluster._tasks:
                     await cluster.stop_server(server)
+
+
+@contextlib.asynccontextmanager
+async def two_clients(
+    second: ClientConfig = QUICK,
+) -> AsyncIterator[tuple[MemoryCluster, OpenedClient, OpenedClient]]:
+    """Give a cluster and two clients of it."""
+    async with (
+        memory_cluster() as cluster,
+        cluster.client().opened() as one,
+        cluster.client(second).opened() as two,
+    ):
+        yield cluster, one, two

@@ -11,7 +11,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.unit.client.memory_cluster import CONNECT, KEY, QUICK, MemoryCluster, memory_cluster
+from tests.unit.client.memory_cluster import (
+    CONNECT,
+    KEY,
+    QUICK,
+    MemoryCluster,
+    memory_cluster,
+    two_clients,
+)
 from waltz_core import errors
 from waltz_core.batches import encode_append
 from waltz_core.client import (
@@ -484,11 +491,7 @@ class Applying(AsyncCallbacks):
 
 @told
 async def test_contexts_that_race_count_every_one():
-    async with (
-        memory_cluster() as cluster,
-        cluster.client().opened() as one,
-        cluster.client().opened() as two,
-    ):
+    async with two_clients() as (cluster, one, two):
         contexts = []
         for client in (one, two):
             callbacks = Applying()
@@ -715,17 +718,6 @@ BRIEF = replace(
 )
 
 
-@contextlib.asynccontextmanager
-async def outages():
-    """Give a cluster, a client that writes, and one that soon gives up what is not answered."""
-    async with (
-        memory_cluster() as cluster,
-        cluster.client().opened() as writer,
-        cluster.client(BRIEF).opened() as reader,
-    ):
-        yield cluster, writer, reader
-
-
 class Plain(AsyncCallbacks):
     """Says nothing about failures; the first transaction waits until it may be applied."""
 
@@ -768,7 +760,7 @@ def told_of_outages():
 
 @told
 async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
-    async with outages() as (cluster, writer, client):
+    async with two_clients(BRIEF) as (cluster, writer, client):
         await (await writer.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
@@ -788,7 +780,7 @@ async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
 
 @told
 async def test_catching_up_goes_on_after_an_outage():
-    async with outages() as (cluster, writer, client):
+    async with two_clients(BRIEF) as (cluster, writer, client):
         rows = 10_000
         payload = batch_of(*[b""] * rows, header=3)
         for _ in range(5):
@@ -807,7 +799,7 @@ async def test_catching_up_goes_on_after_an_outage():
 
 @told
 async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
-    async with outages() as (cluster, writer, client):
+    async with two_clients(BRIEF) as (cluster, writer, client):
         await (await writer.append(b"old", partition=0))
         callbacks = Plain(mark=LATEST)
         callbacks.may_go_on.set()
@@ -830,7 +822,7 @@ async def test_an_application_may_end_its_feed_in_an_outage():
             assert isinstance(error, errors.Unavailable)
             return PoisonPolicy.STOP
 
-    async with outages() as (cluster, writer, client):
+    async with two_clients(BRIEF) as (cluster, writer, client):
         await (await writer.append(b"a", partition=0))
         callbacks = Strict()
         await client.subscribe(callbacks, [0])
