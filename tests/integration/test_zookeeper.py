@@ -32,7 +32,8 @@ class RealWorld:
         session = door.ZooKeeperSession(
             [self.host],
             connect_timeout_ms=10_000,
-            session_timeout_ms=4_000,
+            # The longest there is: it outlives a ZooKeeper that takes its time to come back.
+            session_timeout_ms=10_000,
             request_timeout_ms=5_000,
         )
         await session.open()
