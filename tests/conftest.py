@@ -1,4 +1,4 @@
-"""What all tests share: how long hypothesis may think, and a generator with a seed."""
+"""What all tests share: how long they may take, and a generator with a seed."""
 
 import os
 import random
@@ -22,7 +22,20 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 java_classes.use()
 ports.keep_apart()
 
+# Tests with processes of their own: some of them start a cluster several times, or Java, while
+# others use the machine. What does not end is ended all the same.
+WITH_PROCESSES = ("integration", "fault", "chaos", "spark")
+TIMEOUT_S = 300
+
 _left_open: list[str] = []
+
+
+def pytest_collection_modifyitems(items):
+    """Give tests with processes more time, unless they say how much they may take."""
+    for each in items:
+        is_slow = each.path.parent.name in WITH_PROCESSES
+        if is_slow and each.get_closest_marker("timeout") is None:
+            each.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 def pytest_warning_recorded(warning_message, nodeid):

@@ -7,11 +7,13 @@ from typing import Final
 
 from waltz_core import local
 
-# Workers of one run share the machine's ports, and a port is nobody's while its daemon is away.
+# Workers of one run share the machine's ports, and a port is nobody's while its daemon is away. So
+# all of them draw below the ports that commands draw from, which tests give as their users do.
+_LOWEST: Final = 5_000
 _WORKER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKERS: Final = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_SHARE: Final = (local.PORT_LAST - local.PORT_FIRST) // _WORKERS
-_FIRST: Final = local.PORT_FIRST + _WORKER * _SHARE
+_SHARE: Final = (local.PORT_FIRST - _LOWEST) // _WORKERS
+_FIRST: Final = _LOWEST + _WORKER * _SHARE
 _drawn: set[int] = set()
 
 

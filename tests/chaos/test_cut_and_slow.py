@@ -61,7 +61,7 @@ def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
 
 def test_one_slow_storage_slows_nobody(tale: Tale):
     """Row 35: two of three are a quorum."""
-    lag = Lag(400)
+    lag = Lag(800)
     links = both_ways(["storage-3"], WORLD.names("server"))
     tale.network.slow(links, lag)
     slow_s = time.monotonic()

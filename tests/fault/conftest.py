@@ -1,11 +1,12 @@
 """Clusters of real processes to kill, and what is told of them."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.fault.load import Story
-from tests.postgres import postgres
+from tests.postgres import Postgres, postgres
 from waltz_core.local import LocalCluster, running
 
 __all__ = ["postgres"]  # a fixture is found where it is named
@@ -30,6 +31,15 @@ def story(module_story: Story) -> Iterator[Story]:
     yield module_story
     for member in module_story.cluster.members:
         module_story.cluster.start(member.name)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Give the URL of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'bank.db'}"
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.create()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 from waltz_core.record import RECORD_OVERHEAD_BYTES
 
-ROUNDS_MAX = 4
+ROUNDS_MAX, ROUND_S = 4, 10.0
 PARTITIONS, ROWS = 2, 5
 CRC_BYTES = 4  # at the end of a record
 # Whoever looks from elsewhere knows nothing of the processes on this machine.
@@ -165,6 +165,10 @@ def run_as_printed(line: str, *first_on_path: Path) -> str:
     return f"{line}: {done.returncode}, {done.stdout}{done.stderr}"
 
 
+def _commands_in(found: list[dict[str, str]]) -> list[str]:
+    return list(dict.fromkeys(each["command"] for each in found))
+
+
 def mend(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> None:
     """Do what the doctor says until it has nothing more to say.
 
@@ -172,12 +176,17 @@ def mend(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> 
     """
     said: list[str] = []
     for _ in range(ROUNDS_MAX):
-        for line in dict.fromkeys(each["command"] for each in found):
+        given = _commands_in(found)
+        for line in given:
             # What may lose data, or is known to people only, is for somebody to say: this test.
             words = f"{line} --yes" if "accept-replicas" in line else line
             words = words.replace("--replicas COUNT", "--replicas 3")
             said.append(run_as_printed(words, *first_on_path))
-        found = doctor(*here(directory))
+        # On a busy machine what was begun takes its time: it is looked at before it is begun again.
+        deadline = time.monotonic() + ROUND_S
+        while (found := doctor(*here(directory))) and _commands_in(found) == given:
+            if time.monotonic() > deadline:
+                break
         if not found:
             return
     told = "\n".join(said)

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -21,11 +22,11 @@ from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient, lock, partition_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import WaltzError
-from waltz_core.local import LocalCluster
+from waltz_core.local import LocalCluster, Member
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, IN_FLIGHT = 20, 8
-DEADLINE_S = 45.0
+DEADLINE_S = 90.0
 CREATED_END = 12  # a segment begins with 4 bytes of version and 8 of its making
 
 
@@ -226,6 +227,17 @@ def shown(cluster: LocalCluster) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
+
+
+def role(node: Member) -> str:
+    """Return what a node of ZooKeeper says it is, "none" while it serves nobody."""
+    try:
+        with socket.create_connection(("127.0.0.1", node.port), 5) as asked:
+            asked.sendall(b"srvr")
+            text = b"".join(iter(lambda: asked.recv(4096), b"")).decode()
+    except OSError:
+        return "none"
+    return next((line.split()[1] for line in text.splitlines() if line[:5] == "Mode:"), "none")
 
 
 def all_engaged(cluster: LocalCluster) -> bool:

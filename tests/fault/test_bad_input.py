@@ -111,13 +111,14 @@ def test_the_directory_of_another_storage(story: Story, stopped: Path):
 
 @pytest.mark.parametrize("kind", ["storage", "server"])
 def test_no_zookeeper(tmp_path: Path, kind: str):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        host = f"127.0.0.1:{silent.getsockname()[1]}"
     words = ["--directory", str(tmp_path / "s")] if kind == "storage" else []
-    said = sentence_of(
-        *(kind, "run", "--connect", f"{host}/waltz/local", "--port", "0", *words),
-        *("--zookeeper-connect-timeout-ms", "1000"),
-    )
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # it is nobody else's, and it refuses
+        host = f"127.0.0.1:{nobody.getsockname()[1]}"
+        said = sentence_of(
+            *(kind, "run", "--connect", f"{host}/waltz/local", "--port", "0", *words),
+            *("--zookeeper-connect-timeout-ms", "1000"),
+        )
     assert host in said
 
 

@@ -1,39 +1,26 @@
 """The bank while its tellers, servers and storages are killed: nothing is lost, nothing doubled."""
 
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgpack
 import pytest
 
 from tests.fault import bank_teller
 from tests.fault.bank_teller import ACCOUNT_COUNT, DONE, REFUSED, bank_books, bank_desk, engine_of
+from tests.fault.child import Child
 from tests.fault.load import ROOT, Story, four_writers, wait_until
-
-if TYPE_CHECKING:
-    from tests.postgres import Postgres
 
 pytestmark = pytest.mark.fault
 
 TELLER_COUNT = 3
 KILLED_ORDER = ("teller", "server-1", "teller", "storage-2", "teller", "server-2", "teller")
-DEADLINE_S = 90.0
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'bank.db'}"
-    server: Postgres = request.getfixturevalue("postgres")
-    return server.create()
-
-
-class Process:
+class Process(Child):
     """A teller in a process of its own."""
 
     def __init__(self, connect: str, database: str, journal: Path) -> None:
@@ -44,25 +31,15 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def end(self) -> None:
-        self._process.communicate(timeout=DEADLINE_S)
-        assert self._process.returncode == 0
+        self.run(self._command)
 
     def goes_on(self) -> None:
         """Wait until it has done some more."""
         wanted = self._done() + 3
-        wait_until(
-            f"{self.journal.stem} goes on", lambda: self._done() >= wanted, seconds=DEADLINE_S
-        )
+        wait_until(f"{self.journal.stem} goes on", lambda: self._done() >= wanted)
 
     def _done(self) -> int:
-        assert self._process.poll() is None, f"{self.journal.stem} has ended"
+        assert self.process.poll() is None, f"{self.journal.stem} has ended"
         lines = bank_teller.read(self.journal)
         return sum(line.get("outcome") == DONE for line in lines)
 

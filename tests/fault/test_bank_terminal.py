@@ -4,29 +4,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.fault.bank_teller import bank_desk, engine_of
 from tests.fault.load import ROOT
 
-if TYPE_CHECKING:
-    from tests.postgres import Postgres
-
 pytestmark = pytest.mark.fault
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 # The tests share a log, so each has accounts of its own. The log has four partitions.
 FIRST = {"sqlite": 100, "postgresql": 200}
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'bank.db'}"
-    server: Postgres = request.getfixturevalue("postgres")
-    return server.create()
 
 
 @pytest.fixture
@@ -44,7 +32,7 @@ def typed(waltz_cluster: str, database: str) -> Run:
             capture_output=True,
             text=True,
             check=False,
-            timeout=100,
+            timeout=250,
         )
 
     return run
@@ -139,7 +127,7 @@ def test_without_a_cluster_it_starts_one_and_keeps_it(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "bank.py"), "--directory", str(tmp_path)]
     for words, said in ((["open", "7"], "account 7 is open"), (["balance", "7"], "holds 0.00")):
         done = subprocess.run(
-            [*command, *words], capture_output=True, text=True, check=False, timeout=100
+            [*command, *words], capture_output=True, text=True, check=False, timeout=250
         )
         assert done.returncode == 0, done.stderr
         assert said in done.stdout

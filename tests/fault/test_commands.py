@@ -124,6 +124,9 @@ def test_servers_tell_what_they_own_and_reach(cluster: LocalCluster):
     done(cluster, "server", "remove-preferred-partition", "0-1", one)
     is_well = lambda: ran(cluster, "server", "list").code == 0  # noqa: E731
     wait_until("the servers are well", is_well)
+    # A cluster takes appends when a quorum of its storages runs.
+    reaches_all = lambda: ran(cluster, "cluster", "check-connectivity").code == 0  # noqa: E731
+    wait_until("all storages run", reaches_all)
     reach = done(cluster, "cluster", "check-connectivity")
     assert reach["is_well"]
     assert len(reach["connections"]) == 2 * (1 + 3)

@@ -16,7 +16,7 @@ def run(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=250,
     )
 
 

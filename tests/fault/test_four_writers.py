@@ -19,7 +19,7 @@ def test_four_writers_agree_with_the_log(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "four writers: OK"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fault.changing import address, begin, check_level, does, end, refuses, replicas
 from tests.fault.conftest import SESSION_MS
-from tests.fault.load import Story, all_engaged, wait_until
+from tests.fault.load import Story, all_engaged, role, wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.local import Member, running
 
@@ -39,6 +39,8 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
         cluster.kill(member.name, signal.SIGTERM)
     shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
     cluster.start("zookeeper")
+    # Else a command of three seconds would wait for nothing but it.
+    wait_until("ZooKeeper serves", lambda: role(cluster.member("zookeeper")) != "none")
     named = []
     for name in STORAGES:
         member = cluster.member(name)

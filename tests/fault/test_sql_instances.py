@@ -3,7 +3,6 @@
 import itertools
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ import pytest
 import sqlalchemy as sa
 
 from tests import postgres
-from tests.fault.load import ROOT, wait_until
+from tests.fault.child import Child
+from tests.fault.load import DEADLINE_S, ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
 from waltz_core.client import RangeForm, WaltzClient
 from waltz_core.raw_records import HEADER_DTYPE
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.fault
 
 ROUNDS = 4
 LAG_MAX = 300
-DEADLINE_S = 90.0
 
 
 class Place(NamedTuple):
@@ -51,7 +50,7 @@ def engine(place: Place) -> Iterator[sa.Engine]:
     made.dispose()
 
 
-class Instance:
+class Instance(Child):
     """One of the processes."""
 
     def __init__(self, connect: str, place: Place, name: str, directory: Path) -> None:
@@ -62,26 +61,16 @@ class Instance:
         self.name = name
         self._output = directory / f"{name}.out"
         with self._output.open("w") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, text=True
-            )
-        wait_until("an instance is ready", partial(self.has_said, "ready"), seconds=DEADLINE_S)
+            self.run(command, output)
+        wait_until("an instance is ready", partial(self.has_said, "ready"))
 
     def has_said(self, word: str) -> bool:
-        assert self._process.poll() is None, f"{self.name} has ended"
+        assert self.process.poll() is None, f"{self.name} has ended"
         return word in self._output.read_text().split()
 
     def stay_inside(self) -> None:
         """Have it stay in the middle of a transaction."""
-        self._process.send_signal(signal.SIGUSR1)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def end(self) -> None:
-        self._process.communicate(timeout=DEADLINE_S)
-        assert self._process.returncode == 0
+        self.process.send_signal(signal.SIGUSR1)
 
 
 class Log:
@@ -172,7 +161,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
                 instances[number % 2] = start()
             for each in instances:
                 log.write_until_applied_by(each.name, 1)
-            wait_until("all applied", lambda: applied(engine) == log.marks(), seconds=DEADLINE_S)
+            wait_until("all applied", lambda: applied(engine) == log.marks())
             for each in instances:
                 each.end()
         finally:
@@ -199,7 +188,7 @@ def test_a_database_that_dies_is_waited_for(waltz_cluster: str, tmp_path: Path) 
                 engine.dispose()
                 log.write(5)
                 server.start()
-            wait_until("all applied", lambda: applied(engine) == log.marks(), seconds=DEADLINE_S)
+            wait_until("all applied", lambda: applied(engine) == log.marks())
             instance.end()
         finally:
             instance.kill()

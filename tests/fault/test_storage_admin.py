@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import command, wait_until
+from tests.fault.load import all_engaged, command, wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
@@ -73,6 +73,8 @@ def is_level(cluster: LocalCluster, name: str, last: int) -> bool:
 
 def test_all_is_well_and_in_step(cluster: LocalCluster):
     at = ("--connect", cluster.connect)
+    # A cluster takes appends when a quorum of its storages runs.
+    wait_until("all run", lambda: storage("validate", *at).returncode == 0)
     validated = done("validate", *at)
     assert isinstance(validated, dict)
     assert validated["is_well"]
@@ -112,9 +114,12 @@ def test_a_replica_is_emptied_copied_and_comes_back(cluster: LocalCluster):
 def test_a_doubted_replica_is_believed_again_after_a_session(cluster: LocalCluster):
     name = names(cluster)[2]
     at = ("--connect", cluster.connect, "--storage", name, "--partition", "0")
+    wait_until("it takes part", lambda: all_engaged(cluster))
+    before = replica(cluster, name)["session"]
     done("mark-suspect", *at)
     last = append(cluster, 10)
     wait_until("it is level", lambda: is_level(cluster, name, last))
+    assert replica(cluster, name)["session"] > before, "nobody has doubted it"
 
 
 def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:

@@ -6,6 +6,7 @@ from uuid import UUID
 
 import numpy as np
 
+from tests.ports import free_port
 from waltz_core import errors, net, raw_records
 from waltz_core.checksum import crc32
 from waltz_core.record import (
@@ -61,7 +62,7 @@ class MemoryStorage:
         self.is_held = False
         self._held: list[tuple[net.Link, StorageMessage]] = []
         self._listener: net.Listener | None = None
-        self.port = 0
+        self.port = free_port()  # nobody else is given it while this one is stopped
 
     @property
     def address(self) -> str:
@@ -69,7 +70,6 @@ class MemoryStorage:
 
     async def start(self) -> None:
         self._listener = await net.listen(Surface.STORAGE, "127.0.0.1", self.port, self._accept)
-        self.port = self._listener.port
 
     async def stop(self) -> None:
         if self._listener is not None:

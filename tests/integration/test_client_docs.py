@@ -21,7 +21,6 @@ def snippets(page: str) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.timeout(300)
 def test_every_snippet_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = (DOCS / "client.md").read_text(encoding="utf-8")
     found = snippets(page)

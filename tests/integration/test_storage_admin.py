@@ -10,21 +10,21 @@ import pytest
 
 from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_storage_daemon import (
+    assign,
     config_for,
     new_cluster,
     on_loop,
     running,
     serving,
     session,
+    write_states,
 )
 from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.storage_admin import administered, copy_partition
-from waltz_core.cluster import model
-from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
-from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, SessionId
+from waltz_core.record import BEFORE_FIRST, PartitionId, ReplicaId
 from waltz_core.storage.daemon import StaticCluster
 from waltz_core.wire import codec
 from waltz_core.wire.admin_messages import (
@@ -108,6 +108,18 @@ async def storage(directory, *, partitions=(0, 2), **options):
 
 def admin_of(port):
     return administered(f"127.0.0.1:{port}")
+
+
+@asynccontextmanager
+async def two_storages(directory):
+    """Give the data address and the administration of one storage, and of another."""
+    async with (
+        storage(directory / "a") as (address, port),
+        storage(directory / "b") as (other_address, other_port),
+        admin_of(port) as source,
+        admin_of(other_port) as target,
+    ):
+        yield address, source, other_address, target
 
 
 async def fill(owner, batches=3):
@@ -281,12 +293,7 @@ def test_a_log_is_thrown_away_on_purpose_only_and_that_survives_a_kill(tmp_path)
 
 def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
     async def main():
-        async with (
-            storage(tmp_path / "a") as (address, port),
-            storage(tmp_path / "b") as (other_address, other_port),
-            admin_of(port) as source,
-            admin_of(other_port) as target,
-        ):
+        async with two_storages(tmp_path) as (address, source, other_address, target):
             async with session(address, 5) as owner:
                 await fill(owner)
             async with session(address, 6) as owner:
@@ -308,12 +315,7 @@ def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
 
 def test_a_copy_that_does_not_go_on_from_the_log_is_refused(tmp_path):
     async def main():
-        async with (
-            storage(tmp_path / "a") as (address, port),
-            storage(tmp_path / "b") as (other_address, other_port),
-            admin_of(port) as source,
-            admin_of(other_port) as target,
-        ):
+        async with two_storages(tmp_path) as (address, source, other_address, target):
             for where, count in ((address, 3), (other_address, 1)):
                 for number in (5 + count, 10 + count):  # another history on each
                     async with session(where, number) as owner:
@@ -366,17 +368,6 @@ def test_a_partition_goes_only_after_zookeeper_and_the_last_session_have_let_go_
     port, admin_port = free_port(), free_port()
     address, other = ReplicaId(f"127.0.0.1:{port}"), ReplicaId("127.0.0.1:1")
     config = config_for(tmp_path, connect=connect, port=port, admin_port=admin_port)
-
-    async def assign(coordinator, *replicas):
-        held = dict.fromkeys(replicas, (PartitionId(0),))
-        await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(held))
-
-    async def write_states(coordinator, *replicas):
-        view = await coordinator.read_partition(PartitionId(0))
-        states = dict.fromkeys(replicas, model.ReplicaState(SessionId(5), model.UNRESOLVED))
-        metadata = model.PartitionMetadata(Generation(0), SessionId(5), states)
-        marker = model.PartitionMarker(model.MarkerState.OPEN, SessionId(5), bytes(16))
-        await coordinator.write_partition(PartitionId(0), metadata, marker, view.versions)
 
     async def main():
         async with connected(connect) as coordinator:

@@ -261,7 +261,7 @@ def test_readers_and_metrics(tmp_path):
     pages = {}
 
     def fetch(port, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as page:
             return page.read().decode()
 
     async def main():
@@ -384,7 +384,7 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
                 await owner.prepare()
                 await owner.engage()
                 owner.link.send(owner.owner.append())
-                await asyncio.to_thread(begun.wait, READY_S)
+                assert await asyncio.to_thread(begun.wait, READY_S)
                 stop.set()
 
     on_loop(main())
@@ -457,6 +457,22 @@ def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
     on_loop(main())
 
 
+async def assign(coordinator, *replicas):
+    """Have these hold partition 0."""
+    partitions = dict.fromkeys(map(ReplicaId, replicas), (PartitionId(0),))
+    await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(partitions))
+
+
+async def write_states(coordinator, *replicas):
+    """Have an open session of partition 0 name these."""
+    view = await coordinator.read_partition(PartitionId(0))
+    state = model.ReplicaState(SessionId(5), model.UNRESOLVED)
+    states = dict.fromkeys(map(ReplicaId, replicas), state)
+    metadata = model.PartitionMetadata(Generation(0), SessionId(5), states)
+    marker = model.PartitionMarker(model.MarkerState.OPEN, SessionId(5), bytes(16))
+    await coordinator.write_partition(PartitionId(0), metadata, marker, view.versions)
+
+
 def test_what_is_taken_away_is_served_until_a_session_has_left_it_out(tmp_path, zookeeper):
     """The next session has to hear a replica that goes: nobody else may have what it holds."""
     connect = f"{zookeeper}/storage-leaves"
@@ -464,18 +480,6 @@ def test_what_is_taken_away_is_served_until_a_session_has_left_it_out(tmp_path, 
     address = f"127.0.0.1:{port}"
     config = config_for(tmp_path / "data", connect=connect, port=port)
     other = ReplicaId("127.0.0.1:1")
-
-    async def assign(coordinator, *replicas):
-        partitions = dict.fromkeys(map(ReplicaId, replicas), (PartitionId(0),))
-        await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(partitions))
-
-    async def write_states(coordinator, *replicas):
-        view = await coordinator.read_partition(PartitionId(0))
-        state = model.ReplicaState(SessionId(5), model.UNRESOLVED)
-        states = dict.fromkeys(map(ReplicaId, replicas), state)
-        metadata = model.PartitionMetadata(Generation(0), SessionId(5), states)
-        marker = model.PartitionMarker(model.MarkerState.OPEN, SessionId(5), bytes(16))
-        await coordinator.write_partition(PartitionId(0), metadata, marker, view.versions)
 
     async def main():
         async with connected(connect) as coordinator:
@@ -532,7 +536,7 @@ def test_who_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkey
         storage = StorageDaemon(config_for(tmp_path, port=port), CLUSTER, None)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storage.serve(stop, lambda _address: None))
-            await asyncio.to_thread(opening.wait, READY_S)
+            assert await asyncio.to_thread(opening.wait, READY_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 asked = tasks.create_task(owner.prepare())
                 while not storage._early:  # noqa: ASYNC110 - nobody tells when it has arrived

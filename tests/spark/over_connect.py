@@ -27,6 +27,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
 import waltz_spark
+from tests.fault.load import wait_until
 from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.client import WaltzClient
@@ -302,6 +303,7 @@ def test_streams_in_and_out(
         assert len(query.recentProgress) >= 2
         files = spark.read.parquet(str(tmp_path / "files"))
         assert files.count() == files.distinct().count() == 60 * times
+    wait_until("the listener is told", lambda: told)
     spark.streams.removeListener(listener)
 
     middle = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
@@ -316,7 +318,6 @@ def test_streams_in_and_out(
             for name in ("0", ".0.crc"):
                 (tmp_path / "out" / "commits" / name).unlink(missing_ok=True)
     assert (results / "batch=0" / "_SUCCESS").exists()
-    assert told
 
 
 def test_foreach_batch_is_written_once(

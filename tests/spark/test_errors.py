@@ -185,7 +185,7 @@ def test_complete_says_why_a_log_cannot(spark: SparkSession, connect: str, tmp_p
         .start(connect)
     )
     with pytest.raises(StreamingQueryException, match="outputMode 'complete' cannot be") as failed:
-        query.awaitTermination(60)
+        query.awaitTermination(120)
     assert isinstance(waltz_spark.error_of(failed.value), errors.BadRequest)
 
 

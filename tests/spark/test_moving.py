@@ -23,12 +23,12 @@ from pyspark.sql import functions as F
 import waltz_core.local
 import waltz_spark
 from tests.fault.changing import address, does
-from tests.fault.load import wait_until
+from tests.fault.load import all_engaged, shown, wait_until
 from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.spark
 
 PARTITIONS, TASKS = 2, 4
 # Each task reads three chunks of 4 MiB: one is looked at and one on its way when things happen.
@@ -183,7 +183,8 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
 
     query = (
         spark.readStream.format("waltz")
-        .options(startingHighWaterMarks="latest", readFrom="server")
+        # At the end it is to see what was written a moment ago.
+        .options(startingHighWaterMarks="latest", readFrom="server", pollInterval=0)
         .load(log.connect)
         .writeStream.foreachBatch(take)
         .option("checkpointLocation", str(tmp_path / "checkpoint"))
@@ -247,6 +248,7 @@ def test_tasks_leave_a_frozen_server(
             assert done.result(PATIENCE_S).counts["committed"] == 40_000
     finally:
         log.kill(frozen.name, signal.SIGCONT)
+    does(log, "unprefer", "all", address(log, frozen.name))
     rows = (
         spark.read.format("waltz")
         .options(columns="data", startingHighWaterMarks=json.dumps(before))
@@ -258,6 +260,13 @@ def test_tasks_leave_a_frozen_server(
         40_000,
         sum(range(40_000)),
     )
+
+
+def is_settled(log: LocalCluster) -> bool:
+    """Tell whether both servers own a partition and all replicas take part."""
+    partitions = shown(log)["partitions"]
+    assert isinstance(partitions, dict)
+    return len({each["server"] for each in partitions.values()}) == 2 and all_engaged(log)
 
 
 def read_bytes(log: LocalCluster, name: str) -> float:
@@ -276,6 +285,9 @@ def test_a_batch_reads_from_its_own_group_and_from_others_when_that_is_gone(
 ) -> None:
     names = ["storage-1", "storage-2", "storage-3"]
     near = names[1]
+    # A server that has just come takes partitions over, and a session that has just begun may do
+    # without the near replica for a while.
+    wait_until("nothing moves", lambda: is_settled(log), seconds=PATIENCE_S)
     with WaltzClient(log.connect) as client:
         # Each storage of a local cluster is a group of its own.
         (group,) = (

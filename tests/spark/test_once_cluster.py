@@ -15,7 +15,7 @@ from tests.spark.once_rows import EXPECTED, ROWS, TASKS, rows_in
 pytestmark = pytest.mark.spark
 
 ROOT = Path(__file__).parents[2]
-SECONDS_MAX = 100
+SECONDS_MAX = 250
 
 
 def run_job(connect: str, directory: Path, *options: str) -> dict[str, int]:

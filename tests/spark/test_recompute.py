@@ -70,7 +70,6 @@ def test_a_refused_row_is_computed_anew(spark: SparkSession, connect: str) -> No
     assert values_of(spark, connect, key) == [(5, 5), (7, 12)]
 
 
-@pytest.mark.timeout(300)
 def test_ten_jobs_add_to_one_counter(spark: SparkSession, connect: str) -> None:
     key = 9002
     marks = waltz_spark.snapshot(spark, connect).high_water_marks
@@ -283,7 +282,6 @@ def batch_of(key: int, rows: list[int]) -> pa.RecordBatch:
     )
 
 
-@pytest.mark.timeout(120)
 def test_rows_computed_anew_are_found_again(spark: SparkSession, connect: str) -> None:
     """An attempt that is run again finds them by their identity, whatever they became."""
     job = job_of(connect, "anew-1", identityColumns="row")
@@ -294,7 +292,6 @@ def test_rows_computed_anew_are_found_again(spark: SparkSession, connect: str) -
     assert values_of(spark, connect, 9101) == [(1, value) for value in range(1, 6)]
 
 
-@pytest.mark.timeout(120)
 def test_without_identity_nothing_is_written_twice_either(
     spark: SparkSession, connect: str
 ) -> None:
@@ -305,7 +302,6 @@ def test_without_identity_nothing_is_written_twice_either(
     assert values_of(spark, connect, 9102) == [(1, value) for value in range(1, 4)]
 
 
-@pytest.mark.timeout(120)
 def test_rows_of_one_identity_fail_the_write(spark: SparkSession, connect: str) -> None:
     job = job_of(connect, "anew-3", identityColumns="key")
     job.write_task(iter([batch_of(9103, [0])]), 0, 0)

@@ -1,7 +1,7 @@
 """Streams against a real cluster: every transaction once, in order, from where it was left."""
 
 import json
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 import waltz_spark
+from tests.fault.load import wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, DataLoss
 from waltz_spark import LagListener, lag_of
@@ -57,7 +58,7 @@ def into_files(table: DataFrame, place: Path) -> StreamingQuery:
 
 
 def finished(query: StreamingQuery) -> StreamingQuery:
-    assert query.awaitTermination(60)
+    assert query.awaitTermination(120)
     return query
 
 
@@ -163,21 +164,11 @@ def test_the_lag_is_the_marks_minus_where_the_stream_is(
         )
         query = finished(into_files(table, tmp_path))
         assert [lag_of(each)[0][2] for each in query.recentProgress][:3] == [30, 10, 0]
-        wait_until(lambda: len(told) >= 3)
+        wait_until("three are told", lambda: len(told) >= 3)
         assert [log[2] for (log,) in told[:3]] == [30, 10, 0]
-        wait_until(lambda: str(query.id) not in listener.lags)
+        wait_until("its end is told", lambda: str(query.id) not in listener.lags)
     finally:
         spark.streams.removeListener(listener)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    import threading  # noqa: PLC0415 - for its condition only
-    import time  # noqa: PLC0415
-
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        threading.Event().wait(0.02)
 
 
 def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
@@ -186,7 +177,7 @@ def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
     last = rows.orderBy("transaction_id", ascending=False).first()
     assert last is not None
     after = int(last.commit_time.timestamp() * 1000) + 1
-    wait_until(lambda: _now_ms() > after)
+    wait_until("it is later", lambda: time.time_ns() // 1_000_000 > after)
     append(connect, 3, partition=3, tag="new")
     for start in (str(after), last.commit_time.isoformat(timespec="milliseconds")):
         found = (
@@ -199,12 +190,6 @@ def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
         new = [row.data for row in found if row.data.startswith("new")]
         assert new == ["new0", "new1", "new2"]
     assert [row.data for row in found][-4:-3] == ["old4"]  # that of the last one's own time
-
-
-def _now_ms() -> int:
-    import time  # noqa: PLC0415
-
-    return time.time_ns() // 1_000_000
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.errors import DataLoss
 from waltz_core.local import LocalCluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.spark
 
 PARTITIONS = 2
 

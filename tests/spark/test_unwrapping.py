@@ -110,7 +110,7 @@ def test_a_stream(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
     query = writer.trigger(availableNow=True).start(connect)
     with pytest.raises(errors.BadRequest, match=r"^there is no column 'data'") as caught:
-        query.awaitTermination(60)
+        query.awaitTermination(120)
     assert isinstance(caught.value, StreamingQueryException)
     assert is_one_sentence(caught.value)
     told = query.exception()
@@ -134,7 +134,7 @@ def test_what_a_users_function_raises_over_it_stays(
 
     query = stream.writeStream.foreachBatch(settle).trigger(availableNow=True)
     with pytest.raises(StreamingQueryException, match="the ledger is closed") as caught:
-        query.option("checkpointLocation", str(tmp_path / "c")).start().awaitTermination(60)
+        query.option("checkpointLocation", str(tmp_path / "c")).start().awaitTermination(120)
     assert len(seen) == 1
     assert not isinstance(caught.value, errors.WaltzError)
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from tests.loops import on_loop
 from waltz_core import net
 from waltz_core.driver import Driver
 from waltz_core.machine import Report, Wakeup
@@ -22,16 +23,6 @@ class Echo:
         if isinstance(found, Exception):
             raise found
         return found
-
-
-def on_loop(test):
-    """Run a coroutine function as a test."""
-
-    def run():
-        net.run(test())
-
-    run.__name__ = test.__name__
-    return run
 
 
 @on_loop
@@ -79,17 +70,17 @@ async def test_a_wakeup_comes_at_its_time_and_the_next_one_is_read_again():
         machine.wake_at_ms = None
         woken.set()
 
-    machine.wake_at_ms = int(loop.time() * 1000) + 20
+    wanted = machine.wake_at_ms = int(loop.time() * 1000) + 20
     driver = Driver(machine, perform)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await woken.wait()
-    (event, now_ms), wake_at_ms = machine.seen[0], machine.seen[0][1]
+    ((event, now_ms),) = machine.seen
     assert event == Wakeup()
-    assert now_ms >= wake_at_ms
+    assert now_ms >= wanted
     woken.clear()
     machine.wake_at_ms = int(loop.time() * 1000) + 5
     driver.post("nothing")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await woken.wait()
     assert [event for event, _ in machine.seen] == [Wakeup(), "nothing", Wakeup()]
 
@@ -109,7 +100,7 @@ async def test_a_time_that_moves_is_followed_both_ways():
     driver.post("earlier")
     wanted = machine.wake_at_ms = wanted + 30
     driver.post("later")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await woken.wait()
     assert machine.seen[-1][1] >= wanted
     assert len(machine.seen) == 3

@@ -149,9 +149,11 @@ def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
     with asyncio.Runner() as own:
         client = own.run(begin())
         for wrong in (append(client), client.close()):
-            with pytest.raises(errors.UsageError, match="was opened on another event loop"):
-                # One loop in each thread: this one's is the runner's.
-                ThreadPoolExecutor(1).submit(asyncio.run, wrong).result()
+            with (
+                pytest.raises(errors.UsageError, match="was opened on another event loop"),
+                ThreadPoolExecutor(1) as another,  # one loop in each thread: this one's is taken
+            ):
+                another.submit(asyncio.run, wrong).result()
         assert own.run(append(client)) == 0
         own.run(client.close())
 
@@ -267,7 +269,9 @@ def test_a_context_outlives_a_failure(waltz_memory):
 
 @pytest.mark.parametrize("enters_log", [True, False])
 def test_an_outcome_is_unknown_and_the_client_goes_on(waltz_memory, enters_log):
-    with waltz_memory.client(SHORT) as client, waltz_memory.client() as other:
+    # Long enough for what the client does afterwards, too.
+    patient = replace(SHORT, request_timeout_ms=1_000)
+    with waltz_memory.client(patient) as client, waltz_memory.client() as other:
         waltz_memory.fail_next_append(1, errors.OutcomeUnknown("nobody"), enters_log=enters_log)
         context = Told(0)
         with pytest.raises(errors.OutcomeUnknown):

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from tests.loops import on_loop, until
 from waltz_core import net
 from waltz_core.errors import BadConfig, LocalProtocolError, RemoteProtocolError, Unreachable
 from waltz_core.wire import codec
@@ -13,25 +14,6 @@ from waltz_core.wire.connection import Connection
 from waltz_core.wire.messages import Appended, AppendRaw, FlushRequest, Hello, Surface
 
 ANY = "127.0.0.1"
-
-
-def on_loop(test):
-    """Run a coroutine function as a test, within 20 s."""
-
-    async def bounded(*args):
-        async with asyncio.timeout(20):
-            await test(*args)
-
-    def run():
-        net.run(bounded())
-
-    run.__name__ = test.__name__
-    return run
-
-
-async def until(condition):
-    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
-        await asyncio.sleep(0.002)
 
 
 def raw(size, sequence=0):

@@ -248,7 +248,7 @@ class MemoryCluster:
 
     async def settled(self) -> None:
         """Wait until every partition is owned and open."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 owned = sum(
                     partition.is_open
@@ -297,3 +297,16 @@ async def memory_cluster(
             for server in cluster.servers:
                 if server.server_id in cluster._tasks:
                     await cluster.stop_server(server)
+
+
+@contextlib.asynccontextmanager
+async def two_clients(
+    second: ClientConfig = QUICK,
+) -> AsyncIterator[tuple[MemoryCluster, OpenedClient, OpenedClient]]:
+    """Give a cluster and two clients of it."""
+    async with (
+        memory_cluster() as cluster,
+        cluster.client().opened() as one,
+        cluster.client(second).opened() as two,
+    ):
+        yield cluster, one, two

@@ -11,7 +11,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.unit.client.memory_cluster import CONNECT, KEY, QUICK, MemoryCluster, memory_cluster
+from tests.unit.client.memory_cluster import (
+    CONNECT,
+    KEY,
+    QUICK,
+    MemoryCluster,
+    memory_cluster,
+    two_clients,
+)
 from waltz_core import errors
 from waltz_core.batches import encode_append
 from waltz_core.client import (
@@ -384,7 +391,7 @@ async def test_a_partition_that_moves_is_followed():
 
 @told
 async def test_without_a_server_an_append_fails_definitely():
-    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
+    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         await client.mount()
         await cluster.stop_server(cluster.servers[0])
@@ -392,7 +399,7 @@ async def test_without_a_server_an_append_fails_definitely():
         future = await client.append(b"x", partition=0)
         with pytest.raises(errors.Unreachable, match="not in the log"):
             await future
-        with pytest.raises(errors.Unavailable, match="no answer within 300 ms"):
+        with pytest.raises(errors.Unavailable, match="no answer within 1000 ms"):
             await client.high_water_mark(0)
 
 
@@ -415,7 +422,7 @@ async def test_a_question_ends_in_time_where_zookeeper_does_not_say_whom_to_ask(
 
 @told
 async def test_closing_says_what_nobody_knows():
-    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
+    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster:
         async with cluster.client(config).opened() as client:
             await client.mount([0])
@@ -501,11 +508,7 @@ class Applying(AsyncCallbacks):
 
 @told
 async def test_contexts_that_race_count_every_one():
-    async with (
-        memory_cluster() as cluster,
-        cluster.client().opened() as one,
-        cluster.client().opened() as two,
-    ):
+    async with two_clients() as (cluster, one, two):
         contexts = []
         for client in (one, two):
             callbacks = Applying()
@@ -726,6 +729,7 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 # ---------------------------------------------------------------------------------------------
 # outages
 
+# Of who reads: on a busy machine an append may take as long, so another client writes.
 BRIEF = replace(
     QUICK, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
 )
@@ -773,15 +777,15 @@ def told_of_outages():
 
 @told
 async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
-        await (await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
+    async with two_clients(BRIEF) as (cluster, writer, client):
+        await (await writer.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)
         with told_of_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             callbacks.may_go_on.set()
-            await until(lambda: callbacks.tries == 4)
+            await until(lambda: callbacks.tries >= 4)
             assert client._partitions[0].applier.stopped is None
             await cluster.add_server()
             await until(lambda: callbacks.seen == [0, 1])
@@ -793,11 +797,11 @@ async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
 
 @told
 async def test_catching_up_goes_on_after_an_outage():
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
+    async with two_clients(BRIEF) as (cluster, writer, client):
         rows = 10_000
         payload = batch_of(*[b""] * rows, header=3)
         for _ in range(5):
-            await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
+            await (await writer.append_batch(0, payload, rows, client_high_water_mark=-1))
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)
@@ -812,8 +816,8 @@ async def test_catching_up_goes_on_after_an_outage():
 
 @told
 async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
-        await (await client.append(b"old", partition=0))
+    async with two_clients(BRIEF) as (cluster, writer, client):
+        await (await writer.append(b"old", partition=0))
         callbacks = Plain(mark=LATEST)
         callbacks.may_go_on.set()
         with told_of_outages() as logged:
@@ -822,8 +826,8 @@ async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
             await until(lambda: logged)
             await cluster.add_server()
             await until(lambda: client._partitions[0].stream.is_fed)
-        await client.mount([0])
-        await (await client.append(b"new", partition=0))
+        await until(lambda: client._partitions[0].is_ready)
+        await (await writer.append(b"new", partition=0))
         await until(lambda: callbacks.seen)
         assert callbacks.seen == [1]
 
@@ -835,8 +839,8 @@ async def test_an_application_may_end_its_feed_in_an_outage():
             assert isinstance(error, errors.Unavailable)
             return PoisonPolicy.STOP
 
-    async with memory_cluster() as cluster, cluster.client(BRIEF).opened() as client:
-        await (await client.append(b"a", partition=0))
+    async with two_clients(BRIEF) as (cluster, writer, client):
+        await (await writer.append(b"a", partition=0))
         callbacks = Strict()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)

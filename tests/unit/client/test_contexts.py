@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.unit.client.memory_cluster import memory_cluster
+from tests.unit.client.memory_cluster import two_clients
 from waltz_core.client import AsyncCallbacks, TransactionContext, lock
 
 PATIENCE_S = 20
@@ -62,9 +62,7 @@ def test_the_mark_of_a_context_is_from_before_it_computes():
     async def story() -> None:
         async with (
             asyncio.timeout(PATIENCE_S),
-            memory_cluster() as cluster,
-            cluster.client().opened() as one,
-            cluster.client().opened() as two,
+            two_clients() as (cluster, one, two),
         ):
             following = Following()
             await one.subscribe(following)

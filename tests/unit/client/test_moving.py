@@ -112,6 +112,19 @@ async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Way]]:
             server.cut()
 
 
+@contextlib.asynccontextmanager
+async def two_servers(
+    config: ClientConfig = QUICK,
+) -> AsyncIterator[tuple[MemoryCluster, list[Way], OpenedClient]]:
+    """Give a cluster of two servers, the ways to them, and a client."""
+    async with (
+        memory_cluster(server_count=2) as cluster,
+        ways(cluster) as there,
+        cluster.client(config).opened() as client,
+    ):
+        yield cluster, there, client
+
+
 def descriptor(server: MemoryServer, way: Way, *preferred: int) -> model.ServerDescriptor:
     return model.ServerDescriptor(server.server_id, "127.0.0.1", way.port, preferred)
 
@@ -139,11 +152,7 @@ async def make_moves(cluster: MemoryCluster, there: list[Way], count: int) -> No
 def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
     @told
     async def story() -> None:
-        async with (
-            memory_cluster(server_count=2) as cluster,
-            ways(cluster) as there,
-            cluster.client().opened() as client,
-        ):
+        async with two_servers() as (cluster, there, client):
             await client.mount([0])
             server = cluster.owner(0)
             (old,) = there[cluster.servers.index(server)].passages
@@ -176,11 +185,7 @@ def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
 def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice(moves: int) -> None:
     @told
     async def story() -> None:
-        async with (
-            memory_cluster(server_count=2) as cluster,
-            ways(cluster) as there,
-            cluster.client().opened() as client,
-        ):
+        async with two_servers() as (cluster, there, client):
             await client.mount([0])
             server = cluster.owner(0)
             (old,) = there[cluster.servers.index(server)].passages
@@ -204,11 +209,7 @@ def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice(moves
 
 @told
 async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
-    async with (
-        memory_cluster(server_count=2) as cluster,
-        ways(cluster) as there,
-        cluster.client().opened() as client,
-    ):
+    async with two_servers() as (cluster, there, client):
         seen = Applying()
         await client.subscribe(seen, [0])
         futures, outcomes = [], []
@@ -243,11 +244,7 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
 
 @told
 async def test_what_is_sent_again_keeps_its_place() -> None:
-    async with (
-        memory_cluster(server_count=2) as cluster,
-        ways(cluster) as there,
-        cluster.client().opened() as client,
-    ):
+    async with two_servers() as (cluster, there, client):
         await client.mount([0])
         server = cluster.owner(0)
         store = server.partitions[0].store

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.unit.client.memory_cluster import memory_cluster
+from tests.unit.client.memory_cluster import memory_cluster, two_clients
 from tests.unit.client.test_async_client import Counting, batch_of, told, until
 from waltz_core import errors
 from waltz_core.client import LATEST, AsyncCallbacks, PoisonPolicy, lock
@@ -156,11 +156,7 @@ async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed(
 
 @told
 async def test_contexts_go_on_while_partitions_come_and_go():
-    async with (
-        memory_cluster() as cluster,
-        cluster.client().opened() as one,
-        cluster.client().opened() as two,
-    ):
+    async with two_clients() as (_, one, two):
         callbacks = Shared()
         await two.subscribe(callbacks, [0])
         contexts = [Counting(callbacks.state) for _ in range(20)]
@@ -178,11 +174,7 @@ async def test_contexts_go_on_while_partitions_come_and_go():
 @told
 async def test_a_context_waits_while_its_partition_is_laid_down():
     """It computes from what was applied, so without a feed it would write over what it missed."""
-    async with (
-        memory_cluster() as cluster,
-        cluster.client().opened() as one,
-        cluster.client().opened() as two,
-    ):
+    async with two_clients() as (_, one, two):
         others, callbacks = Shared(), Shared()
         await one.subscribe(others, [0])
         await two.subscribe(callbacks, [0])
@@ -209,11 +201,7 @@ async def test_a_context_waits_while_its_partition_is_laid_down():
 
 @told
 async def test_a_context_whose_partition_stays_laid_down_expires():
-    async with (
-        memory_cluster() as cluster,
-        cluster.client().opened() as one,
-        cluster.client().opened() as two,
-    ):
+    async with two_clients() as (_, one, two):
         callbacks = Shared()
         await two.subscribe(callbacks, [0])
         callbacks.may_go_on.clear()
@@ -340,11 +328,7 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
 
 @told
 async def test_a_context_is_computed_anew_after_a_conflict_that_its_feed_does_not_bring():
-    async with (
-        memory_cluster() as cluster,
-        cluster.client().opened() as one,
-        cluster.client().opened() as two,
-    ):
+    async with two_clients() as (_, one, two):
         callbacks = Picking()
         await two.subscribe(callbacks, [0], headers=[99])
         marks = []

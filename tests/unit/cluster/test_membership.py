@@ -1,6 +1,7 @@
 """Live servers and their assignment: who is registered, who is the lead, what is in force."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -392,6 +393,18 @@ async def away(cluster, *sessions, ms):
         session.resume()
 
 
+@contextlib.asynccontextmanager
+async def two_servers(cluster):
+    """Give the session of a registered server, and a second one, its session and what it sees."""
+    (one, first), (two, second) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    await two.register(descriptor(2))
+    at_two = Inbox()
+    async with running(one.follow(Inbox()), two.follow(at_two)):
+        await at_two.until(lambda view: len(view.servers) == 2)
+        yield first, two, second, at_two
+
+
 async def looked(cluster):
     """Return once every follower has looked at whatever there was to see."""
     for _ in range(200):
@@ -431,12 +444,7 @@ async def test_after_a_return_of_zookeeper_those_who_register_again_keep_what_th
 
 @in_cluster
 async def test_who_does_not_come_back_is_waited_for_no_longer_than_a_session_timeout(cluster):
-    (one, first), (two, second) = cluster.member(), cluster.member()
-    await one.register(descriptor(1))
-    await two.register(descriptor(2))
-    at_two = Inbox()
-    async with running(one.follow(Inbox()), two.follow(at_two)):
-        await at_two.until(lambda view: len(view.servers) == 2)
+    async with two_servers(cluster) as (first, two, second, at_two):
         first.suspend()
         await away(cluster, second, ms=60_000)
         first.expire()
@@ -471,12 +479,7 @@ async def test_who_is_known_to_be_dead_is_not_waited_for(cluster):
 
 @in_cluster
 async def test_who_was_replaced_at_its_address_is_not_waited_for(cluster):
-    (one, first), (two, second) = cluster.member(), cluster.member()
-    await one.register(descriptor(1))
-    await two.register(descriptor(2))
-    at_two = Inbox()
-    async with running(one.follow(Inbox()), two.follow(at_two)):
-        await at_two.until(lambda view: len(view.servers) == 2)
+    async with two_servers(cluster) as (first, two, second, at_two):
         first.suspend()
         await away(cluster, second, ms=60_000)
         first.expire()
@@ -490,12 +493,7 @@ async def test_who_was_replaced_at_its_address_is_not_waited_for(cluster):
 
 @in_cluster
 async def test_the_loss_of_one_node_of_an_ensemble_makes_nobody_wait(cluster):
-    (one, first), (two, second) = cluster.member(), cluster.member()
-    await one.register(descriptor(1))
-    await two.register(descriptor(2))
-    at_two = Inbox()
-    async with running(one.follow(Inbox()), two.follow(at_two)):
-        await at_two.until(lambda view: len(view.servers) == 2)
+    async with two_servers(cluster) as (first, _two, second, at_two):
         await away(cluster, second, ms=100)
         await looked(cluster)
         first.expire()

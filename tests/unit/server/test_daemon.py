@@ -75,6 +75,17 @@ def server_of(coordinator: Handing, *released: int) -> Server:
     return server
 
 
+def hasty(monkeypatch: pytest.MonkeyPatch) -> tuple[Handing, Server]:
+    """Return a server that looks again at once, with the storages of partition 0."""
+    monkeypatch.setattr(daemon, "HAND_OVER_PAUSE_S", 0.0)
+    monkeypatch.setattr(daemon, "PREFER_AGAIN_LOOK_S", 0.001)
+    coordinator = Handing()
+    coordinator.go.set()
+    server = server_of(coordinator, 0, 1)
+    server._assignments = ReplicaAssignments(dict.fromkeys(STORAGES, (PartitionId(0),)))
+    return coordinator, server
+
+
 async def turns() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -119,14 +130,8 @@ def test_a_partition_is_handed_over_once_in_a_while_and_again_when_nobody_took_i
 def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(daemon, "HAND_OVER_PAUSE_S", 0.0)
-    monkeypatch.setattr(daemon, "PREFER_AGAIN_LOOK_S", 0.001)
-
     async def story() -> None:
-        coordinator = Handing()
-        coordinator.go.set()
-        server = server_of(coordinator, 0, 1)
-        server._assignments = ReplicaAssignments(dict.fromkeys(STORAGES, (PartitionId(0),)))
+        coordinator, server = hasty(monkeypatch)
         reached = dict.fromkeys(STORAGES[1:], False)
         looks = asyncio.Semaphore(0)
 
@@ -156,14 +161,8 @@ def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
 def test_what_nobody_wants_any_more_is_not_preferred_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(daemon, "HAND_OVER_PAUSE_S", 0.0)
-    monkeypatch.setattr(daemon, "PREFER_AGAIN_LOOK_S", 0.001)
-
     async def story() -> None:
-        coordinator = Handing()
-        coordinator.go.set()
-        server = server_of(coordinator, 0, 1)
-        server._assignments = ReplicaAssignments(dict.fromkeys(STORAGES, (PartitionId(0),)))
+        coordinator, server = hasty(monkeypatch)
         looked = asyncio.Event()
 
         async def check() -> list[tuple[str, bool]]:

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.loops import on_loop, until
+from tests.ports import free_port
 from waltz_core import net
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ServerDescriptor
@@ -27,10 +29,11 @@ SOME_DIALS = 8
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody wait for a second; count the dials."""
+    """Let nobody wait for a second; count the dials. What a test changes is taken back, too."""
     monkeypatch.setattr(neighbours, "OTHER_PAUSE_S", 0.02)
     monkeypatch.setattr(neighbours, "REFUSED_PAUSE_S", 0.001)
-    monkeypatch.setattr(neighbours, "DIAL_TIMEOUT_S", 0.05)
+    # A dial that is given up may have come to the listener, which is no server that was reached.
+    monkeypatch.setattr(neighbours, "DIAL_TIMEOUT_S", 15.0)
     dial = net.dial
 
     async def counted(*args, **options):
@@ -41,34 +44,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     DIALS[0] = 0
 
 
-def on_loop(story):
-    """Run a coroutine function as a test, within 20 s."""
-
-    def run():
-        async def bounded():
-            async with asyncio.timeout(20):
-                await story()
-
-        net.run(bounded())
-
-    return run
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 def view_of(*servers: ServerDescriptor) -> ServersView:
     me = ServerDescriptor(ME, HOST, 1)
     return ServersView({each.server_id: each for each in (me, *servers)}, {}, is_settled=True)
-
-
-async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
-        await asyncio.sleep(0.002)
 
 
 async def some_dials() -> None:
@@ -91,8 +69,9 @@ class World:
             raise CoordinatorUnavailable("not now")
         self.taken_out.append(dead)
 
-    async def listen(self, port: int) -> net.Listener:
-        return await net.listen(Surface.CLIENT, HOST, port, self.links.append)
+    async def listen(self, port: int | None = None) -> net.Listener:
+        """Listen; at the same port again, which nobody else is given meanwhile."""
+        return await net.listen(Surface.CLIENT, HOST, port or free_port(), self.links.append)
 
 
 @contextlib.asynccontextmanager
@@ -106,7 +85,7 @@ async def world() -> AsyncIterator[World]:
 @on_loop
 async def test_whoever_listens_no_more_is_taken_out_once():
     async with world() as here:
-        listener = await here.listen(0)
+        listener = await here.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
         here.neighbours.follow(view_of(other))
         await until(lambda: here.links)
@@ -126,7 +105,7 @@ async def test_whoever_listens_no_more_is_taken_out_once():
 @on_loop
 async def test_whoever_changes_its_preferences_and_dies_is_taken_out_as_it_is_known_now():
     async with world() as here:
-        listener = await here.listen(0)
+        listener = await here.listen()
         here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         await until(lambda: here.links)
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
@@ -141,7 +120,7 @@ async def test_whoever_changes_its_preferences_and_dies_is_taken_out_as_it_is_kn
 async def test_a_refusal_that_zookeeper_could_not_be_told_is_told_again():
     async with world() as here:
         here.failures = 2
-        listener = await here.listen(0)
+        listener = await here.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
         here.neighbours.follow(view_of(other))
         await until(lambda: here.links)
@@ -153,7 +132,7 @@ async def test_a_refusal_that_zookeeper_could_not_be_told_is_told_again():
 @on_loop
 async def test_a_lost_connection_alone_says_nothing():
     async with world() as here:
-        listener = await here.listen(0)
+        listener = await here.listen()
         here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         for count in range(1, 4):
             await until(lambda count=count: len(here.links) == count)
@@ -173,11 +152,13 @@ async def test_an_address_that_was_never_reached_is_not_judged():
 
 @on_loop
 async def test_who_answers_no_more_but_is_not_refused_is_not_judged():
+    neighbours.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
     async with world() as here:
-        listener = await here.listen(0)
+        listener = await here.listen()
         here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         await until(lambda: here.links)
         await listener.close()
+        neighbours.DIAL_TIMEOUT_S = 0.05  # type: ignore[misc]
         with socket.socket() as silent:  # takes connections, and says nothing
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             silent.bind((HOST, listener.port))
@@ -189,9 +170,10 @@ async def test_who_answers_no_more_but_is_not_refused_is_not_judged():
 
 @on_loop
 async def test_who_drops_one_more_connection_while_he_dies_is_taken_out_soon():
-    neighbours.OTHER_PAUSE_S = 3600.0  # type: ignore[misc] - short_pauses takes it back
+    neighbours.OTHER_PAUSE_S = 3600.0  # type: ignore[misc]
+    neighbours.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
     async with world() as here:
-        listener = await here.listen(0)
+        listener = await here.listen()
         here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         await until(lambda: here.links)
         await listener.close()
@@ -209,7 +191,7 @@ async def test_who_drops_one_more_connection_while_he_dies_is_taken_out_soon():
 @on_loop
 async def test_who_has_left_is_looked_after_no_more():
     async with world() as here:
-        listener = await here.listen(0)
+        listener = await here.listen()
         here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         await until(lambda: here.links)
         here.neighbours.follow(view_of())

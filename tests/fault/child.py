@@ -1,0 +1,26 @@
+"""A process of a test's own that goes on until its input ends, or until it is killed."""
+
+import subprocess
+from typing import IO
+
+from tests.fault.load import DEADLINE_S
+
+
+class Child:
+    """Its process, which is started by whoever inherits."""
+
+    process: subprocess.Popen[str]
+
+    def run(self, command: list[str], output: IO[str] | None = None) -> None:
+        """Start it."""
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
+
+    def kill(self) -> None:
+        """End it in the middle of whatever it does."""
+        self.process.kill()
+        self.process.communicate()
+
+    def end(self) -> None:
+        """Have it come to its end, which must be a good one."""
+        self.process.communicate(timeout=DEADLINE_S)
+        assert self.process.returncode == 0

@@ -1,0 +1,30 @@
+"""Stories on an event loop: they end within a time, and wait for what has no event of its own."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+from waltz_core import net
+
+STORY_S_MAX = 60
+LOOK_S = 0.002
+
+
+def on_loop(story: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run a coroutine function as a test, on the loop of daemons, within `STORY_S_MAX`."""
+
+    @wraps(story)
+    def run() -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(STORY_S_MAX):
+                await story()
+
+        net.run(bounded())
+
+    return run
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Look at a condition until it holds; the time of the story ends it otherwise."""
+    while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
+        await asyncio.sleep(LOOK_S)
