@@ -1,6 +1,7 @@
 """The client against a whole local cluster: real ZooKeeper, storages, servers, kills in between."""
 
 import os
+import socket
 import threading
 import time
 from collections import Counter
