@@ -12,6 +12,9 @@ Rules:
     4. A question is shared by all who have it meanwhile, and nobody's cancellation is another's:
        when the one that asks is cancelled, one of those that wait asks again.
     5. Groups are read once, and again when a storage turns up that is in none of them.
+    6. What a fixed directory knows grows newer only, whoever tells it; another cluster tells it
+       nothing. Each change makes a new mapping: another thread may be going through the old one.
+    7. Whoever still asks when the directory is closed is told so, and opens nothing again.
 """
 
 import asyncio
@@ -27,6 +30,8 @@ from waltz_core.cluster.membership import ServersView
 from waltz_core.record import Generation, PartitionId
 
 T = TypeVar("T")
+
+_CLOSED = "the client is closed"
 
 
 class ClusterInfo(NamedTuple):
@@ -134,13 +139,15 @@ class ZooKeeperDirectory:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The session with ZooKeeper."""
-        assert self._coordinator is not None
+        """The session with ZooKeeper; raises UsageError when it is closed (rule 7)."""
+        if self._coordinator is None:
+            raise errors.UsageError(_CLOSED)
         return self._coordinator
 
     async def open(self, changed: Changed) -> None:
         """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
         self._changed = changed
+        self._owners, self._groups = {}, {}  # of the session before, if there was one
         if self._coordinator is None:
             self._coordinator = await zookeeper.connect(
                 self._place,
@@ -249,6 +256,7 @@ class FixedDirectory:
         self.learn(layout)
         self._fallback = ZooKeeperDirectory(layout.connect, connect_timeout_ms=connect_timeout_ms)
         self._is_open = False
+        self._is_closed = False
         self._opening = asyncio.Lock()
         self._is_doubtful = asyncio.Event()
 
@@ -258,13 +266,7 @@ class FixedDirectory:
             PartitionId(partition): Owner(address, Generation(generation))
             for partition, (address, generation) in layout.owners.items()
         }
-        before = self._told
-        news = {
-            each: owner
-            for each, owner in told.items()
-            if each not in before or before[each].generation < owner.generation
-        }
-        self._take(news)
+        self._take(told, ahead=1)
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
@@ -298,9 +300,7 @@ class FixedDirectory:
         if told is not None and not after_failure:
             return told
         await self._open_fallback()
-        found = await self._fallback.owner(partition_id, after_failure=True)
-        self._told[partition_id] = found
-        return found
+        return await self._fallback.owner(partition_id, after_failure=True)
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages, from ZooKeeper."""
@@ -314,6 +314,7 @@ class FixedDirectory:
 
     async def close(self) -> None:
         """End the session with ZooKeeper if there is one."""
+        self._is_closed = True
         if self._is_open:
             await self._fallback.close()
 
@@ -321,20 +322,41 @@ class FixedDirectory:
         async with self._opening:
             if self._is_open:
                 return
-            await self._fallback.open(self._take)
-            key = self._fallback.cluster.key
-            if key != self._cluster.key:
-                where = self._fallback.coordinator.where
+            if self._is_closed:
+                raise errors.UsageError(_CLOSED)
+            await self._fallback.open(self._found)
+            fault = self._fault_of_fallback()
+            if fault is not None:
                 # Closed again: whoever asks next is not answered from the wrong cluster.
                 await self._fallback.close()
-                raise errors.ClusterKeyMismatch(
-                    f"expected the cluster with key {self._cluster.key.hex()} at {where}, "
-                    f"found {key.hex()}"
-                )
+                raise fault
             self._is_open = True
             self._is_doubtful.set()
+            self._found(self._fallback.owners)
 
-    def _take(self, owners: Mapping[PartitionId, Owner]) -> None:
-        self._told.update(owners)
-        if owners and self._changed is not None:
-            self._changed(owners)
+    def _fault_of_fallback(self) -> errors.WaltzError | None:
+        """Tell why a session that was opened just now is of no use."""
+        key = self._fallback.cluster.key
+        if key != self._cluster.key:
+            return errors.ClusterKeyMismatch(
+                f"expected the cluster with key {self._cluster.key.hex()} at "
+                f"{self._fallback.coordinator.where}, found {key.hex()}"
+            )
+        return errors.UsageError(_CLOSED) if self._is_closed else None
+
+    def _found(self, owners: Mapping[PartitionId, Owner]) -> None:
+        """Take in what ZooKeeper tells, once it is known to tell of the same cluster."""
+        if self._is_open:
+            self._take(owners, ahead=0)
+
+    def _take(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
+        """Take in those whose generations are `ahead` of what is known, by so much at least."""
+        known = self._told
+        news = {
+            each: owner
+            for each, owner in owners.items()
+            if each not in known or owner.generation >= known[each].generation + ahead
+        }
+        self._told = {**known, **news}
+        if news and self._changed is not None:
+            self._changed(news)
