@@ -29,6 +29,9 @@ async def _forgetting():
     with pytest.raises(errors.UsageError, match=r"^append: the client is not open yet: use `async"):
         await client.append(b"x")
     assert not hasattr(client, "__len__")
+    # What asks any object for what it has (a debugger, numpy) is told no, and goes on.
+    assert not hasattr(client, "shape")
+    assert getattr(client, "dtype", None) is None
 
 
 def test_a_forgotten_await_is_told_at_the_first_use():
