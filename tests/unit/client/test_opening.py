@@ -55,6 +55,24 @@ def test_a_client_is_neither_copied_nor_pickled():
             copy.copy(client._client)
 
 
+def _that_fails():
+    yield 0
+    yield int([])
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda c: c.subscribe(_Callbacks(), _that_fails()),
+        lambda c: c.subscribe(_Callbacks(), headers=_that_fails()),
+    ],
+)
+def test_what_goes_wrong_in_the_callers_own_generator_is_the_callers(what):
+    refused = pytest.raises(TypeError, match=r"int\(\) argument must be")
+    with MemoryWaltz() as waltz, waltz.client() as client, refused:
+        what(client)
+
+
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
