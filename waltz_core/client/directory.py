@@ -10,7 +10,8 @@ Rules:
     3. A fixed directory asks ZooKeeper when what it was told has failed or has become doubtful, and
        never before. From then on it watches as everybody does.
     4. A question is shared by all who have it meanwhile, and nobody's cancellation is another's:
-       when the one that asks is cancelled, one of those that wait asks again.
+       when the one that asks is cancelled, one of those that wait asks again. The session that a
+       fixed directory opens is nobody's: it goes on when all have given up, until `close`.
     5. Groups are read once, and again when a storage turns up that is in none of them.
     6. What a fixed directory knows grows newer only, whoever tells it; another cluster tells it
        nothing. Each change makes a new mapping: another thread may be going through the old one.
@@ -18,6 +19,7 @@ Rules:
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -27,6 +29,7 @@ from waltz_core.cluster import zookeeper
 from waltz_core.cluster.connect_string import parse_connect_string
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership import ServersView
+from waltz_core.cluster.sharing import Shared
 from waltz_core.record import Generation, PartitionId
 
 T = TypeVar("T")
@@ -257,7 +260,8 @@ class FixedDirectory:
         self._fallback = ZooKeeperDirectory(layout.connect, connect_timeout_ms=connect_timeout_ms)
         self._is_open = False
         self._is_closed = False
-        self._opening = asyncio.Lock()
+        self._opening = Shared(self._open_fallback)
+        self._patience: asyncio.Timeout | None = None
         self._is_doubtful = asyncio.Event()
 
     def learn(self, layout: Layout) -> None:
@@ -287,7 +291,7 @@ class FixedDirectory:
         await self._is_doubtful.wait()
         if not self._is_open:
             self._is_doubtful.clear()  # Whoever finds ZooKeeper away may doubt again.
-            await self._open_fallback()
+            await self._opened()
         await self._fallback.run()
 
     def doubt(self) -> None:
@@ -299,50 +303,58 @@ class FixedDirectory:
         told = self._told.get(partition_id)
         if told is not None and not after_failure:
             return told
-        await self._open_fallback()
+        await self._opened()
         return await self._fallback.owner(partition_id, after_failure=True)
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages, from ZooKeeper."""
-        await self._open_fallback()
+        await self._opened()
         return await self._fallback.groups(storages)
 
     async def next_client_id(self) -> int:
         """Take a client id that nobody had before, from ZooKeeper."""
-        await self._open_fallback()
+        await self._opened()
         return await self._fallback.next_client_id()
 
     async def close(self) -> None:
         """End the session with ZooKeeper if there is one."""
         self._is_closed = True
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(0.0)
+        with contextlib.suppress(errors.WaltzError):
+            await self._opened()  # rule 7: what was under way is over then
         if self._is_open:
             await self._fallback.close()
 
-    async def _open_fallback(self) -> None:
-        async with self._opening:
-            if self._is_open:
-                return
-            if self._is_closed:
-                raise errors.UsageError(_CLOSED)
-            await self._fallback.open(self._found)
-            fault = self._fault_of_fallback()
-            if fault is not None:
-                # Closed again: whoever asks next is not answered from the wrong cluster.
-                await self._fallback.close()
-                raise fault
-            self._is_open = True
-            self._is_doubtful.set()
-            self._found(self._fallback.owners)
+    async def _opened(self) -> None:
+        """Return when there is a session with ZooKeeper; raises why there is none."""
+        if not self._is_open:
+            await self._opening.answered()
 
-    def _fault_of_fallback(self) -> errors.WaltzError | None:
-        """Tell why a session that was opened just now is of no use."""
+    async def _open_fallback(self) -> None:
+        if self._is_open:
+            return
+        if self._is_closed:
+            raise errors.UsageError(_CLOSED)
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                await self._fallback.open(self._found)
+        except TimeoutError:
+            raise errors.UsageError(_CLOSED) from None
+        finally:
+            self._patience = None
         key = self._fallback.cluster.key
         if key != self._cluster.key:
-            return errors.ClusterKeyMismatch(
-                f"expected the cluster with key {self._cluster.key.hex()} at "
-                f"{self._fallback.coordinator.where}, found {key.hex()}"
+            where = self._fallback.coordinator.where
+            # Closed again: whoever asks next is not answered from the wrong cluster.
+            await self._fallback.close()
+            raise errors.ClusterKeyMismatch(
+                f"expected the cluster with key {self._cluster.key.hex()} at {where}, "
+                f"found {key.hex()}"
             )
-        return errors.UsageError(_CLOSED) if self._is_closed else None
+        self._is_open = True
+        self._is_doubtful.set()
+        self._found(self._fallback.owners)
 
     def _found(self, owners: Mapping[PartitionId, Owner]) -> None:
         """Take in what ZooKeeper tells, once it is known to tell of the same cluster."""

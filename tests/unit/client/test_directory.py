@@ -317,3 +317,81 @@ def test_what_a_session_has_told_is_not_told_by_the_next(monkeypatch):
     monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", connect)
     asyncio.run(open_twice())
     assert seen == [3, 0]
+
+
+class Slow:
+    """Connects when it is told to, and counts how often that was asked."""
+
+    def __init__(self, error=None):
+        self.count = 0
+        self.error = error
+        self.may_connect = asyncio.Event()
+
+    async def __call__(self, *_place, **_options):
+        self.count += 1
+        await self.may_connect.wait()
+        if self.error is not None:
+            raise self.error
+        return Behind()
+
+
+def test_who_gives_up_before_zookeeper_is_there_does_not_have_it_begin_anew(monkeypatch):
+    async def ask():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await directory.owner(0, after_failure=True)
+        slow.may_connect.set()
+        assert await directory.owner(0, after_failure=True) == Owner("z:1", 3)
+        await directory.close()
+
+    slow = Slow()
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", slow)
+    asyncio.run(ask())
+    assert slow.count == 1
+    assert Elsewhere.open_count == 0
+
+
+def test_that_no_zookeeper_answers_is_told_to_all_who_wait_for_it(monkeypatch):
+    """Else each of them would wait for all before him."""
+
+    async def ask():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
+
+        async def one(partition):
+            with pytest.raises(errors.CoordinatorUnavailable, match="refused"):
+                await directory.owner(partition, after_failure=True)
+
+        async with asyncio.TaskGroup() as group:
+            for partition in range(3):
+                group.create_task(one(partition))
+            while slow.count == 0:  # noqa: ASYNC110 - the first one asks
+                await asyncio.sleep(0)
+            slow.may_connect.set()
+
+    slow = Slow(errors.CoordinatorUnavailable("refused"))
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", slow)
+    asyncio.run(ask())
+    assert slow.count == 1
+
+
+def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
+    async def ask_and_close():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
+
+        async def ask():
+            with pytest.raises(errors.UsageError, match="the client is closed"):
+                await directory.owner(0, after_failure=True)
+
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            group.create_task(ask())
+            while slow.count == 0:  # noqa: ASYNC110 - it asks
+                await asyncio.sleep(0)
+            await directory.close()
+            await directory.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    slow = Slow()
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", slow)
+    asyncio.run(ask_and_close())
