@@ -5,7 +5,7 @@ retry can help, and both ends must agree on them. Nothing else in the project de
 
     WaltzError
       UsageError        you called it wrong; do not retry
-        BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition
+        BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition, NotOpen
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable, CoordinatorUnavailable,
         OutcomeUnknown, CoordinatorOutcomeUnknown
@@ -73,6 +73,12 @@ class UnknownPartition(UsageError):
     """There is no such partition in this cluster."""
 
     code = 15
+
+
+class NotOpen(UsageError, AttributeError):
+    """A client was used before it was opened; it has nothing of a client yet, `hasattr` says so."""
+
+    code = 17
 
 
 class Unavailable(WaltzError):

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     def refuse_unknown(self, words: Iterable[str]) -> None:
         """End with the first word that nobody takes, and the option it may have been."""
         for word in words:
-            name = word.partition("=")[0]
+            name = word.partition("=")[0] if word.startswith("-") else word
             close = ""
             if re.match(r"--?[^\d-]", name):
                 options = {each.lstrip("-"): each for each in self._option_string_actions}

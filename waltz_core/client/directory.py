@@ -10,11 +10,16 @@ Rules:
     3. A fixed directory asks ZooKeeper when what it was told has failed or has become doubtful, and
        never before. From then on it watches as everybody does.
     4. A question is shared by all who have it meanwhile, and nobody's cancellation is another's:
-       when the one that asks is cancelled, one of those that wait asks again.
+       when the one that asks is cancelled, one of those that wait asks again. The session that a
+       fixed directory opens is nobody's: it goes on when all have given up, until `close`.
     5. Groups are read once, and again when a storage turns up that is in none of them.
+    6. What a fixed directory knows grows newer only, whoever tells it; another cluster tells it
+       nothing. Each change makes a new mapping: another thread may be going through the old one.
+    7. Whoever still asks when the directory is closed is told so, and opens nothing again.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -24,9 +29,12 @@ from waltz_core.cluster import zookeeper
 from waltz_core.cluster.connect_string import parse_connect_string
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership import ServersView
+from waltz_core.cluster.sharing import Shared
 from waltz_core.record import Generation, PartitionId
 
 T = TypeVar("T")
+
+_CLOSED = "the client is closed"
 
 
 class ClusterInfo(NamedTuple):
@@ -134,13 +142,15 @@ class ZooKeeperDirectory:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The session with ZooKeeper."""
-        assert self._coordinator is not None
+        """The session with ZooKeeper; raises UsageError when it is closed (rule 7)."""
+        if self._coordinator is None:
+            raise errors.UsageError(_CLOSED)
         return self._coordinator
 
     async def open(self, changed: Changed) -> None:
         """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
         self._changed = changed
+        self._owners, self._groups = {}, {}  # of the session before, if there was one
         if self._coordinator is None:
             self._coordinator = await zookeeper.connect(
                 self._place,
@@ -249,7 +259,9 @@ class FixedDirectory:
         self.learn(layout)
         self._fallback = ZooKeeperDirectory(layout.connect, connect_timeout_ms=connect_timeout_ms)
         self._is_open = False
-        self._opening = asyncio.Lock()
+        self._is_closed = False
+        self._opening = Shared(self._open_fallback)
+        self._patience: asyncio.Timeout | None = None
         self._is_doubtful = asyncio.Event()
 
     def learn(self, layout: Layout) -> None:
@@ -258,13 +270,7 @@ class FixedDirectory:
             PartitionId(partition): Owner(address, Generation(generation))
             for partition, (address, generation) in layout.owners.items()
         }
-        before = self._told
-        news = {
-            each: owner
-            for each, owner in told.items()
-            if each not in before or before[each].generation < owner.generation
-        }
-        self._take(news)
+        self._take(told, ahead=1)
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
@@ -285,7 +291,7 @@ class FixedDirectory:
         await self._is_doubtful.wait()
         if not self._is_open:
             self._is_doubtful.clear()  # Whoever finds ZooKeeper away may doubt again.
-            await self._open_fallback()
+            await self._opened()
         await self._fallback.run()
 
     def doubt(self) -> None:
@@ -297,44 +303,72 @@ class FixedDirectory:
         told = self._told.get(partition_id)
         if told is not None and not after_failure:
             return told
-        await self._open_fallback()
-        found = await self._fallback.owner(partition_id, after_failure=True)
-        self._told[partition_id] = found
-        return found
+        await self._opened()
+        return await self._fallback.owner(partition_id, after_failure=True)
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages, from ZooKeeper."""
-        await self._open_fallback()
+        await self._opened()
         return await self._fallback.groups(storages)
 
     async def next_client_id(self) -> int:
         """Take a client id that nobody had before, from ZooKeeper."""
-        await self._open_fallback()
+        await self._opened()
         return await self._fallback.next_client_id()
 
     async def close(self) -> None:
         """End the session with ZooKeeper if there is one."""
+        self._is_closed = True
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(0.0)
+        with contextlib.suppress(errors.WaltzError):
+            await self._opened()  # rule 7: what was under way is over then
         if self._is_open:
             await self._fallback.close()
 
-    async def _open_fallback(self) -> None:
-        async with self._opening:
-            if self._is_open:
-                return
-            await self._fallback.open(self._take)
-            key = self._fallback.cluster.key
-            if key != self._cluster.key:
-                where = self._fallback.coordinator.where
-                # Closed again: whoever asks next is not answered from the wrong cluster.
-                await self._fallback.close()
-                raise errors.ClusterKeyMismatch(
-                    f"expected the cluster with key {self._cluster.key.hex()} at {where}, "
-                    f"found {key.hex()}"
-                )
-            self._is_open = True
-            self._is_doubtful.set()
+    async def _opened(self) -> None:
+        """Return when there is a session with ZooKeeper; raises why there is none."""
+        if not self._is_open:
+            await self._opening.answered()
 
-    def _take(self, owners: Mapping[PartitionId, Owner]) -> None:
-        self._told.update(owners)
-        if owners and self._changed is not None:
-            self._changed(owners)
+    async def _open_fallback(self) -> None:
+        if self._is_open:
+            return
+        if self._is_closed:
+            raise errors.UsageError(_CLOSED)
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                await self._fallback.open(self._found)
+        except TimeoutError:
+            raise errors.UsageError(_CLOSED) from None
+        finally:
+            self._patience = None
+        key = self._fallback.cluster.key
+        if key != self._cluster.key:
+            where = self._fallback.coordinator.where
+            # Closed again: whoever asks next is not answered from the wrong cluster.
+            await self._fallback.close()
+            raise errors.ClusterKeyMismatch(
+                f"expected the cluster with key {self._cluster.key.hex()} at {where}, "
+                f"found {key.hex()}"
+            )
+        self._is_open = True
+        self._is_doubtful.set()
+        self._found(self._fallback.owners)
+
+    def _found(self, owners: Mapping[PartitionId, Owner]) -> None:
+        """Take in what ZooKeeper tells, once it is known to tell of the same cluster."""
+        if self._is_open:
+            self._take(owners, ahead=0)
+
+    def _take(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
+        """Take in those whose generations are `ahead` of what is known, by so much at least."""
+        known = self._told
+        news = {
+            each: owner
+            for each, owner in owners.items()
+            if each not in known or owner.generation >= known[each].generation + ahead
+        }
+        self._told = {**known, **news}
+        if news and self._changed is not None:
+            self._changed(news)

@@ -54,7 +54,7 @@ class Opening(Generic[ClientT]):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)  # copy, pickle and shells ask for such names
-        raise errors.UsageError(f"{name}: the client is not open yet: {HOW_TO_OPEN}")
+        raise errors.NotOpen(f"{name}: the client is not open yet: {HOW_TO_OPEN}")
 
     async def _opened(self) -> ClientT:
         await self._client.open()

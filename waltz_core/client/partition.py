@@ -284,8 +284,10 @@ class ClientPartition:
             return
 
     def _is_waiting(self) -> bool:
-        is_mounting = self.stream.phase in (Phase.MOUNTING, Phase.SETTLING)
-        return is_mounting or self.stream.has_pending
+        """Tell whether it waits for its server; a stream that has failed keeps what it had."""
+        if self._stopped is not None:
+            return False
+        return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
 
     def _received(self, link: int, message: ClientMessage) -> None:
         self._driver.post(events.Received(link, message))

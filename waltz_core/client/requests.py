@@ -6,7 +6,8 @@ each of them has to live through a server that has died, moved or is busy in the
 Rules:
     1. What is asked here changes nothing, so it may be asked any number of times.
     2. Retriable errors are retried with a pause that doubles, and ZooKeeper is asked again where
-       the partition is; the last error is told when the request timeout has passed.
+       the partition is; the last error is told when the request timeout has passed, and the one
+       before where the last was that ZooKeeper did not answer in what was left of the time.
     3. Which replicas are nearby is a preference: where it cannot be found out, none is.
     4. When a partition moves, whoever still waits for the server that had it asks the new one: that
        server may be frozen, or on a host that is gone, and would keep him waiting to the end.
@@ -86,12 +87,12 @@ class Requests:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._config.request_timeout_ms / 1000
         pause_s = self._config.retry_interval_ms_min / 1000
-        is_again = False
+        before: errors.Unavailable | None = None
         while True:
             left_s = deadline_s - loop.time()
             try:
                 return await self._once(
-                    partition_id, answer, make, timeout_s=max(left_s, 0.001), is_again=is_again
+                    partition_id, answer, make, timeout_s=max(left_s, 0.001), before=before
                 )
             except errors.Unavailable as error:
                 if loop.time() + pause_s >= deadline_s:
@@ -100,7 +101,7 @@ class Requests:
                         f"partition {partition_id}: no answer within "
                         f"{self._config.request_timeout_ms} ms: {error}",
                     ) from error
-            is_again = True
+                before = error
             await asyncio.sleep(pause_s * (0.5 + self._random.random() / 2))
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
@@ -111,11 +112,11 @@ class Requests:
         make: Callable[[ReqId], ClientMessage],
         *,
         timeout_s: float,
-        is_again: bool,
+        before: errors.Unavailable | None,
     ) -> AnswerT:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        owner = await self._owner(partition_id, timeout_s=timeout_s, is_again=is_again)
+        owner = await self._owner(partition_id, timeout_s=timeout_s, before=before)
         timeout_s = max(deadline_s - loop.time(), 0.001)
         number = next(self._numbers)
         try:
@@ -127,12 +128,17 @@ class Requests:
         finally:
             self._waiting.pop(number, None)
 
-    async def _owner(self, partition_id: PartitionId, *, timeout_s: float, is_again: bool) -> Owner:
+    async def _owner(
+        self, partition_id: PartitionId, *, timeout_s: float, before: errors.Unavailable | None
+    ) -> Owner:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._directory.owner(partition_id, after_failure=is_again)
+                return await self._directory.owner(partition_id, after_failure=before is not None)
         except TimeoutError as error:  # ZooKeeper's own time is a longer one
-            raise errors.CoordinatorUnavailable("ZooKeeper has not said who owns it") from error
+            reason = "" if before is None else f"; before that: {before}"
+            raise errors.CoordinatorUnavailable(
+                f"ZooKeeper has not said who owns it{reason}"
+            ) from error
 
     async def _answer_of(
         self,

@@ -247,11 +247,12 @@ def check_partition(partition: object, cluster: str, partition_count: int) -> Pa
 def each_of(what: str, given: Iterable[T]) -> tuple[T, ...]:
     """Return what was given; raises BadRequest for a single one where several are asked for."""
     try:
-        return tuple(given)
+        each = iter(given)
     except TypeError:
         raise errors.BadRequest(
             f"{what}: expected a list such as [{given!r}], found {given!r}"
         ) from None
+    return tuple(each)  # what a generator raises is its own
 
 
 def check_range(partition: PartitionId, first: int, last: int) -> None:

@@ -22,6 +22,7 @@ def _no_cluster(monkeypatch):
         ("server run --prot=3", "there is no '--prot' here; did you mean '--port'?"),
         ("local up --partition-count 3", "did you mean '--partitions'?"),
         ("config show local extra -1", "waltz-core config show: there is no 'extra' here\n"),
+        ("local status a=b", "waltz-core local status: there is no 'a=b' here\n"),
         ("--jsn", "waltz-core: there is no '--jsn' here\n"),
         ("client read --partition x", "argument --partition: invalid int value: 'x'"),
         ("client append hi", "waltz-core client append: which cluster? Give --connect zk1:2181"),

@@ -421,6 +421,26 @@ async def test_a_question_ends_in_time_where_zookeeper_does_not_say_whom_to_ask(
 
 
 @told
+async def test_a_stream_that_has_failed_waits_for_no_server():
+    """Else its server passes for silent, and ZooKeeper is watched for nothing."""
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        partition = client._partitions[0]
+        step = partition.stream.step
+
+        def failing(event, now_ms):
+            step(event, now_ms)
+            raise AssertionError("a bug")
+
+        with mock.patch.object(partition.stream, "step", failing):
+            future = await client.append(b"x", partition=0)
+            with pytest.raises(errors.OutcomeUnknown, match="the stream has failed"):
+                await future
+        assert partition.stream.has_pending
+        assert not partition._is_waiting()
+
+
+@told
 async def test_closing_says_what_nobody_knows():
     config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster:

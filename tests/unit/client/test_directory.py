@@ -151,6 +151,8 @@ class Elsewhere:
     """A ZooKeeper with the cluster of another key."""
 
     where = "zk:2181/shop"
+    key = bytes([1] * 16)
+    generation = 9
     open_count = 0
 
     def __init__(self):
@@ -158,12 +160,12 @@ class Elsewhere:
 
     async def read_cluster(self):
         params = SimpleNamespace(name="shop", partition_count=3)
-        store = SimpleNamespace(cluster_key=SimpleNamespace(bytes=bytes([1] * 16)))
+        store = SimpleNamespace(cluster_key=SimpleNamespace(bytes=self.key))
         return SimpleNamespace(params=params, store=store)
 
     async def read_servers(self):
-        server = ServerDescriptor(7, "a", 1)
-        return ServersView({7: server}, {n: Ownership(7, 3) for n in range(3)}, is_settled=True)
+        owners = {partition: Ownership(7, self.generation) for partition in range(3)}
+        return ServersView({7: ServerDescriptor(7, "z", 1)}, owners, is_settled=True)
 
     async def close(self):
         Elsewhere.open_count -= 1
@@ -177,15 +179,79 @@ def test_another_cluster_at_the_same_place_answers_nobody(monkeypatch):
 
     async def ask_twice():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
-        await directory.open(lambda _owners: None)
+        await directory.open(told.append)
         for _ in range(2):
             with pytest.raises(errors.ClusterKeyMismatch, match="expected the cluster with key 00"):
                 await directory.owner(0, after_failure=True)
+        # What that cluster's servers are is nothing to go by either.
+        assert await directory.owner(0, after_failure=False) == Owner("a:1", 1)
         await directory.close()
 
+    told = []
     monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", connect)
     asyncio.run(ask_twice())
     assert Elsewhere.open_count == 0
+    assert told == []
+
+
+class Behind(Elsewhere):
+    """A ZooKeeper with the right cluster, that answers with what was true before."""
+
+    key = CLUSTER.key
+    generation = 3
+
+
+def test_what_zookeeper_tells_late_replaces_nothing_newer(monkeypatch):
+    async def connect(*_place, **_options):
+        return Behind()
+
+    async def ask():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
+        await directory.open(lambda owners: told.append(dict(owners)))
+        await directory.owner(1, after_failure=False)
+        assert directory.owners == {0: Owner("z:1", 3), 1: Owner("z:1", 3), 2: Owner("b:2", 4)}
+        await directory.owner(2, after_failure=True)
+        await directory.close()
+        return await directory.owner(2, after_failure=False)
+
+    told = []
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", connect)
+    assert asyncio.run(ask()) == Owner("b:2", 4)
+    assert told == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
+
+
+def test_who_asks_while_the_directory_is_closed_leaves_no_session_behind(monkeypatch):
+    async def connect(*_place, **_options):
+        await may_connect.wait()
+        return Behind()
+
+    async def ask_and_close():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
+        await directory.open(lambda _owners: None)
+
+        async def ask():
+            with pytest.raises(errors.UsageError, match="the client is closed"):
+                await directory.owner(1, after_failure=True)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ask())
+            await asyncio.sleep(0)
+            await directory.close()
+            may_connect.set()
+        await ask()
+
+    may_connect = asyncio.Event()
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", connect)
+    asyncio.run(ask_and_close())
+    assert Elsewhere.open_count == 0
+
+
+def test_the_owners_that_were_handed_out_stay_as_they_were():
+    """Another thread may go through them meanwhile."""
+    directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
+    before = directory.owners
+    directory.learn(LAYOUT)
+    assert before == {0: Owner("a:1", 1)}
 
 
 class Grouped:
@@ -214,3 +280,118 @@ def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
     assert asyncio.run(ask("s2:1", "s3:1"))["s3:1"] == 2
     assert asyncio.run(ask("s1:1", "s3:1"))["s1:1"] == 1
     assert zookeeper.count == 2
+
+
+def test_who_asks_a_directory_that_was_closed_is_told_so():
+    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=Behind())
+
+    async def close_and_ask():
+        await directory.close()
+        await directory.owner(0, after_failure=True)
+
+    with pytest.raises(errors.UsageError, match="the client is closed"):
+        asyncio.run(close_and_ask())
+
+
+class Unsettled(Behind):
+    """A ZooKeeper whose servers have just changed."""
+
+    async def read_servers(self):
+        return view(is_settled=False)
+
+
+def test_what_a_session_has_told_is_not_told_by_the_next(monkeypatch):
+    """It may have been another cluster's."""
+
+    async def connect(*_place, **_options):
+        return sessions.pop(0)()
+
+    async def open_twice():
+        directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000)
+        for _ in range(2):
+            await directory.open(lambda _owners: None)
+            seen.append(len(directory.owners))
+            await directory.close()
+
+    sessions, seen = [Behind, Unsettled], []
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", connect)
+    asyncio.run(open_twice())
+    assert seen == [3, 0]
+
+
+class Slow:
+    """Connects when it is told to, and counts how often that was asked."""
+
+    def __init__(self, error=None):
+        self.count = 0
+        self.error = error
+        self.may_connect = asyncio.Event()
+
+    async def __call__(self, *_place, **_options):
+        self.count += 1
+        await self.may_connect.wait()
+        if self.error is not None:
+            raise self.error
+        return Behind()
+
+
+def test_who_gives_up_before_zookeeper_is_there_does_not_have_it_begin_anew(monkeypatch):
+    async def ask():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await directory.owner(0, after_failure=True)
+        slow.may_connect.set()
+        assert await directory.owner(0, after_failure=True) == Owner("z:1", 3)
+        await directory.close()
+
+    slow = Slow()
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", slow)
+    asyncio.run(ask())
+    assert slow.count == 1
+    assert Elsewhere.open_count == 0
+
+
+def test_that_no_zookeeper_answers_is_told_to_all_who_wait_for_it(monkeypatch):
+    """Else each of them would wait for all before him."""
+
+    async def ask():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
+
+        async def one(partition):
+            with pytest.raises(errors.CoordinatorUnavailable, match="refused"):
+                await directory.owner(partition, after_failure=True)
+
+        async with asyncio.TaskGroup() as group:
+            for partition in range(3):
+                group.create_task(one(partition))
+            while slow.count == 0:  # noqa: ASYNC110 - the first one asks
+                await asyncio.sleep(0)
+            slow.may_connect.set()
+
+    slow = Slow(errors.CoordinatorUnavailable("refused"))
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", slow)
+    asyncio.run(ask())
+    assert slow.count == 1
+
+
+def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
+    async def ask_and_close():
+        directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
+
+        async def ask():
+            with pytest.raises(errors.UsageError, match="the client is closed"):
+                await directory.owner(0, after_failure=True)
+
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            group.create_task(ask())
+            while slow.count == 0:  # noqa: ASYNC110 - it asks
+                await asyncio.sleep(0)
+            await directory.close()
+            await directory.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    slow = Slow()
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", slow)
+    asyncio.run(ask_and_close())

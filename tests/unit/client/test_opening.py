@@ -29,6 +29,9 @@ async def _forgetting():
     with pytest.raises(errors.UsageError, match=r"^append: the client is not open yet: use `async"):
         await client.append(b"x")
     assert not hasattr(client, "__len__")
+    # What asks any object for what it has (a debugger, numpy) is told no, and goes on.
+    assert not hasattr(client, "shape")
+    assert getattr(client, "dtype", None) is None
 
 
 def test_a_forgotten_await_is_told_at_the_first_use():
@@ -50,6 +53,24 @@ def test_a_client_is_neither_copied_nor_pickled():
             copy.copy(client)
         with pytest.raises(errors.UsageError, match="open one there, with its connect string"):
             copy.copy(client._client)
+
+
+def _that_fails():
+    yield 0
+    yield int([])
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda c: c.subscribe(_Callbacks(), _that_fails()),
+        lambda c: c.subscribe(_Callbacks(), headers=_that_fails()),
+    ],
+)
+def test_what_goes_wrong_in_the_callers_own_generator_is_the_callers(what):
+    refused = pytest.raises(TypeError, match=r"int\(\) argument must be")
+    with MemoryWaltz() as waltz, waltz.client() as client, refused:
+        what(client)
 
 
 @pytest.mark.parametrize(

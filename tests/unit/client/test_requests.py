@@ -133,3 +133,22 @@ def test_what_would_not_help_is_not_asked_again(error):
     with pytest.raises(error, match="no"):
         asyncio.run(cluster.requests.flush(0))
     assert len(cluster.asked) == 1
+
+
+def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_told():
+    """It names the host, and why it does not answer."""
+
+    class Away(Cluster):
+        asked_count = 0
+
+        async def owner(self, partition_id, *, after_failure):
+            self.asked_count += 1
+            if self.asked_count == 3:
+                await asyncio.Event().wait()
+            raise errors.CoordinatorUnavailable("no ZooKeeper answered at zk1: refused")
+
+    cluster = Away()
+    cluster.requests._config = ClientConfig(retry_interval_ms_min=1, request_timeout_ms=500)
+    told = r"not said who owns it; before that: no ZooKeeper answered at zk1: refused$"
+    with pytest.raises(errors.CoordinatorUnavailable, match=told):
+        asyncio.run(cluster.requests.high_water_mark(0, linearizable=False))
