@@ -27,6 +27,8 @@ SPARK = $(call present,notebooks spark)
 # more than they work, four do.
 THREE = -n 3 --dist loadfile
 FOUR = -n 4 --dist loadfile
+# Than cores: of the quick tests, too, some wait.
+ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .PHONY: help demo test check sim chaos bench notebook docs local format
 
@@ -52,7 +54,7 @@ check: ## Style, types, layers, and the quick tests; under a minute
 	@$(RUN) ruff check --quiet .
 	@$(RUN) python -m mypy
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
-	@$(RUN) python -m pytest -n auto $(QUICK) $(ARGS)
+	@$(RUN) python -m pytest -n $(ONE_MORE) $(QUICK) $(ARGS)
 
 format: ## Put the sources into the one format
 	@scripts/bootstrap dev
