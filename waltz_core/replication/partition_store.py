@@ -24,8 +24,6 @@ from waltz_core.cluster.model import EMPTY_METADATA, ReplicaState
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import (
     BEFORE_FIRST,
-    GENESIS_CHAIN,
-    Chain,
     Generation,
     PartitionId,
     ReplicaId,
@@ -122,7 +120,6 @@ class PartitionStore:
         self._our_names: list[tuple[SessionId, bytes]] = []
         self._is_unbroken = False
         self._high_water_mark = BEFORE_FIRST
-        self._chain: Chain = GENESIS_CHAIN
         self._in_doubt: InDoubt | None = None
         self._failure_count = 0
         self._away_count = 0
@@ -149,11 +146,6 @@ class PartitionStore:
     def high_water_mark(self) -> TransactionId:
         """The last id that this machine knows to be committed."""
         return self._high_water_mark
-
-    @property
-    def chain(self) -> Chain:
-        """The log's chain at the high-water mark."""
-        return self._chain
 
     @property
     def next_transaction_id(self) -> TransactionId:
@@ -316,7 +308,6 @@ class PartitionStore:
             return
         if session.window is not None:
             self._high_water_mark = session.window.committed
-            self._chain = session.window.committed_chain
         if session.ended is not None:
             self._session_ended(session, session.ended)
             return
