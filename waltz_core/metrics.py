@@ -8,8 +8,9 @@ Rules:
     2. What is not in `TABLE` cannot be counted: a misspelt name or label is our bug.
     3. A machine's `Report` is counted under its own name, as the label `event`; its log line has
        the same name.
-    4. Each process, and in tests each daemon, has a `Metrics` of its own. It may be used from any
-       thread: prometheus_client locks.
+    4. Each process, and in tests each daemon, has a `Metrics` of its own, used on one thread.
+       Counters are sums of our own until somebody looks: prometheus_client takes a lock for each
+       count, which is felt where there are five for every append.
     5. Labels come from closed sets (partitions, replicas, reasons), never from what clients send.
     6. The pages take GET only, within `HEAD_BYTES_MAX`, `HEAD_S_MAX` and `PAGES_MAX`: whoever is
        slow or greedy loses the connection.
@@ -132,6 +133,8 @@ class Metrics:
         self._area = area
         self._registry = CollectorRegistry(auto_describe=False)
         self._live: dict[str, Any] = {}
+        # What counters have grown by since somebody looked (rule 4).
+        self._grown: dict[tuple[object, ...], float] = {}
         # By name and labels, as they were given: finding them anew costs more than counting.
         self._labelled: dict[tuple[object, ...], Any] = {}
         # The same, by one label and its text: what one partition has is found without the others'.
@@ -146,8 +149,14 @@ class Metrics:
 
     def add(self, name: str, amount: float = 1, **labels: str | int) -> None:
         """Count something up."""
-        assert TABLE[name].kind is Kind.COUNTER
-        self._at(name, labels).inc(amount)
+        assert amount >= 0
+        key = (name, *labels.items())
+        try:
+            self._grown[key] += amount
+        except KeyError:
+            assert TABLE[name].kind is Kind.COUNTER
+            self._at(name, labels)  # Shown from now on, if only as 0.
+            self._grown[key] = amount
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
         """Say how much of something there is now."""
@@ -178,6 +187,7 @@ class Metrics:
             if not wanted <= texts.items():
                 continue
             self._labelled.pop(key, None)
+            self._grown.pop(key, None)
             for pair in texts.items():
                 self._of_label[pair].pop(key)
             # Absent where the same labels were given in another order, and dropped with that.
@@ -187,12 +197,22 @@ class Metrics:
     def value(self, name: str, **labels: str | int) -> float:
         """Return what a counter or gauge shows; 0 when it was never touched."""
         assert name in self._live
+        self._settle()
         texts = {key: str(value) for key, value in labels.items()}
         return self._registry.get_sample_value(name, texts) or 0.0
 
     def page(self) -> bytes:
         """Return all metrics in prometheus' text format."""
+        self._settle()
         return generate_latest(self._registry)
+
+    def _settle(self) -> None:
+        """Bring the counters up to date."""
+        for (name, *labels), amount in self._grown.items():
+            if amount:
+                pairs = cast("list[tuple[str, str | int]]", labels)
+                self._at(cast("str", name), dict(pairs)).inc(amount)
+        self._grown = dict.fromkeys(self._grown, 0.0)
 
     def _at(self, name: str, labels: Mapping[str, str | int]) -> Any:  # noqa: ANN401 - three types
         if not labels and not TABLE[name].labels:

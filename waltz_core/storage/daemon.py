@@ -48,7 +48,8 @@ from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.service import Effect, Event, Identity, StorageService
 from waltz_core.storage.serving import Serving, side_by_side
-from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
+from waltz_core.storage.work import ConnectionId, Request, Work
+from waltz_core.storage.writers import Outcome, Writers
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_of
 
@@ -135,7 +136,9 @@ class StorageDaemon:
         self._config = config
         self._cluster = cluster
         self._coordinator = coordinator
-        self._pool = ThreadPoolExecutor(config.writer_threads_count, "storage-writer")
+        self._writers = Writers(config.writer_threads_count, self._work_done)
+        # For what comes seldom: opening, closing, files beside the logs.
+        self._pool = ThreadPoolExecutor(config.writer_threads_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
@@ -173,6 +176,7 @@ class StorageDaemon:
             if not self._is_left:
                 await self._in_thread(engine.close if is_clean else engine.abandon)
             self._pool.shutdown(wait=False)
+            self._writers.end()
 
     def _open_engine(self) -> Engine:
         config = self._config
@@ -383,8 +387,8 @@ class StorageDaemon:
     def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
         for message in messages:
             assert isinstance(message, StorageMessage)
-            self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
             self._post(Request(connection, message))
+            self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
 
     def _closed(self, connection: ConnectionId, _reason: str) -> None:
         del self._links[connection]
@@ -449,19 +453,12 @@ class StorageDaemon:
     def _run_work(self, work: Work) -> None:
         self._works_count += 1
         self._is_idle.clear()
-        future = self._pool.submit(work.run, time.perf_counter)
-        future.add_done_callback(partial(self._hop, work))
-
-    def _hop(self, work: Work, future: "Future[WorkResult]") -> None:
-        """Go back to the loop's thread; this runs on the pool's."""
-        self._back(self._work_done, work, future)
+        self._writers.run(work)
 
     def _hop_with_room(self, future: "Future[None]") -> None:
-        self._back(self._looked_for_room, future)
-
-    def _back(self, call: Callable[..., None], *args: object) -> None:
+        """Go back to the loop's thread; this runs on the pool's."""
         try:
-            self._loop.call_soon_threadsafe(call, *args)
+            self._loop.call_soon_threadsafe(self._looked_for_room, future)
         except RuntimeError:
             if not self._loop.is_closed():  # Else the process is at its end; nobody waits.
                 raise
@@ -473,17 +470,15 @@ class StorageDaemon:
         else:
             self._post(service.LookedForRoom())
 
-    def _work_done(self, work: Work, future: "Future[WorkResult]") -> None:
+    def _work_done(self, work: Work, outcome: Outcome) -> None:
         self._works_count -= 1
         if self._works_count == 0:
             self._is_idle.set()
-        error = future.exception()
-        if error is not None:
-            self._failed(error)
+        if isinstance(outcome, BaseException):
+            self._failed(outcome)
             return
-        result = future.result()
-        self._figures.count(work, result)
-        self._post(service.WorkDone(work, result))
+        self._post(service.WorkDone(work, outcome))
+        self._figures.count(work, outcome)  # when whoever waits has been answered
 
     # ---------------------------------------------------------------------------------------------
     # what it shows
