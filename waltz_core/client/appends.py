@@ -207,7 +207,7 @@ class _Batch(NamedTuple):
 
     future: asyncio.Future[BatchOutcome]
     row_count: int
-    payload: bytes
+    payload: bytes | memoryview
     mark: TransactionId
     order: BatchOrder | None
     seen: int  # what its writer had counted when it was appended
@@ -279,7 +279,11 @@ class Appends:
             self._loop.call_soon(self._turn)
 
     def add_batch(
-        self, payload: bytes, row_count: int, mark: TransactionId, order: BatchOrder | None
+        self,
+        payload: bytes | memoryview,
+        row_count: int,
+        mark: TransactionId,
+        order: BatchOrder | None,
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch for which the window has room."""
         # NB: while it waits its writer may count a loss that it comes behind; that is too late.

@@ -388,7 +388,7 @@ class AsyncWaltzClient(OpenedByConnect):
     async def append_batch(
         self,
         partition: int,
-        payload: bytes,
+        payload: bytes | memoryview,
         row_count: int,
         *,
         client_high_water_mark: int,

@@ -273,7 +273,7 @@ class WaltzClient:
     def append_batch(
         self,
         partition: int,
-        payload: bytes,
+        payload: bytes | memoryview,
         row_count: int,
         *,
         client_high_water_mark: int,

@@ -63,7 +63,7 @@ class BatchClient(Protocol):
     def append_batch(
         self,
         partition: int,
-        payload: bytes,
+        payload: bytes | memoryview,
         row_count: int,
         *,
         client_high_water_mark: int,
