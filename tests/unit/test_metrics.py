@@ -33,6 +33,36 @@ def test_counters_and_gauges_show_what_they_were_told():
     assert metrics.value("waltz_server_connections") == 3
 
 
+def test_a_counter_stands_on_the_page_from_its_first_count_and_grows_between_looks():
+    metrics, name = Metrics("server"), "waltz_server_appended_batches_total"
+    metrics.add(name, 0, partition=4)
+    assert b'waltz_server_appended_batches_total{partition="4"} 0.0\n' in metrics.page()
+    for look in (1, 2):
+        metrics.add(name, partition=4)
+        metrics.add(name, partition="4")
+        assert metrics.value(name, partition=4) == 2 * look
+        assert f'{name}{{partition="4"}} {2.0 * look}\n'.encode() in metrics.page()
+
+
+def test_what_was_counted_of_a_forgotten_partition_does_not_come_back():
+    metrics, name = Metrics("server"), "waltz_server_appended_batches_total"
+    metrics.add(name, 5, partition=4)
+    metrics.forget(partition=4)
+    assert b'partition="4"' not in metrics.page()
+    metrics.add(name, 2, partition=4)
+    assert metrics.value(name, partition=4) == 2
+
+
+def test_counting_down_or_under_a_wrong_label_fails_at_once():
+    metrics = Metrics("server")
+    with pytest.raises(AssertionError):
+        metrics.add("waltz_server_appended_batches_total", -1, partition=4)
+    with pytest.raises(ValueError, match="label"):
+        metrics.add("waltz_server_appended_batches_total", partitions=4)
+    with pytest.raises(AssertionError):
+        metrics.add("waltz_server_connections")
+
+
 def test_an_asked_gauge_is_read_when_shown():
     metrics, held = Metrics("server"), [7.0]
     metrics.ask("waltz_server_queued_bytes", lambda: held[0])

@@ -1,0 +1,145 @@
+"""Threads that do what blocks: each outcome is told once, on the loop's thread, by order."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import cast
+
+import pytest
+
+from tests.loops import on_loop, until
+from waltz_core import net
+from waltz_core.storage.work import Work, WorkResult
+from waltz_core.storage.writers import Outcome, Writers
+
+WAIT_S = 30
+
+
+class Piece:
+    """Stands for a piece of work: does what it is given to do, and keeps which thread did it."""
+
+    def __init__(self, do: Callable[[], WorkResult]) -> None:
+        self._do = do
+        self.thread: threading.Thread | None = None
+
+    def run(self, clock_s: Callable[[], float]) -> WorkResult:
+        assert clock_s() > 0
+        self.thread = threading.current_thread()
+        return self._do()
+
+
+def work(do: Callable[[], WorkResult] = WorkResult) -> Work:
+    return cast("Work", Piece(do))
+
+
+class Told:
+    """Keeps what it was told, and on which thread."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[tuple[Work, Outcome]] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, piece: Work, outcome: Outcome) -> None:
+        self.outcomes.append((piece, outcome))
+        self.threads.add(threading.get_ident())
+
+
+@on_loop
+async def test_a_result_is_told_once_on_the_loops_thread():
+    told = Told()
+    writers = Writers(2, told)
+    made = WorkResult(appended_count=3)
+    piece = work(lambda: made)
+    writers.run(piece)
+    await until(lambda: told.outcomes)
+    assert told.outcomes == [(piece, made)]
+    assert told.threads == {threading.get_ident()}
+    thread = cast("Piece", piece).thread
+    assert thread is not None
+    assert thread is not threading.current_thread()
+    assert thread.daemon, "rule 3: a process ends beside a thread that a disk holds"
+    writers.end()
+    await asyncio.to_thread(thread.join, WAIT_S)
+    assert not thread.is_alive()
+    assert len(told.outcomes) == 1
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), AssertionError("ours"), SystemExit(3)])
+def test_what_a_piece_raises_is_its_outcome(error: BaseException):
+    async def story() -> None:
+        def fail() -> WorkResult:
+            raise error
+
+        told = Told()
+        writers = Writers(1, told)
+        writers.run(work(fail))
+        writers.run(work())
+        await until(lambda: len(told.outcomes) == 2)
+        assert told.outcomes[0][1] is error
+        assert isinstance(told.outcomes[1][1], WorkResult), "the thread goes on"
+        writers.end()
+
+    net.run(story())
+
+
+@on_loop
+async def test_one_thread_does_the_pieces_in_their_order():
+    told = Told()
+    writers = Writers(1, told)
+    pieces = [work() for _ in range(50)]
+    for piece in pieces:
+        writers.run(piece)
+    await until(lambda: len(told.outcomes) == len(pieces))
+    assert [piece for piece, _ in told.outcomes] == pieces
+    writers.end()
+
+
+@on_loop
+async def test_a_piece_that_a_disk_holds_keeps_nobody_else_and_no_end():
+    told, held = Told(), threading.Event()
+
+    def hang() -> WorkResult:
+        assert held.wait(WAIT_S)
+        return WorkResult()
+
+    writers = Writers(2, told)
+    stuck, other = work(hang), work()
+    writers.run(stuck)
+    writers.run(other)
+    await until(lambda: told.outcomes)
+    assert told.outcomes[0][0] is other
+    writers.end()  # Does not wait.
+    assert len(told.outcomes) == 1
+    held.set()
+    await until(lambda: len(told.outcomes) == 2)
+    assert told.outcomes[1][0] is stuck
+
+
+def test_an_outcome_that_comes_after_the_loop_is_told_to_nobody():
+    told, held = Told(), threading.Event()
+    raised: SimpleQueue[object] = SimpleQueue()
+
+    def hang() -> WorkResult:
+        assert held.wait(WAIT_S)
+        return WorkResult()
+
+    async def story() -> Work:
+        writers = Writers(1, told)
+        piece = work(hang)
+        writers.run(piece)
+        writers.end()
+        await until(lambda: cast("Piece", piece).thread)
+        return piece
+
+    before, threading.excepthook = threading.excepthook, raised.put
+    try:
+        thread = cast("Piece", asyncio.run(story())).thread
+        held.set()
+        assert thread is not None
+        thread.join(WAIT_S)
+    finally:
+        threading.excepthook = before
+    assert not thread.is_alive()
+    assert raised.empty()
+    assert told.outcomes == []
