@@ -259,8 +259,11 @@ class Network:
         if link.held is not None:
             self._lose(link, NEAR, reason)
 
-    def release(self, link: Link, reason: str) -> None:
-        """Let the far end have what was held back, if anything still is, and then the end."""
+    def release(self, link: Link, reason: str, end_us: int = 0) -> None:
+        """Let the far end have what was held back, and the end of the link `end_us` behind it.
+
+        Nothing for a link that is not held back any more.
+        """
         held, link.held = link.held, None
         if held is None:
             return
@@ -270,7 +273,8 @@ class Network:
             if not number:
                 arrive = partial(self._arrive_late, arrive, link, held)
             self._world.after(self._in_order(link, NEAR), arrive)
-        self._world.after(self._in_order(link, NEAR), partial(self._lose, link, FAR, reason))
+        delay_us = self._in_order(link, NEAR) + end_us
+        self._world.after(delay_us, partial(self._lose, link, FAR, reason))
 
     @staticmethod
     def _arrive_late(arrive: "Callable[[], None]", link: Link, held: Held) -> None:

@@ -166,5 +166,6 @@ def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
     shortest, longest = LATE_MS
     late_us = int(shortest * (longest / shortest) ** rng.random()) * MS
     world.after(given_up_us, partial(network.give_up, link, "given up"))
-    world.after(given_up_us + late_us, partial(network.release, link, "given up"))
+    end_us = rng.choice((0, 1, 20)) * MS
+    world.after(given_up_us + late_us, partial(network.release, link, "given up", end_us))
     return False
