@@ -15,14 +15,16 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from random import Random
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from waltz_core.errors import BadFormat
 from waltz_core.replication.limits import Limits as StoreLimits
 from waltz_core.server.events import Limits
 from waltz_core.server.pace import LARGE_BYTES
 from waltz_core.sim.world import chance_of
+
+if TYPE_CHECKING:
+    from random import Random
 
 FORMAT: Final = 1
 DURATION_MS: Final = 6_000
@@ -199,12 +201,12 @@ def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
     return faults
 
 
-def _a_few(rng: Random, duration_us: int) -> Iterator[int]:
+def _a_few(rng: "Random", duration_us: int) -> Iterator[int]:
     for _ in range(rng.choice((0, 0, 2, 8))):
         yield rng.randrange(duration_us)
 
 
-def _now_and_then(rng: Random, duration_us: int) -> Iterator[int]:
+def _now_and_then(rng: "Random", duration_us: int) -> Iterator[int]:
     """Yield times from the beginning on: most worlds are healed long before their time is over."""
     gap_us = rng.choice((0, 0, 50, 150, 450)) * 1_000
     at_us = 0
@@ -216,7 +218,7 @@ class Later(NamedTuple):
     """How a kind that came later is drawn: what parts its stream from others, and its times."""
 
     number: int
-    times: Callable[[Random, int], Iterator[int]]
+    times: "Callable[[Random, int], Iterator[int]]"
 
 
 LATER_KINDS: Final[Mapping[str, Later]] = {
