@@ -209,6 +209,42 @@ def connection_checked_on_arrival_only() -> Patches:
 
 
 @switch
+def older_connections_append() -> Patches:
+    """An append that comes on an older connection of a client gets in behind its newer mount."""
+
+    def is_ready(self, client_id, connection):
+        mount = self._mounts.get(client_id)
+        return mount is not None and mount.is_ready
+
+    yield instead(Mounts, "is_ready", is_ready)
+
+
+@switch
+def mount_fences_when_answered() -> Patches:
+    """Older connections of a client append until its mount is answered, not until it is asked."""
+    begin, finish, is_ready = Mounts.begin, Mounts.finish, Mounts.is_ready
+    older = {}  # the mounts of one partition -> by client, the connection that still appends
+
+    def begin_beside(self, client_id, connection, sequence):
+        mount = self._mounts.get(client_id)
+        if mount is not None and mount.is_ready:
+            older.setdefault(id(self), {})[client_id] = mount.connection
+        begin(self, client_id, connection, sequence)
+
+    def finish_alone(self, client_id, connection):
+        older.get(id(self), {}).pop(client_id, None)
+        finish(self, client_id, connection)
+
+    def is_either_ready(self, client_id, connection):
+        is_older = older.get(id(self), {}).get(client_id) == connection
+        return is_older or is_ready(self, client_id, connection)
+
+    yield instead(Mounts, "begin", begin_beside)
+    yield instead(Mounts, "finish", finish_alone)
+    yield instead(Mounts, "is_ready", is_either_ready)
+
+
+@switch
 def lost_row_keeps_its_mount() -> Patches:
     """After a lost row, what the client had sent behind it is let in."""
     yield instead(Mounts, "lapse", nothing)

@@ -278,6 +278,27 @@ def test_a_link_is_cut_in_the_middle_of_what_is_on_its_way():
     healed(cluster)
 
 
+def test_what_outlives_a_link_comes_behind_the_next_mount_and_is_refused():
+    cluster = cluster_of(clients=3)
+    counts = cluster.checks.counts
+    for seed in range(30):
+        network_faults.outlived_link(cluster, Random(seed))
+        cluster.world.run(100 * MS)
+    assert counts["fault outlived_link"] > 5
+    assert counts["append on an older connection"] > 5
+    healed(cluster)
+    assert all(link.held is None for link in cluster.network.links.values())
+
+
+def test_a_link_that_nobody_uses_is_not_outlived():
+    cluster = at_rest()
+    before = len(cluster.network.links)
+    assert not network_faults.outlived_link(cluster, Random(1))
+    cluster.world.run(3_000 * MS)
+    assert cluster.checks.counts["fault outlived_link"] == 0
+    assert len(cluster.network.links) <= before + 1
+
+
 def test_that_an_end_has_closed_is_not_heard_through_a_blocked_way():
     cluster = at_rest()
     network, server = cluster.network, cluster.owner

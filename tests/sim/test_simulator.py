@@ -165,6 +165,75 @@ def test_a_blocked_way_is_found_out_late(two):
     assert min(each.at_us for each in two.heard) - began_us >= 200_000
 
 
+class TestOutliving:
+    """What was sent arrives when its sender has given the link up, and heard on another one."""
+
+    def held(self, two):
+        late = []
+        two.network.hold(two.link, lambda: late.append(two.world.now_us))
+        two.send(NEAR, 1, 2)
+        two.world.run(1_000_000)
+        return late
+
+    def test_it_arrives_in_order_behind_the_next_link_and_then_the_end(self, two):
+        late, old = self.held(two), two.link
+        two.network.give_up(old, "given up")
+        assert two.told("near") == ["given up"]
+        two.dial()
+        two.send(NEAR, 3)
+        two.world.run(1_000_000)
+        assert two.told("far") == [3]
+        began_us = two.world.now_us
+        two.network.release(old, "given up", 20_000)
+        two.world.run(1_000_000)
+        assert two.told("far") == [3, 1, 2, "given up"]
+        assert two.heard[-1].at_us > began_us + 20_000
+        assert len(late) == 1
+        assert began_us < late[0] < two.heard[-1].at_us
+        assert list(two.network.links.values()) == [two.link]
+
+    def test_the_other_way_is_open_until_the_link_is_given_up(self, two):
+        late = self.held(two)
+        two.send(FAR, 8)
+        two.world.run(1_000_000)
+        two.network.give_up(two.link, "given up")
+        two.send(FAR, 9)
+        two.network.release(two.link, "given up")
+        two.world.run(1_000_000)
+        assert two.told("near") == [8, "given up"]
+        assert len(late) == 1
+
+    def test_an_end_that_is_closed_is_told_behind_what_is_held_back(self, two):
+        self.held(two)
+        two.network.close(two.link, NEAR, "enough")
+        two.world.run(1_000_000)
+        assert two.told("far") == []
+        two.network.release(two.link, "given up")
+        two.world.run(1_000_000)
+        assert two.told("far") == [1, 2, "given up"]
+        assert two.told("near") == []
+
+    def test_healing_lets_it_arrive_at_once(self, two):
+        late = self.held(two)
+        two.network.heal()
+        two.network.give_up(two.link, "later")
+        two.world.run(10_000)
+        two.network.release(two.link, "later")
+        two.world.run(1_000_000)
+        assert two.told("far") == [1, 2, "given up"]
+        assert two.told("near") == ["given up"]
+        assert len(late) == 1
+
+    def test_nothing_counts_as_late_for_a_far_end_that_is_gone(self, two):
+        late = self.held(two)
+        two.network.give_up(two.link, "given up")
+        two.far.die()
+        two.network.died(two.far, is_silent=False)
+        two.network.release(two.link, "given up")
+        two.world.run(1_000_000)
+        assert two.told("far") == late == []
+
+
 def test_nobody_answers_for_a_dead_machine():
     two = Two()
     two.far.die()

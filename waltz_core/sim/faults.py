@@ -67,6 +67,7 @@ KINDS: Final[dict[str, Strike]] = {
         network_faults.heavy_tail,
         network_faults.duplicate_connect,
         network_faults.slow_reader,
+        network_faults.outlived_link,
         disk_faults.failing_disk,
         disk_faults.failing_call,
         disk_faults.failing_read,

@@ -12,6 +12,9 @@ Rules:
     4. What is sent in a direction that is blocked is lost, and the link with it: both ends find out
        by keep-alives only, much later. That an end has closed is lost in the same way.
     5. In a world of bytes every message is encoded, cut off from its sender's memory, and decoded.
+    6. What a dialler has sent may outlive its link, as it does on a slow way, or unread in the far
+       end's socket: the dialler gives the link up, is free to dial again and to be answered on the
+       new link, and only later the far end gets the rest of the old one, in order, and its end.
 """
 
 from functools import partial
@@ -41,10 +44,26 @@ class Handlers(NamedTuple):
     lost: "Callable[[Link, str], None]"
 
 
+class Held(NamedTuple):
+    """What a dialler has sent and the far end does not get yet (rule 6)."""
+
+    messages: list[Message]
+    came_late: "Callable[[], None]"  # called when the first of them reaches the far end after all
+
+
 class Link:
     """One connection; `ends[NEAR]` has dialled it. Each list has a place for either end."""
 
-    __slots__ = ("at_us", "ends", "handlers", "incarnations", "is_mute", "is_open", "number")
+    __slots__ = (
+        "at_us",
+        "ends",
+        "handlers",
+        "held",
+        "incarnations",
+        "is_mute",
+        "is_open",
+        "number",
+    )
 
     def __init__(self, number: int, near: Process, far: Process, handlers: list[Handlers]) -> None:
         self.number = number
@@ -53,6 +72,7 @@ class Link:
         self.handlers = handlers
         self.is_open = [True, True]
         self.is_mute = False
+        self.held: Held | None = None  # while something is held back
         self.at_us = [0, 0]  # when the last thing sent by this end arrives
 
 
@@ -142,6 +162,9 @@ class Network:
 
     def _arrive(self, link: Link, end: int, message: Message) -> None:
         if link.is_open[end]:
+            if link.held is not None and end == FAR:
+                link.held.messages.append(message)
+                return
             receiver, incarnation = link.ends[end], link.incarnations[end]
             if receiver.takes_at_once(incarnation):
                 link.handlers[end].message(link, message)
@@ -165,8 +188,13 @@ class Network:
         if self.blocked and (closer.name, other.name) in self.blocked:
             self.mute(link)
         elif not link.is_mute and link.is_open[1 - end]:
-            self._world.after(self._in_order(link, end), lambda: self._lose(link, 1 - end, reason))
+            told = partial(self._hear_end, link, 1 - end, reason)
+            self._world.after(self._in_order(link, end), told)
         self._forget(link)
+
+    def _hear_end(self, link: Link, end: int, reason: str) -> None:
+        if link.held is None or end == NEAR:  # Else it comes behind what is held back.
+            self._lose(link, end, reason)
 
     def break_link(self, link: Link, reason: str) -> None:
         """End it for both (rule 3)."""
@@ -220,6 +248,40 @@ class Network:
         if not link.is_open[NEAR] and not link.is_open[FAR]:
             self.links.pop(link.number, None)
 
+    # ---- outliving (rule 6)
+
+    def hold(self, link: Link, came_late: "Callable[[], None]") -> None:
+        """Keep from the far end what arrives there, until `release`."""
+        link.held = Held([], came_late)
+
+    def give_up(self, link: Link, reason: str) -> None:
+        """Tell the near end of a link that is held back, and nobody else, that it is gone."""
+        if link.held is not None:
+            self._lose(link, NEAR, reason)
+
+    def release(self, link: Link, reason: str, end_us: int = 0) -> None:
+        """Let the far end have what was held back, and the end of the link `end_us` behind it.
+
+        Nothing for a link that is not held back any more.
+        """
+        held, link.held = link.held, None
+        if held is None:
+            return
+        self._lose(link, NEAR, reason)
+        for number, message in enumerate(held.messages):
+            arrive = partial(self._arrive, link, FAR, message)
+            if not number:
+                arrive = partial(self._arrive_late, arrive, link, held)
+            self._world.after(self._in_order(link, NEAR), arrive)
+        delay_us = self._in_order(link, NEAR) + end_us
+        self._world.after(delay_us, partial(self._lose, link, FAR, reason))
+
+    @staticmethod
+    def _arrive_late(arrive: "Callable[[], None]", link: Link, held: Held) -> None:
+        if link.is_open[FAR]:
+            held.came_late()
+        arrive()
+
     # ---- what is wrong between machines
 
     def block(self, sender: str, receiver: str) -> None:
@@ -234,6 +296,8 @@ class Network:
         """Let everything through again; links that were mute stay so until they are given up."""
         self.blocked.clear()
         self.slow_us, self.tail_share = 0, 0.0
+        for link in list(self.links.values()):
+            self.release(link, "given up")
 
     def _is_blocked(self, near: Process, far: Process) -> bool:
         blocked = self.blocked

@@ -3,15 +3,20 @@
 Why it stands alone: it is one subject of `faults.py`, whose rules hold here.
 """
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from waltz_core.sim.clients import SimClient
 from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.network import FAR, NEAR, Handlers, Link
 from waltz_core.sim.servers import SimServer
+from waltz_core.sim.striking import counted
 
 if TYPE_CHECKING:
     from random import Random
+
+# How much later than the end of a link what was sent on it may arrive.
+LATE_MS: Final = (50, 2_000)
 
 
 def cut_link(cluster: SimCluster, rng: "Random") -> bool:
@@ -138,3 +143,29 @@ def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
         return False
     server.congest(link)
     return True
+
+
+def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
+    """A link is given up by who dialled it; what he has sent there arrives later, then its end."""
+    network, world = cluster.network, cluster.world
+    links = [
+        link
+        for link in network.links.values()
+        if all(link.is_open)
+        and link.held is None
+        and isinstance(link.ends[NEAR], SimClient | SimServer)
+    ]
+    of_clients = [link for link in links if isinstance(link.ends[NEAR], SimClient)]
+    if of_clients and rng.random() < 0.7:
+        links = of_clients
+    if not links:
+        return False
+    link = rng.choice(links)
+    network.hold(link, counted(cluster, "outlived_link"))
+    given_up_us = rng.choice((2, 10, 40, 100)) * MS
+    shortest, longest = LATE_MS
+    late_us = int(shortest * (longest / shortest) ** rng.random()) * MS
+    world.after(given_up_us, partial(network.give_up, link, "given up"))
+    end_us = rng.choice((0, 1, 20)) * MS
+    world.after(given_up_us + late_us, partial(network.release, link, "given up", end_us))
+    return False

@@ -13,9 +13,9 @@ Rules:
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from waltz_core.errors import BadFormat
 from waltz_core.replication.limits import Limits as StoreLimits
@@ -23,10 +23,12 @@ from waltz_core.server.events import Limits
 from waltz_core.server.pace import LARGE_BYTES
 from waltz_core.sim.world import chance_of
 
+if TYPE_CHECKING:
+    from random import Random
+
 FORMAT: Final = 1
 DURATION_MS: Final = 6_000
 STEPS: Final = 2_000
-LATER_KINDS: Final = ("spoiled_locks",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +189,39 @@ def schedule_of(
 
 
 def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
-    """Draw kinds that came later from a stream of their own: see `has_large_batches`."""
-    rng = chance_of(seed ^ 0x10CC5)
+    """Draw each kind that came later from a stream of its own: see `has_large_batches`."""
     faults: list[Fault] = []
     for kind in kinds:
-        for _ in range(rng.choice((0, 0, 2, 8))):
-            at_us = rng.randrange(setup.duration_ms * 1_000)
-            faults.append(Fault(at_us, kind, rng.getrandbits(32)))
+        number, times = LATER_KINDS[kind]
+        rng = chance_of(seed ^ number)
+        faults += [
+            Fault(at_us, kind, rng.getrandbits(32))
+            for at_us in times(rng, setup.duration_ms * 1_000)
+        ]
     return faults
+
+
+def _a_few(rng: "Random", duration_us: int) -> Iterator[int]:
+    for _ in range(rng.choice((0, 0, 2, 8))):
+        yield rng.randrange(duration_us)
+
+
+def _now_and_then(rng: "Random", duration_us: int) -> Iterator[int]:
+    """Yield times from the beginning on: most worlds are healed long before their time is over."""
+    gap_us = rng.choice((0, 0, 50, 150, 450)) * 1_000
+    at_us = 0
+    while gap_us and (at_us := at_us + rng.randrange(1, 2 * gap_us)) < duration_us:
+        yield at_us
+
+
+class Later(NamedTuple):
+    """How a kind that came later is drawn: what parts its stream from others, and its times."""
+
+    number: int
+    times: "Callable[[Random, int], Iterator[int]]"
+
+
+LATER_KINDS: Final[Mapping[str, Later]] = {
+    "spoiled_locks": Later(0x10CC5, _a_few),
+    "outlived_link": Later(0x1A7E5, _now_and_then),
+}

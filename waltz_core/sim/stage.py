@@ -43,6 +43,7 @@ from waltz_core.wire.admin_messages import (
 from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
 
 if TYPE_CHECKING:
+    from waltz_core.sim.network import Link
     from waltz_core.sim.workload import Locks
 
 QUIET_MS: Final = 1_200
@@ -79,6 +80,7 @@ class Stage:
         self.cluster = SimCluster(Schedule(0, setup), checks=self._told_to)
         self.is_left_broken = False
         self._triggers: list[tuple[str, str]] = []
+        self._held: Link | None = None
         self._disks: dict[str, SimDisk] = {}
         self._kept = self.cluster.coordinator.metadata, self.cluster.coordinator.marker
         self._client = self.cluster.clients[0]
@@ -198,6 +200,23 @@ class Stage:
         assert isinstance(server, SimServer)
         self.cluster.coordinator.cut_off[server.name] = None
         self.cluster.coordinator.watch_server(server)
+
+    def hold_back(self) -> None:
+        """Let what the application sends on its link come to the server later."""
+        self._held = next(reversed(self._client.links.values()))
+        self.cluster.network.hold(
+            self._held, lambda: self.telling.tell("what was held back arrives")
+        )
+
+    def give_up_link(self) -> None:
+        """Let the application believe that its link is broken; nobody else is told."""
+        assert self._held is not None
+        self.cluster.network.give_up(self._held, "given up")
+
+    def release(self) -> None:
+        """Let what was held back arrive, and then the end of its link."""
+        assert self._held is not None
+        self.cluster.network.release(self._held, "given up", 50 * MS)
 
     def mend_network(self) -> None:
         """Let everything through again."""
@@ -433,6 +452,9 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"cut ([A-ES-U]) off from ([A-ES-U ]+)": Stage.cut_off,
     r"let nothing from ([A-ES-U]) reach ([A-ES-U])": Stage.cut_one_way,
     r"cut ([STU]) off from ZooKeeper": Stage.cut_from_zookeeper,
+    r"hold back what the application sends": Stage.hold_back,
+    r"let the application give its link up": Stage.give_up_link,
+    r"let what was held back arrive": Stage.release,
     r"mend the network": Stage.mend_network,
     r"set the clock of ([A-ES-U]) an hour (back|forward)": Stage.set_clock,
     r"keep a copy of ([A-E])": Stage.keep_disk,

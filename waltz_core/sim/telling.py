@@ -26,10 +26,20 @@ from waltz_core.machine import Report
 from waltz_core.record import NO_SESSION, ReplicaId
 from waltz_core.replication import events
 from waltz_core.sim.checkers import Checks
-from waltz_core.wire.messages import AppendRaw, Prepare, Reason, Repair, SetLowWaterMark, Truncate
+from waltz_core.sim.network import NEAR
+from waltz_core.wire.messages import (
+    AppendRaw,
+    AppendResult,
+    Prepare,
+    Reason,
+    Repair,
+    SetLowWaterMark,
+    Truncate,
+)
 
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
+    from waltz_core.server.events import Answer
     from waltz_core.sim.clients import SimClient
     from waltz_core.sim.cluster import SimCluster
     from waltz_core.sim.promises.replicas import Before
@@ -281,6 +291,15 @@ class Telling(Checks):
         kept = self.span(first, min(effect.committed_last, last))
         self.tell(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 
+    def answered(self, server: "SimServer", answer: "Answer") -> None:
+        """See `Checks.answered`; what an application is told is a milestone when it is told."""
+        super().answered(server, answer)
+        link, message = self.cluster.network.links.get(answer.connection), answer.message
+        if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
+            return
+        told = {_outcome(reason) for reason in bytes(message.reasons)}
+        self.tell(f"{server.name} to a link that was given up: {', '.join(sorted(told))}")
+
     # ---- applications
 
     def settled(self, client: "SimClient", effect: client_events.Settled) -> None:
@@ -289,7 +308,7 @@ class Telling(Checks):
         outcome = effect.outcome
         ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
         for number, reason in zip(ids, reasons, strict=True):
-            what = "in the log" if number >= 0 else Reason(reason).name
+            what = _outcome(reason)
             self._outcomes.setdefault(what, []).append(number)
 
     def refused(self, client: "SimClient", effect: client_events.Refused) -> None:
@@ -298,6 +317,10 @@ class Telling(Checks):
         what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
         count = len(self.cluster.workload.operations_of(effect.token))
         self._outcomes.setdefault(what, []).extend([-1] * count)
+
+
+def _outcome(reason: int) -> str:
+    return "in the log" if reason == Reason.COMMITTED else Reason(reason).name
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -75,6 +75,8 @@ class Answers:
     def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
         self._witness = witness
         self._sessions = sessions
+        # Of each server: the connection on which each client's last mount was answered.
+        self._mounted: dict[str, dict[int, int]] = {}
         self._claims: dict[ReqId, SessionId] = {}  # of those who follow, until they are answered
         # Of each server: the session that is open now, and those that were in this step.
         self._open: dict[str, SessionId] = {}
@@ -95,6 +97,7 @@ class Answers:
     def made(self, server: str) -> None:
         """A partition machine begins: it knows of no session."""
         self._open.pop(server, None)
+        self._mounted.pop(server, None)
         self._in_step.pop(server, None)
         self._mark.pop(server, None)
         self._mark_before.pop(server, None)
@@ -146,8 +149,12 @@ class Answers:
             case AppendResult():
                 self._check_result(name, message)
                 self._check_order(name, answer.connection, message)
+                self._look_for_older(name, answer.connection, message)
             case MountResponse() | Mounted():
-                self._lost.pop((message.req_id.client_id, answer.connection), None)
+                client_id = message.req_id.client_id
+                self._lost.pop((client_id, answer.connection), None)
+                if isinstance(message, Mounted) or message.state == _READY:
+                    self._mounted.setdefault(name, {})[client_id] = answer.connection
             case _:
                 pass
 
@@ -259,6 +266,12 @@ class Answers:
         rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
         if rows and lost is None:
             self._lost[key] = req_id.sequence + rows[0]
+
+    def _look_for_older(self, name: str, connection: int, message: AppendResult) -> None:
+        """A refusal on a connection that is older than the one its client has mounted on."""
+        mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
+        if connection < mounted and Reason.NOT_MOUNTED in bytes(message.reasons):
+            self._witness.count("append on an older connection")
 
     # ---- what clients ask, and are told
 

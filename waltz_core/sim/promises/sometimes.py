@@ -44,6 +44,7 @@ SOMETIMES: Final = (
     "released",
     "followed in flight",
     "follower of another session refused",
+    "append on an older connection",
 )
 # Reports of machines under the names above.
 REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}
