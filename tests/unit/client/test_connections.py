@@ -251,10 +251,13 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
             return address
 
     address = asyncio.run(story())
-    told = [(each.levelname, each.getMessage().split(" after")[0]) for each in caplog.records]
+    told = [
+        (each.levelname, *each.getMessage().split()[:2], *each.getMessage().split()[3:])
+        for each in caplog.records
+    ]
     assert told == [
-        ("WARNING", f"server.silent server={address} owes_answer_s=0.0 looks_at=zookeeper"),
-        ("INFO", f"server.not_silent server={address}"),
+        ("WARNING", "server.silent", f"server={address}", "looks_at=zookeeper"),
+        ("INFO", "server.not_silent", f"server={address}"),
     ]
 
 
