@@ -468,7 +468,7 @@ class LocalCluster:
         host = self._loaded().host
         command += [f"--storage={host}:{m.port}:{m.admin_port}" for m in storages]
         left = max(1.0, deadline - time.monotonic())
-        command += ["--if-absent", "--wait-s", f"{left:.1f}"]
+        command += ["--if-absent", "--timeout-s", f"{left:.1f}"]
         with subprocess.Popen(  # noqa: S603 - our own program and our own arguments
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as creating:
