@@ -29,8 +29,8 @@ def test_without_any_there_are_ours_alone(monkeypatch):
     ("path", "text"),
     [
         ("/var/a b/zookeeper", "/var/a b/zookeeper"),
-        ("/tmp/ümlaut/\U0001f40e", "/tmp/\\u00fcmlaut/\\ud83d\\udc0e"),
-        ("/tmp/a\\b", "/tmp/a\\u005cb"),
+        ("/var/ümlaut/\U0001f40e", "/var/\\u00fcmlaut/\\ud83d\\udc0e"),
+        ("/var/a\\b", "/var/a\\u005cb"),
     ],
 )
 def test_a_directory_is_written_as_java_reads_it(path, text):
@@ -39,8 +39,8 @@ def test_a_directory_is_written_as_java_reads_it(path, text):
 
 
 def test_a_directory_that_java_cannot_name_is_refused():
-    path = Path(os.fsdecode(b"/tmp/\xfcmlaut"))
-    with pytest.raises(BadConfig, match=r"^'/tmp/.udcfcmlaut': expected .* a name in UTF-8"):
+    path = Path(os.fsdecode(b"/var/\xfcmlaut"))
+    with pytest.raises(BadConfig, match=r"^'/var/.udcfcmlaut': expected .* a name in UTF-8"):
         zookeeper_config(path, 2181)
 
 
