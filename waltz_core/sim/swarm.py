@@ -28,6 +28,7 @@ from waltz_core.sim.schedule import STEPS
 
 CHUNK_SEEDS: Final = 8
 TOLD_EVERY_S: Final = 5.0
+LOOK_S: Final = 0.2  # how long an interrupt may wait
 # A world hangs together in rings, and is let go as a whole: to look for rings more often finds
 # nothing, and takes some percent of the time.
 COLLECT_EVERY: Final = 200_000
@@ -45,7 +46,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and who hears of it
     told: Told | None = None,
     sums: Coverage | None = None,
 ) -> Coverage:
-    """Run `seed_count` seeds from `first` on, or as many as there is time for.
+    """Run `seed_count` seeds from `first` on, or as many as there is time for; on the main thread.
 
     Each is healed after `steps_max` steps, if not sooner.
     `told` hears now and then how far it is, and after how many seconds. What is found is added to
@@ -89,6 +90,7 @@ def _run_all(
         return
     # Started anew, not forked: a copy of a process with threads may hang.
     with (
+        _interrupts_kept() as pass_on,
         ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_collect_little) as pool,
         _ended_early(),
     ):
@@ -97,10 +99,32 @@ def _run_all(
                 pool.submit(run_one, chunk) for chunk in islice(chunks, 2 * jobs)
             }
         while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            pass_on()
+            done, pending = wait(pending, LOOK_S, return_when=FIRST_COMPLETED)
             pending |= {pool.submit(run_one, chunk) for chunk in islice(chunks, len(done))}
             for future in done:
                 yield future.result()
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[Callable[[], None]]:
+    """Give what passes an interrupt on that came meanwhile; the end does so, too.
+
+    Raised in the middle of a start it would leave a child without its orders, and in the middle of
+    a wait locks that the pool's own thread waits for.
+    """
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+
+    def pass_on() -> None:
+        if came and callable(before):
+            before(came.pop(), None)
+
+    try:
+        yield pass_on
+        pass_on()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -118,7 +142,7 @@ def _ended_early() -> Iterator[None]:
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Have what is started hear of no interrupt; one that comes is kept for this process."""
+    """Have what is started meanwhile hear of no interrupt (rule 3)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
