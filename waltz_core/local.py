@@ -15,10 +15,8 @@ Rules:
 import contextlib
 import fcntl
 import json
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ from typing import IO
 
 import psutil
 
+from waltz_core import local_ports
 from waltz_core.cluster.connect_string import ConnectString
 from waltz_core.config import render_toml
 from waltz_core.errors import BadConfig, Unreachable, WaltzError
@@ -39,16 +38,12 @@ ROOT_DEFAULT = "/waltz/local"
 LOOPBACK = "127.0.0.1"
 STATE_FILE = "cluster.json"
 STATE_VERSION = 1
-# Below the range from which the kernel draws ports for outgoing connections, so that none of
-# those can sit on a daemon's port while the daemon is away.
-PORT_FIRST, PORT_LAST = 10240, 32000
 USUAL_ZOOKEEPER_PORT = 2181
 USUAL_QUORUM_PORT = 2888
 USUAL_ELECTION_PORT = 3888
 USUAL_STORAGE_PORT = 15280
 USUAL_SERVER_PORT = 15180
 STOP_TIMEOUT_S = 10.0
-PORT_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -240,9 +235,9 @@ class LocalCluster:
         state = self._loaded()
         taken = {port for each in state.members for port in (each.port, each.admin_port)}
         taken |= {each.http_port for each in state.members}
-        ports = [_free_port(taken, state.host)]
+        ports = [local_ports.draw(taken, state.host)]
         for _ in range(2):
-            ports.append(_free_port({*taken, *ports}, state.host))
+            ports.append(local_ports.draw({*taken, *ports}, state.host))
         number = sum(each.kind == "storage" for each in state.members) + 1
         made = Member(f"storage-{number}", *ports)
         state.members.append(made)
@@ -255,7 +250,7 @@ class LocalCluster:
         if member.process() is not None:
             return
         self._await_end(member, STOP_TIMEOUT_S)
-        if not _port_is_free_soon(member.port, self._loaded().host):
+        if not local_ports.is_free_soon(member.port, self._loaded().host):
             self._move_port(member)
         self._write_config(member)
         self.log_path(name).parent.mkdir(exist_ok=True)
@@ -365,8 +360,8 @@ class LocalCluster:
         host = self._host
 
         def port(usual: int) -> int:
-            is_chosen = self._usual_ports and _port_is_free(usual, host)
-            chosen = usual if is_chosen else _free_port(taken, host)
+            is_chosen = self._usual_ports and local_ports.is_free(usual, host)
+            chosen = usual if is_chosen else local_ports.draw(taken, host)
             taken.add(chosen)
             return chosen
 
@@ -389,7 +384,7 @@ class LocalCluster:
             for index in range(servers)
         ]
         for member in members[zookeepers:]:
-            member.http_port = _free_port(taken, host)
+            member.http_port = local_ports.draw(taken, host)
             taken.add(member.http_port)
         self._state = State(ROOT_DEFAULT, partitions, members, host, self._auth_file)
         self._save()
@@ -409,7 +404,7 @@ class LocalCluster:
                 f"port {member.port} of {member.name} is taken by another program; a storage is "
                 f"known by its address, so free that port and start again"
             )
-        member.port = _free_port({m.port for m in self.members}, self._loaded().host)
+        member.port = local_ports.draw({m.port for m in self.members}, self._loaded().host)
         self._save()
 
     # -- the processes ----------------------------------------------------------------------
@@ -473,23 +468,35 @@ class LocalCluster:
         host = self._loaded().host
         command += [f"--storage={host}:{m.port}:{m.admin_port}" for m in storages]
         left = max(1.0, deadline - time.monotonic())
-        command += ["--if-absent", "--wait-s", f"{left:.1f}"]
-        done = subprocess.run(  # noqa: S603 - our own program and our own arguments
-            command, capture_output=True, text=True, check=False, timeout=left + 10
-        )
-        if done.returncode != 0:
+        command += ["--if-absent", "--timeout-s", f"{left:.1f}"]
+        with subprocess.Popen(  # noqa: S603 - our own program and our own arguments
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as creating:
+            told = self._await_creation(creating, deadline=time.monotonic() + left + 10)
+        if creating.returncode != 0:
             raise Unreachable(
-                f"the cluster could not be created: {done.stderr.strip()}\n"
+                f"the cluster could not be created: {told.strip()}\n"
                 f"{self._tail(self.zookeepers[0].name)}"
             )
         marker.touch()
+
+    def _await_creation(self, creating: subprocess.Popen[str], *, deadline: float) -> str:
+        """Return what it has said; raises Unreachable as soon as no ZooKeeper can answer it."""
+        try:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return creating.communicate(timeout=0.1)[1]
+                self._check_alive(self.zookeepers)
+            raise Unreachable(f"creating the cluster in {self.directory} does not end")
+        finally:
+            creating.kill()
 
     def _await_ready(self, deadline: float) -> None:
         from waltz_core.client import WaltzClient  # noqa: PLC0415 - costs start-up time
 
         last = "no answer yet"
         while time.monotonic() < deadline:
-            self._check_alive()
+            self._check_alive(self.members)
             try:
                 with WaltzClient(self.connect) as client:
                     client.high_water_marks()
@@ -502,8 +509,8 @@ class LocalCluster:
             f"{self._tail('server-1')}"
         )
 
-    def _check_alive(self) -> None:
-        for member in self.members:
+    def _check_alive(self, members: list[Member]) -> None:
+        for member in members:
             if member.process() is None:
                 raise Unreachable(
                     f"{member.name} ended while the cluster was starting; the end of its log "
@@ -566,32 +573,3 @@ def cluster(directory: Path | None = None, **options: object) -> Iterator[str]:
     """
     with running(directory, **options) as running_cluster:
         yield running_cluster.connect
-
-
-def _port_is_free(port: int, host: str = LOOPBACK) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def _port_is_free_soon(port: int, host: str) -> bool:
-    """Tell whether a port is free, or becomes so: of a process just killed it is held a moment."""
-    deadline = time.monotonic() + PORT_TIMEOUT_S
-    while not _port_is_free(port, host):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _free_port(taken: set[int], host: str) -> int:
-    chooser = random.SystemRandom()
-    for _ in range(1000):
-        port = chooser.randint(PORT_FIRST, PORT_LAST)
-        if port not in taken and _port_is_free(port, host):
-            return port
-    raise Unreachable(f"no free port between {PORT_FIRST} and {PORT_LAST} on {host}")

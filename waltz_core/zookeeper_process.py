@@ -5,6 +5,7 @@ Nothing here speaks ZooKeeper's protocol; that is `cluster/zookeeper.py`.
 """
 
 import importlib.util
+import locale
 import os
 import shlex
 import shutil
@@ -39,9 +40,10 @@ def zookeeper_config(
     """Return the text of a zoo.cfg for one node that listens at one address.
 
     Without an ensemble it stands alone; else `write_node_number` says which node of it this is.
+    Raises BadConfig for a directory that Java has no name for.
     """
     text = (
-        f"dataDir={data_directory}\n"
+        f"dataDir={_as_property(data_directory)}\n"
         f"clientPort={port}\n"
         f"clientPortAddress={host}\n"
         # A short tick allows short sessions: 2 to 20 ticks.
@@ -58,6 +60,19 @@ def zookeeper_config(
     for number, peer in enumerate(ensemble, start=1):
         text += f"server.{number}={peer.host}:{peer.quorum_port}:{peer.election_port}\n"
     return text
+
+
+def _as_property(path: Path) -> str:
+    """Return a path as Java reads it from a file of properties, which it takes for Latin-1."""
+    try:
+        units = str(path).encode("utf-16-be")
+    except UnicodeEncodeError:
+        raise BadConfig(
+            f"{str(path)!a}: expected a directory with a name in UTF-8; "
+            "ZooKeeper, a Java program, can name no other"
+        ) from None
+    numbers = [int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2)]
+    return "".join(chr(n) if n < 128 and n != ord("\\") else f"\\u{n:04x}" for n in numbers)
 
 
 def write_node_number(data_directory: Path, number: int) -> None:
@@ -113,6 +128,17 @@ def command(config: Path) -> list[str]:
     return [find_java(), *options, "-cp", f"{jars_directory()}/*", MAIN_CLASS, str(config)]
 
 
+def environment() -> dict[str, str]:
+    """Return the environment for Java: it goes by the locale, and Python does not where that is C.
+
+    They must name files alike, or ZooKeeper does not find its zoo.cfg in a directory like /tmp/ü.
+    """
+    of_locale = locale.nl_langinfo(locale.CODESET)
+    if sys.getfilesystemencoding() == "utf-8" and of_locale != "UTF-8":
+        return {**os.environ, "LC_ALL": "C.UTF-8"}
+    return dict(os.environ)
+
+
 def run(config: Path, *, exit_with_parent: bool) -> int:
     """Become ZooKeeper, or run it as a child that ends when standard input does.
 
@@ -121,11 +147,12 @@ def run(config: Path, *, exit_with_parent: bool) -> int:
     line = command(config)
     sys.stdout.flush()
     if not exit_with_parent:
-        os.execv(line[0], line)  # noqa: S606 - found by find_java, no shell
+        os.execve(line[0], line, environment())  # noqa: S606 - found by find_java, no shell
     # No thread runs in this process yet, so the hook between fork and exec is safe.
     child = subprocess.Popen(  # noqa: S603 - found by find_java, no shell
         line,
         stdin=subprocess.DEVNULL,
+        env=environment(),
         preexec_fn=_die_with_parent,  # noqa: PLW1509
     )
 

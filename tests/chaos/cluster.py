@@ -321,7 +321,7 @@ class ChaosCluster:
             *("cluster", "create", self.connect, "--name", "chaos"),
             *("--partitions", str(self.world.partitions)),
             *(f"--storage={each.address}:{ADMIN_PORT}" for each in storages),
-            *("--if-absent", "--wait-s", str(READY_S / 2)),
+            *("--if-absent", "--timeout-s", str(READY_S / 2)),
         )
 
     def _write_config(self, member: Member) -> Path:

@@ -183,7 +183,7 @@ def test_a_scrub_of_a_storage_that_has_gone_silent_ends(cluster: LocalCluster):
     storage = address(cluster, "storage-1")
     cluster.kill("storage-1", signal.SIGSTOP)
     try:
-        words = ("--storage", storage, "--partition", "0-1", "--timeout", "1")
+        words = ("--storage", storage, "--partition", "0-1", "--timeout-s", "1")
         told = refused(cluster, "storage", "scrub", *words)
     finally:
         cluster.kill("storage-1", signal.SIGCONT)

@@ -15,7 +15,8 @@ import pytest
 
 from tests.fault.load import command, wait_until
 from waltz_core.client import WaltzClient
-from waltz_core.local import LocalCluster, _port_is_free, cluster, running
+from waltz_core.local import LOOPBACK, LocalCluster, cluster, running
+from waltz_core.local_ports import is_free
 
 pytestmark = pytest.mark.fault
 # `WALTZ_LOCAL_CYCLES=20` is the long version.
@@ -101,7 +102,7 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
                 written.append((client.append(data, partition=0).result(30), data))
         ports = kill_everything(directory)
         wait_until("no process left", lambda: pids_at(directory) == [])
-        wait_until("ports free", lambda: all(map(_port_is_free, ports)))  # noqa: B023
+        wait_until("ports free", lambda: all(is_free(port, LOOPBACK) for port in ports))  # noqa: B023
     with WaltzClient(up(directory, *WHOLE)) as client:
         assert client.high_water_mark(0, linearizable=True) == len(written) - 1
         records = b"".join(
@@ -241,6 +242,33 @@ def test_a_cluster_listens_at_the_address_that_it_is_given(directory: Path):
             assert client.append(b"x", partition=0).result(30) == 0
             assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
         for member in made.members:
-            assert _port_is_free(member.port)
-            assert not _port_is_free(member.port, host)
+            assert is_free(member.port, LOOPBACK)
+            assert not is_free(member.port, host)
     assert LocalCluster(directory).connect == made.connect
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_a_directory_may_have_any_name_in_any_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locale: str
+):
+    """ZooKeeper is Java, which names files by the locale, and reads its settings as Latin-1."""
+    monkeypatch.setenv("LC_ALL", locale)
+    directory = tmp_path / "ümlaut 馬"
+    try:
+        up(directory)
+        assert (directory / "zookeeper" / "version-2").is_dir()
+        assert list(tmp_path.iterdir()) == [directory]
+    finally:
+        LocalCluster(directory).down()
+    assert pids_at(directory) == []
+
+
+def test_a_zookeeper_that_ends_is_told_at_once_with_the_end_of_its_log(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SERVER_JVMFLAGS", "-XX:+ThereIsNoSuchOption")
+    done = local(directory, "up", *SMALL, "--timeout-s", "600")  # longer than the test waits
+    assert done.returncode == 1
+    assert "waltz-core: zookeeper ended while the cluster was starting" in done.stderr
+    assert "ThereIsNoSuchOption" in done.stderr
+    assert "Traceback" not in done.stderr

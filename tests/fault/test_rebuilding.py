@@ -48,7 +48,7 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     directory = str(cluster.directory / "storage-2")
     rebuild = ("rebuild-metadata", *named, "--from-directory", directory)
     # Broken off by its time limit, the command says what it waits for, and goes on later.
-    waited = refuses(cluster, *rebuild, "--timeout", "3")
+    waited = refuses(cluster, *rebuild, "--timeout-s", "3")
     assert f"{address(cluster, 'storage-1')}" in waited
     assert "to answer: start it, or say --missing" in waited
     command = begin(cluster, *rebuild)
@@ -167,7 +167,7 @@ def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(story: 
     with story.load() as load:
         load.goes_on()
         replace = ("replace-storage", lost, lost)
-        waited = refuses(cluster, *replace, "--timeout", "2")
+        waited = refuses(cluster, *replace, "--timeout-s", "2")
         assert f"a storage with an empty directory to start at {lost}" in waited
         cluster.start("storage-2")
         does(cluster, *replace)

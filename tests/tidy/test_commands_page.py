@@ -111,3 +111,43 @@ def test_every_noun_has_a_row_and_every_verb_says_what_it_does():
         assert f"`{noun}`" in page
         for name, verb in verbs_of(noun_parser(noun)).items():
             assert verb.description, f"{noun} {name} has no help"
+
+
+def options_of(parser):
+    """Yield each option of a parser as its help shows it, and its verbs' options."""
+    for verb in verbs_of(parser).values():
+        yield from options_of(verb)
+    for action in parser._actions:
+        if action.help != argparse.SUPPRESS:
+            yield from action.option_strings
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_how_long_a_command_may_wait_is_called_the_same_everywhere(noun):
+    shown = set(options_of(noun_parser(noun)))
+    assert not {each for each in shown if each.startswith(("--wait", "--timeout"))} - {
+        "--timeout-s"
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("cluster create zk:1/w --partitions 1 --storage s:1:2 --wait-s 3", {"wait_s": 3}),
+        ("cluster create zk:1/w --partitions 1 --storage s:1:2 --timeout-s 3", {"wait_s": 3}),
+        ("cluster show zk:1/w", {"wait_s": 10}),
+        ("cluster add-replica 0 s4:15280 --connect zk:1/w --timeout 3", {"timeout_s": 3}),
+        ("client validate --connect zk:1/w --timeout 3", {"timeout_s": 3}),
+        ("client validate --connect zk:1/w", {"timeout_s": 600}),
+        ("storage list --admin s:1 --wait-s 3", {"wait_s": 3}),
+        (
+            "storage scrub --admin s:1 --partition 0 --wait-s 3 --timeout 4",
+            {"wait_s": 3, "timeout_s": 4},
+        ),
+        ("storage scrub --admin s:1 --partition 0 --timeout-s 4", {"wait_s": 10, "timeout_s": 4}),
+    ],
+)
+def test_the_options_of_earlier_versions_for_how_long_to_wait_are_understood(text, found):
+    words = shlex.split(text)
+    arguments = vars(parser_for(words[0]).parse_args(words))
+    assert {name: arguments[name] for name in found} == found

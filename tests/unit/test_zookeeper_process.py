@@ -1,8 +1,14 @@
 """How ZooKeeper is called."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-from waltz_core.zookeeper_process import JAVA_OPTIONS, MAIN_CLASS, command
+import pytest
+
+from waltz_core.errors import BadConfig
+from waltz_core.zookeeper_process import JAVA_OPTIONS, MAIN_CLASS, command, zookeeper_config
 
 
 def test_the_users_java_options_come_after_ours(monkeypatch):
@@ -17,3 +23,45 @@ def test_without_any_there_are_ours_alone(monkeypatch):
     monkeypatch.delenv("SERVER_JVMFLAGS", raising=False)
     line = command(Path("zoo.cfg"))
     assert line[1 : line.index("-cp")] == list(JAVA_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/var/a b/zookeeper", "/var/a b/zookeeper"),
+        ("/var/ümlaut/\U0001f40e", "/var/\\u00fcmlaut/\\ud83d\\udc0e"),
+        ("/var/a\\b", "/var/a\\u005cb"),
+    ],
+)
+def test_a_directory_is_written_as_java_reads_it(path, text):
+    """A file of properties is Latin-1: as UTF-8 it would name another directory."""
+    assert zookeeper_config(Path(path), 2181).splitlines()[0] == f"dataDir={text}"
+
+
+def test_a_directory_that_java_cannot_name_is_refused():
+    path = Path(os.fsdecode(b"/var/\xfcmlaut"))
+    with pytest.raises(BadConfig, match=r"^'/var/.udcfcmlaut': expected .* a name in UTF-8"):
+        zookeeper_config(path, 2181)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("C", "C.UTF-8"), ("POSIX", "C.UTF-8"), ("C.UTF-8", "C.UTF-8"), (None, None)],
+)
+def test_java_names_files_as_python_does(given, told):
+    """Without a locale at all Python itself has chosen one, and told its children of it."""
+    program = (
+        "from waltz_core.zookeeper_process import environment as of;"
+        "print(of().get('LC_ALL'), of().get('LC_CTYPE'))"
+    )
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))
+    }
+    if given is not None:
+        clean["LC_ALL"] = given
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True
+    )
+    of_all, of_types = done.stdout.split()
+    assert of_all == str(told)
+    assert "UTF-8" in (of_all, of_types) or "C.UTF-8" in (of_all, of_types)

@@ -85,15 +85,32 @@ def add_common(verb: argparse.ArgumentParser, *, changes: bool = True) -> None:
         add_timeout(verb)
 
 
-def add_timeout(verb: argparse.ArgumentParser) -> None:
-    """Declare for how long a command may wait (`in_time`)."""
+def add_timeout(
+    verb: argparse.ArgumentParser,
+    what: str = "give up waiting after so many seconds",
+    *,
+    default_s: float = TIMEOUT_S,
+    older: str = "--timeout",
+    dest: str = "timeout_s",
+) -> None:
+    """Declare for how long a command may wait; `older` is the option's name in earlier versions."""
     verb.add_argument(
-        "--timeout",
+        "--timeout-s",
+        dest=dest,
         type=float,
-        default=TIMEOUT_S,
+        default=default_s,
         metavar="S",
-        help=f"give up waiting after so many seconds (default {TIMEOUT_S:.0f})",
+        help=f"{what} (default {default_s:.0f})",
     )
+    verb.add_argument(
+        older, dest=dest, type=float, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+
+
+def add_wait(verb: argparse.ArgumentParser) -> None:
+    """Declare for how long a command may wait that waits for ZooKeeper only."""
+    what = "wait so many seconds for ZooKeeper"
+    add_timeout(verb, what, default_s=CONNECT_WAIT_S, older="--wait-s", dest="wait_s")
 
 
 def add_place(verb: argparse.ArgumentParser) -> None:
@@ -147,7 +164,7 @@ async def _on_record(
 ) -> Result | None:
     async with (
         recorded(command.coordinator, creates=command.arguments.creates),
-        in_time(command.arguments.timeout, lambda: command.waits_for or "ZooKeeper"),
+        in_time(command.arguments.timeout_s, lambda: command.waits_for or "ZooKeeper"),
     ):
         return await work(command)
 

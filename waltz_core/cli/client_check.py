@@ -20,6 +20,7 @@ from typing import Any
 
 import uvloop
 
+from waltz_core.cli.changing import add_timeout
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.client import (
@@ -35,7 +36,6 @@ from waltz_core.client.callbacks import policy_of
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 LOCK_NAME = "client validate"
-TIMEOUT_S = 600.0
 WRONG_SHOWN_MAX = 10
 
 
@@ -87,13 +87,7 @@ def _add_common(verb: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the first N partitions, by turns (default 1)",
     )
-    verb.add_argument(
-        "--timeout",
-        type=float,
-        default=TIMEOUT_S,
-        metavar="S",
-        help=f"give up after so many seconds (default {TIMEOUT_S:.0f})",
-    )
+    add_timeout(verb, "give up after so many seconds")
 
 
 def _chosen(arguments: argparse.Namespace, client: AsyncWaltzClient) -> list[int]:
@@ -101,8 +95,8 @@ def _chosen(arguments: argparse.Namespace, client: AsyncWaltzClient) -> list[int
     for name in ("transactions", "partitions", "clients"):
         if getattr(arguments, name, 1) < 1:
             raise BadConfig(f"--{name}: expected 1 or more, found {getattr(arguments, name)}")
-    if arguments.timeout <= 0 or getattr(arguments, "interval_ms", 0) < 0:
-        raise BadConfig("--timeout, --interval-ms: expected no negative time, and some to wait")
+    if arguments.timeout_s <= 0 or getattr(arguments, "interval_ms", 0) < 0:
+        raise BadConfig("--timeout-s, --interval-ms: expected no negative time, and some to wait")
     if arguments.partitions > client.partition_count:
         raise BadConfig(
             f"--partitions: expected at most {client.partition_count}, as many as the cluster has, "
@@ -170,7 +164,7 @@ async def _write(
     """Write one client's transactions, one after the other, to the partitions by turns."""
     for turn in range(arguments.transactions):
         partition = (first + turn) % arguments.partitions
-        context = Numbered(partition, arguments.timeout)
+        context = Numbered(partition, arguments.timeout_s)
         told = await (await client.submit(context))
         assert told is not None, "it never gives up"
         written.add(partition, told, context.attempts)
@@ -349,10 +343,10 @@ async def _in_time(
     arguments: argparse.Namespace, work: Coroutine[Any, Any, None], how_far: Callable[[], str]
 ) -> None:
     try:
-        async with asyncio.timeout(arguments.timeout):
+        async with asyncio.timeout(arguments.timeout_s):
             await work
     except TimeoutError:
-        raise Unavailable(f"not done within {arguments.timeout:.0f} s: {how_far()}") from None
+        raise Unavailable(f"not done within {arguments.timeout_s:.0f} s: {how_far()}") from None
 
 
 def _behind(checks: list[Checking], written: Written) -> str:

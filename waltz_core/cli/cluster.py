@@ -13,7 +13,7 @@ from waltz_core.cli import (
     cluster_roots,
     cluster_verify,
 )
-from waltz_core.cli.changing import CONNECT_WAIT_S, add_place, place_of, recorded
+from waltz_core.cli.changing import add_place, add_wait, place_of, recorded
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
@@ -48,13 +48,7 @@ def add(command: argparse.ArgumentParser) -> None:
     protect.set_defaults(verb=_protect)
     for verb in (create, shown, protect):
         add_place(verb)
-        verb.add_argument(
-            "--wait-s",
-            type=float,
-            default=CONNECT_WAIT_S,
-            metavar="S",
-            help=f"wait so many seconds for ZooKeeper (default {CONNECT_WAIT_S:.0f})",
-        )
+        add_wait(verb)
     cluster_roots.add(verbs)
     cluster_verify.add(verbs)
     cluster_reach.add(verbs)

@@ -7,6 +7,7 @@ Rules:
     1. Exit code 0 says that every seed was run, none broke a rule, and enough was tried.
     2. A failing seed is told with its rule, a sentence, the command that replays it, and a file
        with a shortened schedule, which stays true when seeds come to mean other runs.
+    3. An interrupt ends it as it ends any command; what was found until then is told in a line.
 """
 
 import argparse
@@ -183,16 +184,22 @@ def _many(arguments: argparse.Namespace) -> int:
     first = first or 0
     say(f"seeds from {first} on, {jobs} processes")
     began_s = time.monotonic()
-    sums = sweep(
-        first,
-        seed_count,
-        jobs=jobs,
-        seconds=seconds,
-        steps_max=_steps(arguments),
-        told=_progress(seed_count),
-    )
-    took_s = time.monotonic() - began_s
-    files = _tell_failures(sums, _steps(arguments))
+    sums = Coverage()
+    try:
+        sums = sweep(
+            first,
+            seed_count,
+            jobs=jobs,
+            seconds=seconds,
+            steps_max=_steps(arguments),
+            told=_progress(seed_count),
+            sums=sums,
+        )
+        took_s = time.monotonic() - began_s
+        files = _tell_failures(sums, _steps(arguments))
+    except KeyboardInterrupt:
+        say(_so_far(sums, first, time.monotonic() - began_s))
+        raise
     missing = sums.missing()
     for name in missing:
         say(f"never came to pass in {sums.seeds} seeds: {name}")
@@ -211,6 +218,15 @@ def _many(arguments: argparse.Namespace) -> int:
             f"seeds, {sums.steps_per_cpu_s:.0f} steps a second and core"
         )
     return 0 if sums.is_good else 1
+
+
+def _so_far(sums: Coverage, first: int, seconds: float) -> str:
+    """Rule 3."""
+    broken = ", ".join(f"seed {failure.seed}: {failure.rule}" for failure in sums.failures)
+    return (
+        f"interrupted after {sums.seeds} seeds from {first} on in {seconds:.0f} s: "
+        f"{len(sums.failures)} broke a rule{f' ({broken})' if broken else ''}"
+    )
 
 
 def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:

@@ -34,7 +34,7 @@ def add_scrub(verb: argparse.ArgumentParser) -> None:
         "--status", action="store_true", help="only tell how far the scrub is; begin nothing"
     )
     add_timeout(verb)
-    add_target(verb, _scrub)
+    add_target(verb, _scrub, has_timeout=True)
 
 
 async def _scrub(arguments: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ async def _scrub(arguments: argparse.Namespace) -> int:
     with ProgressLine() as line:
         line.show(0, len(partitions), f"waiting for {target} to answer")
         async with (
-            in_time(arguments.timeout, lambda: line.awaited, afterwards=_GOES_ON),
+            in_time(arguments.timeout_s, lambda: line.awaited, afterwards=_GOES_ON),
             administered(target.admin) as admin,
         ):
             if not admin.is_ours:

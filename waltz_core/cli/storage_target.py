@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, TypeAlias
 
-from waltz_core.cli.changing import recorded
+from waltz_core.cli.changing import CONNECT_WAIT_S, add_wait, recorded
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.coordinator import ClusterView
@@ -19,7 +19,6 @@ from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.errors import BadConfig
 from waltz_core.record import ReplicaId
 
-CONNECT_WAIT_S: Final = 10.0
 PARTITIONS_MAX: Final = 1 << 20
 
 
@@ -55,7 +54,13 @@ class Target(NamedTuple):
 Verb: TypeAlias = Callable[[argparse.Namespace], Awaitable[int]]
 
 
-def add_target(verb: argparse.ArgumentParser, call: Verb, *, is_cluster: bool = False) -> None:
+def add_target(
+    verb: argparse.ArgumentParser,
+    call: Verb,
+    *,
+    is_cluster: bool = False,
+    has_timeout: bool = False,
+) -> None:
     """Declare how a verb is told its storage; `is_cluster`: it needs a cluster, and means all."""
     if not is_cluster:
         verb.add_argument("--admin", metavar="HOST:ADMIN_PORT", help="the storage's admin port")
@@ -70,13 +75,11 @@ def add_target(verb: argparse.ArgumentParser, call: Verb, *, is_cluster: bool = 
     verb.add_argument(
         "--storage", metavar="HOST:PORT", help="the storage, by the name that its cluster has"
     )
-    verb.add_argument(
-        "--wait-s",
-        type=float,
-        default=CONNECT_WAIT_S,
-        metavar="S",
-        help=f"wait so many seconds for ZooKeeper (default {CONNECT_WAIT_S:.0f})",
-    )
+    if has_timeout:
+        # Of a command that waits for more, ZooKeeper's share; an option of earlier versions.
+        verb.add_argument("--wait-s", type=float, default=CONNECT_WAIT_S, help=argparse.SUPPRESS)
+    else:
+        add_wait(verb)
     verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
     verb.set_defaults(verb=lambda arguments: asyncio.run(_awaited(call, arguments)))
 

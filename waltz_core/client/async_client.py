@@ -126,11 +126,7 @@ class AsyncWaltzClient(OpenedByConnect):
             CoordinatorUnavailable: no ZooKeeper answers; the message names the hosts.
         """
         settings = settings_of(config)
-        directory = ZooKeeperDirectory(
-            connect,
-            connect_timeout_ms=settings.zookeeper_connect_timeout_ms,
-            session_timeout_ms=settings.zookeeper_session_timeout_ms,
-        )
+        directory = ZooKeeperDirectory.of(connect, settings)
         return Opening(cls(directory, connect, settings, client_id=client_id))
 
     @classmethod
@@ -151,7 +147,7 @@ class AsyncWaltzClient(OpenedByConnect):
         is asked before each mount (spark.md, "Exactly once").
         """
         settings = settings_of(config)
-        directory = FixedDirectory(layout, connect_timeout_ms=settings.zookeeper_connect_timeout_ms)
+        directory = FixedDirectory.of(layout, settings)
         client = cls(directory, layout.connect, settings, client_id=client_id)
         client._connection_sequence = connection_sequence
         client.claim = claim

@@ -14,6 +14,7 @@ Rules:
        when it is first needed (docs/decisions/014).
     5. A server that keeps somebody waiting, and says nothing to anybody meanwhile, is `silent`: it
        may be frozen, and what it owned may be elsewhere, long before time is up for who waits.
+       The log tells of it once (`silence.py`).
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from collections.abc import Callable, Container
 from typing import TypeVar, cast
 
 from waltz_core import errors, net
+from waltz_core.client.silence import Silences
 from waltz_core.client.stream import CONTROL_SEQUENCE_MIN
 from waltz_core.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.wire.messages import AppendFollowing, ClientMessage, ErrorResponse, Message, Surface
@@ -29,6 +31,7 @@ _SEQUENCE_FIRST = CONTROL_SEQUENCE_MIN - 1
 _SEQUENCE_MIN = -(1 << 31)
 # A quarter of the time after which ZooKeeper gives a server up: found out within twice this.
 SILENT_S = 1.0
+_DIAL = 0  # connections are counted from 1 on
 
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
@@ -46,13 +49,14 @@ class ServerLink:
         link: net.Link,
         *,
         lost: Callable[["ServerLink"], None],
-        silent: Callable[[], None],
+        silences: Silences,
     ) -> None:
         self.number = number
         self._link = link
         self._lost = lost
-        self._silent = silent
+        self._silences = silences
         self._looks_again: asyncio.TimerHandle | None = None
+        self._silent_since_s = 0.0
         self._has_spoken = False
         self._sequence = _SEQUENCE_FIRST
         self._waiting: dict[ReqId, asyncio.Future[ClientMessage]] = {}
@@ -169,19 +173,25 @@ class ServerLink:
         if self._looks_again is None:
             self._has_spoken = False
             loop = asyncio.get_running_loop()
+            self._silent_since_s = loop.time()
             self._looks_again = loop.call_later(SILENT_S, self._look)
 
     def _look(self) -> None:
         """Tell when the server has been silent since the last look (rule 5)."""
         self._looks_again = None
-        if self.is_closed or not (self._waiting or any(each() for each in self._used_by.values())):
+        if self.is_closed:
+            return
+        if not (self._waiting or any(each() for each in self._used_by.values())):
+            self._silences.left(self.address, self.number, "nobody waits for it")
             return
         if not self._has_spoken:
-            self._silent()
+            self._silences.goes_on(self.address, self.number, since_s=self._silent_since_s)
         self._watch()
 
     def _take(self, received: list[Message]) -> None:
-        self._has_spoken = True
+        if not self._has_spoken:
+            self._has_spoken = True
+            self._silences.spoke(self.address, self.number)
         for each in received:
             message = cast("ClientMessage", each)
             future = self._waiting.pop(message.req_id, None)
@@ -194,6 +204,7 @@ class ServerLink:
                 stream[0](self.number, message)
 
     def _closed(self, reason: str) -> None:
+        self._silences.left(self.address, self.number, reason)
         waiting, self._waiting = list(self._waiting.values()), {}
         for future in waiting:
             if not future.done():
@@ -214,7 +225,7 @@ class ServerLinks:
         late_answers_s: float,
         silent: Callable[[], None] = lambda: None,
     ) -> None:
-        self._silent = silent
+        self._silences = Silences(silent)
         self._dial_timeout_s = dial_timeout_s
         self._late_answers_s = late_answers_s
         self._links: dict[_Key, ServerLink] = {}
@@ -251,20 +262,31 @@ class ServerLinks:
         """Dial; whoever wants the same meanwhile shares the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dialling[key] = outcome
-        overdue = asyncio.get_running_loop().call_later(SILENT_S, self._silent)
+        overdue = self._watch_dial(key[0])
         try:
             made = await self._dial(key)
         except errors.WaltzError as error:
+            self._silences.left(key[0], _DIAL, error)
             outcome.set_exception(error)
             outcome.exception()  # nobody may be waiting
             raise
         else:
+            self._silences.spoke(key[0], _DIAL)
             outcome.set_result(None)
             return made
         finally:
             overdue.cancel()
+            self._silences.left(key[0], _DIAL, "the dial was given up")  # unless it is told above
             del self._dialling[key]
             outcome.cancel()  # unless it is done: the dial was given up
+
+    def _watch_dial(self, address: str) -> asyncio.TimerHandle:
+        """Tell when a server has not greeted in time (rule 5); to be cancelled when it has."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        return loop.call_later(
+            SILENT_S, lambda: self._silences.goes_on(address, _DIAL, since_s=began_s)
+        )
 
     async def _dial(self, key: _Key) -> ServerLink:
         address = key[0]
@@ -274,7 +296,7 @@ class ServerLinks:
             raise errors.Unreachable(f"{address}: the client was closed")
         self._count += 1
         made = ServerLink(
-            self._count, link, lost=lambda gone: self._forget(key, gone), silent=self._silent
+            self._count, link, lost=lambda gone: self._forget(key, gone), silences=self._silences
         )
         self._links[key] = self._open[made.number] = made
         return made

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster import zookeeper
@@ -30,6 +30,7 @@ from waltz_core.cluster.connect_string import parse_connect_string
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.sharing import Shared
+from waltz_core.config import ClientConfig
 from waltz_core.record import Generation, PartitionId
 
 T = TypeVar("T")
@@ -128,6 +129,15 @@ class ZooKeeperDirectory:
         self._groups: Mapping[str, int] = {}
         self._changed: Changed | None = None
         self._refreshing: asyncio.Future[None] | None = None
+
+    @classmethod
+    def of(cls, connect: str, config: ClientConfig) -> Self:
+        """Return that of a client with these settings; raises BadConfig for the string."""
+        return cls(
+            connect,
+            connect_timeout_ms=config.zookeeper_connect_timeout_ms,
+            session_timeout_ms=config.zookeeper_session_timeout_ms,
+        )
 
     @property
     def cluster(self) -> ClusterInfo:
@@ -252,17 +262,36 @@ class ZooKeeperDirectory:
 class FixedDirectory:
     """The directory of a process that was told where things are (rule 3)."""
 
-    def __init__(self, layout: Layout, *, connect_timeout_ms: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        connect_timeout_ms: int,
+        session_timeout_ms: int = zookeeper.SESSION_TIMEOUT_MS,
+    ) -> None:
         self._told: dict[PartitionId, Owner] = {}
         self._cluster = layout.cluster
         self._changed: Changed | None = None
         self.learn(layout)
-        self._fallback = ZooKeeperDirectory(layout.connect, connect_timeout_ms=connect_timeout_ms)
+        self._fallback = ZooKeeperDirectory(
+            layout.connect,
+            connect_timeout_ms=connect_timeout_ms,
+            session_timeout_ms=session_timeout_ms,
+        )
         self._is_open = False
         self._is_closed = False
         self._opening = Shared(self._open_fallback)
         self._patience: asyncio.Timeout | None = None
         self._is_doubtful = asyncio.Event()
+
+    @classmethod
+    def of(cls, layout: Layout, config: ClientConfig) -> Self:
+        """Return that of a client with these settings."""
+        return cls(
+            layout,
+            connect_timeout_ms=config.zookeeper_connect_timeout_ms,
+            session_timeout_ms=config.zookeeper_session_timeout_ms,
+        )
 
     def learn(self, layout: Layout) -> None:
         """Take in what is news of the owners."""

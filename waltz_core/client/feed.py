@@ -340,9 +340,12 @@ class DataCache:
         found = self._find(transaction_id)
         if found is not None:
             return found
-        if self._loop.is_closed():
-            raise errors.Unavailable("the client is closed")
-        asked = asyncio.run_coroutine_threadsafe(self.data_of(transaction_id), self._loop)
+        asking = self.data_of(transaction_id)
+        try:
+            asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        except RuntimeError:  # a loop that was closed says it so
+            asking.close()
+            raise errors.Unavailable("the client is closed") from None
         while True:
             try:
                 return asked.result(LOOK_S)

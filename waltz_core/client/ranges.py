@@ -15,6 +15,8 @@ Rules:
        named: a storage that is near and not engaged is not asked.
     7. A replica of this machine says where the records lie, and they are read from its files
        (`nearby.py`); where that fails, it sends them like any other.
+    8. To greet takes a storage no disk: one that has not done so within `GREETING_S` may be frozen,
+       and another is asked. For the last one, and for records, the whole time is waited.
 """
 
 import asyncio
@@ -49,6 +51,7 @@ I64 = npt.NDArray[np.int64]
 
 HEADER_BYTES = raw_records.HEADER_DTYPE.itemsize
 RANGE_BYTES_MAX = 4 * 1024 * 1024
+GREETING_S = 1.0
 
 # Of a record, around its payload.
 _BEFORE_DATA = RECORD_PREFIX.size
@@ -417,7 +420,7 @@ class ReplicaReader:
     async def _fetch_from(self, address: str, query: RangeQuery) -> RangeChunk:
         if self._link is None or self._link.is_closed:
             self._hang_up()
-            self._link = await ReplicaLink.open(address, self._replicas, timeout_s=self._timeout_s)
+            self._link = await self._greeted(address)
             self._nearby = self._nearby_at(address)
         link = self._link  # the reader may be closed while something is read for it
         if self._nearby is not None and query.form is RangeForm.WHOLE:
@@ -440,6 +443,15 @@ class ReplicaReader:
             high_water_mark=TransactionId(self._replicas.high_water_mark),
             timeout_s=self._timeout_s,
         )
+
+    async def _greeted(self, address: str) -> ReplicaLink:
+        """Return a connection to a replica (rule 8)."""
+        is_last = len(self._addresses) == 1
+        try:
+            async with asyncio.timeout(None if is_last else GREETING_S):
+                return await ReplicaLink.open(address, self._replicas, timeout_s=self._timeout_s)
+        except TimeoutError as error:
+            raise errors.Unreachable(f"{address}: no greeting within {GREETING_S} s") from error
 
     def _nearby_at(self, address: str) -> Nearby | None:
         door = door_of(self._replicas.cluster_key, address)

@@ -8,6 +8,8 @@ Rules:
        hooks and callbacks run on worker threads and may block.
     2. A method may be called from any thread but the loop's own.
     3. A client belongs to the process that has opened it; a forked child gets a UsageError.
+    4. Nothing is handed to a loop that ends or has ended: another thread may close the client at
+       any moment, and whoever comes later is told so.
 """
 
 import asyncio
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 WORKERS_MAX = 16
 # How long the last of what runs on the loop may take to end.
 END_S_MAX = 5.0
+
+_CLOSED = "the client is closed"
 
 ResultT = TypeVar("ResultT")
 
@@ -121,6 +125,8 @@ class WaltzClient:
         self._pid = os.getpid()
         self._is_closed = False
         self._closing = threading.Lock()
+        self._handing_over = threading.Lock()
+        self._takes_calls = True  # rule 4
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="waltz-client", daemon=True
@@ -193,7 +199,7 @@ class WaltzClient:
         self._check_usable()
         directory = self._client.directory
         if isinstance(directory, FixedDirectory):
-            self._loop.call_soon_threadsafe(directory.learn, layout)
+            self._hand_over(lambda: self._loop.call_soon_threadsafe(directory.learn, layout))
 
     def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
         """Return the last committed transaction of a partition, -1 for an empty one."""
@@ -392,7 +398,19 @@ class WaltzClient:
         return outcome
 
     def _wait(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        try:
+            outcome = self._hand_over(lambda: asyncio.run_coroutine_threadsafe(call, self._loop))
+        except errors.UsageError:
+            call.close()
+            raise
+        return outcome.result()
+
+    def _hand_over(self, give: Callable[[], ResultT]) -> ResultT:
+        """Give the loop something to do; raises UsageError when it takes nothing more (rule 4)."""
+        with self._handing_over:
+            if not self._takes_calls:
+                raise errors.UsageError(_CLOSED)
+            return give()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -404,12 +422,14 @@ class WaltzClient:
     def _check_usable(self) -> None:
         self._check_process()
         if self._is_closed:
-            raise errors.UsageError("the client is closed")
+            raise errors.UsageError(_CLOSED)
         if threading.current_thread() is self._thread:
             raise errors.UsageError("a blocking call on the client's own event loop")
 
     def _end_threads(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
+        with self._handing_over:
+            self._takes_calls = False
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         # Threads that still wait for something (data for a callback, say) are told that it is over.

@@ -30,7 +30,7 @@ def connected(monkeypatch):
 
 
 def told(capsys, *words):
-    code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout", "60"])
+    code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", "60"])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -86,7 +86,7 @@ def test_who_produces_and_who_consumes_may_be_two(capsys, connected):
         assert (code, found["is_valid"], found["checked"]) == (0, True, 9)
         code, found = told(capsys, "consume", "--first", "1", "--transactions", "2")
         assert (code, found["checked"], found["ids"]) == (0, 2, {"0": [1, 2]})
-        assert main(["client", "consume", "--connect", "x:1/w", "--timeout", "0.2"]) == 1
+        assert main(["client", "consume", "--connect", "x:1/w", "--timeout-s", "0.2"]) == 1
         assert "not done within 0 s: 0 of 100 were checked" in capsys.readouterr().err
 
 

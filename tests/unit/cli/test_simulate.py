@@ -5,7 +5,7 @@ import json
 import pytest
 
 from waltz_core.cli import simulate
-from waltz_core.cli.main import main
+from waltz_core.cli.main import INTERRUPTED, main
 from waltz_core.sim.coverage import Coverage, Failure
 from waltz_core.sim.schedule import Fault, Schedule, Setup
 
@@ -106,3 +106,18 @@ def test_what_a_core_did_is_told(capsys):
     said = capsys.readouterr().out.splitlines()[-1]
     assert " s of CPU time: " in said
     assert said.endswith(" steps a second and core")
+
+
+def test_an_interrupt_tells_in_a_line_what_was_found_until_then(capsys, monkeypatch):
+    def interrupted(*_, sums, **__):
+        sums.merge(Coverage(seeds=40, failures=[Failure(9, "Fork", "two chains at 3")]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "sweep", interrupted)
+    assert main(["simulate", "--seeds", "100", "--first", "3", "--jobs", "2"]) == INTERRUPTED
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "seeds from 3 on, 2 processes\n"
+        "interrupted after 40 seeds from 3 on in 0 s: 1 broke a rule (seed 9: Fork)\n"
+    )

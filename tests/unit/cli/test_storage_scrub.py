@@ -31,7 +31,7 @@ def stuck(monkeypatch):
 
 def test_a_pass_that_does_not_come_to_its_end_is_told_in_time(capsys):
     began_s = time.monotonic()
-    words = ["--admin", Storage.address, "--partition", "4", "--timeout", "0.3"]
+    words = ["--admin", Storage.address, "--partition", "4", "--timeout-s", "0.3"]
     assert main(["storage", "scrub", *words]) == 1
     assert time.monotonic() - began_s < 30
     told = capsys.readouterr()

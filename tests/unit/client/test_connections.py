@@ -1,6 +1,7 @@
 """A dial that many wait for, the two connections to each server, and what waits on them."""
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -231,3 +232,49 @@ def look(link):
     assert link._looks_again is not None
     link._looks_again.cancel()
     link._look()
+
+
+def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monkeypatch, caplog):
+    monkeypatch.setattr("waltz_core.client.connections.SILENT_S", 600)  # the test looks itself
+    caplog.set_level("INFO", "waltz_core.client.silence")
+
+    async def story():
+        async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
+            link = await links.get(address)
+            asking = group.create_task(ask(link))
+            await until(lambda: got)
+            for _ in range(3):
+                look(link)
+            ((server, request),) = got
+            server.send(HighWaterMarkResponse(request.req_id, 7))
+            await asking
+            return address
+
+    address = asyncio.run(story())
+    told = [
+        (each.levelname, *each.getMessage().split()[:2], *each.getMessage().split()[3:])
+        for each in caplog.records
+    ]
+    assert told == [
+        ("WARNING", "server.silent", f"server={address}", "looks_at=zookeeper"),
+        ("INFO", "server.not_silent", f"server={address}"),
+    ]
+
+
+def test_a_server_that_does_not_greet_is_told_as_silent_and_then_as_left(monkeypatch, caplog):
+    monkeypatch.setattr("waltz_core.client.connections.SILENT_S", 0.01)
+    caplog.set_level("INFO", "waltz_core.client.silence")
+
+    async def story():
+        links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0)
+        with socket.create_server(("127.0.0.1", 0)) as frozen:  # as one that was stopped
+            address = f"127.0.0.1:{frozen.getsockname()[1]}"
+            with pytest.raises(errors.Unreachable):
+                await links.get(address)
+        await links.close("the test is over")
+        return address
+
+    address = asyncio.run(story())
+    told = [each.getMessage().split(" server=")[0] for each in caplog.records]
+    assert told == ["server.silent", "server.left_silent"]
+    assert all(address in each.getMessage() for each in caplog.records)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from waltz_core import errors
+from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.directory import (
     ClusterInfo,
     FixedDirectory,
@@ -15,6 +16,7 @@ from waltz_core.client.directory import (
 )
 from waltz_core.cluster.membership import Ownership, ServersView
 from waltz_core.cluster.model import GroupDescriptor, ServerDescriptor
+from waltz_core.config import ClientConfig
 from waltz_core.record import ReplicaId
 
 CLUSTER = ClusterInfo("shop", bytes(16), 3)
@@ -395,3 +397,26 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
     slow = Slow()
     monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", slow)
     asyncio.run(ask_and_close())
+
+
+def test_a_client_that_is_told_where_everything_is_opens_zookeeper_by_its_settings(monkeypatch):
+    async def connect(*_place, **options):
+        asked.append(options)
+        return Behind()
+
+    async def ask():
+        config = ClientConfig(
+            zookeeper_connect_timeout_ms=7_000, zookeeper_session_timeout_ms=9_000
+        )
+        async with AsyncWaltzClient.at(LAYOUT, config) as client:
+            monkeypatch.setattr(Behind, "follow_servers", follow, raising=False)
+            await client.directory.owner(0, after_failure=True)
+
+    async def follow(*_):
+        pass
+
+    asked = []
+    monkeypatch.setattr("waltz_core.client.directory.zookeeper.connect", connect)
+    asyncio.run(ask())
+    assert asked == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
+    assert Elsewhere.open_count == 0

@@ -317,3 +317,38 @@ def test_a_storage_that_is_near_and_not_engaged_is_not_asked(monkeypatch: pytest
     asked = asked_for_a_range(monkeypatch, ("s9:1",), down=REPLICAS)
     assert sorted(asked[:4]) == sorted(REPLICAS)
     assert asked[4:] == ["server", "server"]
+
+
+def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of a process that was stopped the system still takes connections."""
+    monkeypatch.setattr("waltz_core.client.ranges.GREETING_S", 0.01)
+    waited_s: dict[str, float] = {}
+
+    async def open_link(address: str, _replicas: ReplicaSet, *, timeout_s: float) -> ReplicaLink:
+        clock = asyncio.get_running_loop()
+        began_s = clock.time()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.Event().wait()
+        except TimeoutError as error:
+            raise errors.Unreachable(f"{address} is frozen") from error
+        finally:
+            waited_s[address] = clock.time() - began_s
+        raise AssertionError
+
+    async def from_server(query: RangeQuery) -> RangeChunk:
+        return chunk_of_server(P, query, answer())
+
+    async def read() -> None:
+        replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
+        reader = ReplicaReader(P, replicas, from_server, timeout_s=2, random=Random(1))
+        assert (await reader.fetch(QUERY)).next == 15
+
+    monkeypatch.setattr(ReplicaLink, "open", open_link)
+    asyncio.run(read())
+    *soon_s, last_s = waited_s.values()
+    assert len(soon_s) == len(REPLICAS) - 1
+    assert max(soon_s) < 1.9
+    assert last_s >= 1.9

@@ -1,6 +1,14 @@
-"""Many seeds, one process: what is added up, and what is left behind."""
+"""Many seeds: what is added up, what is left behind, and what an interrupt leaves."""
 
 import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
 
 from waltz_core.sim.swarm import sweep
 
@@ -13,3 +21,46 @@ def test_one_process_adds_up_and_leaves_the_collector_as_it_was():
     assert sums.steps >= 200
     assert sums.cpu_s > 0
     assert sums.steps_per_cpu_s == sums.steps / sums.cpu_s
+
+
+def interrupted_when(has_come):
+    """Interrupt a run of the command as a terminal does; return its exit code and what it said."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", "waltz_core", "simulate", "--seeds", "100000", "--jobs", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stdout is not None
+    said = run.stdout.readline()
+    deadline = time.monotonic() + 60
+    while not has_come(psutil.Process(run.pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = psutil.Process(run.pid).children()
+    os.killpg(run.pid, signal.SIGINT)
+    said += run.communicate(timeout=60)[0]
+    _, living = psutil.wait_procs(children, timeout=60)
+    assert not living
+    return run.returncode, said
+
+
+@pytest.mark.parametrize(
+    "has_come",
+    [
+        pytest.param(lambda all_: len(all_) >= 3, id="while its processes start"),
+        pytest.param(
+            lambda all_: sum(sum(each.cpu_times()[:2]) > 1.5 for each in all_) >= 2,
+            id="while they run",
+        ),
+    ],
+)
+def test_an_interrupt_ends_all_processes_and_is_told_in_a_line(has_come):
+    code, said = interrupted_when(has_come)
+    began, *progress, ended = said.splitlines()
+    assert began == "seeds from 0 on, 2 processes"
+    assert all(" of 100000 seeds, " in line for line in progress)
+    assert ended.startswith("interrupted after ")
+    assert ended.endswith(" s: 0 broke a rule")
+    assert code == 130

@@ -1,0 +1,59 @@
+"""The client for threads, when one of them closes it while another one uses it."""
+
+import asyncio
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.client import WaltzClient
+from waltz_core.client.directory import ClusterInfo, Layout
+from waltz_core.client.feed import DataCache
+
+LAYOUT = Layout("127.0.0.1:1/never_asked", ClusterInfo("shop", bytes(16), 3), {0: ("a:1", 1)})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda client: client.learn(LAYOUT),
+        lambda client: client.high_water_mark(0),
+        lambda client: client.append(b"x", partition=0),
+    ],
+)
+def test_whoever_uses_a_client_that_another_thread_closes_just_now_is_told_so(monkeypatch, use):
+    """It has been found open, and is closed before anything is handed to its loop."""
+    client = WaltzClient.at(LAYOUT)
+    is_usable = client._check_usable
+
+    def check_and_let_it_be_closed():
+        is_usable()
+        client.close()
+
+    monkeypatch.setattr(client, "_check_usable", check_and_let_it_be_closed)
+    with pytest.raises(errors.UsageError, match="the client is closed"):
+        use(client)
+
+
+def test_whoever_uses_a_client_whose_loop_has_stopped_does_not_wait_for_ever(monkeypatch):
+    """Between the end of the loop's thread and its closing it would take a call and not make it."""
+    client = WaltzClient.at(LAYOUT)
+    join, told = client._thread.join, []
+
+    def join_and_use(*_):
+        join()
+        with pytest.raises(errors.UsageError, match="the client is closed"):
+            client._wait(client._client.high_water_mark(0))
+        told.append(True)
+
+    monkeypatch.setattr(client._thread, "join", join_and_use)
+    client.close()
+    assert told
+
+
+def test_data_that_is_asked_for_when_the_loop_was_closed_is_told_as_unavailable(monkeypatch):
+    loop = asyncio.new_event_loop()
+    loop.close()
+    monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was not, a moment ago
+    cache = DataCache(None, None, mark=lambda: 7, bytes_max=1_000, loop=loop)
+    with pytest.raises(errors.Unavailable, match="the client is closed"):
+        cache.data_of_blocking(3)

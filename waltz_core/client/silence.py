@@ -1,0 +1,84 @@
+"""Tells of servers that owe an answer and say nothing: once when it begins, once when it ends.
+
+Why it stands alone: a server has two connections and is dialled again and again, and a person must
+hear of its silence as one thing, with its address, and without a line for every look.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from waltz_core.client.outage import AGAIN_S
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Silence:
+    """Of one server: its silent connections, and whether the present silence was told of."""
+
+    connections: set[int] = field(default_factory=set)
+    since_s: float = 0.0
+    told_s: float | None = None
+    is_told: bool = False
+
+
+class Silences:
+    """The silent servers of one client, by address; connections are named by any numbers.
+
+    `doubt` has ZooKeeper looked at: what the server owned may be elsewhere by now. A server that
+    falls silent again and again is told of every `AGAIN_S` at most.
+    """
+
+    def __init__(self, doubt: Callable[[], None]) -> None:
+        self._doubt = doubt
+        self._known: dict[str, _Silence] = {}
+
+    def goes_on(self, address: str, connection: int, *, since_s: float) -> None:
+        """It has said nothing here since `since_s` (the loop's clock), and somebody waits."""
+        self._doubt()
+        known = self._known.setdefault(address, _Silence())
+        if not known.connections:
+            known.since_s = since_s
+        known.connections.add(connection)
+        now_s = asyncio.get_running_loop().time()
+        is_soon = known.told_s is not None and now_s - known.told_s < AGAIN_S
+        if known.is_told or is_soon:
+            return
+        known.is_told, known.told_s = True, now_s
+        _log.warning(
+            "server.silent server=%s owes_answer_s=%.1f looks_at=zookeeper",
+            address,
+            now_s - known.since_s,
+        )
+
+    def spoke(self, address: str, connection: int) -> None:
+        """It has said something here; nothing is told of one that was not silent."""
+        known = self._ended(address, connection)
+        if known is not None:
+            _log.info("server.not_silent server=%s after_s=%.1f", address, _lasted_s(known))
+
+    def left(self, address: str, connection: int, reason: object) -> None:
+        """Nobody waits for it here any more; nothing is told of one that was not silent."""
+        known = self._ended(address, connection)
+        if known is not None:
+            lasted_s = _lasted_s(known)
+            _log.info(
+                "server.left_silent server=%s after_s=%.1f reason=%s", address, lasted_s, reason
+            )
+
+    def _ended(self, address: str, connection: int) -> _Silence | None:
+        """Return the silence that has ended with this connection's, if it was told of."""
+        known = self._known.get(address)
+        if known is None:
+            return None
+        known.connections.discard(connection)
+        if known.connections or not known.is_told:
+            return None
+        known.is_told = False
+        return known
+
+
+def _lasted_s(silence: _Silence) -> float:
+    return asyncio.get_running_loop().time() - silence.since_s
