@@ -17,7 +17,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
@@ -403,7 +403,10 @@ class WaltzClient:
         except errors.UsageError:
             call.close()
             raise
-        return outcome.result()
+        try:
+            return outcome.result()
+        except CancelledError:  # only the end of the loop's thread cancels (`_end_threads`)
+            raise errors.UsageError(_CLOSED) from None
 
     def _hand_over(self, give: Callable[[], ResultT]) -> ResultT:
         """Give the loop something to do; raises UsageError when it takes nothing more (rule 4)."""

@@ -1,6 +1,7 @@
 """The client for threads, when one of them closes it while another one uses it."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -47,6 +48,28 @@ def test_whoever_uses_a_client_whose_loop_has_stopped_does_not_wait_for_ever(mon
 
     monkeypatch.setattr(client._thread, "join", join_and_use)
     client.close()
+    assert told
+
+
+def test_whoever_waits_when_another_thread_closes_the_client_is_told_so(monkeypatch):
+    client = WaltzClient.at(LAYOUT)
+    begun, told = threading.Event(), []
+
+    async def never(*_, **__):
+        begun.set()
+        await asyncio.Event().wait()
+
+    def ask():
+        with pytest.raises(errors.UsageError, match="the client is closed"):
+            client.high_water_mark(0)
+        told.append(True)
+
+    monkeypatch.setattr(client._client, "high_water_mark", never)
+    asker = threading.Thread(target=ask)
+    asker.start()
+    assert begun.wait(10)
+    client.close()
+    asker.join(10)
     assert told
 
 
