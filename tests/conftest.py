@@ -19,9 +19,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Spark's workers must be this very Python; with another one they do not know waltz_spark.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-# With each import of numpy OpenBLAS begins a thread for every core, which is a quarter of what a
-# daemon's start costs. Nothing here multiplies matrices.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 java_classes.use()
 ports.keep_apart()
 
