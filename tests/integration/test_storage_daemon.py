@@ -15,6 +15,7 @@ from uuid import UUID
 import pytest
 
 from tests.integration.run_storage import KEY, PARTITION_COUNT
+from tests.loops import until
 from tests.ports import free_port
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors, net
@@ -399,6 +400,101 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
     engine = storage._open_engine()
     assert engine.logs[0].max_id == 0
     engine.close()
+
+
+@contextlib.contextmanager
+def noticed(monkeypatch, name):
+    """Give an event that is set when the engine is given up by this method."""
+    called, call = threading.Event(), getattr(Engine, name)
+
+    def notice(self):
+        called.set()
+        call(self)
+
+    monkeypatch.setattr(Engine, name, notice)
+    yield called
+    assert called.is_set()
+
+
+def test_work_that_follows_at_once_is_waited_for_at_the_end(tmp_path, monkeypatch):
+    run, begun, may_go_on = Work.run, threading.Event(), threading.Event()
+    early = []
+
+    def slow(self, clock_s):
+        if self.is_append and not begun.is_set():
+            begun.set()
+            assert may_go_on.wait(READY_S)
+        elif self.is_append:
+            early.append(closed.wait(0.3))
+        return run(self, clock_s)
+
+    monkeypatch.setattr(Work, "run", slow)
+
+    async def main():
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storage.serve(stop, ready.set_result))
+            async with session(await ready, 5) as owner:
+                await owner.prepare()
+                await owner.engage()
+                owner.link.send(owner.owner.append())
+                assert await asyncio.to_thread(begun.wait, READY_S)
+                queued = storage._machine.queued_bytes
+                owner.link.send(owner.owner.append())
+                await until(lambda: storage._machine.queued_bytes > queued)
+                stop.set()
+                await until(lambda: storage._serving._alone.locked())
+                may_go_on.set()
+                await until(lambda: early)
+
+    with noticed(monkeypatch, "close") as closed:
+        on_loop(main())
+    assert early == [False]
+
+
+def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
+    begun = threading.Event()
+    early = []
+
+    def run(self, _clock_s):
+        if self.partition_id == 0:
+            assert begun.wait(READY_S)
+            raise AssertionError("a bug")
+        begun.set()
+        early.append(given_up.wait(0.3))
+        raise AssertionError("another bug")
+
+    async def main():
+        async with serving(config_for(tmp_path)) as address:
+            async with session(address, 5, 0) as one, session(address, 7, 2) as two:
+                for each in (one, two):
+                    await each.prepare()
+                    await each.engage()
+                monkeypatch.setattr(daemon.Work, "run", run)
+                for each in (one, two):
+                    each.link.send(each.owner.append())
+                with pytest.raises(errors.Unreachable):
+                    await one.link.receive()
+
+    with noticed(monkeypatch, "abandon") as given_up:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            on_loop(main())
+    assert caught.group_contains(AssertionError, match="a bug")
+    assert early == [False]
+
+
+def test_a_directory_that_cannot_be_opened_leaves_no_threads(tmp_path):
+    (tmp_path / "waltz-x.id").mkdir()
+
+    async def main():
+        storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
+        with pytest.raises(errors.WaltzError):
+            await storage.serve(asyncio.Event(), lambda _address: None)
+        threads = storage._writers._threads
+        await until(lambda: not any(thread.is_alive() for thread in threads))
+
+    on_loop(main())
 
 
 def test_an_unreachable_zookeeper_is_told_in_a_sentence(tmp_path):

@@ -161,6 +161,13 @@ class StorageDaemon:
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         """Serve until `stop` is set or something has failed."""
+        try:
+            await self._serve_directory(stop, on_ready)
+        finally:
+            self._pool.shutdown(wait=False)
+            self._writers.end()
+
+    async def _serve_directory(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         engine = await self._in_thread(self._open_engine)
         is_clean = False
         try:
@@ -174,9 +181,9 @@ class StorageDaemon:
             raise _first_of(told) from group
         finally:
             if not self._is_left:
+                await self._let_work_end()  # what was begun before the driver was stopped
+            if not self._is_left:
                 await self._in_thread(engine.close if is_clean else engine.abandon)
-            self._pool.shutdown(wait=False)
-            self._writers.end()
 
     def _open_engine(self) -> Engine:
         config = self._config
@@ -352,14 +359,19 @@ class StorageDaemon:
         """Rule 5; raises `_End`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
+        await self._let_work_end(serving)
+        raise _End
+
+    async def _let_work_end(self, serving: Serving | None = None) -> None:
+        """Wait until no work is under way, nor a change of what is served; not for ever."""
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
-                await serving.stand_still()
+                if serving is not None:
+                    await serving.stand_still()
                 await self._is_idle.wait()
         except TimeoutError:
             self._is_left = True
             _log.warning("storage.busy_at_end works=%d", self._works_count)
-        raise _End
 
     def _failed(self, error: BaseException) -> None:
         """End the process with an error; the first one counts."""
@@ -472,13 +484,14 @@ class StorageDaemon:
 
     def _work_done(self, work: Work, outcome: Outcome) -> None:
         self._works_count -= 1
-        if self._works_count == 0:
-            self._is_idle.set()
         if isinstance(outcome, BaseException):
             self._failed(outcome)
-            return
-        self._post(service.WorkDone(work, outcome))
-        self._figures.count(work, outcome)  # when whoever waits has been answered
+        else:
+            self._post(service.WorkDone(work, outcome))
+        if self._works_count == 0:  # nor has this been followed by more
+            self._is_idle.set()
+        if not isinstance(outcome, BaseException):
+            self._figures.count(work, outcome)  # when whoever waits has been answered
 
     # ---------------------------------------------------------------------------------------------
     # what it shows
