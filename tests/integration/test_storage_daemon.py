@@ -444,7 +444,7 @@ def test_work_that_follows_at_once_is_waited_for_at_the_end(tmp_path, monkeypatc
                 owner.link.send(owner.owner.append())
                 await until(lambda: storage._machine.queued_bytes > queued)
                 stop.set()
-                await until(lambda: storage._serving._alone.locked())
+                await until(storage._serving._alone.locked)
                 may_go_on.set()
                 await until(lambda: early)
 
@@ -466,20 +466,25 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
         raise AssertionError("another bug")
 
     async def main():
-        async with serving(config_for(tmp_path)) as address:
-            async with session(address, 5, 0) as one, session(address, 7, 2) as two:
-                for each in (one, two):
-                    await each.prepare()
-                    await each.engage()
-                monkeypatch.setattr(daemon.Work, "run", run)
-                for each in (one, two):
-                    each.link.send(each.owner.append())
-                with pytest.raises(errors.Unreachable):
-                    await one.link.receive()
+        async with (
+            serving(config_for(tmp_path)) as address,
+            session(address, 5, 0) as one,
+            session(address, 7, 2) as two,
+        ):
+            for each in (one, two):
+                await each.prepare()
+                await each.engage()
+            monkeypatch.setattr(daemon.Work, "run", run)
+            for each in (one, two):
+                each.link.send(each.owner.append())
+            with pytest.raises(errors.Unreachable):
+                await one.link.receive()
 
-    with noticed(monkeypatch, "abandon") as given_up:
-        with pytest.raises(BaseExceptionGroup) as caught:
-            on_loop(main())
+    with (
+        noticed(monkeypatch, "abandon") as given_up,
+        pytest.raises(BaseExceptionGroup) as caught,
+    ):
+        on_loop(main())
     assert caught.group_contains(AssertionError, match="a bug")
     assert early == [False]
 
