@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import cast
@@ -92,6 +93,20 @@ async def test_one_thread_does_the_pieces_in_their_order():
         writers.run(piece)
     await until(lambda: len(told.outcomes) == len(pieces))
     assert [piece for piece, _ in told.outcomes] == pieces
+    writers.end()
+
+
+@on_loop
+async def test_a_thread_that_is_free_keeps_nothing_of_what_it_did():
+    told = Told()
+    writers = Writers(1, told)
+    writers.run(work())
+    await until(lambda: told.outcomes)
+    ((piece, _),) = told.outcomes
+    kept = weakref.ref(cast("Piece", piece))
+    del piece
+    told.outcomes.clear()
+    await until(lambda: kept() is None)
     writers.end()
 
 
