@@ -72,7 +72,8 @@ def _as_property(path: Path) -> str:
             "ZooKeeper, a Java program, can name no other"
         ) from None
     numbers = [int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2)]
-    return "".join(chr(n) if n < 128 and n != ord("\\") else f"\\u{n:04x}" for n in numbers)
+    plain = range(ord(" "), 127)
+    return "".join(chr(n) if n in plain and n != ord("\\") else f"\\u{n:04x}" for n in numbers)
 
 
 def write_node_number(data_directory: Path, number: int) -> None:

@@ -31,6 +31,7 @@ def test_without_any_there_are_ours_alone(monkeypatch):
         ("/var/a b/zookeeper", "/var/a b/zookeeper"),
         ("/var/ümlaut/\U0001f40e", "/var/\\u00fcmlaut/\\ud83d\\udc0e"),
         ("/var/a\\b", "/var/a\\u005cb"),
+        ("/var/a\nb\r", "/var/a\\u000ab\\u000d"),
     ],
 )
 def test_a_directory_is_written_as_java_reads_it(path, text):
