@@ -58,6 +58,8 @@ LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 # One Arrow metadata message of ours takes about 700 bytes; a longer one is no batch of ours.
 _METADATA_BYTES_MAX: Final = 16 * 1024
 _STREAM_END_BYTES: Final = 8  # a continuation marker, and a length of 0
+# As this version of the format has it, whatever pyarrow is told by the environment.
+_STREAM: Final = pa.ipc.IpcWriteOptions()
 # What pyarrow raises on bytes it cannot read; some of these are no ArrowException.
 _UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
 
@@ -215,10 +217,11 @@ def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
     size = schema.serialize().size + pa.ipc.get_record_batch_size(batch) + _STREAM_END_BYTES
     encoded = pa.allocate_buffer(size)
     with pa.FixedSizeBufferWriter(encoded) as sink:
-        with pa.ipc.new_stream(sink, schema) as stream:
+        with pa.ipc.new_stream(sink, schema, options=_STREAM) as stream:
             stream.write_batch(batch)
         assert sink.tell() == size
-    return memoryview(encoded)
+    # As of any bytes: pyarrow's own views are of signed numbers, and may be written to.
+    return memoryview(encoded).cast("B").toreadonly()
 
 
 def _cast(name: str, column: pa.Array) -> pa.Array:

@@ -111,6 +111,22 @@ def test_columns_from_arrow_may_be_absent_null_sliced_or_wider() -> None:
     assert found.marks is None
 
 
+def test_an_encoded_batch_is_like_any_bytes() -> None:
+    payload = batches.encode_append_arrow(pa.RecordBatch.from_pydict({"data": [b"a", b"bb"]}))
+    assert payload == bytes(payload)
+    assert payload.readonly
+    assert payload.tolist() == list(bytes(payload))
+
+
+def test_a_batch_is_encoded_alike_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = pa.RecordBatch.from_pydict({"data": [b"a", b"bb"]})
+    usual = batches.encode_append_arrow(rows)
+    monkeypatch.setenv("ARROW_PRE_0_15_IPC_FORMAT", "1")
+    assert bytes(batches.encode_append_arrow(rows)) == bytes(usual)
+
+
 def test_strings_are_payloads_too() -> None:
     payload = batches.encode_append_arrow(pa.RecordBatch.from_pydict({"data": pa.array(["é"])}))
     assert decode(payload).data.to_pylist() == ["é".encode()]
