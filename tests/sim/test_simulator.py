@@ -224,6 +224,26 @@ class TestOutliving:
         assert two.told("near") == ["given up"]
         assert len(late) == 1
 
+    @pytest.mark.parametrize("lets_go", ["release", "heal"])
+    def test_what_is_on_its_way_then_comes_behind_what_was_held_back(self, two, lets_go):
+        late, network = self.held(two), two.network
+        network.slow_us = 100_000
+        two.send(NEAR, 3)
+        network.slow_us = 0
+        network.heal() if lets_go == "heal" else network.release(two.link, "given up")
+        two.world.run(1_000_000)
+        assert two.told("far") == [1, 2, 3, "given up"]
+        assert two.told("near") == ["given up"]
+        assert len(late) == 1
+
+    def test_an_end_on_its_way_comes_behind_what_was_held_back(self, two):
+        self.held(two)
+        two.network.slow_us = 100_000
+        two.network.close(two.link, NEAR, "enough")
+        two.network.heal()
+        two.world.run(1_000_000)
+        assert two.told("far") == [1, 2, "given up"]
+
     def test_nothing_counts_as_late_for_a_far_end_that_is_gone(self, two):
         late = self.held(two)
         two.network.give_up(two.link, "given up")

@@ -262,12 +262,23 @@ class Network:
     def release(self, link: Link, reason: str, end_us: int = 0) -> None:
         """Let the far end have what was held back, and the end of the link `end_us` behind it.
 
-        Nothing for a link that is not held back any more.
+        What is on its way comes behind it, too (rule 1). Nothing for a link that is not held back
+        any more.
         """
-        held, link.held = link.held, None
-        if held is None:
+        if link.held is None:
             return
         self._lose(link, NEAR, reason)
+        let_go = partial(self._let_go, link, reason, end_us)
+        rest_us = link.at_us[NEAR] - self._world.now_us
+        if rest_us < 0:
+            let_go()
+        else:
+            self._world.after(rest_us, let_go)
+
+    def _let_go(self, link: Link, reason: str, end_us: int) -> None:
+        held, link.held = link.held, None
+        if held is None:
+            return  # `heal` came before
         for number, message in enumerate(held.messages):
             arrive = partial(self._arrive, link, FAR, message)
             if not number:
