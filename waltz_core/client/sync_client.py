@@ -124,8 +124,9 @@ class WaltzClient:
     def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
         self._pid = os.getpid()
         self._is_closed = False
-        self._closing = threading.Lock()
-        self._handing_over = threading.Lock()
+        # A signal's handler may close the client on the very thread that it has interrupted.
+        self._closing = threading.RLock()
+        self._handing_over = threading.RLock()
         self._takes_calls = True  # rule 4
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
@@ -411,9 +412,13 @@ class WaltzClient:
     def _hand_over(self, give: Callable[[], ResultT]) -> ResultT:
         """Give the loop something to do; raises UsageError when it takes nothing more (rule 4)."""
         with self._handing_over:
-            if not self._takes_calls:
-                raise errors.UsageError(_CLOSED)
-            return give()
+            try:
+                if self._takes_calls:
+                    return give()
+            except RuntimeError:  # a signal's handler has closed the client in the middle of it
+                if self._takes_calls:
+                    raise
+            raise errors.UsageError(_CLOSED)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -51,6 +51,52 @@ def test_whoever_uses_a_client_whose_loop_has_stopped_does_not_wait_for_ever(mon
     assert told
 
 
+@pytest.mark.parametrize("is_closed_first", [True, False])
+def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatch, is_closed_first):
+    """Its handler runs on the thread that it has interrupted, wherever that was."""
+    client = WaltzClient.at(LAYOUT)
+    give, told = asyncio.run_coroutine_threadsafe, []
+
+    def give_and_be_interrupted(call, loop):
+        monkeypatch.undo()
+        if is_closed_first:
+            client.close()
+        given = give(call, loop)
+        client.close()
+        return given
+
+    def ask():
+        with pytest.raises(errors.UsageError, match="the client is closed"):
+            client.high_water_mark(0)
+        told.append(True)
+
+    async def never(*_, **__):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", give_and_be_interrupted)
+    client._client.high_water_mark = never
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    asker.join(10)
+    assert told
+
+
+def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
+    client = WaltzClient.at(LAYOUT)
+    wait = client._wait
+
+    def wait_and_be_interrupted(call):
+        monkeypatch.undo()
+        client.close()
+        return wait(call)
+
+    monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
+    closer = threading.Thread(target=client.close, daemon=True)
+    closer.start()
+    closer.join(10)
+    assert not closer.is_alive()
+
+
 def test_whoever_waits_when_another_thread_closes_the_client_is_told_so(monkeypatch):
     client = WaltzClient.at(LAYOUT)
     begun, told = threading.Event(), []
