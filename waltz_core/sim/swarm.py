@@ -9,9 +9,11 @@ Rules:
     2. A process that dies takes the run with it: a seed that was not heard of is not a good seed.
     3. An interrupt is for the process that was asked: it ends the others at once, and they neither
        hear of it nor say anything, not even while they start.
+    4. The others end with it whatever ends it: left alone they would wait for seeds for ever.
 """
 
 import gc
+import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -19,7 +21,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count, islice
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
+from threading import Thread
 from typing import Final
 
 from waltz_core.sim.coverage import Coverage, covered
@@ -91,7 +94,7 @@ def _run_all(
     # Started anew, not forked: a copy of a process with threads may hang.
     with (
         _interrupts_kept() as pass_on,
-        ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_collect_little) as pool,
+        ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare) as pool,
         _ended_early(),
     ):
         with _deaf_children():
@@ -148,6 +151,20 @@ def _deaf_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _prepare() -> None:
+    """Get a process of the pool ready."""
+    _collect_little()
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Rule 4."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _collect_little() -> None:
