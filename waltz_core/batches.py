@@ -58,8 +58,6 @@ LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 # One Arrow metadata message of ours takes about 700 bytes; a longer one is no batch of ours.
 _METADATA_BYTES_MAX: Final = 16 * 1024
 _STREAM_END_BYTES: Final = 8  # a continuation marker, and a length of 0
-# As this version of the format has it, whatever pyarrow is told by the environment.
-_STREAM: Final = pa.ipc.IpcWriteOptions()
 # What pyarrow raises on bytes it cannot read; some of these are no ArrowException.
 _UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
 
@@ -213,15 +211,14 @@ def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
     columns["crc"] = pa.array(checksum.crc32_of_each(data.to_pylist()))
     schema = APPEND_SCHEMA_WITH_MARKS if MARK_FIELD.name in columns else APPEND_SCHEMA
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    # Made in one piece of memory, of the size that it takes.
+    # Made in one piece of memory, of the size that it takes, whatever the environment tells Arrow.
     size = schema.serialize().size + pa.ipc.get_record_batch_size(batch) + _STREAM_END_BYTES
     encoded = pa.allocate_buffer(size)
     with pa.FixedSizeBufferWriter(encoded) as sink:
-        with pa.ipc.new_stream(sink, schema, options=_STREAM) as stream:
+        with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions()) as stream:
             stream.write_batch(batch)
         assert sink.tell() == size
-    # As of any bytes: pyarrow's own views are of signed numbers, and may be written to.
-    return memoryview(encoded).cast("B").toreadonly()
+    return memoryview(encoded).cast("B").toreadonly()  # Arrow's own views have signed numbers.
 
 
 def _cast(name: str, column: pa.Array) -> pa.Array:

@@ -9,12 +9,14 @@ Rules:
     2. A process that dies takes the run with it: a seed that was not heard of is not a good seed.
     3. An interrupt is for the process that was asked: it ends the others at once, and they neither
        hear of it nor say anything, not even while they start.
-    4. The others end with it whatever ends it: left alone they would wait for seeds for ever.
+    4. The others end with it whatever ends it (on Linux): left alone they would wait for seeds for
+       ever.
 """
 
+import ctypes
 import gc
-import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -22,7 +24,6 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count, islice
 from multiprocessing import active_children, get_context, parent_process
-from threading import Thread
 from typing import Final
 
 from waltz_core.sim.coverage import Coverage, covered
@@ -35,6 +36,7 @@ LOOK_S: Final = 0.2  # how long an interrupt may wait
 # A world hangs together in rings, and is let go as a whole: to look for rings more often finds
 # nothing, and takes some percent of the time.
 COLLECT_EVERY: Final = 200_000
+_PR_SET_PDEATHSIG: Final = 1
 
 Told = Callable[[Coverage, float], None]
 
@@ -156,15 +158,17 @@ def _deaf_children() -> Iterator[None]:
 def _prepare() -> None:
     """Get a process of the pool ready."""
     _collect_little()
-    Thread(target=_end_with_parent, daemon=True).start()
+    if sys.platform.startswith("linux"):
+        _end_with_parent()
 
 
 def _end_with_parent() -> None:
     """Rule 4."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+    if not parent.is_alive():  # It ended a moment before, and nothing tells of that any more.
+        sys.exit(1)
 
 
 def _collect_little() -> None:
