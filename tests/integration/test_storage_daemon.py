@@ -357,6 +357,20 @@ def test_a_bug_in_the_work_ends_the_daemon(tmp_path, monkeypatch):
     assert caught.group_contains(AssertionError, match="a bug")
 
 
+@contextlib.asynccontextmanager
+async def at_an_append(storage, begun):
+    """Give an owner whose append has begun, as `begun` tells, and what stops the daemon."""
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(storage.serve(stop, ready.set_result))
+        async with session(await ready, 5) as owner:
+            await owner.prepare()
+            await owner.engage()
+            owner.link.send(owner.owner.append())
+            assert await asyncio.to_thread(begun.wait, READY_S)
+            yield owner, stop
+
+
 def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, monkeypatch):
     """One thread: whatever else wanted it at the end would wait for ever."""
     monkeypatch.setattr(daemon, "CLOSE_S_MAX", 0.05)
@@ -376,17 +390,10 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
     storages = []
 
     async def main():
-        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
         storage = StorageDaemon(config_for(tmp_path, writer_threads_count=1), CLUSTER, None)
         storages.append(storage)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(storage.serve(stop, ready.set_result))
-            async with session(await ready, 5) as owner:
-                await owner.prepare()
-                await owner.engage()
-                owner.link.send(owner.owner.append())
-                assert await asyncio.to_thread(begun.wait, READY_S)
-                stop.set()
+        async with at_an_append(storage, begun) as (_, stop):
+            stop.set()
 
     on_loop(main())
     (storage,) = storages
@@ -431,22 +438,15 @@ def test_work_that_follows_at_once_is_waited_for_at_the_end(tmp_path, monkeypatc
     monkeypatch.setattr(Work, "run", slow)
 
     async def main():
-        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(storage.serve(stop, ready.set_result))
-            async with session(await ready, 5) as owner:
-                await owner.prepare()
-                await owner.engage()
-                owner.link.send(owner.owner.append())
-                assert await asyncio.to_thread(begun.wait, READY_S)
-                queued = storage._machine.queued_bytes
-                owner.link.send(owner.owner.append())
-                await until(lambda: storage._machine.queued_bytes > queued)
-                stop.set()
-                await until(storage._serving._alone.locked)
-                may_go_on.set()
-                await until(lambda: early)
+        async with at_an_append(storage, begun) as (owner, stop):
+            queued = storage._machine.queued_bytes
+            owner.link.send(owner.owner.append())
+            await until(lambda: storage._machine.queued_bytes > queued)
+            stop.set()
+            await until(storage._serving._alone.locked)
+            may_go_on.set()
+            await until(lambda: early)
 
     with noticed(monkeypatch, "close") as closed:
         on_loop(main())
