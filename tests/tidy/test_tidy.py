@@ -40,6 +40,7 @@ DECLARATIONS = {
     "waltz_core/server/outcomes.py",
     "waltz_core/storage/errands.py",
     "waltz_core/wire/admin_messages.py",
+    "waltz_core/wire/original_messages.py",
     "waltz_core/wire/messages.py",
 }
 # What changes its object and returns something.

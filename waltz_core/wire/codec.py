@@ -1,4 +1,4 @@
-"""Message to frame and frame to message, derived from `messages.py` and `admin_messages.py`.
+"""Message to frame and frame to message, derived from the tables of messages.
 
 Why it stands alone: it is the only file that knows how a value lies in a frame. It holds no state
 of a connection and trusts no byte: what a peer sent is a value or a `RemoteProtocolError`, what
@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.wire import admin_messages, messages
+from waltz_core.wire import admin_messages, messages, original_messages
 from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, Out, Reader, read_count, read_text
 from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, Surface
 
@@ -179,7 +179,7 @@ def _message_classes(surface: Surface) -> list[type[Message]]:
     """Return the classes of the tables that have a code, in the order of their files."""
     return [
         value
-        for table in (messages, admin_messages)
+        for table in (messages, original_messages, admin_messages)
         for value in vars(table).values()
         if isinstance(value, type)
         and issubclass(value, Message)

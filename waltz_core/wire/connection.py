@@ -74,7 +74,8 @@ class Connection:
         self.version: int | None = None
         self.peer: Hello | None = None
         self.failure: RemoteProtocolError | None = None
-        self._versions = surface.versions if versions is None else versions
+        own = surface.versions_taken if is_listener else surface.versions_offered
+        self._versions = own if versions is None else versions
         self._text = surface.listener_text if is_listener else surface.dialler_text
         self._frame_bytes_max = frame_bytes_max
         self._scratch: memoryview | None = None

@@ -1,4 +1,5 @@
-"""Every message of the surfaces L and S, one table by type code; A is in `admin_messages.py`.
+"""Every message of L and S, one table by type code; A is in `admin_messages.py`, and what only
+originals say in `original_messages.py`.
 
 Why it stands alone: what two programs of different ages say to each other must be readable in one
 place. `codec.py` derives the bytes from the declarations here and adds nothing.
@@ -73,20 +74,34 @@ DataOrError = Annotated[tuple[Buffer | None, str | None], FieldKind.DATA_OR_ERRO
 
 
 class Surface(Enum):
-    """A port's language: its magic byte, the versions it can speak, the texts of its hellos."""
+    """A port's language: its magic byte, the versions that exist, the texts of its hellos.
 
-    HELLO = ("H", (0,), "", "")
-    CLIENT = ("L", (5, 6), "Waltz Server", "Waltz Client")
-    STORAGE = ("S", (1,), "Waltz Storage Server", "Waltz Storage Client")
-    ADMIN = ("A", (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
+    Which of the versions a listener of ours takes, and a dialler of ours offers, may differ.
+    """
+
+    HELLO = ("H", (0,), (0,), "", "")
+    CLIENT = ("L", (5, 6), (5, 6), "Waltz Server", "Waltz Client")
+    STORAGE = ("S", (1,), (1,), "Waltz Storage Server", "Waltz Storage Client")
+    ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
     def __init__(
-        self, magic: str, versions: tuple[int, ...], listener_text: str, dialler_text: str
+        self,
+        magic: str,
+        taken: tuple[int, ...],
+        offered: tuple[int, ...],
+        listener_text: str,
+        dialler_text: str,
     ) -> None:
         self.magic = ord(magic)
-        self.versions = versions
+        self.versions_taken = taken
+        self.versions_offered = offered
         self.listener_text = listener_text
         self.dialler_text = dialler_text
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """All versions that one side or the other of ours can speak, rising."""
+        return tuple(sorted({*self.versions_taken, *self.versions_offered}))
 
 
 class Reason(IntEnum):

@@ -81,7 +81,14 @@ def test_every_message_of_the_table_has_a_plan_in_each_version_it_exists_in():
                 assert message_class.magic == surface.magic
     assert len(codec._plans(Surface.CLIENT, 5)) == 33
     assert len(codec._plans(Surface.STORAGE, 1)) == 21
-    assert len(codec._plans(Surface.STORAGE, 0)) == 2
+    assert len(codec._plans(Surface.STORAGE, 0)) == 18
+    assert [len(codec._plans(Surface.CLIENT, version)) for version in range(5)] == [
+        13,
+        15,
+        21,
+        21,
+        23,
+    ]
 
 
 def test_every_kind_of_field_has_one_layout():
