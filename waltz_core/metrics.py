@@ -81,6 +81,7 @@ def _table() -> dict[str, Metric]:
         ("server_fetched_bytes_total", counter, one, "read from storages for readers and feeds"),
         ("server_queued_bytes", gauge, (), "requests that are not answered yet"),
         ("server_connections", gauge, (), "clients connected now"),
+        ("server_original_connections", gauge, (), "of them those of the original's versions"),
         ("server_partitions", gauge, (), "partitions owned now"),
         ("storage_events_total", counter, ("event",), "reports of the service and its shell"),
         ("storage_requests_total", counter, ("request",), "requests taken, by message"),

@@ -324,10 +324,7 @@ class Link:
             self._transport.write(buffers[0])
         else:
             self._transport.writelines(buffers)
-        self.bytes_sent += sum(map(len, buffers))
-        backlog_bytes = self._transport.get_write_buffer_size()
-        if backlog_bytes > self.write_backlog_bytes_max:
-            self.abort(f"the peer does not read: {backlog_bytes} bytes are unsent")
+        self._sent(sum(map(len, buffers)))
 
     def send_all(self, messages: Sequence[Message]) -> None:
         """Send messages in order by one call of the system; see `send`."""
@@ -336,7 +333,19 @@ class Link:
         assert self._transport is not None
         buffers = [buffer for message in messages for buffer in self._connection.send(message)]
         self._transport.write(buffers[0] if len(buffers) == 1 else b"".join(buffers))
-        self.bytes_sent += sum(map(len, buffers))
+        self._sent(sum(map(len, buffers)))
+
+    def send_frames(self, frames: bytes) -> None:
+        """Send whole frames of the agreed version, made elsewhere; see `send`."""
+        if self.is_closed:
+            return
+        assert self._transport is not None
+        self._transport.write(frames)
+        self._sent(len(frames))
+
+    def _sent(self, size_bytes: int) -> None:
+        assert self._transport is not None
+        self.bytes_sent += size_bytes
         backlog_bytes = self._transport.get_write_buffer_size()
         if backlog_bytes > self.write_backlog_bytes_max:
             self.abort(f"the peer does not read: {backlog_bytes} bytes are unsent")

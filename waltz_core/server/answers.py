@@ -28,12 +28,13 @@ READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
 
 def refuse(question: Received, error: errors.WaltzError) -> Answer:
     """Tell an error."""
-    return refusal(question.connection, question.message.req_id, question.cost_bytes, error)
+    message = question.message
+    return refusal(question.connection, message.req_id, question.cost_bytes, error, message)
 
 
 def refuse_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
     """Tell an error that concerns a whole append."""
-    return refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error)
+    return refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
 
 
 def superseded(question: Received) -> Answer:

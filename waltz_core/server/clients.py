@@ -8,6 +8,8 @@ Rules:
     1. Every request is answered, by a partition, by the process, or by an error in words.
     2. A link is read only while `flow` has room for more of it.
     3. Partitions that ever heard of a connection are told of its congestions and of its end.
+    4. An original (up to L 4) is told what `originals` makes of an answer; after the end that this
+       may be, nothing more of it is dealt with.
 """
 
 import asyncio
@@ -31,6 +33,7 @@ from waltz_core.server.events import (
     refusal,
 )
 from waltz_core.server.flow import Admitted, Flow, FlowLimits
+from waltz_core.server.originals import VERSION_MAX, End, Frames, Original, Told, Unheard
 from waltz_core.server.replicas import Tasks
 from waltz_core.wire.messages import (
     AddPreferredRequest,
@@ -44,6 +47,7 @@ from waltz_core.wire.messages import (
     FeedRequest,
     FlushRequest,
     HighWaterMarkRequest,
+    LockFailure,
     Message,
     MountRequest,
     MountResponse,
@@ -117,6 +121,7 @@ class Backend(Protocol):
 @dataclass(slots=True)
 class _Client:
     link: Link
+    original: Original | None
     heard: dict[PartitionId, Served] = field(default_factory=dict)
     is_congested: bool = False
     is_read: bool = True
@@ -150,13 +155,23 @@ class Clients:
         """How many clients are connected."""
         return len(self._clients)
 
+    @property
+    def original_count(self) -> int:
+        """How many of them are originals."""
+        return sum(client.original is not None for client in self._clients.values())
+
     # -----------------------------------------------------------------------------------------
     # links
 
     def accept(self, link: Link) -> None:
         """A client has connected."""
         connection = ConnectionId(next(self._ids))
-        self._clients[connection] = _Client(link)
+        version = link.version
+        assert version is not None
+        original = Original(version) if version <= VERSION_MAX else None
+        if original is not None:
+            _log.info("client.original address=%s version=%d", link.address, version)
+        self._clients[connection] = _Client(link, original)
         self._flow.open(connection)
         link.start(
             lambda messages: self._received(connection, messages),
@@ -214,22 +229,51 @@ class Clients:
         client = self._clients.get(connection)
         if client is None:
             return
-        if isinstance(effect.message, AppendResult):
-            client.outbox.append(effect.message)
+        if client.original is None:
+            self._tell(connection, client, effect.message)
         else:
-            self._send(client, effect.message)
-            self._note_sent(connection, client)
+            told = client.original.tell(effect)
+            if told is not None:
+                self._tell_original(connection, client, told)
         self._flow.answered(connection, effect.cost_bytes)
         if not self._answered:
             # Later: whoever answers is in the middle of something.
             self._loop.call_soon(self._after_answers)
         self._answered[connection] = None
 
-    def _send(self, client: _Client, message: ClientMessage) -> None:
+    def _tell(self, connection: ConnectionId, client: _Client, message: ClientMessage) -> None:
+        if isinstance(message, AppendResult | LockFailure):
+            client.outbox.append(message)
+            return
+        self._empty_outbox(client)
+        client.link.send(message)
+        self._note_sent(connection, client)
+
+    def _tell_original(self, connection: ConnectionId, client: _Client, told: Told) -> None:
+        match told:
+            case Frames():
+                self._empty_outbox(client)
+                client.link.send_frames(told.data)
+                self._note_sent(connection, client)
+            case End():
+                self._loop.call_later(told.after_s, self._end, connection, told.reason)
+            case Unheard():
+                _log.warning("client.unheard address=%s %s", client.link.address, told.text)
+            case _:
+                self._tell(connection, client, told)
+
+    def _end(self, connection: ConnectionId, reason: str) -> None:
+        """End a connection when what it was told before is out."""
+        client = self._clients.get(connection)
+        if client is not None:
+            _log.info("client.ended address=%s reason=%s", client.link.address, reason)
+            self._empty_outbox(client)
+            client.link.close(reason)
+
+    def _empty_outbox(self, client: _Client) -> None:
         if client.outbox:
             outbox, client.outbox = client.outbox, []
             client.link.send_all(outbox)
-        client.link.send(message)
 
     def _after_answers(self) -> None:
         """Send what waits together, and admit what there is room for now."""
@@ -237,8 +281,7 @@ class Clients:
         for connection in connections:
             client = self._clients.get(connection)
             if client is not None and client.outbox:
-                outbox, client.outbox = client.outbox, []
-                client.link.send_all(outbox)
+                self._empty_outbox(client)
                 self._note_sent(connection, client)
         for connection in connections:
             self._admit(connection)
@@ -289,9 +332,12 @@ class Clients:
 
     def _dispatch(self, connection: ConnectionId, request: Admitted) -> None:
         client = self._clients.get(connection)
-        if client is None:
+        if client is None or client.link.is_closed:
             return
         message = request.message
+        if client.original is not None and (end := client.original.ask(message)):
+            self._end(connection, end.reason)
+            return
         if not isinstance(message, _TO_A_PARTITION):
             self._serve(connection, request)
             return
@@ -319,7 +365,7 @@ class Clients:
             return Answer(connection, MountResponse(message.req_id, _NOT_READY), cost_bytes)
         else:
             error = errors.NotOwned(f"this server does not own partition {partition_id}")
-        return refusal(connection, message.req_id, cost_bytes, error)
+        return refusal(connection, message.req_id, cost_bytes, error, message)
 
     def _serve(self, connection: ConnectionId, request: Admitted) -> None:
         """Answer what concerns the server as a whole."""
@@ -342,7 +388,7 @@ class Clients:
         else:
             fault = f"{type(message).__name__} is no request to a server"
             error = errors.BadRequest(fault)
-            self.answer(refusal(connection, message.req_id, cost_bytes, error))
+            self.answer(refusal(connection, message.req_id, cost_bytes, error, message))
             return
         self.answer(Answer(connection, answer, cost_bytes))
 
@@ -366,7 +412,7 @@ class Clients:
             if is_done:
                 await self._backend.prefer(wanted if is_added else (), () if is_added else wanted)
         except errors.WaltzError as error:
-            self.answer(refusal(connection, message.req_id, cost_bytes, error))
+            self.answer(refusal(connection, message.req_id, cost_bytes, error, message))
             return
         answer = AddPreferredResponse if is_added else RemovePreferredResponse
         self.answer(Answer(connection, answer(message.req_id, is_done), cost_bytes))

@@ -442,6 +442,7 @@ class Server:
                 host.show()
             metrics.set("waltz_server_partitions", len(self.hosts))
             metrics.set("waltz_server_connections", self._clients.count)
+            metrics.set("waltz_server_original_connections", self._clients.original_count)
             metrics.set("waltz_server_queued_bytes", self._clients.bytes)
             metrics.set("waltz_server_feed_cache_bytes", len(self.hosts) * self._feed_cache_bytes)
             metrics.set("waltz_server_transaction_cache_bytes", self._budget.used_bytes)

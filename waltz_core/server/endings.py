@@ -16,7 +16,8 @@ import numpy as np
 
 from waltz_core.errors import TooLarge, WaltzError
 from waltz_core.record import BEFORE_FIRST, NO_SESSION, TransactionId
-from waltz_core.server.events import Answer, refusal
+from waltz_core.server.answers import refuse_ticket
+from waltz_core.server.events import Answer
 from waltz_core.server.following import Following
 from waltz_core.server.mounts import Mounts
 from waltz_core.server.outcomes import Ahead, Outcome, Reached
@@ -123,7 +124,7 @@ class Endings:
         """Answer a request with an error: none of its rows is in the log."""
         if isinstance(error, TooLarge):
             self._figures.refused[Reason.TOO_LARGE] += 1
-        out.append(refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error))
+        out.append(refuse_ticket(ticket, error))
         self.leave(ticket, out)
 
     def _answer(self, ticket: Ticket) -> Answer:

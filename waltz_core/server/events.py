@@ -12,7 +12,7 @@ Rules:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from waltz_core.errors import WaltzError
@@ -197,11 +197,15 @@ Event: TypeAlias = (
 
 @value(frozen=True, slots=True)
 class Answer:
-    """Send a message to a client; see rule 1."""
+    """Send a message to a client; see rule 1.
+
+    `question` is the request that an error is told of, for whoever has to put it into other words.
+    """
 
     connection: ConnectionId
     message: ClientMessage
     cost_bytes: int
+    question: ClientMessage | None = field(default=None, compare=False)
 
 
 @value(frozen=True, slots=True)
@@ -234,7 +238,13 @@ class Stretch(NamedTuple):
 Effect: TypeAlias = Answer | Fetch | replication.Effect
 
 
-def refusal(connection: ConnectionId, req_id: ReqId, cost_bytes: int, error: WaltzError) -> Answer:
+def refusal(
+    connection: ConnectionId,
+    req_id: ReqId,
+    cost_bytes: int,
+    error: WaltzError,
+    question: ClientMessage | None = None,
+) -> Answer:
     """Return the answer that tells an error."""
     message = ErrorResponse(req_id, error.code, error.retriable, str(error))
-    return Answer(connection, message, cost_bytes)
+    return Answer(connection, message, cost_bytes, question)

@@ -42,8 +42,9 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.replication.events import Batch
+from waltz_core.server.answers import refuse
 from waltz_core.server.cache import FeedCache, TransactionCache
-from waltz_core.server.events import Answer, Fetch, Limits, Received, Stretch, refusal
+from waltz_core.server.events import Answer, Fetch, Limits, Received, Stretch
 from waltz_core.wire.messages import (
     Buffer,
     RangeBytes,
@@ -195,7 +196,7 @@ class Reads:
     def range(self, question: Received, message: RangeRequest) -> list[Outcome]:
         """Answer a range request, now or when a storage has."""
         if fault := _range_fault(message):
-            return [_refuse(question, BadRequest(fault))]
+            return [refuse(question, BadRequest(fault))]
         first = TransactionId(message.first)
         last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
@@ -327,7 +328,7 @@ class Reads:
                 f"no replica of partition {self._partition_id} gave transactions "
                 f"{first}..{last}: {reason}"
             )
-            out.extend(_refuse(question, error) for question in job.waiting)
+            out.extend(refuse(question, error) for question in job.waiting)
             job.waiting.clear()
             job.rounds = 0
         if not job.waiting and not job.for_feed:
@@ -436,10 +437,6 @@ def _range_fault(message: RangeRequest) -> str | None:
             f"range: expected a form of {[int(form) for form in RangeForm]}, found {message.form}"
         )
     return None
-
-
-def _refuse(question: Received, error: WaltzError) -> Answer:
-    return refusal(question.connection, question.message.req_id, question.cost_bytes, error)
 
 
 def _data_answer(question: Received, message: TransactionDataRequest, run: _Run) -> Answer:

@@ -11,7 +11,9 @@ from waltz_core.wire.messages import ErrorResponse, Reason
 
 
 def ticket_of(endings: Endings) -> SimpleNamespace:
-    return SimpleNamespace(epoch=endings.enter(), connection=A, req_id=None, cost_bytes=7)
+    return SimpleNamespace(
+        epoch=endings.enter(), connection=A, req_id=None, cost_bytes=7, message=None
+    )
 
 
 def test_a_flush_waits_for_what_came_before_it_and_for_nothing_else():

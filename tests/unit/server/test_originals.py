@@ -1,0 +1,250 @@
+"""What an original is told of what our partitions say, state by state (docs/decisions/020)."""
+
+import struct
+from typing import Any
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.server.events import Answer, ConnectionId, refusal
+from waltz_core.server.originals import MARK_WAIT_S, End, Frames, Original, Unheard
+from waltz_core.wire import messages
+from waltz_core.wire.feed_frames import feed_frames
+from waltz_core.wire.messages import ClientMessage, MountResponse, Reason
+from waltz_core.wire.original_messages import MountOutcome
+
+A = ConnectionId(1)
+READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
+VERSIONS = range(5)
+
+
+def req(sequence: int, partition: int = 0) -> ReqId:
+    return ReqId(ClientId(1), Generation(1), PartitionId(partition), sequence)
+
+
+def told(original: Original, message: ClientMessage) -> Any:
+    return original.tell(Answer(A, message, 9))
+
+
+def refused(original: Original, question: ClientMessage, error: errors.WaltzError) -> Any:
+    return original.tell(refusal(A, question.req_id, 9, error, question))
+
+
+def mounted(version: int = 4, sequence: int = 1) -> Original:
+    original = Original(version)
+    original.ask(messages.MountRequest(req(sequence), -1, 0))
+    assert told(original, MountResponse(req(sequence), READY)) is not None
+    return original
+
+
+def result(sequence: int, reason: Reason, conflict: int = -1, mark: int = 9) -> ClientMessage:
+    ids = struct.pack(">q", 8 if reason is Reason.COMMITTED else -1)
+    return messages.AppendResult(
+        req(sequence), mark, ids, bytes([reason]), struct.pack(">q", conflict)
+    )
+
+
+def append(sequence: int) -> messages.AppendRequest:
+    return messages.AppendRequest(req(sequence), -1, (), (), (), 0, b"", 0)
+
+
+# --- mounts
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("state", [READY, NOT_READY, CLIENT_AHEAD])
+def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) -> None:
+    original = Original(version)
+    assert original.ask(messages.MountRequest(req(1), 5, 0)) is None
+    expected = (
+        MountOutcome(req(1), state == READY) if version <= 2 else MountResponse(req(1), state)
+    )
+    assert told(original, MountResponse(req(1), state)) == expected
+
+
+def test_the_answer_to_an_obsolete_mount_is_not_told() -> None:
+    original = mounted()
+    original.ask(messages.MountRequest(req(2), -1, 0))
+    assert told(original, MountResponse(req(1), READY)) is None
+    superseded = errors.ConnectionSuperseded("a later mount")
+    assert refused(original, messages.MountRequest(req(1), -1, 0), superseded) is None
+    assert refused(original, messages.FeedRequest(req(1), -1), superseded) is None
+    assert told(original, MountResponse(req(2), READY)) == MountResponse(req(2), READY)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.NotOwned("elsewhere"),
+        errors.NotMounted("of an earlier ownership"),
+        errors.GenerationMismatch("it has moved on"),
+        errors.Unavailable("no store session"),
+        errors.SessionLost("no quorum"),
+        errors.UnknownPartition("there is none"),
+    ],
+)
+def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
+    error: errors.WaltzError,
+) -> None:
+    original = Original(4)
+    question = messages.MountRequest(req(1), -1, 0)
+    original.ask(question)
+    assert refused(original, question, error) == MountResponse(req(1), NOT_READY)
+    original = mounted()
+    feed = messages.FeedRequest(req(1), -1)
+    assert refused(original, feed, error) == MountResponse(req(1), NOT_READY)
+    # Once: what comes of it later is the answer to its next mount.
+    assert refused(original, feed, error) is None
+    assert told(original, result(7, Reason.NOT_MOUNTED)) is None
+    original.ask(messages.MountRequest(req(8), -1, 0))
+    assert told(original, result(7, Reason.NOT_MOUNTED)) is None
+    assert told(original, MountResponse(req(8), READY)) == MountResponse(req(8), READY)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ConnectionSuperseded("a later connection"),
+        errors.ClientAhead("too far"),
+        errors.BadRequest("twice"),
+    ],
+)
+def test_where_the_original_ends_the_connection_so_do_we(error: errors.WaltzError) -> None:
+    assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == End(str(error))
+
+
+def test_requests_that_the_original_cannot_stand_end_the_connection() -> None:
+    # -2 means something to us, and nothing to an original.
+    assert isinstance(Original(4).ask(messages.MountRequest(req(1), -2, 0)), End)
+    assert isinstance(Original(4).ask(messages.AddPreferredRequest(req(0), ())), End)
+    assert isinstance(Original(4).ask(messages.RemovePreferredRequest(req(0), ())), End)
+    assert Original(4).ask(messages.RemovePreferredRequest(req(0), (7,))) is None
+    answer = messages.FlushResponse(req(1), 3)
+    wrong = errors.BadRequest("FlushResponse is no request to a server")
+    assert refused(Original(4), answer, wrong) == End(str(wrong))
+
+
+# --- appends
+
+
+def test_what_is_in_the_log_is_told_by_the_feed_alone() -> None:
+    assert told(mounted(), result(2, Reason.COMMITTED)) is None
+
+
+def test_a_lock_names_the_transaction_that_the_client_has_to_reach() -> None:
+    failure = told(mounted(), result(2, Reason.LOCK, conflict=7))
+    assert failure == messages.LockFailure(req(2), 7)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "reason",
+    [Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED, Reason.GENERATION, Reason.NO_SPACE],
+)
+def test_what_is_lost_has_the_client_mount_again_once(version: int, reason: Reason) -> None:
+    original = mounted(version)
+    not_ready: ClientMessage = MountResponse(req(1), NOT_READY)
+    if version <= 2:
+        not_ready = MountOutcome(req(1), is_ready=False)
+    assert told(original, result(2, reason)) == not_ready
+    assert told(original, result(3, Reason.NOT_MOUNTED)) is None
+
+
+def test_a_mount_that_is_not_answered_yet_is_not_ended_by_what_came_before_it() -> None:
+    original = mounted()
+    original.ask(messages.MountRequest(req(5), -1, 0))
+    assert told(original, result(2, Reason.LOST)) is None
+
+
+def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
+    original = mounted()
+    original.ask(messages.MountRequest(req(2, partition=3), -1, 0))
+    told(original, MountResponse(req(2, partition=3), READY))
+    lost = messages.AppendResult(req(4, partition=3), 9, bytes(8), bytes([Reason.LOST]), bytes(8))
+    assert told(original, lost) == MountResponse(req(2, partition=3), NOT_READY)
+    assert told(original, result(5, Reason.LOST)) == MountResponse(req(1), NOT_READY)
+
+
+def test_what_a_flush_will_settle_is_not_told() -> None:
+    assert told(mounted(), result(2, Reason.OVERLOADED)) is None
+    assert isinstance(told(mounted(), result(2, Reason.TOO_LARGE)), Unheard)
+
+
+def test_of_an_append_that_is_refused_in_words_only_broken_data_end_the_connection() -> None:
+    broken = errors.ChecksumMismatch("append: expected another CRC")
+    assert refused(mounted(), append(2), broken) == End(str(broken))
+    for error in (errors.NotOwned("gone"), errors.OutcomeUnknown("maybe")):
+        assert refused(mounted(), append(2), error) is None
+
+
+# --- flushes, marks, data
+
+
+def test_a_flush_that_cannot_be_answered_is_not_or_has_the_client_mount_again() -> None:
+    flush = messages.FlushRequest(req(2))
+    assert refused(mounted(), flush, errors.NotOwned("gone")) is None
+    for error in (errors.Unavailable("no session"), errors.SessionLost("no quorum")):
+        assert refused(mounted(), flush, error) == MountResponse(req(1), NOT_READY)
+        assert refused(Original(4), flush, error) is None
+
+
+def test_a_mark_is_told_as_it_is_or_not_at_all() -> None:
+    mark = messages.HighWaterMarkResponse(req(1), -1)
+    assert told(Original(4), mark) == mark
+    original = Original(4)
+    for error in (errors.NotOwned("elsewhere"), errors.Unavailable("no session")):
+        first = refused(original, messages.HighWaterMarkRequest(req(1)), error)
+        again = refused(original, messages.HighWaterMarkRequest(req(2)), error)
+        if error.code == errors.NotOwned.code:
+            assert first == End("elsewhere", MARK_WAIT_S)
+        else:
+            assert first is None  # it ends soon as it is
+        assert again is None
+
+
+def test_data_that_cannot_be_had_is_told_in_the_originals_words() -> None:
+    question = messages.TransactionDataRequest(req(1, partition=6), 44)
+
+    def no(text: str) -> messages.TransactionDataResponse:
+        return messages.TransactionDataResponse(question.req_id, 44, (None, text))
+
+    expected = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
+    assert told(Original(4), no("not in the log")) == no(f"{expected}partition=6transactionId=44")
+    there = messages.TransactionDataResponse(question.req_id, 44, (b"data", None))
+    assert told(Original(4), there) is there
+    for error in (errors.NotOwned("gone"), errors.Unavailable("no session")):
+        assert refused(Original(4), question, error) == no("partition not ready")
+    fault = errors.Unreachable("no replica gave it")
+    assert refused(Original(4), question, fault) == no("no replica gave it")
+
+
+def test_a_preference_that_cannot_be_written_down_is_told_as_false() -> None:
+    away = errors.CoordinatorUnavailable("ZooKeeper is away")
+    wanted = messages.AddPreferredRequest(req(0), (1,))
+    told_so = messages.AddPreferredResponse(req(0), is_done=False)
+    assert refused(Original(4), wanted, away) == told_so
+    unwanted = messages.RemovePreferredRequest(req(0), (1,))
+    told_no = messages.RemovePreferredResponse(req(0), is_done=False)
+    assert refused(Original(4), unwanted, away) == told_no
+
+
+# --- the feed
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_stretch_of_the_feed_becomes_frames(version: int) -> None:
+    headers = b"".join(req(row).to_bytes() + struct.pack(">i", row) for row in range(3))
+    batch = messages.FeedBatch(req(1), 10, 3, headers, 1, -1, bytes(16))
+    assert told(mounted(version), batch) == Frames(feed_frames(10, headers, version))
+
+
+def test_other_answers_are_told_as_they_are() -> None:
+    for answer in (
+        messages.FeedSuspended(req(1)),
+        messages.FlushResponse(req(2), 5),
+        messages.CheckConnectivityResponse(req(0), (("a:1", True),)),
+        messages.ServerPartitionsResponse(req(0), (0, 1)),
+        messages.PartitionsHealthResponse(req(0), ((0, True),)),
+    ):
+        assert told(mounted(), answer) is answer

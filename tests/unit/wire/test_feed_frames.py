@@ -1,0 +1,35 @@
+"""A stretch of the feed in the original's frames: the same bytes as one message after the other."""
+
+import struct
+
+import pytest
+
+from waltz_core.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.wire import codec
+from waltz_core.wire.feed_frames import FEED_FRAME_BYTES, feed_frames
+from waltz_core.wire.messages import FeedData
+
+
+@pytest.mark.parametrize("version", range(5))
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+def test_the_frames_are_those_of_the_messages(version: int, count: int) -> None:
+    first = (1 << 40) - 1
+    messages = [
+        FeedData(
+            ReqId(ClientId(-1 - row), Generation(7), PartitionId(row), 0x7FFFFFFF),
+            first + row,
+            -row,
+        )
+        for row in range(count)
+    ]
+    headers = b"".join(each.req_id.to_bytes() + struct.pack(">i", each.header) for each in messages)
+    frames = feed_frames(first, memoryview(headers), version)
+    assert frames == b"".join(b"".join(codec.encode(each, version)) for each in messages)
+    assert len(frames) == count * FEED_FRAME_BYTES
+
+
+def test_the_frame_of_the_specification() -> None:
+    append = bytes.fromhex("00000001000000010000000000000002")
+    header = bytes.fromhex("00000007")
+    expected = "4c0004" + "0000001d" + "04" + append.hex() + "0000000000000005" + header.hex()
+    assert feed_frames(5, append + header, 4).hex() == expected

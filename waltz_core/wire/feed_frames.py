@@ -1,0 +1,45 @@
+"""Many FEED_DATA at once: a stretch of the feed as frames, for clients of the original's versions.
+
+Why it stands alone: there a transaction has a message of its own, so a client that catches up is
+sent millions of them. They are all 36 bytes long, so they are made as rows of one array; the
+layout is that of `messages.FeedData`, and a test compares the two.
+
+    magic (1) | version (2) | length (4) | type (1) | request id (16) | id (8) | header (4)
+"""
+
+from typing import Final
+
+import numpy as np
+
+from waltz_core.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE
+from waltz_core.wire.messages import Buffer, FeedData, Surface
+
+_FRAME: Final = np.dtype(
+    [
+        ("magic", "u1"),
+        ("version", ">i2"),
+        ("length", ">i4"),
+        ("type", "u1"),
+        ("req_id", FEED_HEADER_DTYPE["req_id"]),
+        ("transaction_id", ">i8"),
+        ("header", ">i4"),
+    ]
+)
+FEED_FRAME_BYTES: Final = _FRAME.itemsize
+_PAYLOAD_BYTES: Final = FEED_FRAME_BYTES - 7
+assert FEED_FRAME_BYTES == 36
+
+
+def feed_frames(first: int, headers: Buffer, version: int) -> bytes:
+    """Return a frame for each transaction from `first` on, of its 20 bytes (request id, header)."""
+    heads = np.frombuffer(headers, FEED_HEADER_DTYPE)
+    assert heads.size * FEED_HEADER_BYTES == len(headers)
+    frames = np.empty(heads.size, _FRAME)
+    frames["magic"] = Surface.CLIENT.magic
+    frames["version"] = version
+    frames["length"] = _PAYLOAD_BYTES
+    frames["type"] = FeedData.code
+    frames["req_id"] = heads["req_id"]
+    frames["transaction_id"] = np.arange(first, first + heads.size)
+    frames["header"] = heads["header"]
+    return frames.tobytes()
