@@ -46,6 +46,7 @@ from waltz_core.wire.messages import (
     ClientMessage,
     FeedRequest,
     FlushRequest,
+    FlushResponse,
     HighWaterMarkRequest,
     LockFailure,
     Message,
@@ -242,7 +243,7 @@ class Clients:
         self._answered[connection] = None
 
     def _tell(self, connection: ConnectionId, client: _Client, message: ClientMessage) -> None:
-        if isinstance(message, AppendResult | LockFailure):
+        if isinstance(message, AppendResult):
             client.outbox.append(message)
             return
         self._empty_outbox(client)
@@ -252,9 +253,11 @@ class Clients:
     def _tell_original(self, connection: ConnectionId, client: _Client, told: Told) -> None:
         match told:
             case Frames():
-                self._empty_outbox(client)
                 client.link.send_frames(told.data)
                 self._note_sent(connection, client)
+            case LockFailure() | FlushResponse():
+                # They name a transaction whose turn in the feed comes next, and want to follow it.
+                client.outbox.append(told)
             case End():
                 self._loop.call_later(told.after_s, self._end, connection, told.reason)
             case Unheard():

@@ -1,0 +1,499 @@
+"""Originals at our server: what a captured or modelled client of Waltz 0.13 sends, and is told."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import original_client as original
+from tests.integration.test_server_daemon import ALICE, BOB, World, cluster, connect, ids, run
+from tests.loops import until
+from tests.original_client import OriginalClient, Req, Wire
+from waltz_core.record import PartitionId
+from waltz_core.server import host as hosting
+from waltz_core.server import originals
+from waltz_core.server.daemon import Server
+from waltz_core.wire import messages
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "wire" / "client_server_v4.json"
+VERSIONS = range(5)
+PATIENCE_S = 20
+MOUNT_FIELDS = struct.Struct(">qq")
+LONG = struct.Struct(">q")
+NOT_FOUND = (
+    "com.wepay.waltz.store.exception.TransactionNotFoundException: partition=0transactionId=1000000"
+)
+
+
+def captured(name: str, number: int = 0) -> bytes:
+    """Return the n-th captured frame of a name."""
+    examples = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    found = [each["frame_hex"] for each in examples if each["name"] == name]
+    return bytes.fromhex(found[number])
+
+
+async def frame(wire: Wire) -> bytes:
+    """Return the next frame as it is."""
+    async with asyncio.timeout(PATIENCE_S):
+        kind, req, body = await wire.receive()
+    return (
+        original.FRAME.pack(0x4C, wire.version, 17 + len(body)) + bytes([kind]) + req.pack() + body
+    )
+
+
+async def answer(wire: Wire, *expected: int) -> tuple[Req, bytes]:
+    """Return the next message, which is of one of these types."""
+    async with asyncio.timeout(PATIENCE_S):
+        kind, req, body = await wire.receive()
+    assert kind in expected
+    return req, body
+
+
+async def is_ended(wire: Wire) -> bool:
+    """Whether the other side ends the connection, without another word."""
+    with contextlib.suppress(EOFError, OSError):
+        async with asyncio.timeout(PATIENCE_S):
+            raise AssertionError(await wire.receive())
+    return True
+
+
+def req(sequence: int, *, partition: int = 0, client: int = 9, generation: int = 1) -> Req:
+    return Req(client, generation, partition, sequence)
+
+
+def send_mount(wire: Wire, at: Req, mark: int = -1, sequence: int = 0) -> None:
+    wire.send(original.MOUNT_REQUEST, at, MOUNT_FIELDS.pack(mark, sequence))
+
+
+async def state_of(wire: Wire, at: Req, mark: int = -1, sequence: int = 0) -> int:
+    """Mount, and return the answer's state; nothing is fed before it."""
+    send_mount(wire, at, mark, sequence)
+    found, body = await answer(wire, original.MOUNT_RESPONSE)
+    assert found == at
+    return original.mount_state(wire.version, body)
+
+
+async def fed(wire: Wire) -> int:
+    """Return the id of the next message, which is of the feed."""
+    _, body = await answer(wire, original.FEED_DATA)
+    return struct.unpack(">qi", body)[0]
+
+
+def send_append(wire: Wire, at: Req, data: bytes, mark: int = -1, **rest: object) -> None:
+    body = original.append_body(wire.version, mark, data, **rest)
+    wire.send(original.APPEND_REQUEST, at, body)
+
+
+@contextlib.contextmanager
+def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """Give what is logged at info or above, as it comes."""
+    caplog.set_level(logging.INFO)
+    told: list[str] = []
+    yield told
+    told += caplog.messages
+
+
+def test_captured_frames_are_answered_by_captured_frames() -> None:
+    async def main() -> None:
+        async with cluster(4, feed_grant_count_min=100) as (_, server):
+            wire = await Wire.open(server.address)
+            assert wire.version == 4
+
+            async def told(question: str, expected: str) -> None:
+                wire.send_bytes(captured(question))
+                assert await frame(wire) == captured(expected), expected
+
+            await told("MOUNT_REQUEST", "MOUNT_RESPONSE")
+            wire.send_bytes(captured("FEED_REQUEST"))
+            await told("APPEND_REQUEST", "FEED_DATA")
+            await told("FLUSH_REQUEST", "FLUSH_RESPONSE")
+            await told("TRANSACTION_DATA_REQUEST", "TRANSACTION_DATA_RESPONSE")
+            # As it was when they were captured: the second of two that write one lock.
+            for sequence in (3, 4):
+                send_append(wire, Req(1, 1, 0, sequence), b"x", mark=0, write=[5])
+            assert await fed(wire) == 1
+            assert await frame(wire) == captured("LOCK_FAILURE")
+            for sequence in range(11, 18):
+                send_append(wire, Req(1, 1, 0, sequence), b"y")
+                await fed(wire)
+            await told("HIGH_WATER_MARK_REQUEST", "HIGH_WATER_MARK_RESPONSE")
+            for name in (
+                "SERVER_PARTITIONS_ASSIGNMENT",
+                "SERVER_PARTITIONS_HEALTH_STAT",
+                "ADD_PREFERRED_PARTITION",
+                "REMOVE_PREFERRED_PARTITION",
+            ):
+                await told(f"{name}_REQUEST", f"{name}_RESPONSE")
+            wire.send_bytes(captured("CHECK_STORAGE_CONNECTIVITY_REQUEST"))
+            _, body = await answer(wire, original.CHECK_RESPONSE)
+            assert struct.unpack_from(">i", body) == (3,)
+            # Locks of all kinds, in a partition that is not mounted yet, and then is.
+            assert await state_of(wire, Req(1, 1, 1, 1)) == original.READY
+            wire.send(original.FEED_REQUEST, Req(1, 1, 1, 1), LONG.pack(-1))
+            send_append(wire, Req(1, 1, 1, 2), b"z")
+            send_append(wire, Req(1, 1, 1, 4), b"z")
+            assert [await fed(wire) for _ in range(2)] == [0, 1]
+            for number in (1, 2):
+                wire.send_bytes(captured("APPEND_REQUEST", number))
+                assert await fed(wire) == 1 + number
+            # A grant of a hundred.
+            assert await state_of(wire, Req(1, 1, 2, 1)) == original.READY
+            wire.send(original.FEED_REQUEST, Req(1, 1, 2, 1), LONG.pack(-1))
+            for sequence in range(2, 104):
+                send_append(wire, Req(1, 1, 2, sequence), b"")
+            assert [await fed(wire) for _ in range(100)] == list(range(100))
+            assert await frame(wire) == captured("FEED_SUSPENDED")
+            wire.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_version_mounts_appends_and_reads(
+    version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            wire = await Wire.open(server.address, tuple(range(version + 1)))
+            assert wire.version == version
+            assert await state_of(wire, req(1)) == original.READY
+            wire.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
+            kinds = ("write", "read", "append")[: 1 + min(version, 2)]
+            send_append(wire, req(2), b"first", header=-7, **{kind: [3] for kind in kinds})
+            found, body = await answer(wire, original.FEED_DATA)
+            assert (found, struct.unpack(">qi", body)) == (req(2), (0, -7))
+            send_append(wire, req(3), b"late", write=[3])
+            found, body = await answer(wire, original.LOCK_FAILURE)
+            assert (found, LONG.unpack(body)) == (req(3), (0,))
+            send_append(wire, req(4), b"second", mark=0, write=[3])
+            assert await fed(wire) == 1
+            rpc = await Wire.open(server.address, tuple(range(version + 1)))
+            rpc.send(original.DATA_REQUEST, req(1), LONG.pack(1))
+            _, body = await answer(rpc, original.DATA_RESPONSE)
+            assert original.data_of(body) == (1, b"second", None)
+            again = await Wire.open(server.address, tuple(range(version + 1)))
+            send_mount(again, req(5), 0, 1)
+            assert await fed(again) == 1
+            _, body = await answer(again, original.MOUNT_RESPONSE)
+            assert original.mount_state(version, body) == original.READY
+            # What only later versions have ends the connection.
+            beyond = {0: original.CHECK_REQUEST, 1: 15, 2: 21, 3: 21, 4: 64}[version]
+            rpc.send(beyond, req(0))
+            assert await is_ended(rpc)
+            await until(lambda: server._clients.original_count == 1)  # the superseded one has gone
+            again.close()
+            wire.close()
+
+    with watching(caplog) as told:
+        run(main())
+    assert sum("client.original" in each and f"version={version}" in each for each in told) == 3
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            writer = await connect(server)
+            await writer.mount()
+            await writer.append(10)
+            wire = await Wire.open(server.address, tuple(range(version + 1)))
+            send_mount(wire, req(1), 4)
+            assert [await fed(wire) for _ in range(5)] == [5, 6, 7, 8, 9]
+            found, _ = await answer(wire, original.MOUNT_RESPONSE)
+            assert found == req(1)
+            # Nothing more before it is asked for.
+            await writer.append(1)
+            assert await state_of(wire, req(2), 10) == original.READY
+            wire.send(original.FEED_REQUEST, req(2), LONG.pack(10))
+            await writer.append(1)
+            assert await fed(wire) == 11
+            ahead = original.CLIENT_AHEAD if version >= 3 else original.NOT_READY
+            assert await state_of(wire, req(3), 99) == ahead
+            assert await state_of(wire, req(4, partition=1)) == original.NOT_READY
+            for generation in (0, 2):
+                of_another = req(5, generation=generation)
+                assert await state_of(wire, of_another) == original.NOT_READY
+            wire.close()
+
+    run(main())
+
+
+def test_what_the_original_ends_a_connection_for_so_do_we() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+
+            async def mounted(client: int) -> Wire:
+                wire = await Wire.open(server.address)
+                assert await state_of(wire, req(1, client=client)) == original.READY
+                return wire
+
+            ahead = await mounted(1)
+            ahead.send(original.FEED_REQUEST, req(1, client=1), LONG.pack(7))
+            assert await is_ended(ahead)
+            broken = await mounted(2)
+            body = original.append_body(4, -1, b"data")
+            broken.send(original.APPEND_REQUEST, req(2, client=2), body[:-1] + b"?")
+            assert await is_ended(broken)
+            for kind in (17, 19):
+                empty = await Wire.open(server.address)
+                empty.send(kind, req(0), original.ints(()))
+                assert await is_ended(empty)
+            null = await Wire.open(server.address)
+            null.send(17, req(0), b"\xff" * 4)
+            assert await is_ended(null)
+            no_data = await mounted(3)
+            locks = original.ints(()) * 3
+            fields = LONG.pack(-1) + locks + struct.pack(">iiI", 0, -1, 0)
+            no_data.send(original.APPEND_REQUEST, req(2, client=3), fields)
+            assert await is_ended(no_data)
+            for change in (b"", b"more"):
+                wrong = await Wire.open(server.address)
+                wrong.send(original.FLUSH_REQUEST, req(1), change + b"\x00")
+                assert await is_ended(wrong)
+            answers = await Wire.open(server.address)
+            answers.send(original.FLUSH_RESPONSE, req(1), LONG.pack(0))
+            assert await is_ended(answers)
+            no_mark = await Wire.open(server.address)
+            send_mount(no_mark, req(1), -2)
+            assert await is_ended(no_mark)
+            assert server.hosts[PartitionId(0)].partition.high_water_mark == -1
+            await until(lambda: server._clients.count == 0)
+
+    run(main())
+
+
+def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            early, late = [await Wire.open(server.address) for _ in range(2)]
+            assert await state_of(early, req(1), sequence=3) == original.READY
+            early.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
+            assert await state_of(late, req(1), sequence=4) == original.READY
+            assert await is_ended(early)
+            late.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
+            send_append(late, req(2), b"x")
+            assert await fed(late) == 0
+            # One that comes too late, or starts again at 0: its client climbs until it is higher.
+            for sequence in (0, 4):
+                again = await Wire.open(server.address)
+                send_mount(again, req(1), sequence=sequence)
+                assert await is_ended(again)
+            late.close()
+
+    run(main())
+
+
+def test_what_is_asked_without_a_mount_is_answered_or_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(originals, "MARK_WAIT_S", 0.2)
+
+    async def main() -> None:
+        async with cluster() as (_, server):
+            writer = await connect(server)
+            await writer.mount()
+            await writer.append(3, size=2)
+            rpc = await Wire.open(server.address)
+            rpc.send(original.MARK_REQUEST, req(1))
+            assert await answer(rpc, original.MARK_RESPONSE) == (req(1), LONG.pack(2))
+            rpc.send(original.FLUSH_REQUEST, req(2))
+            assert await answer(rpc, original.FLUSH_RESPONSE) == (req(2), LONG.pack(2))
+            for number, partition, error in (
+                (1_000_000, 0, NOT_FOUND),
+                (0, 7, "partition not ready"),
+            ):
+                rpc.send(original.DATA_REQUEST, req(3, partition=partition), LONG.pack(number))
+                found, body = await answer(rpc, original.DATA_RESPONSE)
+                assert found == req(3, partition=partition)
+                assert original.data_of(body) == (number, None, error)
+            # No answer to a flush, nor to a mark; but who waits for that may ask elsewhere.
+            rpc.send(original.FLUSH_REQUEST, req(4, partition=7))
+            rpc.send(original.MARK_REQUEST, req(5, partition=7))
+            rpc.send(original.DATA_REQUEST, req(6), LONG.pack(2))
+            _, body = await answer(rpc, original.DATA_RESPONSE)
+            assert original.data_of(body) == (2, bytes(2), None)
+            assert await is_ended(rpc)
+
+    run(main())
+
+
+# ---------------------------------------------------------------------------------------------
+# the model
+
+
+class Counters:
+    """The state that a client makes of the log: counters, by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.applied: list[tuple[int, bytes]] = []
+
+    def apply(self, _partition: int, number: int, _header: int, _req: Req, data: bytes) -> None:
+        assert number == len(self.applied)
+        self.applied.append((number, data))
+        name, value = data.decode().split("=")
+        assert int(value) == self.values.get(name, 0) + 1, "somebody has not seen another's write"
+        self.values[name] = int(value)
+
+    def count_up(self, name: str) -> dict[str, object]:
+        """Return an append that counts one up, as the state is now."""
+        value = self.values.get(name, 0) + 1
+        return {"data": f"{name}={value}".encode(), "write": [original.lock(name, 0)]}
+
+
+def endpoints_of(*servers: Server) -> dict[str, dict[int, int]]:
+    return {
+        each.address: {int(p): int(h.partition.generation) for p, h in each.hosts.items()}
+        for each in servers
+    }
+
+
+@contextlib.asynccontextmanager
+async def model_of(client_id: int, *servers: Server, versions=(0, 1, 2, 3, 4)):
+    state = Counters()
+    async with OriginalClient(client_id, [0], state.apply, versions=versions) as client:
+        client.set_endpoints(endpoints_of(*servers))
+        yield client, state
+
+
+def check_told(world: World, clients: list[OriginalClient]) -> None:
+    """What was told as failed is not in the log, what was told as committed is there once."""
+    log = [Req(*struct.unpack_from(">iiii", each, 8)) for each in world.storages[1].logs[0].records]
+    assert len(set(log)) == len(log)
+    for client in clients:
+        for each, is_committed in client.told.items():
+            assert (each in log) == is_committed, each
+
+
+def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_connection() -> None:
+    async def main() -> None:
+        async with cluster() as (world, server), model_of(9, server) as (client, state):
+            await client.submit(0, lambda: state.count_up("a"))
+            partition = server.hosts[PartitionId(0)].partition
+            for storage in world.storages:
+                storage.is_held = True
+            names = ("a", "b", "c", "d", "e")
+            waiting = [
+                asyncio.ensure_future(client.submit(0, lambda name=name: state.count_up(name)))  # noqa: TID251
+                for name in names
+            ]
+            await until(lambda: partition.pipeline.in_flight_bytes > 0)
+            # The appends are nowhere: their storages forget them with their connections.
+            session = partition.session_id
+            for storage in world.storages:
+                storage._held.clear()
+                storage.is_held = False
+                storage.logs[0].cut(0)
+                await storage.stop()
+                await storage.start()
+            await asyncio.wait(waiting)
+            assert partition.session_id > session
+            await until(lambda: state.values == {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
+            assert client.counts["not ready"] >= 1
+            assert client.stream.reconnects == 0
+            assert False in client.told.values()
+            await until(lambda: world.storages[1].logs[0].last == 5)
+            check_told(world, [client])
+
+    run(main())
+
+
+def test_a_reader_goes_on_when_its_server_has_given_the_partition_up_and_has_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hosting, "RELEASED_PAUSE_S", 0.1)
+
+    async def main() -> None:
+        async with (
+            cluster(quorum_timeout_ms=1_000) as (world, server),
+            model_of(9, server) as (client, state),
+        ):
+            await client.submit(0, lambda: state.count_up("a"))
+            partition = server.hosts[PartitionId(0)].partition
+            generation = partition.generation
+            for storage in world.storages[:2]:
+                await storage.stop()
+            await until(lambda: not partition.is_owned)
+            mark = asyncio.ensure_future(client.get_mark(0))  # noqa: TID251
+            for storage in world.storages[:2]:
+                await storage.start()
+            await until(lambda: partition.is_open)
+            assert partition.generation == generation
+            writer = await connect(server)
+            await writer.mount()
+            crc = zlib.crc32(b"b=1")
+            request = messages.AppendRequest(writer.req_id(), 0, (), (), (), 0, b"b=1", crc)
+            assert await ids(writer.ask(request)) == [1]
+            await until(lambda: state.values == {"a": 1, "b": 1})
+            await client.submit(0, lambda: state.count_up("a"))
+            assert client.stream.reconnects == 0
+            assert await mark >= 0
+            check_told(world, [client])
+
+    run(main())
+
+
+def test_counters_of_originals_of_all_versions_beside_dying_storages() -> None:
+    async def main() -> None:
+        async with cluster() as (world, server), contextlib.AsyncExitStack() as stack:
+            models = [
+                await stack.enter_async_context(
+                    model_of(10 + version, server, versions=tuple(range(version + 1)))
+                )
+                for version in VERSIONS
+            ]
+
+            async def count(client: OriginalClient, state: Counters, times: int) -> None:
+                for time in range(times):
+                    await client.submit(0, lambda time=time: state.count_up("ab"[time % 2]))
+
+            async with asyncio.TaskGroup() as tasks:
+                counting = [tasks.create_task(count(client, state, 20)) for client, state in models]
+                for storage in (world.storages[0], world.storages[2]):
+                    mark = server.hosts[PartitionId(0)].partition.high_water_mark
+                    await until(
+                        lambda mark=mark: (
+                            server.hosts[PartitionId(0)].partition.high_water_mark > mark + 10
+                            or all(each.done() for each in counting)
+                        )
+                    )
+                    await storage.stop()
+                    await storage.start()
+            for client, state in models:
+                await until(lambda state=state: state.values == {"a": 50, "b": 50})
+                assert client.stream.reconnects == 0
+            check_told(world, [client for client, _ in models])
+
+    run(main())
+
+
+def test_an_original_that_does_not_read_costs_bounded_memory() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            writer = await connect(server, BOB)
+            await writer.mount()
+            deaf = await Wire.open(server.address)
+            send_mount(deaf, req(1, client=ALICE))
+            await answer(deaf, original.MOUNT_RESPONSE)
+            deaf.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(-1))
+            for _ in range(60):
+                await writer.append(4_000, size=1)
+                assert server._clients.bytes < 8 << 20
+            mark = await writer.mark()
+            next_id = 0
+            while next_id <= mark:
+                _, body = await answer(deaf, original.FEED_DATA, original.FEED_SUSPENDED)
+                if body:
+                    assert struct.unpack_from(">q", body) == (next_id,)
+                    next_id += 1
+                else:
+                    deaf.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(next_id - 1))
+            deaf.close()
+
+    run(main())
