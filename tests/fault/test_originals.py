@@ -1,0 +1,165 @@
+"""Originals and a client of ours write the same counters while servers are killed."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fault.conftest import SESSION_MS
+from tests.integration.test_originals import Counters
+from tests.loops import until
+from tests.original_client import OriginalClient, Req
+from waltz_core import net
+from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, transactional
+from waltz_core.cluster.membership import ServersView
+from waltz_core.cluster.zookeeper import connected
+from waltz_core.local import LocalCluster, running
+from waltz_core.raw_records import HEADER_DTYPE, headers_of
+
+STORY_S = 150
+NAMES = ("a", "b", "c")
+TIMES = 150
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    settings: dict[str, dict[str, object]] = {
+        "server": {"zookeeper_session_timeout_ms": SESSION_MS}
+    }
+    with running(tmp_path, settings=settings, partition_count=2) as started:
+        yield started
+
+
+class Ours(AsyncCallbacks):
+    """The same state, made by a client of ours."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+
+    async def apply_transaction(self, transaction) -> None:
+        data = await transaction.data()
+        self.counters.apply(0, transaction.transaction_id, 0, Req(0, 0, 0, 0), data)
+
+
+def endpoints_of(view: ServersView) -> dict[str, dict[int, int]]:
+    return {
+        each.address: {int(p): int(g) for p, g in view.partitions_of(server_id).items()}
+        for server_id, each in view.servers.items()
+    }
+
+
+class Story:
+    """Originals that follow the assignment, and who owns partition 0."""
+
+    def __init__(self) -> None:
+        self.clients: list[tuple[OriginalClient, Counters]] = []
+        self.endpoints: dict[str, dict[int, int]] = {}
+
+    def follow(self, view: ServersView) -> None:
+        self.endpoints = endpoints_of(view)
+        for client, _ in self.clients:
+            client.set_endpoints(self.endpoints)
+
+    @property
+    def owner(self) -> str | None:
+        return next((each for each, owned in self.endpoints.items() if 0 in owned), None)
+
+
+@contextlib.asynccontextmanager
+async def originals(connect: str, count: int) -> AsyncIterator[Story]:
+    story = Story()
+    async with connected(connect) as coordinator, contextlib.AsyncExitStack() as stack:
+        for number in range(count):
+            counters = Counters()
+            client_id = await coordinator.next_client_id()
+            versions = (0, 1, 2, 3, 4)[: 5 - number % 3]
+            client = OriginalClient(client_id, [0], counters.apply, versions=versions)
+            story.clients.append((await stack.enter_async_context(client), counters))
+        following = asyncio.ensure_future(coordinator.follow_servers(story.follow))  # noqa: TID251
+        try:
+            yield story
+        finally:
+            following.cancel()
+
+
+async def count_up(client: OriginalClient, counters: Counters) -> None:
+    for time in range(TIMES):
+        await client.submit(0, lambda time=time: counters.count_up(NAMES[time % len(NAMES)]))
+
+
+async def count_up_ours(client: AsyncWaltzClient, counters: Counters) -> None:
+    for time in range(TIMES):
+        name = NAMES[time % len(NAMES)]
+
+        @transactional(partition=0)
+        def one_more(builder, name=name):
+            append = counters.count_up(name)
+            assert append["write"] == [lock(name)]
+            builder.set_write_locks([lock(name)])
+            builder.set_transaction_data(append["data"], BYTES)
+            return True
+
+        await (await client.submit(one_more()))
+
+
+async def log_of(client: AsyncWaltzClient) -> list[Req]:
+    """Return who wrote each transaction of partition 0."""
+    last = await client.high_water_mark(0, linearizable=True)
+    found: list[Req] = []
+    async for chunk in client.read_range(0, 0, last):
+        heads = np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE)
+        found += [Req(*map(int, each)) for each in heads["req_id"]]
+    return found
+
+
+def check_told(story: Story, log: list[Req]) -> None:
+    """What was told as failed is not in the log; what was told as committed is, once."""
+    assert len(set(log)) == len(log)
+    committed = set(log)
+    for client, _ in story.clients:
+        for each, is_committed in client.told.items():
+            assert (each in committed) == is_committed, each
+
+
+def test_counters_come_to_the_right_sum_while_owners_are_killed(cluster: LocalCluster) -> None:
+    async def main() -> None:
+        ours = Ours()
+        async with (
+            AsyncWaltzClient.connect(cluster.connect) as client,
+            originals(cluster.connect, 4) as story,
+        ):
+            await client.subscribe(ours, [0])
+            members = {
+                f"{cluster.host}:{each.port}": each.name
+                for each in cluster.members
+                if each.kind == "server"
+            }
+            async with asyncio.TaskGroup() as tasks:
+                counting = [tasks.create_task(count_up(*each)) for each in story.clients]
+                counting.append(tasks.create_task(count_up_ours(client, ours.counters)))
+                for round_number in (1, 2):
+                    mark = len(ours.counters.applied)
+                    await until(lambda mark=mark: len(ours.counters.applied) >= mark + 60)
+                    assert not all(each.done() for each in counting[:-1])
+                    owner = story.owner
+                    assert owner is not None
+                    await asyncio.to_thread(cluster.kill, members[owner])
+                    await until(lambda owner=owner: story.owner not in (owner, None))
+                    if round_number == 1:
+                        await asyncio.to_thread(cluster.start, members[owner])
+                        await until(lambda: len(story.endpoints) == 2)
+            each_sum = (len(story.clients) + 1) * TIMES // len(NAMES)
+            expected = dict.fromkeys(NAMES, each_sum)
+            for counters in (ours.counters, *(each for _, each in story.clients)):
+                await until(lambda counters=counters: counters.values == expected)
+                assert counters.applied == ours.counters.applied
+            check_told(story, await log_of(client))
+
+    async def within() -> None:
+        async with asyncio.timeout(STORY_S):
+            await main()
+
+    net.run(within())
