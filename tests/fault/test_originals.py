@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fault.conftest import SESSION_MS
-from tests.integration.test_originals import Counters
+from tests.integration.test_original_clients import Counters
 from tests.loops import until
 from tests.original_client import OriginalClient, Req
 from waltz_core import net

@@ -62,8 +62,15 @@ _ENDS_MOUNT: Final = frozenset(
 _ENDS_CONNECTION: Final = frozenset(
     each.code for each in (errors.BadRequest, errors.ClientAhead, errors.ConnectionSuperseded)
 )
+# Of data: the partition is elsewhere, or between two sessions.
 _ELSEWHERE: Final = frozenset(
-    each.code for each in (errors.NotOwned, errors.UnknownPartition, errors.Unavailable)
+    each.code
+    for each in (
+        errors.NotOwned,
+        errors.UnknownPartition,
+        errors.Unavailable,
+        errors.SessionLost,
+    )
 )
 
 

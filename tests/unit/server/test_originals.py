@@ -213,7 +213,12 @@ def test_data_that_cannot_be_had_is_told_in_the_originals_words() -> None:
     assert told(Original(4), no("not in the log")) == no(f"{expected}partition=6transactionId=44")
     there = messages.TransactionDataResponse(question.req_id, 44, (b"data", None))
     assert told(Original(4), there) is there
-    for error in (errors.NotOwned("gone"), errors.Unavailable("no session")):
+    for error in (
+        errors.NotOwned("gone"),
+        errors.UnknownPartition("there is none"),
+        errors.Unavailable("no session"),
+        errors.SessionLost("no quorum"),
+    ):
         assert refused(Original(4), question, error) == no("partition not ready")
     fault = errors.Unreachable("no replica gave it")
     assert refused(Original(4), question, fault) == no("no replica gave it")

@@ -1,0 +1,216 @@
+"""The model of the original's client at our server: nothing lost, doubled or told wrong."""
+
+import asyncio
+import contextlib
+import struct
+import zlib
+
+import pytest
+
+from tests import original_client as original
+from tests.integration.test_server_daemon import World, cluster, connect, ids, run
+from tests.loops import until
+from tests.original_client import OriginalClient, Req
+from waltz_core.record import PartitionId
+from waltz_core.server import host as hosting
+from waltz_core.server.daemon import Server
+from waltz_core.wire import messages
+
+VERSIONS = range(5)
+
+
+class Counters:
+    """The state that a client makes of the log: counters, by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.applied: list[tuple[int, bytes]] = []
+
+    def apply(self, _partition: int, number: int, _header: int, _req: Req, data: bytes) -> None:
+        assert number == len(self.applied)
+        self.applied.append((number, data))
+        name, value = data.decode().split("=")
+        assert int(value) == self.values.get(name, 0) + 1, "somebody has not seen another's write"
+        self.values[name] = int(value)
+
+    def count_up(self, name: str) -> dict[str, object]:
+        """Return an append that counts one up, as the state is now."""
+        value = self.values.get(name, 0) + 1
+        return {"data": f"{name}={value}".encode(), "write": [original.lock(name, 0)]}
+
+
+def endpoints_of(*servers: Server) -> dict[str, dict[int, int]]:
+    return {
+        each.address: {int(p): int(h.partition.generation) for p, h in each.hosts.items()}
+        for each in servers
+    }
+
+
+@contextlib.asynccontextmanager
+async def model_of(client_id: int, *servers: Server, versions=(0, 1, 2, 3, 4)):
+    state = Counters()
+    async with OriginalClient(client_id, [0], state.apply, versions=versions) as client:
+        client.set_endpoints(endpoints_of(*servers))
+        yield client, state
+
+
+async def applied_more(models: list[tuple[OriginalClient, Counters]]) -> None:
+    """Wait until every client has applied some more transactions."""
+    for _, state in models:
+        mark = len(state.applied)
+        await until(lambda state=state, mark=mark: len(state.applied) > mark + 5)
+
+
+async def count_until(is_over: asyncio.Event, client: OriginalClient, state: Counters) -> None:
+    while not is_over.is_set():
+        await client.submit(0, lambda: state.count_up("a"))
+
+
+def has_heard(client: OriginalClient) -> bool:
+    """Whether a client was told that the partition has gone; who waits for data hears it later."""
+    return client.counts["not ready"] > 1 or bool(client.rpc.partitions[0].wanted)
+
+
+def check_told(world: World, clients: list[OriginalClient]) -> None:
+    """What was told as failed is not in the log, what was told as committed is there once."""
+    log = [Req(*struct.unpack_from(">iiii", each, 8)) for each in world.storages[1].logs[0].records]
+    assert len(set(log)) == len(log)
+    for client in clients:
+        for each, is_committed in client.told.items():
+            assert (each in log) == is_committed, each
+
+
+def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_connection() -> None:
+    async def main() -> None:
+        async with cluster() as (world, server), model_of(9, server) as (client, state):
+            await client.submit(0, lambda: state.count_up("a"))
+            partition = server.hosts[PartitionId(0)].partition
+            for storage in world.storages:
+                storage.is_held = True
+            names = ("a", "b", "c", "d", "e")
+            waiting = [
+                asyncio.ensure_future(client.submit(0, lambda name=name: state.count_up(name)))  # noqa: TID251
+                for name in names
+            ]
+            await until(lambda: partition.pipeline.in_flight_bytes > 0)
+            # The appends are nowhere: their storages forget them with their connections.
+            session = partition.session_id
+            for storage in world.storages:
+                storage._held.clear()
+                storage.is_held = False
+                storage.logs[0].cut(0)
+                await storage.stop()
+                await storage.start()
+            await asyncio.wait(waiting)
+            assert partition.session_id > session
+            await until(lambda: state.values == {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
+            assert client.counts["not ready"] >= 1
+            assert client.stream.reconnects == 0
+            assert False in client.told.values()
+            await until(lambda: world.storages[1].logs[0].last == 5)
+            check_told(world, [client])
+
+    run(main())
+
+
+def test_a_reader_goes_on_when_its_server_has_given_the_partition_up_and_has_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hosting, "RELEASED_PAUSE_S", 0.1)
+
+    async def main() -> None:
+        async with (
+            cluster(quorum_timeout_ms=1_000) as (world, server),
+            model_of(9, server) as (client, state),
+        ):
+            await client.submit(0, lambda: state.count_up("a"))
+            partition = server.hosts[PartitionId(0)].partition
+            generation = partition.generation
+            for storage in world.storages[:2]:
+                await storage.stop()
+            await until(lambda: not partition.is_owned)
+            mark = asyncio.ensure_future(client.get_mark(0))  # noqa: TID251
+            for storage in world.storages[:2]:
+                await storage.start()
+            await until(lambda: partition.is_open)
+            assert partition.generation == generation
+            writer = await connect(server)
+            await writer.mount()
+            crc = zlib.crc32(b"b=1")
+            request = messages.AppendRequest(writer.req_id(), 0, (), (), (), 0, b"b=1", crc)
+            assert await ids(writer.ask(request)) == [1]
+            await until(lambda: state.values == {"a": 1, "b": 1})
+            await client.submit(0, lambda: state.count_up("a"))
+            assert client.stream.reconnects == 0
+            assert await mark >= 0
+            check_told(world, [client])
+
+    run(main())
+
+
+def test_counters_of_originals_of_all_versions_beside_dying_storages() -> None:
+    async def main() -> None:
+        async with cluster() as (world, server), contextlib.AsyncExitStack() as stack:
+            models = [
+                await stack.enter_async_context(
+                    model_of(10 + version, server, versions=tuple(range(version + 1)))
+                )
+                for version in VERSIONS
+            ]
+
+            async def count(client: OriginalClient, state: Counters, times: int) -> None:
+                for time in range(times):
+                    await client.submit(0, lambda time=time: state.count_up("ab"[time % 2]))
+
+            async with asyncio.TaskGroup() as tasks:
+                counting = [tasks.create_task(count(client, state, 20)) for client, state in models]
+                for storage in (world.storages[0], world.storages[2]):
+                    mark = server.hosts[PartitionId(0)].partition.high_water_mark
+                    await until(
+                        lambda mark=mark: (
+                            server.hosts[PartitionId(0)].partition.high_water_mark > mark + 10
+                            or all(each.done() for each in counting)
+                        )
+                    )
+                    await storage.stop()
+                    await storage.start()
+            for client, state in models:
+                await until(lambda state=state: state.values == {"a": 50, "b": 50})
+                assert client.stream.reconnects == 0
+            check_told(world, [client for client, _ in models])
+
+    run(main())
+
+
+def test_a_partition_moves_away_and_back_and_clients_hear_of_it_late() -> None:
+    async def main() -> None:
+        async with cluster(2) as (world, first), contextlib.AsyncExitStack() as stack:
+            models = [
+                await stack.enter_async_context(model_of(20 + number, first)) for number in range(3)
+            ]
+            is_over = asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                for each in models:
+                    tasks.create_task(count_until(is_over, *each))
+                await applied_more(models)
+                async with asyncio.TaskGroup() as serving:
+                    second = await world.serve(serving)
+                    await second.prefer((PartitionId(0),), ())
+                    await until(lambda: 0 in second.hosts and 0 not in first.hosts)
+                    await until(lambda: second.hosts[PartitionId(0)].is_open)
+                    await until(lambda: all(has_heard(client) for client, _ in models))
+                    for client, _ in models:
+                        client.set_endpoints(endpoints_of(first, second))
+                    await applied_more(models)
+                    world.stops[1].set()
+                await until(lambda: 0 in first.hosts)
+                for client, _ in models:
+                    client.set_endpoints(endpoints_of(first))
+                await applied_more(models)
+                is_over.set()
+            total = sum(sum(client.told.values()) for client, _ in models)
+            for _, state in models:
+                await until(lambda state=state: state.values == {"a": total})
+            check_told(world, [client for client, _ in models])
+
+    run(main())
