@@ -19,13 +19,15 @@ Rules:
 import asyncio
 import logging
 import socket
-import ssl as tls
 from collections.abc import Callable, Coroutine, Sequence
+from ssl import SSLContext, SSLError
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
+from waltz_core import tls
 from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
+from waltz_core.tls_port import BACKLOG, TlsPort
 from waltz_core.wire.connection import Connection, ConnectionEvent, HelloReceived, ProtocolFailed
 from waltz_core.wire.messages import Hello, Message, Surface
 
@@ -71,13 +73,16 @@ async def dial(
     address: str,
     *,
     timeout_s: float = 5.0,
-    ssl: tls.SSLContext | None = None,
+    ssl: SSLContext | None = None,
     write_backlog_bytes_max: int = WRITE_BACKLOG_BYTES_MAX,
 ) -> "Link":
     """Return a link to "host:port" on which both sides have said hello.
 
-    Raises Unreachable when there is no connection within `timeout_s` seconds, RemoteProtocolError
-    when somebody answers who does not speak our language.
+    With `ssl` (`tls.dialling`) it is wrapped in TLS.
+
+    Raises Unreachable when there is no connection within `timeout_s` seconds, or a certificate is
+    not accepted; RemoteProtocolError when somebody answers who does not speak our language, such as
+    plain TCP where TLS is expected, or the reverse.
     """
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
@@ -89,8 +94,10 @@ async def dial(
 
     def is_gone(link: Link) -> None:
         if not ready.done():
-            reason = f"{address}: {link.closed_reason} before its hello"
-            ready.set_exception(link._connection.failure or Unreachable(reason))
+            broken = link._connection.failure
+            reason = broken or f"{link.closed_reason} before its hello"
+            kind = Unreachable if broken is None else RemoteProtocolError
+            ready.set_exception(kind(f"{address}: {reason}"))
             ready.exception()  # so that nobody complains when the dial was given up before this
 
     link = Link(surface, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
@@ -104,7 +111,9 @@ async def dial(
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
-            raise Unreachable(f"{address}: {error}") from error
+            if tls.is_other_language(error):
+                raise RemoteProtocolError(f"{address}: {tls.told(error)}") from error
+            raise Unreachable(f"{address}: {tls.told(error)}") from error
     except BaseException:
         # NB: a caller may be cancelled when the link is ready already; nobody else knows of it.
         link.abort("the dial was given up")
@@ -118,26 +127,21 @@ async def listen(
     port: int,
     on_connection: Callable[["Link"], None],
     *,
-    ssl: tls.SSLContext | None = None,
+    ssl: SSLContext | None = None,
     links_max: int = LINKS_MAX,
 ) -> "Listener":
     """Listen and call `on_connection` with every link once both sides have said hello.
 
-    Port 0 takes a free one; `Listener.port` tells which. Raises BadConfig when the address cannot
+    Port 0 takes a free one; `Listener.port` tells which. With `ssl` (`tls.listening`) whoever does
+    not speak TLS is told so, and the log, too. Raises BadConfig when the address cannot
     be listened on.
     """
     listener = Listener(surface, on_connection, links_max)
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(10.0):
-            server = await loop.create_server(
-                listener._make_protocol, host, port, ssl=ssl, backlog=1024
-            )
+            await listener._open(host, port, ssl)
     except OSError as error:
         raise BadConfig(f"cannot listen on {host}:{port}: {error}") from error
-    listener._server = server
-    listener.host = host
-    listener.port = server.sockets[0].getsockname()[1]
     return listener
 
 
@@ -154,6 +158,7 @@ class Listener:
         self._links_max = links_max
         self._links: dict[Link, None] = {}
         self._server: asyncio.Server | None = None
+        self._tls_port: TlsPort | None = None
         self._is_closed = False
 
     @property
@@ -166,10 +171,23 @@ class Listener:
         self._is_closed = True
         if self._server is not None:
             self._server.close()
+        if self._tls_port is not None:
+            await self._tls_port.close()
         for link in self.links:
             link.close(reason)
         for link in self.links:
             await link.wait_closed()
+
+    async def _open(self, host: str, port: int, ssl: SSLContext | None) -> None:
+        self.host = host
+        if ssl is not None:
+            self._tls_port = TlsPort(ssl, self._make_protocol)
+            await self._tls_port.open(host, port)
+            self.port = self._tls_port.port
+            return
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._make_protocol, host, port, backlog=BACKLOG)
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def _make_protocol(self) -> "_LinkProtocol":
         link = Link(
@@ -387,7 +405,7 @@ class Link:
 
     def _lost(self, error: Exception | None) -> None:
         if self.closed_reason is None:
-            self.closed_reason = f"connection lost: {error}" if error else "closed by the peer"
+            self.closed_reason = _why_lost(error)
         self._set_timer(None, None)
         self._closed.set()
         self._arrived.set()
@@ -523,6 +541,12 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
     """Return the same list: the hello was its first entry, a failure its last, both are gone."""
     return cast("list[Message]", events)
+
+
+def _why_lost(error: Exception | None) -> str:
+    if isinstance(error, SSLError):
+        return tls.told(error)
+    return f"connection lost: {error}" if error else "closed by the peer"
 
 
 def _peer_address(transport: asyncio.Transport) -> str:

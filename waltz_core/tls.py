@@ -1,0 +1,218 @@
+"""TLS: from settings and a connect string to what `net.py` wraps connections in.
+
+Why it stands alone: daemons, clients and commands decide in one place whether they speak TLS, whom
+they believe, and what is said when two ends do not fit. Only the standard library's `ssl` is used;
+certificates are files that somebody has made (docs/operations.md, "TLS").
+
+Rules:
+    1. `tls = "off"` wins over everything, the connect string's ?tls= over a default, and each
+       setting that is given over what ?tls= says of it.
+    2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
+       beside it. ?tls=on believes the system's authorities, ?tls=unverified anybody.
+    3. TLS 1.2 is the least: an original speaks nothing newer.
+    4. Whoever listens beyond this machine in the clear is told so once, unless `tls = "off"` says
+       that it is meant.
+"""
+
+import ipaddress
+import logging
+import ssl
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Final, NoReturn
+
+from waltz_core.cluster.connect_string import parse_connect_string
+from waltz_core.config import ServerConfig, StorageConfig, TlsConfig
+from waltz_core.errors import BadConfig
+from waltz_core.settings import load
+
+_log = logging.getLogger(__name__)
+
+ON: Final = "on"
+UNVERIFIED: Final = "unverified"
+# The first byte of a record: a handshake, or the alert that ends one.
+HANDSHAKE: Final = 0x16
+ALERT: Final = 0x15
+# What we say to somebody who has not begun a handshake: a fatal alert, unexpected_message.
+REFUSAL: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
+
+_FILES: Final = ("tls_certificate", "tls_key", "tls_authorities")
+_PLAIN: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
+_NO_VERSION: Final = ("UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION")
+_SENTENCES: Final = {
+    **dict.fromkeys(_PLAIN, "expected TLS, found plain TCP"),
+    **dict.fromkeys(_NO_VERSION, "no common version: expected TLS 1.2 or 1.3"),
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate, and we showed none",
+    # What TLS 1.2 has for that, and for more.
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer refuses us: perhaps it expects a certificate",
+}
+_REFUSED_BY_PEER: Final = ("CERTIFICATE", "UNKNOWN_CA")
+
+
+def dialling(config: TlsConfig, connect: str) -> ssl.SSLContext | None:
+    """Return what to wrap connections in that we make; None: they are plain.
+
+    Raises:
+        BadConfig: the connect string, a setting or a file of them is wrong.
+    """
+    chosen = _effective(config, _place_of(connect))
+    return None if chosen is None else _client_context(chosen)
+
+
+def named(place: str) -> ssl.SSLContext | None:
+    """Return what to dial in, as ?tls= names it, for whoever has no connect string.
+
+    Raises:
+        BadConfig: as `dialling`.
+    """
+    chosen = _effective(TlsConfig(), place)
+    return None if chosen is None else _client_context(chosen)
+
+
+def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
+    """Return what to wrap connections in that come to a daemon; None: they are plain (rule 4).
+
+    Raises:
+        BadConfig: as `dialling`; or there is no certificate, or nothing to check a peer's against.
+    """
+    chosen = _effective(config, _place_of(config.connect))
+    if chosen is None:
+        if config.tls != "off" and not _is_loopback(config.listen_host):
+            _log.warning(
+                "tls.off host=%s: whoever reaches it reads along and is asked for nothing; "
+                'expected tls = "on" with tls_certificate, or tls = "off" if the network is private',
+                config.listen_host,
+            )
+        return None
+    if not chosen.tls_certificate:
+        raise BadConfig("tls_certificate: expected a file, which a daemon needs for TLS")
+    if config.tls_require_certificate and not chosen.tls_authorities:
+        raise BadConfig(
+            "tls_authorities: expected a file, to check those certificates against that "
+            "tls_require_certificate asks for; or tls_require_certificate = false"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.num_tickets = 0  # nobody resumes
+    _load_certificate(context, chosen)
+    if config.tls_require_certificate:
+        context.verify_mode = ssl.CERT_REQUIRED
+        _load_authorities(context, chosen)
+    return context
+
+
+def told(error: Exception) -> str:
+    """Return an error of a handshake, or after it, as the end of a sentence."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate is not accepted: {error.verify_message}"
+    if not isinstance(error, ssl.SSLError):
+        return str(error) or type(error).__name__
+    reason = error.reason or ""
+    if "ALERT" in reason and any(each in reason for each in _REFUSED_BY_PEER):
+        sentence = f"our certificate is not accepted by the peer: {_words(reason)}"
+        return _SENTENCES.get(reason, sentence)
+    return _SENTENCES.get(reason) or f"TLS has failed: {_words(reason) or error}"
+
+
+def is_other_language(error: Exception) -> bool:
+    """Whether the peer does not speak TLS at all, or no version of it that we do."""
+    return isinstance(error, ssl.SSLError) and (error.reason or "") in _PLAIN + _NO_VERSION
+
+
+def _words(reason: str) -> str:
+    return reason.lower().replace("_", " ")
+
+
+def _place_of(connect: str) -> str:
+    """Return what stands behind ?tls=; whoever is told everything else has no connect string."""
+    return parse_connect_string(connect).tls if connect else ""
+
+
+def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
+    """Return the settings that hold (rule 1); None: no TLS."""
+    said = _read(place) if place else TlsConfig()
+    given = {
+        each.name: getattr(config, each.name)
+        for each in fields(TlsConfig)
+        if getattr(config, each.name) != each.default
+    }
+    chosen = replace(said, **given)
+    if chosen.tls == ON:
+        return chosen
+    if not chosen.tls and given:
+        raise BadConfig(f'tls: expected "on" or "off" beside {next(iter(given))}, found neither')
+    return None
+
+
+def _read(place: str) -> TlsConfig:
+    """Return the settings that ?tls= names (rule 2)."""
+    if place in (ON, UNVERIFIED):
+        return TlsConfig(tls=ON, tls_verify="nothing" if place == UNVERIFIED else "name")
+    if not place.endswith(".toml"):
+        return TlsConfig(tls=ON, tls_authorities=place)
+    found = load(TlsConfig, path=place).config
+    folder = Path(place).parent
+    names = {name: getattr(found, name) for name in _FILES}
+    beside = {name: str(folder / value) for name, value in names.items() if value}
+    return replace(found, tls=found.tls or ON, **beside)
+
+
+def _client_context(chosen: TlsConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = chosen.tls_verify == "name"
+    if chosen.tls_verify == "nothing":
+        context.verify_mode = ssl.CERT_NONE
+    elif chosen.tls_authorities:
+        _load_authorities(context, chosen)
+    else:
+        context.load_default_certs()
+    if chosen.tls_certificate:
+        _load_certificate(context, chosen)
+    return context
+
+
+def _load_authorities(context: ssl.SSLContext, chosen: TlsConfig) -> None:
+    file = chosen.tls_authorities
+    try:
+        context.load_verify_locations(file)
+    except ssl.SSLError as error:
+        raise _bad("tls_authorities", file, "certificates", error) from None
+    except OSError as error:
+        raise _unreadable("tls_authorities", file, error) from None
+
+
+def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
+    file, key = chosen.tls_certificate, chosen.tls_key or chosen.tls_certificate
+    for name, each in (("tls_certificate", file), ("tls_key", key)):
+        try:
+            Path(each).read_bytes()  # `ssl` does not say which one it is
+        except OSError as error:
+            raise _unreadable(name, each, error) from None
+
+    def no_password() -> NoReturn:
+        raise BadConfig(f"tls_key: {key!r}: expected a key without a password")
+
+    try:
+        context.load_cert_chain(file, key, no_password)
+    except ssl.SSLError as error:
+        where = file if key == file else f"{file} and {key}"
+        raise _bad("tls_certificate", where, "a certificate and its private key", error) from None
+
+
+def _bad(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
+    reason = _words(error.reason or "") or str(error)
+    return BadConfig(f"{name}: {file}: expected a PEM file with {expected}: {reason}")
+
+
+def _unreadable(name: str, file: str, error: OSError) -> BadConfig:
+    return BadConfig(f"{name}: {file!r} cannot be read: {error.strerror or error}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
