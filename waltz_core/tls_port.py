@@ -113,7 +113,7 @@ class TlsPort:
 
     async def _begins_with_handshake(self, accepted: socket.socket, peer: str) -> bool:
         """Wait for the first byte, and leave it where it is (rule 1)."""
-        accepted.setblocking(False)
+        accepted.settimeout(0)
         readable = self._loop.create_future()
         self._loop.add_reader(accepted, _set, readable)
         try:
@@ -143,7 +143,7 @@ def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)
         made.listen(BACKLOG)
-        made.setblocking(False)
+        made.settimeout(0)
     except OSError:
         made.close()
         raise

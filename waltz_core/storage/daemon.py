@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final, TypeVar, assert_never
 from uuid import UUID
 
-from waltz_core import errors, handover, net
+from waltz_core import errors, handover, net, tls
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
@@ -134,6 +134,7 @@ class StorageDaemon:
         self.address = ""
         self._figures = Figures(self.metrics)
         self._config = config
+        self._ssl = tls.listening(config)
         self._cluster = cluster
         self._coordinator = coordinator
         self._writers = Writers(config.writer_threads_count, self._work_done)
@@ -230,6 +231,7 @@ class StorageDaemon:
                 config.listen_host,
                 config.port,
                 self._accept,
+                ssl=self._ssl,
                 links_max=config.connections_max,
             )
             stack.push_async_callback(listener.close)
@@ -240,7 +242,9 @@ class StorageDaemon:
                 async with asyncio.TaskGroup() as tasks:
                     self._admin = self._make_admin(engine, serving, identity, tasks)
                     stack.callback(self._admin.stop)
-                    admin = await self._admin.listen(config.listen_host, config.admin_port)
+                    admin = await self._admin.listen(
+                        config.listen_host, config.admin_port, self._ssl
+                    )
                     stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._looked))
                     tasks.create_task(self._keep_places(machine))
