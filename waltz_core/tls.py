@@ -80,8 +80,8 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
     if chosen is None:
         if config.tls != "off" and not _is_loopback(config.listen_host):
             _log.warning(
-                "tls.off host=%s: whoever reaches it may read along, and is asked for nothing; expected "
-                'tls = "on" with tls_certificate, or tls = "off" where the network is private',
+                "tls.off host=%s: whoever reaches it may read along, and is asked for nothing; "
+                'expected tls = "on" with tls_certificate, or tls = "off" in a private network',
                 config.listen_host,
             )
         return None
