@@ -19,7 +19,7 @@ import logging
 import ssl
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from waltz_core.cluster.connect_string import parse_connect_string
 from waltz_core.config import ServerConfig, StorageConfig, TlsConfig
@@ -92,7 +92,8 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
             "tls_authorities: expected a file, to check those certificates against that "
             "tls_require_certificate asks for; or tls_require_certificate = false"
         )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = _Context(ssl.PROTOCOL_TLS_SERVER)
+    context.sslobject_class = _Handshake
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.num_tickets = 0  # nobody resumes
@@ -101,6 +102,11 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
         context.verify_mode = ssl.CERT_REQUIRED
         _load_authorities(context, chosen)
     return context
+
+
+def alert_of(error: Exception) -> bytes:
+    """Return what a peer has to be sent whose handshake has failed with this; may be nothing."""
+    return bytes.fromhex(error.__notes__[-1]) if isinstance(error, ssl.SSLError) else b""
 
 
 def told(error: Exception) -> str:
@@ -119,6 +125,42 @@ def told(error: Exception) -> str:
 def is_other_language(error: Exception) -> bool:
     """Whether the peer does not speak TLS at all, or no version of it that we do."""
     return isinstance(error, ssl.SSLError) and (error.reason or "") in _PLAIN + _NO_VERSION
+
+
+class _Handshake(ssl.SSLObject):
+    """One end of a connection, which keeps the alert that a failure would have sent.
+
+    Both loops drop what is unsent when a handshake fails, so that the peer would never learn why.
+    """
+
+    outgoing: ssl.MemoryBIO
+
+    def do_handshake(self) -> None:
+        """Go on; raises SSLError, with the alert as its note (`alert_of`)."""
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            error.add_note(self.outgoing.read().hex())
+            raise
+
+
+class _Context(ssl.SSLContext):
+    """A listener's context."""
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        *arguments: Any,  # noqa: ANN401 - handed on
+        **options: Any,  # noqa: ANN401 - handed on
+    ) -> ssl.SSLObject:
+        """As the loop asks for it."""
+        made = super().wrap_bio(incoming, outgoing, *arguments, **options)
+        assert isinstance(made, _Handshake)
+        made.outgoing = outgoing
+        return made
 
 
 def _words(reason: str) -> str:

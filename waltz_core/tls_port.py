@@ -12,6 +12,7 @@ Rules:
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -92,6 +93,8 @@ class TlsPort:
             tasks.create_task(self._shake_hands(accepted, peer))
 
     async def _shake_hands(self, accepted: socket.socket, peer: str) -> None:
+        # The loop's transport is gone when it tells of a failure; this end is still there.
+        telling = accepted.dup()
         is_handed_over = False
         try:
             if await self._begins_with_handshake(accepted, peer):
@@ -104,10 +107,19 @@ class TlsPort:
                 )
         except TimeoutError:
             _log.info("tls.silent peer=%s: no handshake within %s s", peer, HANDSHAKE_S_MAX)
+        except ConnectionResetError:
+            _log.warning(
+                "tls.failed peer=%s error=it has gone within the handshake: perhaps our "
+                "certificate is not accepted there",
+                peer,
+            )
         except OSError as error:
             _log.warning("tls.failed peer=%s error=%s", peer, tls.told(error))
+            with contextlib.suppress(OSError):
+                telling.send(tls.alert_of(error))
         finally:
             self._handshakes_count -= 1
+            telling.close()
             if not is_handed_over:
                 accepted.close()
 

@@ -22,8 +22,8 @@ from waltz_core.cluster.paths import ClusterPaths
 
 EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
 
-OPTIONS = {"auth": "auth=FILE", "tls": "tls=FILE"}
-_NEXT_OPTION = re.compile(f"&(?={'|'.join(f'{name}=' for name in OPTIONS)})")
+_OPTIONS = ("auth", "tls")
+_NEXT_OPTION = re.compile("&(?=auth=|tls=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ def parse_connect_string(text: str) -> ConnectString:
     if options is None:
         raise errors.BadConfig(
             f"the connect string {text!r} ends in {question + query!r}: expected nothing, or "
-            f"?{' or '.join(OPTIONS.values())}, after {EXPECTED.removeprefix('expected ')}"
+            f"?auth=FILE, ?tls=FILE or ?auth=FILE&tls=FILE, after "
+            f"{EXPECTED.removeprefix('expected ')}"
         )
     hosts, slash, root = place.partition("/")
     if not hosts and not slash:
@@ -101,7 +102,7 @@ def _options(query: str) -> dict[str, str] | None:
     found: dict[str, str] = {}
     for option in _NEXT_OPTION.split(query):
         name, _, value = option.partition("=")
-        if name not in OPTIONS or name in found or not value or not value.isprintable():
+        if name not in _OPTIONS or name in found or not value or not value.isprintable():
             return None
         found[name] = value
     return found
