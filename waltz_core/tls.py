@@ -12,6 +12,8 @@ Rules:
     3. TLS 1.2 is the least: an original speaks nothing newer.
     4. Whoever listens beyond this machine in the clear is told so once, unless `tls = "off"` says
        that it is meant.
+    5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added, and leave at a
+       restart only.
 """
 
 import ipaddress
@@ -58,6 +60,25 @@ def dialling(config: TlsConfig, connect: str) -> ssl.SSLContext | None:
     """
     chosen = _effective(config, _place_of(connect))
     return None if chosen is None else _client_context(chosen)
+
+
+def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
+    """Read a daemon's files again; connections that are made from now on go by them.
+
+    Where they are wrong the log says so, and what was read before goes on to hold.
+    """
+    try:
+        listening(config)  # a new one: half of a pair of files must not get into those in use
+    except BadConfig as error:
+        _log.error("tls.not_renewed error=%s", error)
+        return
+    chosen = _effective(config, _place_of(config.connect))
+    assert chosen is not None
+    for context in filter(None, contexts):
+        _load_certificate(context, chosen)
+        if chosen.tls_authorities and context.verify_mode is not ssl.CERT_NONE:
+            _load_authorities(context, chosen)
+    _log.info("tls.renewed certificate=%s", chosen.tls_certificate)
 
 
 def named(place: str) -> ssl.SSLContext | None:

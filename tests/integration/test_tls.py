@@ -1,12 +1,14 @@
 """A whole cluster under TLS: real processes, certificates in files, every port, commands."""
 
 import json
+import signal
 import socket
 import ssl
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from waltz_core.config import ClientConfig, render_toml
 from waltz_core.local import LocalCluster, running
 
 PARTITION = 1
+PATIENCE_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,13 @@ def cluster(
 
 def place_of(cluster: LocalCluster) -> str:
     return cluster.connect.partition("?")[0]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to it"
+        time.sleep(0.01)
 
 
 def waltz(*words: str) -> subprocess.CompletedProcess[str]:
@@ -137,6 +147,14 @@ def test_an_original_reaches_servers_in_tls_1_2_and_storages_with_a_certificate(
             wrapped.sendall(b"H" + struct.pack(">hi", 0, len(payload)) + payload)
             assert wrapped.version() == "TLSv1.2"
             assert wrapped.recv(3) == b"H\0\0"
+
+
+def test_daemons_read_their_files_again_when_they_are_told_to(cluster: LocalCluster):
+    for name in ("storage-1", "server-1"):
+        cluster.kill(name, signal.SIGHUP)
+        until(lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text())
+    with WaltzClient(cluster.connect) as client:
+        assert client.append(b"still there", partition=PARTITION).result() >= 0
 
 
 def test_what_runs_is_shown_in_the_clear(cluster: LocalCluster):

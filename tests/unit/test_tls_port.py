@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import shutil
 import socket
 import ssl
 import struct
@@ -271,6 +272,30 @@ async def test_a_port_of_tls_1_1_is_refused(files):
     async with open_port(old) as (_, _, address):
         with pytest.raises(RemoteProtocolError, match=r"no common version: expected TLS 1\.2"):
             await net.dial(Surface.STORAGE, address, ssl=believing(files))
+
+
+@on_loop
+async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_path, said):
+    used, new = make(tmp_path), make(tmp_path, name="new")
+    config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
+    ports, dials = tls.listening(config), tls.dialling(config, "")
+    before = tls.dialling(ClientConfig(**used.settings), "")
+    async with open_port(ports) as (_, _, address), linked(address, dials) as kept:
+        shutil.copyfile(new.certificate, used.certificate)
+        tls.renew(config, ports, dials)  # of two files that belong together one is there
+        assert "tls.not_renewed error=tls_certificate: " in said()
+        async with linked(address, before):
+            pass
+        shutil.copyfile(new.key, used.key)
+        shutil.copyfile(new.authorities, used.authorities)
+        tls.renew(config, ports, dials)
+        assert f"tls.renewed certificate={used.certificate}" in said()
+        async with linked(address, tls.dialling(ClientConfig(**new.settings), "")):
+            pass
+        async with linked(address, dials):
+            assert not kept.is_closed
+        with pytest.raises(Unreachable, match="is not accepted"):
+            await net.dial(Surface.STORAGE, address, ssl=before)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -171,12 +171,16 @@ class Server:
                     self.metrics, self.health, host=config.listen_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
+            ssl = tls.listening(config)
+            if ssl is not None:
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGHUP, tls.renew, config, ssl, self._ssl)
             listener = await net.listen(
                 Surface.CLIENT,
                 config.listen_host,
                 config.port,
                 self._accept,
-                ssl=tls.listening(config),
+                ssl=ssl,
                 links_max=config.connections_max,
             )
             stack.push_async_callback(_close, listener)

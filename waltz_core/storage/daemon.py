@@ -162,6 +162,8 @@ class StorageDaemon:
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         """Serve until `stop` is set or something has failed."""
+        if self._ssl is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, tls.renew, self._config, self._ssl)
         try:
             await self._serve_directory(stop, on_ready)
         finally:
