@@ -1,6 +1,10 @@
 """What settings and connect strings make of TLS, and what is said of those that cannot work."""
 
+import contextlib
+import os
+import shutil
 import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -181,6 +185,34 @@ def test_a_key_with_a_password_asks_nobody(files, tmp_path):
     settings = files.settings | {"tls_key": str(locked)}
     with pytest.raises(BadConfig, match="expected a key without a password"):
         tls.dialling(ClientConfig(**settings), "")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    script = page.partition("## TLS")[2].split("```")[1]
+    environment = os.environ | {"HOST": "storage1.example"}
+    subprocess.run(
+        ["/bin/sh", "-ec", script], cwd=tmp_path, env=environment, check=True, capture_output=True
+    )
+    files = Certificates(*(str(tmp_path / f"{name}.pem") for name in ("ca", "certificate", "key")))
+    listens = tls.listening(storage(**files.settings))
+    dials = tls.dialling(ClientConfig(**files.settings), "")
+    assert listens is not None
+    assert dials is not None
+    ends = [(ssl.MemoryBIO(), ssl.MemoryBIO()) for _ in range(2)]
+    dialler = dials.wrap_bio(*ends[0], server_hostname="storage1.example")
+    listener = listens.wrap_bio(*ends[1], server_side=True)
+    for _ in range(3):
+        for each, (_, outgoing), (incoming, _) in (
+            (dialler, ends[0], ends[1]),
+            (listener, ends[1], ends[0]),
+        ):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                each.do_handshake()
+            incoming.write(outgoing.read())
+    assert dialler.version() == listener.version() == "TLSv1.3"
+    assert listener.getpeercert()["subject"] == ((("commonName", "storage1.example"),),)
 
 
 @pytest.mark.parametrize(
