@@ -127,7 +127,8 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
 
 def alert_of(error: Exception) -> bytes:
     """Return what a peer has to be sent whose handshake has failed with this; may be nothing."""
-    return bytes.fromhex(error.__notes__[-1]) if isinstance(error, ssl.SSLError) else b""
+    notes = getattr(error, "__notes__", [])
+    return bytes.fromhex(notes[-1]) if isinstance(error, ssl.SSLError) and notes else b""
 
 
 def told(error: Exception) -> str:

@@ -6,7 +6,8 @@ and an operator who has forgotten TLS on one side would see nothing on the other
 
 Rules:
     1. Whoever does not begin with a handshake is told by an alert, which our own diallers know, and
-       the log says so in a sentence. Whoever connects and says nothing is no news.
+       the log says so in a sentence. Whoever connects and says nothing is no news, and the same of
+       the same host is none again for `NEWS_AGAIN_S`: whoever dials again and again fills no disk.
     2. A handshake takes `HANDSHAKE_S_MAX` at most, and only so many are under way at one time.
     3. Nothing of a connection reaches its protocol before the handshake is done.
 """
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_S_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 1_024
+NEWS_AGAIN_S: Final = 60.0
+_NEWS_MAX: Final = 1_024
 BACKLOG: Final = 1_024
 # The system is out of descriptors, or of memory: it is of no use to ask again at once.
 _ACCEPT_PAUSE_S: Final = 0.5
@@ -43,6 +46,7 @@ class TlsPort:
         self._sockets: list[socket.socket] = []
         self._accepting: asyncio.Task[None] | None = None
         self._handshakes_count = 0
+        self._news: dict[tuple[str, str], float] = {}  # when what was told of whom
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, as `loop.create_server` does; raises OSError."""
@@ -84,20 +88,29 @@ class TlsPort:
                 _log.warning("tls.accept_failed error=%s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            peer = f"{address[0]}:{address[1]}"
             if self._handshakes_count >= HANDSHAKES_MAX:
-                _log.warning("tls.refused handshakes=%d peer=%s", self._handshakes_count, peer)
+                self._tell(address[0], f"{self._handshakes_count} handshakes are under way")
                 accepted.close()
                 continue
             self._handshakes_count += 1
-            tasks.create_task(self._shake_hands(accepted, peer))
+            tasks.create_task(self._shake_hands(accepted, address[0]))
 
-    async def _shake_hands(self, accepted: socket.socket, peer: str) -> None:
-        # The loop's transport is gone when it tells of a failure; this end is still there.
-        telling = accepted.dup()
+    def _tell(self, host: str, failure: str) -> None:
+        now_s = self._loop.time()
+        if now_s < self._news.get((host, failure), -NEWS_AGAIN_S) + NEWS_AGAIN_S:
+            return
+        if len(self._news) >= _NEWS_MAX:
+            self._news.clear()
+        self._news[host, failure] = now_s
+        _log.warning("tls.failed peer=%s error=%s", host, failure)
+
+    async def _shake_hands(self, accepted: socket.socket, host: str) -> None:
+        telling: socket.socket | None = None
         is_handed_over = False
         try:
-            if await self._begins_with_handshake(accepted, peer):
+            if await self._begins_with_handshake(accepted, host):
+                # The loop's transport is gone when it tells of a failure; this one is there still.
+                telling = accepted.dup()
                 is_handed_over = True
                 await self._loop.connect_accepted_socket(
                     self._make_protocol,
@@ -106,24 +119,27 @@ class TlsPort:
                     ssl_handshake_timeout=HANDSHAKE_S_MAX,
                 )
         except TimeoutError:
-            _log.info("tls.silent peer=%s: no handshake within %s s", peer, HANDSHAKE_S_MAX)
+            self._tell(host, f"no handshake within {HANDSHAKE_S_MAX} s")
         except ConnectionResetError:
-            _log.warning(
-                "tls.failed peer=%s error=it has gone within the handshake: perhaps our "
-                "certificate is not accepted there",
-                peer,
+            self._tell(
+                host,
+                "it has gone within the handshake: perhaps our certificate is not accepted there",
             )
         except OSError as error:
-            _log.warning("tls.failed peer=%s error=%s", peer, tls.told(error))
-            with contextlib.suppress(OSError):
-                telling.send(tls.alert_of(error))
+            self._tell(host, tls.told(error))
+            if telling is not None:
+                with contextlib.suppress(OSError):
+                    telling.send(tls.alert_of(error))
+        except Exception:  # noqa: BLE001 - one connection must not end the port
+            _log.exception("tls.failed peer=%s", host)
         finally:
             self._handshakes_count -= 1
-            telling.close()
+            if telling is not None:
+                telling.close()
             if not is_handed_over:
                 accepted.close()
 
-    async def _begins_with_handshake(self, accepted: socket.socket, peer: str) -> bool:
+    async def _begins_with_handshake(self, accepted: socket.socket, host: str) -> bool:
         """Wait for the first byte, and leave it where it is (rule 1)."""
         accepted.settimeout(0)
         readable = self._loop.create_future()
@@ -133,10 +149,13 @@ class TlsPort:
                 await readable
         finally:
             self._loop.remove_reader(accepted)
-        first = accepted.recv(1, socket.MSG_PEEK)
+        try:
+            first = accepted.recv(1, socket.MSG_PEEK)
+        except ConnectionResetError:
+            return False
         if not first or first[0] == tls.HANDSHAKE:
             return bool(first)
-        _log.warning("tls.failed peer=%s error=expected TLS, found plain TCP", peer)
+        self._tell(host, "expected TLS, found plain TCP")
         accepted.recv(64 * 1024)  # what is left unread would have the system take the alert back
         accepted.send(tls.REFUSAL)
         return False

@@ -188,6 +188,22 @@ async def test_plain_to_tls_is_told_to_both(files, said):
 
 
 @on_loop
+async def test_the_same_of_the_same_host_is_told_once_in_a_while(files, said, monkeypatch):
+    async with open_port(listening(files)) as (_, listener, address):
+        for _ in range(5):
+            with pytest.raises(RemoteProtocolError):
+                await net.dial(Surface.STORAGE, address)
+        await until(lambda: not listener._tls_port._handshakes_count)
+        assert said().count("tls.failed peer=127.0.0.1") == 1
+        monkeypatch.setattr(tls_port, "NEWS_AGAIN_S", 0.0)
+        monkeypatch.setattr(tls_port, "_NEWS_MAX", 1)
+        with pytest.raises(RemoteProtocolError):
+            await net.dial(Surface.STORAGE, address)
+        await until(lambda: said().count("tls.failed peer=127.0.0.1") == 2)
+        assert len(listener._tls_port._news) == 1
+
+
+@on_loop
 async def test_tls_to_plain_is_told_to_both(files, said):
     async with open_port(None) as (_, _, address):
         with pytest.raises(RemoteProtocolError, match=f"{address}: expected TLS, found plain TCP"):
@@ -305,8 +321,9 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
 @on_loop
 async def test_who_connects_and_goes_is_no_news(files, said):
     async with open_port(listening(files)) as (_, listener, address):
-        for _ in range(3):
-            socket.create_connection(("127.0.0.1", listener.port)).close()
+        for is_reset in (False, True, False):
+            with socket.create_connection(("127.0.0.1", listener.port)) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0))
         async with linked(address, believing(files)):
             pass
         await until(lambda: not listener._tls_port._handshakes_count)
@@ -339,10 +356,31 @@ async def test_too_many_handshakes_at_one_time_are_refused(files, monkeypatch, s
             await until(lambda: listener._tls_port._handshakes_count)
             with pytest.raises(Unreachable):
                 await net.dial(Surface.STORAGE, address, ssl=believing(files))
-            assert "tls.refused handshakes=1" in said()
+            assert "1 handshakes are under way" in said()
         await until(lambda: not listener._tls_port._handshakes_count)
         async with linked(address, believing(files)):
             pass
+
+
+@on_loop
+async def test_a_fault_of_one_connection_is_no_end_of_the_port(files, monkeypatch, said):
+    async with open_port(listening(files)) as (_, listener, address):
+        faults = [ZeroDivisionError("ours"), OSError(24, "Too many open files")]
+        dup = socket.socket.dup
+
+        def failing_dup(each):
+            if faults:
+                raise faults.pop()
+            return dup(each)
+
+        monkeypatch.setattr(socket.socket, "dup", failing_dup)
+        for _ in range(2):
+            with pytest.raises(Unreachable):
+                await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        assert "Too many open files" in said()
+        await until(lambda: not listener._tls_port._handshakes_count)
+        async with linked(address, believing(files)):
+            assert listener.links
 
 
 @on_loop
