@@ -14,6 +14,8 @@ Rules:
     4. Over its hard limit of unsent bytes a link is cut, with a reason.
     5. A peer that is silent in its hello, or trickles a frame, is cut.
     6. The dialling side sends an empty frame when it has sent nothing for a while.
+    7. All of this holds under TLS; what has left TLS for the socket is not counted as unsent, which
+       may be as much again as rules 3 and 4 allow.
 """
 
 import asyncio

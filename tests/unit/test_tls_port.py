@@ -70,8 +70,8 @@ async def open_port(context):
 
 
 @contextlib.asynccontextmanager
-async def linked(address, context):
-    link = await net.dial(Surface.STORAGE, address, ssl=context)
+async def linked(address, context, surface=Surface.STORAGE):
+    link = await net.dial(surface, address, ssl=context)
     try:
         yield link
     finally:
@@ -172,6 +172,76 @@ async def test_a_close_does_not_wait_long_for_who_does_not_answer(files, monkeyp
             await link.wait_closed()
         assert link.closed_reason == "done"
         peer.links[0].resume_reading()
+
+
+# ---------------------------------------------------------------------------------------------
+# an original at the other end (interop.md, 1.2 and 1.3)
+
+ORIGINALS = {
+    Surface.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),
+    Surface.STORAGE: ((0,), "Waltz Storage Server"),
+    Surface.ADMIN: ((0,), "Waltz Storage Admin Server"),
+}
+
+
+def original_hello(versions, text):
+    payload = struct.pack(f">i{len(versions)}h", len(versions), *versions)
+    payload += struct.pack(">i", len(text)) + text.encode()
+    return b"H" + struct.pack(">hi", 0, len(payload)) + payload
+
+
+@contextlib.asynccontextmanager
+async def original(surface, directory):
+    """A daemon of 0.13: TLS 1.2, a certificate that nobody has signed; give address and hellos."""
+    hellos = []
+
+    async def greet(reader, writer):
+        writer.write(original_hello(*ORIGINALS[surface]))
+        head = await reader.readexactly(7)
+        hellos.append(head + await reader.readexactly(struct.unpack(">i", head[3:])[0]))
+        while await reader.read(1024):
+            pass
+        writer.close()
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    nobodys = make(directory, name="nobodys", hosts=("localhost",))
+    context.load_cert_chain(nobodys.certificate, nobodys.key)
+    async with await asyncio.start_server(greet, ANY, 0, ssl=context) as server:
+        yield f"{ANY}:{server.sockets[0].getsockname()[1]}", hellos
+
+
+@pytest.mark.parametrize("surface", ORIGINALS)
+def test_an_originals_daemon_is_reached_by_who_believes_anybody(surface, tmp_path):
+    @on_loop
+    async def story():
+        async with original(surface, tmp_path) as (address, hellos):
+            with pytest.raises(Unreachable, match="the peer's certificate is not accepted"):
+                await net.dial(surface, address, ssl=tls.named("on"))
+            # Which versions both speak is another question.
+            with contextlib.suppress(RemoteProtocolError):
+                async with linked(address, tls.named("unverified"), surface):
+                    pass
+            await until(lambda: hellos)
+        assert hellos[0][:3] == b"H\0\0"
+
+    story()
+
+
+@on_loop
+async def test_an_originals_client_reaches_us_with_whatever_certificate_it_has(files, tmp_path):
+    """Its connector checks nothing, and shows a certificate that nobody has signed if asked."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    nobodys = make(tmp_path, name="nobodys")
+    context.load_cert_chain(nobodys.certificate, nobodys.key)
+    async with open_port(listening(files)) as (peer, _, address):
+        reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
+        writer.write(original_hello((0, 1), "Waltz Storage Client"))
+        assert (await reader.readexactly(3)) == b"H\0\0"
+        await until(lambda: peer.links)
+        writer.close()
 
 
 # ---------------------------------------------------------------------------------------------
