@@ -28,9 +28,21 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 import uvloop
 
 from waltz_core import tls
-from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
+from waltz_core.errors import (
+    BadConfig,
+    RemoteProtocolError,
+    TlsMismatch,
+    Unreachable,
+    WaltzError,
+)
 from waltz_core.tls_port import BACKLOG, TlsPort
-from waltz_core.wire.connection import Connection, ConnectionEvent, HelloReceived, ProtocolFailed
+from waltz_core.wire.connection import (
+    FOUND_TLS,
+    Connection,
+    ConnectionEvent,
+    HelloReceived,
+    ProtocolFailed,
+)
 from waltz_core.wire.messages import Hello, Message, Surface
 
 _log = logging.getLogger(__name__)
@@ -82,9 +94,9 @@ async def dial(
 
     With `ssl` (`tls.dialling`) it is wrapped in TLS.
 
-    Raises Unreachable when there is no connection within `timeout_s` seconds, or a certificate is
-    not accepted; RemoteProtocolError when somebody answers who does not speak our language, such as
-    plain TCP where TLS is expected, or the reverse.
+    Raises Unreachable when there is no connection within `timeout_s` seconds, TlsMismatch when one
+    side speaks TLS and the other does not, or a certificate is not accepted, RemoteProtocolError
+    when somebody answers who does not speak our language.
     """
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
@@ -96,10 +108,7 @@ async def dial(
 
     def is_gone(link: Link) -> None:
         if not ready.done():
-            broken = link._connection.failure
-            reason = broken or f"{link.closed_reason} before its hello"
-            kind = Unreachable if broken is None else RemoteProtocolError
-            ready.set_exception(kind(f"{address}: {reason}"))
+            ready.set_exception(_why_gone(address, link))
             ready.exception()  # so that nobody complains when the dial was given up before this
 
     link = Link(surface, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
@@ -113,9 +122,8 @@ async def dial(
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
-            if tls.is_other_language(error):
-                raise RemoteProtocolError(f"{address}: {tls.told(error)}") from error
-            raise Unreachable(f"{address}: {tls.told(error)}") from error
+            kind = TlsMismatch if isinstance(error, SSLError) else Unreachable
+            raise kind(f"{address}: {tls.told(error)}") from error
     except BaseException:
         # NB: a caller may be cancelled when the link is ready already; nobody else knows of it.
         link.abort("the dial was given up")
@@ -247,6 +255,7 @@ class Link:
         self._drained.set()
         self._is_paused_by_owner = False
         self._is_reading = True
+        self._has_tls_failed = False
         # What the last tick saw.
         self._timer: asyncio.TimerHandle | None = None
         self._tick_sent = 0
@@ -407,7 +416,9 @@ class Link:
 
     def _lost(self, error: Exception | None) -> None:
         if self.closed_reason is None:
-            self.closed_reason = _why_lost(error)
+            self.closed_reason = f"connection lost: {error}" if error else "closed by the peer"
+            if isinstance(error, SSLError):
+                self.closed_reason, self._has_tls_failed = tls.told(error), True
         self._set_timer(None, None)
         self._closed.set()
         self._arrived.set()
@@ -545,10 +556,14 @@ def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
     return cast("list[Message]", events)
 
 
-def _why_lost(error: Exception | None) -> str:
-    if isinstance(error, SSLError):
-        return tls.told(error)
-    return f"connection lost: {error}" if error else "closed by the peer"
+def _why_gone(address: str, link: Link) -> WaltzError:
+    """Return what to raise for a link that is gone before the peer's hello."""
+    broken = link._connection.failure
+    if link._has_tls_failed or (broken is not None and str(broken) == FOUND_TLS):
+        return TlsMismatch(f"{address}: {broken or link.closed_reason}")
+    if broken is not None:
+        return RemoteProtocolError(f"{address}: {broken}")
+    return Unreachable(f"{address}: {link.closed_reason} before its hello")
 
 
 def _peer_address(transport: asyncio.Transport) -> str:

@@ -39,11 +39,13 @@ ALERT: Final = 0x15
 REFUSAL: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
 
 _FILES: Final = ("tls_certificate", "tls_key", "tls_authorities")
-_PLAIN: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
-_NO_VERSION: Final = ("UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION")
+_FOUND_PLAIN: Final = "expected TLS, found plain TCP"
+_NO_VERSION: Final = "no common version: expected TLS 1.2 or 1.3"
 _SENTENCES: Final = {
-    **dict.fromkeys(_PLAIN, "expected TLS, found plain TCP"),
-    **dict.fromkeys(_NO_VERSION, "no common version: expected TLS 1.2 or 1.3"),
+    "WRONG_VERSION_NUMBER": _FOUND_PLAIN,
+    "HTTP_REQUEST": _FOUND_PLAIN,
+    "UNSUPPORTED_PROTOCOL": _NO_VERSION,
+    "TLSV1_ALERT_PROTOCOL_VERSION": _NO_VERSION,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate, and we showed none",
     # What TLS 1.2 has for that, and for more.
@@ -142,11 +144,6 @@ def told(error: Exception) -> str:
         sentence = f"our certificate is not accepted by the peer: {_words(reason)}"
         return _SENTENCES.get(reason, sentence)
     return _SENTENCES.get(reason) or f"TLS has failed: {_words(reason) or error}"
-
-
-def is_other_language(error: Exception) -> bool:
-    """Whether the peer does not speak TLS at all, or no version of it that we do."""
-    return isinstance(error, ssl.SSLError) and (error.reason or "") in _PLAIN + _NO_VERSION
 
 
 class _Handshake(ssl.SSLObject):

@@ -1,6 +1,7 @@
 """A whole cluster under TLS: real processes, certificates in files, every port, commands."""
 
 import json
+import shlex
 import signal
 import socket
 import ssl
@@ -121,6 +122,16 @@ def test_a_command_that_does_not_know_of_tls_is_told_so(cluster: LocalCluster):
     done = waltz("storage", "list", "--admin", f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "expected plain TCP, found TLS" in done.stderr
+
+
+def test_the_doctor_has_nobody_ended_whom_we_do_not_understand(cluster: LocalCluster):
+    done = waltz("doctor", "--json", "--connect", place_of(cluster))
+    findings = json.loads(done.stdout)["findings"]
+    assert [each["name"] for each in findings] == ["server-shut"] * 2 + ["storage-shut"] * 3
+    _, *words = shlex.split(findings[0]["command"])
+    file = cluster.connect.partition("?tls=")[2]
+    done = waltz(*(each.replace("FILE", file) for each in words))
+    assert done.returncode == 0, done.stdout
 
 
 def test_an_original_reaches_servers_in_tls_1_2_and_storages_with_a_certificate(

@@ -270,11 +270,9 @@ def failure(reason: str) -> ssl.SSLError:
 )
 def test_what_has_failed_is_told_in_words(reason, said):
     assert tls.told(failure(reason)).startswith(said)
-    is_other = reason in ("WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL")
-    assert tls.is_other_language(failure(reason)) == is_other
 
 
 def test_what_is_no_matter_of_tls_is_told_as_it_is():
     assert tls.told(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
     assert tls.told(ConnectionResetError()) == "ConnectionResetError"
-    assert not tls.is_other_language(ConnectionResetError())
+    assert tls.alert_of(ConnectionResetError()) == tls.alert_of(failure("OTHER")) == b""

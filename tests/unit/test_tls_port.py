@@ -15,7 +15,7 @@ from tests.certificates import make
 from tests.loops import on_loop, until
 from waltz_core import net, tls, tls_port
 from waltz_core.config import ClientConfig, StorageConfig
-from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
+from waltz_core.errors import BadConfig, RemoteProtocolError, TlsMismatch, Unreachable
 from waltz_core.wire.messages import Appended, AppendRaw, Surface
 
 ANY = "127.0.0.1"
@@ -216,7 +216,7 @@ def test_an_originals_daemon_is_reached_by_who_believes_anybody(surface, tmp_pat
     @on_loop
     async def story():
         async with original(surface, tmp_path) as (address, hellos):
-            with pytest.raises(Unreachable, match="the peer's certificate is not accepted"):
+            with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted"):
                 await net.dial(surface, address, ssl=tls.named("on"))
             # Which versions both speak is another question.
             with contextlib.suppress(RemoteProtocolError):
@@ -251,7 +251,7 @@ async def test_an_originals_client_reaches_us_with_whatever_certificate_it_has(f
 @on_loop
 async def test_plain_to_tls_is_told_to_both(files, said):
     async with open_port(listening(files)) as (_, listener, address):
-        with pytest.raises(RemoteProtocolError, match=f"{address}: expected plain TCP, found TLS"):
+        with pytest.raises(TlsMismatch, match=f"{address}: expected plain TCP, found TLS"):
             await net.dial(Surface.STORAGE, address)
         await until(lambda: "error=expected TLS, found plain TCP" in said())
         assert listener.links == ()
@@ -261,13 +261,13 @@ async def test_plain_to_tls_is_told_to_both(files, said):
 async def test_the_same_of_the_same_host_is_told_once_in_a_while(files, said, monkeypatch):
     async with open_port(listening(files)) as (_, listener, address):
         for _ in range(5):
-            with pytest.raises(RemoteProtocolError):
+            with pytest.raises(TlsMismatch):
                 await net.dial(Surface.STORAGE, address)
         await until(lambda: not listener._tls_port._handshakes_count)
         assert said().count("tls.failed peer=127.0.0.1") == 1
         monkeypatch.setattr(tls_port, "NEWS_AGAIN_S", 0.0)
         monkeypatch.setattr(tls_port, "_NEWS_MAX", 1)
-        with pytest.raises(RemoteProtocolError):
+        with pytest.raises(TlsMismatch):
             await net.dial(Surface.STORAGE, address)
         await until(lambda: said().count("tls.failed peer=127.0.0.1") == 2)
         assert len(listener._tls_port._news) == 1
@@ -276,7 +276,7 @@ async def test_the_same_of_the_same_host_is_told_once_in_a_while(files, said, mo
 @on_loop
 async def test_tls_to_plain_is_told_to_both(files, said):
     async with open_port(None) as (_, _, address):
-        with pytest.raises(RemoteProtocolError, match=f"{address}: expected TLS, found plain TCP"):
+        with pytest.raises(TlsMismatch, match=f"{address}: expected TLS, found plain TCP"):
             await net.dial(Surface.STORAGE, address, ssl=believing(files))
         await until(lambda: "error=expected plain TCP, found TLS" in said())
 
@@ -284,7 +284,7 @@ async def test_tls_to_plain_is_told_to_both(files, said):
 @on_loop
 async def test_a_certificate_of_another_authority_is_told_to_both(files, tmp_path, said):
     async with open_port(listening(files)) as (_, _, address):
-        with pytest.raises(Unreachable, match="the peer's certificate is not accepted: unable to"):
+        with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted: unable to"):
             await net.dial(Surface.STORAGE, address, ssl=believing(make(tmp_path)))
         await until(lambda: "perhaps our certificate is not accepted there" in said())
 
@@ -293,7 +293,7 @@ async def test_a_certificate_of_another_authority_is_told_to_both(files, tmp_pat
 async def test_a_certificate_for_another_host_is_told(tmp_path):
     files = make(tmp_path, hosts=("storage1.example",))
     async with open_port(listening(files)) as (_, _, address):
-        with pytest.raises(Unreachable, match=r"not accepted: .*IP address mismatch"):
+        with pytest.raises(TlsMismatch, match=r"not accepted: .*IP address mismatch"):
             await net.dial(Surface.STORAGE, address, ssl=believing(files))
         async with linked(address, believing(files, tls_verify="chain")):
             pass
@@ -309,7 +309,7 @@ def test_a_certificate_that_is_missing_is_told_to_both(files, version, said):
         async with open_port(required) as (peer, _, address):
             context = believing(files)
             context.maximum_version = version
-            with pytest.raises(Unreachable, match="expects a certificate"):
+            with pytest.raises(TlsMismatch, match="expects a certificate"):
                 await net.dial(Surface.STORAGE, address, ssl=context)
             await until(lambda: "expected a certificate of the peer, found none" in said())
             assert peer.links == []
@@ -324,7 +324,7 @@ async def test_a_certificate_that_nobody_has_signed_is_told_to_both(files, tmp_p
     stranger = make(tmp_path, name="stranger")
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
-        with pytest.raises(Unreachable, match="our certificate is not accepted by the peer"):
+        with pytest.raises(TlsMismatch, match="our certificate is not accepted by the peer"):
             await net.dial(Surface.STORAGE, address, ssl=tls.dialling(ClientConfig(**settings), ""))
         await until(lambda: "the peer's certificate is not accepted" in said())
 
@@ -356,7 +356,7 @@ async def test_a_port_of_tls_1_1_is_refused(files):
         old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
         old.set_ciphers("ALL:@SECLEVEL=0")
     async with open_port(old) as (_, _, address):
-        with pytest.raises(RemoteProtocolError, match=r"no common version: expected TLS 1\.2"):
+        with pytest.raises(TlsMismatch, match=r"no common version: expected TLS 1\.2"):
             await net.dial(Surface.STORAGE, address, ssl=believing(files))
 
 
@@ -380,7 +380,7 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
             pass
         async with linked(address, dials):
             assert not kept.is_closed
-        with pytest.raises(Unreachable, match="is not accepted"):
+        with pytest.raises(TlsMismatch, match="is not accepted"):
             await net.dial(Surface.STORAGE, address, ssl=before)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypedDict, TypeVar
 
 from waltz_core import net
 from waltz_core.cli import transport
@@ -38,7 +38,13 @@ from waltz_core.cluster.facts import (
     StorageFacts,
 )
 from waltz_core.cluster.storages import Layout
-from waltz_core.errors import ClusterKeyMismatch, NoCluster, Unavailable, WaltzError
+from waltz_core.errors import (
+    ClusterKeyMismatch,
+    NoCluster,
+    TlsMismatch,
+    Unavailable,
+    WaltzError,
+)
 from waltz_core.local import LocalCluster
 from waltz_core.record import PartitionId, ReplicaId, ReqId, SessionId, TransactionId
 from waltz_core.wire.admin_messages import (
@@ -146,6 +152,19 @@ async def _is_taking(address: str, timeout_s: float) -> bool:
         writer.transport.abort()
         return True
     return False
+
+
+class _Trouble(TypedDict):
+    trouble: str
+    is_silent: bool
+    is_shut: bool
+
+
+async def _trouble(error: WaltzError, address: str, timeout_s: float) -> _Trouble:
+    """Return what is told of a process that could not be asked."""
+    is_shut = isinstance(error, TlsMismatch)
+    is_silent = not is_shut and await _is_taking(address, timeout_s)
+    return {"trouble": str(error), "is_silent": is_silent, "is_shut": is_shut}
 
 
 # --- ZooKeeper
@@ -322,8 +341,7 @@ class _Server:
             facts = replace(self._facts, latency_ms=_ms_since(began_s))
             return await self._ask(link, facts)
         except WaltzError as error:
-            is_silent = await _is_taking(address, self._timeout_s)
-            return replace(self._facts, trouble=str(error), is_silent=is_silent), {}
+            return replace(self._facts, **await _trouble(error, address, self._timeout_s)), {}
         finally:
             await links.close("asked")
 
@@ -427,8 +445,7 @@ class _Storage:
         try:
             link = await transport.dial(Surface.STORAGE, self._address, timeout_s=self._timeout_s)
         except WaltzError as error:
-            is_silent = await _is_taking(self._address, self._timeout_s)
-            return replace(self._facts, trouble=str(error), is_silent=is_silent)
+            return replace(self._facts, **await _trouble(error, self._address, self._timeout_s))
         link.abort("asked")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
