@@ -60,7 +60,7 @@ def dialling(config: TlsConfig, connect: str) -> ssl.SSLContext | None:
     Raises:
         BadConfig: the connect string, a setting or a file of them is wrong.
     """
-    chosen = _effective(config, _place_of(connect))
+    chosen = _effective(config, place_in(connect))
     return None if chosen is None else _client_context(chosen)
 
 
@@ -74,7 +74,7 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
     except BadConfig as error:
         _log.error("tls.not_renewed error=%s", error)
         return
-    chosen = _effective(config, _place_of(config.connect))
+    chosen = _effective(config, place_in(config.connect))
     assert chosen is not None
     for context in filter(None, contexts):
         _load_certificate(context, chosen)
@@ -99,7 +99,7 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
     Raises:
         BadConfig: as `dialling`; or there is no certificate, or nothing to check a peer's against.
     """
-    chosen = _effective(config, _place_of(config.connect))
+    chosen = _effective(config, place_in(config.connect))
     if chosen is None:
         if config.tls != "off" and not _is_loopback(config.listen_host):
             _log.warning(
@@ -131,6 +131,15 @@ def alert_of(error: Exception) -> bytes:
     """Return what a peer has to be sent whose handshake has failed with this; may be nothing."""
     notes = getattr(error, "__notes__", [])
     return bytes.fromhex(notes[-1]) if isinstance(error, ssl.SSLError) and notes else b""
+
+
+def place_in(connect: str) -> str:
+    """Return what stands behind ?tls= of a connect string.
+
+    One without is not looked at: a storage without ZooKeeper may have any, and what is wrong with
+    it is told by who connects.
+    """
+    return parse_connect_string(connect).tls if "tls=" in connect else ""
 
 
 def told(error: Exception) -> str:
@@ -184,11 +193,6 @@ class _Context(ssl.SSLContext):
 
 def _words(reason: str) -> str:
     return reason.lower().replace("_", " ")
-
-
-def _place_of(connect: str) -> str:
-    """Return what stands behind ?tls=; whoever is told everything else has no connect string."""
-    return parse_connect_string(connect).tls if connect else ""
 
 
 def _effective(config: TlsConfig, place: str) -> TlsConfig | None:

@@ -38,6 +38,7 @@ def test_nobody_speaks_tls_who_is_not_told_to():
     assert tls.dialling(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
     assert tls.listening(server()) is None
     assert tls.listening(storage()) is None
+    assert tls.listening(storage(connect="none at all")) is None
 
 
 @pytest.mark.parametrize(

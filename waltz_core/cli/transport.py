@@ -17,7 +17,6 @@ from ssl import SSLContext
 from typing import Final
 
 from waltz_core import net, tls
-from waltz_core.cluster.connect_string import parse_connect_string
 from waltz_core.wire.messages import Surface
 
 _PLACE: Final[ContextVar[str]] = ContextVar("tls", default="")
@@ -34,8 +33,8 @@ def begin(arguments: argparse.Namespace) -> None:
 
 
 def speak_as(connect: str) -> None:
-    """Take a cluster's connect string, once it is known; a bad one is told by who uses it."""
-    _PLACE.set(parse_connect_string(connect).tls if "tls=" in connect else "")
+    """Take a cluster's connect string, once it is known."""
+    _PLACE.set(tls.place_in(connect))
 
 
 def add_tls(verb: argparse.ArgumentParser) -> None:
