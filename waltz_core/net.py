@@ -125,7 +125,9 @@ async def dial(
         except OSError as error:
             kind = TlsMismatch if isinstance(error, SSLError) else Unreachable
             raise kind(f"{address}: {tls.told(error)}") from error
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, TlsMismatch):
+            tls.tell(address, str(error).removeprefix(f"{address}: "))
         # NB: a caller may be cancelled when the link is ready already; nobody else knows of it.
         link.abort("the dial was given up")
         raise
@@ -445,7 +447,10 @@ class Link:
         if events and not self.is_closed:
             self._hand_over(_only_messages(events), count)
         if failed is not None:
-            _log.warning("net.protocol peer=%s error=%s", self.address, failed)
+            if str(failed) != FOUND_TLS:
+                _log.warning("net.protocol peer=%s error=%s", self.address, failed)
+            elif self._is_listener:  # who dials is told by his error
+                tls.tell(self.address.rpartition(":")[0], FOUND_TLS)
             self.abort(str(failed))
 
     def _hello_received(self) -> None:

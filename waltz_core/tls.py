@@ -14,11 +14,14 @@ Rules:
        that it is meant.
     5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added, and leave at a
        restart only.
+    6. The same failure of the same peer is news once in `NEWS_AGAIN_S`: whoever dials again and
+       again fills no disk.
 """
 
 import ipaddress
 import logging
 import ssl
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -38,6 +41,9 @@ ALERT: Final = 0x15
 # What we say to somebody who has not begun a handshake: a fatal alert, unexpected_message.
 REFUSAL: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
 
+NEWS_AGAIN_S: Final = 60.0
+_NEWS_MAX: Final = 1_024
+_NEWS: Final[dict[tuple[str, str], float]] = {}  # when what was told of whom, by this process
 _FILES: Final = ("tls_certificate", "tls_key", "tls_authorities")
 _FOUND_PLAIN: Final = "expected TLS, found plain TCP"
 _NO_VERSION: Final = "no common version: expected TLS 1.2 or 1.3"
@@ -125,6 +131,17 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
         context.verify_mode = ssl.CERT_REQUIRED
         _load_authorities(context, chosen)
     return context
+
+
+def tell(peer: str, failure: str) -> None:
+    """Log why we and a peer do not come to speak (rule 6); a host, where its ports are any."""
+    now_s = time.monotonic()
+    if now_s < _NEWS.get((peer, failure), -NEWS_AGAIN_S) + NEWS_AGAIN_S:
+        return
+    if len(_NEWS) >= _NEWS_MAX:
+        _NEWS.clear()
+    _NEWS[peer, failure] = now_s
+    _log.warning("tls.failed peer=%s error=%s", peer, failure)
 
 
 def alert_of(error: Exception) -> bytes:

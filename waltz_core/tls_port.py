@@ -6,8 +6,7 @@ and an operator who has forgotten TLS on one side would see nothing on the other
 
 Rules:
     1. Whoever does not begin with a handshake is told by an alert, which our own diallers know, and
-       the log says so in a sentence. Whoever connects and says nothing is no news, and the same of
-       the same host is none again for `NEWS_AGAIN_S`: whoever dials again and again fills no disk.
+       the log says so in a sentence. Whoever connects and says nothing is no news.
     2. A handshake takes `HANDSHAKE_S_MAX` at most, and only so many are under way at one time.
     3. Nothing of a connection reaches its protocol before the handshake is done.
 """
@@ -26,8 +25,6 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_S_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 1_024
-NEWS_AGAIN_S: Final = 60.0
-_NEWS_MAX: Final = 1_024
 BACKLOG: Final = 1_024
 # The system is out of descriptors, or of memory: it is of no use to ask again at once.
 _ACCEPT_PAUSE_S: Final = 0.5
@@ -46,7 +43,6 @@ class TlsPort:
         self._sockets: list[socket.socket] = []
         self._accepting: asyncio.Task[None] | None = None
         self._handshakes_count = 0
-        self._news: dict[tuple[str, str], float] = {}  # when what was told of whom
 
     async def open(self, host: str, port: int) -> None:
         """Listen at all addresses of a host, as `loop.create_server` does; raises OSError."""
@@ -89,20 +85,11 @@ class TlsPort:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             if self._handshakes_count >= HANDSHAKES_MAX:
-                self._tell(address[0], f"{self._handshakes_count} handshakes are under way")
+                tls.tell(address[0], f"{self._handshakes_count} handshakes are under way")
                 accepted.close()
                 continue
             self._handshakes_count += 1
             tasks.create_task(self._shake_hands(accepted, address[0]))
-
-    def _tell(self, host: str, failure: str) -> None:
-        now_s = self._loop.time()
-        if now_s < self._news.get((host, failure), -NEWS_AGAIN_S) + NEWS_AGAIN_S:
-            return
-        if len(self._news) >= _NEWS_MAX:
-            self._news.clear()
-        self._news[host, failure] = now_s
-        _log.warning("tls.failed peer=%s error=%s", host, failure)
 
     async def _shake_hands(self, accepted: socket.socket, host: str) -> None:
         telling: socket.socket | None = None
@@ -119,14 +106,14 @@ class TlsPort:
                     ssl_handshake_timeout=HANDSHAKE_S_MAX,
                 )
         except TimeoutError:
-            self._tell(host, f"no handshake within {HANDSHAKE_S_MAX} s")
+            tls.tell(host, f"no handshake within {HANDSHAKE_S_MAX} s")
         except ConnectionResetError:
-            self._tell(
+            tls.tell(
                 host,
                 "it has gone within the handshake: perhaps our certificate is not accepted there",
             )
         except OSError as error:
-            self._tell(host, tls.told(error))
+            tls.tell(host, tls.told(error))
             if telling is not None:
                 with contextlib.suppress(OSError):
                     telling.send(tls.alert_of(error))
@@ -155,7 +142,7 @@ class TlsPort:
             return False
         if not first or first[0] == tls.HANDSHAKE:
             return bool(first)
-        self._tell(host, "expected TLS, found plain TCP")
+        tls.tell(host, "expected TLS, found plain TCP")
         accepted.recv(64 * 1024)  # what is left unread would have the system take the alert back
         accepted.send(tls.REFUSAL)
         return False

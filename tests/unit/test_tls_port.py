@@ -28,8 +28,9 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def said(caplog):
-    """The lines of the log so far."""
+def said(caplog, monkeypatch):
+    """The lines of the log so far; nothing was told before."""
+    monkeypatch.setattr(tls, "_NEWS", {})
     caplog.set_level(logging.INFO)
     return lambda: "\n".join(each.getMessage() for each in caplog.records)
 
@@ -258,19 +259,22 @@ async def test_plain_to_tls_is_told_to_both(files, said):
 
 
 @on_loop
-async def test_the_same_of_the_same_host_is_told_once_in_a_while(files, said, monkeypatch):
-    async with open_port(listening(files)) as (_, listener, address):
-        for _ in range(5):
-            with pytest.raises(TlsMismatch):
-                await net.dial(Surface.STORAGE, address)
-        await until(lambda: not listener._tls_port._handshakes_count)
-        assert said().count("tls.failed peer=127.0.0.1") == 1
-        monkeypatch.setattr(tls_port, "NEWS_AGAIN_S", 0.0)
-        monkeypatch.setattr(tls_port, "_NEWS_MAX", 1)
+async def test_the_same_of_the_same_peer_is_told_once_in_a_while(files, said, monkeypatch):
+    async def plain_to_tls():
         with pytest.raises(TlsMismatch):
             await net.dial(Surface.STORAGE, address)
-        await until(lambda: said().count("tls.failed peer=127.0.0.1") == 2)
-        assert len(listener._tls_port._news) == 1
+        await until(lambda: not listener._tls_port._handshakes_count)
+
+    async with open_port(listening(files)) as (_, listener, address):
+        for _ in range(5):
+            await plain_to_tls()
+        assert said().count("tls.failed peer=127.0.0.1 error=") == 1
+        assert said().count(f"tls.failed peer={address} error=") == 1
+        monkeypatch.setattr(tls, "NEWS_AGAIN_S", 0.0)
+        monkeypatch.setattr(tls, "_NEWS_MAX", 1)
+        await plain_to_tls()
+        assert said().count("tls.failed peer=127.0.0.1 error=") == 2
+        assert len(tls._NEWS) == 1
 
 
 @on_loop
@@ -278,7 +282,8 @@ async def test_tls_to_plain_is_told_to_both(files, said):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsMismatch, match=f"{address}: expected TLS, found plain TCP"):
             await net.dial(Surface.STORAGE, address, ssl=believing(files))
-        await until(lambda: "error=expected plain TCP, found TLS" in said())
+        await until(lambda: "peer=127.0.0.1 error=expected plain TCP, found TLS" in said())
+        assert f"peer={address} error=expected TLS, found plain TCP" in said()
 
 
 @on_loop
