@@ -10,14 +10,14 @@ STORY_S_MAX = 60
 LOOK_S = 0.002
 
 
-def on_loop(story: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+def on_loop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Run a coroutine function as a test, on the loop of daemons, within `STORY_S_MAX`."""
 
     @wraps(story)
-    def run() -> None:
+    def run(*fixtures: object, **named_fixtures: object) -> None:
         async def bounded() -> None:
             async with asyncio.timeout(STORY_S_MAX):
-                await story()
+                await story(*fixtures, **named_fixtures)
 
         net.run(bounded())
 

@@ -26,6 +26,8 @@ PORT_MAX = 65_535
 MS_MAX = 24 * 60 * 60 * 1000
 NO_GROUP = -1
 BALANCES = ("count", "load")
+TLS_WORDS = ("", "on", "off")
+TLS_CHECKS = ("name", "chain", "nothing")
 
 
 def _connect() -> Any:  # noqa: ANN401 - see `setting`
@@ -72,7 +74,53 @@ class ZooKeeperConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageConfig(ZooKeeperConfig):
+class TlsConfig(Config):
+    """TLS: what a process shows of itself, and asks of whom it dials; part of every other kind."""
+
+    kind: ClassVar[str] = "tls"
+
+    tls: str = setting(
+        "",
+        'Whether connections are wrapped in TLS, 1.2 or 1.3: "on" or "off". Empty: as `connect` '
+        "says behind ?tls=, else off. All processes of a cluster do the same.",
+    )
+    tls_certificate: str = setting(
+        "",
+        "A PEM file: this process's certificate, then those that lead to an authority. A daemon "
+        "must have one; who dials shows it where it is asked for.",
+    )
+    tls_key: str = setting(
+        "", "A PEM file: the certificate's private key. Empty: it is in `tls_certificate`."
+    )
+    tls_authorities: str = setting(
+        "",
+        "A PEM file: the authorities whose certificates are believed. Empty: those of the system.",
+    )
+    tls_verify: str = setting(
+        "name",
+        'What is checked of whom we dial: "name", that an authority has signed his certificate for '
+        'the host that was dialled; "chain", any that it has signed; "nothing".',
+    )
+
+    def validate(self) -> None:
+        """Check relations between fields; raises BadConfig."""
+        self._among("tls", TLS_WORDS)
+        self._among("tls_verify", TLS_CHECKS)
+        if self.tls_key and not self.tls_certificate:
+            raise BadConfig("tls_key: expected tls_certificate beside it, found none")
+        super().validate()
+
+
+def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `setting`
+    return setting(
+        default,
+        "Under TLS, whether only those are let in who show a certificate that one of "
+        "`tls_authorities` has signed.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig(TlsConfig, ZooKeeperConfig):
     """A storage daemon."""
 
     kind: ClassVar[str] = "storage"
@@ -152,13 +200,16 @@ class StorageConfig(ZooKeeperConfig):
         most=100_000,
     )
 
+    tls_require_certificate: bool = _tls_require_certificate(default=True)
+
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
+        super().validate()
         self._differ("port", "admin_port", "http_port")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(ZooKeeperConfig):
+class ServerConfig(TlsConfig, ZooKeeperConfig):
     """A server daemon; what begins with `partition_` or `connection_` holds for each of them."""
 
     kind: ClassVar[str] = "server"
@@ -336,15 +387,15 @@ class ServerConfig(ZooKeeperConfig):
         5_000, "How long a read or mount waits for a store session before it is refused."
     )
 
+    tls_require_certificate: bool = _tls_require_certificate(default=False)
+
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
+        super().validate()
         self._differ("port", "http_port")
         self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
         self._not_above("balance_interval_ms", "balance_window_ms")
-        if self.balance not in BALANCES:
-            raise BadConfig(
-                f"balance: expected one of {', '.join(BALANCES)}, found {self.balance!r}"
-            )
+        self._among("balance", BALANCES)
         self._not_above("batch_bytes_max", "partition_queue_bytes_max")
         self._not_above("batch_bytes_max", "connection_in_flight_bytes_max")
         held = self.lock_table_bytes_max + self.feed_cache_bytes + self.transaction_cache_bytes
@@ -356,7 +407,7 @@ class ServerConfig(ZooKeeperConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientConfig(ZooKeeperConfig):
+class ClientConfig(TlsConfig, ZooKeeperConfig):
     """An application's client, and each Spark task."""
 
     kind: ClassVar[str] = "client"
@@ -410,6 +461,7 @@ class ClientConfig(ZooKeeperConfig):
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
+        super().validate()
         self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
         self._not_above("batch_bytes_max", "in_flight_bytes_max")
 
@@ -435,7 +487,7 @@ class LocalConfig(Config):
 
 
 KINDS: dict[str, type[Config]] = {
-    each.kind: each for each in (StorageConfig, ServerConfig, ClientConfig, LocalConfig)
+    each.kind: each for each in (StorageConfig, ServerConfig, ClientConfig, TlsConfig, LocalConfig)
 }
 
 

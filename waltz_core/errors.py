@@ -7,8 +7,8 @@ retry can help, and both ends must agree on them. Nothing else in the project de
       UsageError        you called it wrong; do not retry
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition, NotOpen
       Unavailable       try again (retriable)
-        NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable, CoordinatorUnavailable,
-        OutcomeUnknown, CoordinatorOutcomeUnknown
+        NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsMismatch),
+        CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown
       Superseded        someone newer owns this; give up the handle
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and tell a human
@@ -122,6 +122,12 @@ class Unreachable(Unavailable):
     """No connection to a peer could be made, or it broke, or it did not answer in time."""
 
     code = 26
+
+
+class TlsMismatch(Unreachable):
+    """Somebody is there, and the two do not speak TLS alike, or do not believe each other."""
+
+    code = 30
 
 
 class CoordinatorUnavailable(Unavailable):

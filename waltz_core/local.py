@@ -100,6 +100,7 @@ class State:
     members: list[Member] = field(default_factory=list)
     host: str = LOOPBACK
     auth_file: str = ""
+    tls: str = ""
 
 
 class LocalCluster:
@@ -116,6 +117,7 @@ class LocalCluster:
         host: the address of this machine at which all of them listen and are known; other machines
             reach them there, and nobody is asked who he is. Fixed for the life of the directory.
         auth_file: with what ZooKeeper is told who we are (docs/zookeeper.md); none: it is not told.
+        tls: settings of kind "tls" that all of them have (docs/operations.md); none: no TLS.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
     """
 
@@ -131,6 +133,7 @@ class LocalCluster:
         bound: bool = False,
         host: str = LOOPBACK,
         auth_file: Path | None = None,
+        tls: Path | None = None,
         settings: dict[str, dict[str, object]] | None = None,
     ) -> None:
         self.directory = directory.absolute()
@@ -141,6 +144,7 @@ class LocalCluster:
         self._bound = bound
         self._host = host
         self._auth_file = "" if auth_file is None else str(auth_file.absolute())
+        self._tls = "" if tls is None else str(tls.absolute())
         self._settings = settings or {}
         self._state: State | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -152,7 +156,7 @@ class LocalCluster:
         """Return the connect string, for Spark's ``load`` and every client."""
         state = self._loaded()
         hosts = [f"{state.host}:{member.port}" for member in self.zookeepers]
-        return str(ConnectString(tuple(hosts), state.root, state.auth_file))
+        return str(ConnectString(tuple(hosts), state.root, state.auth_file, state.tls))
 
     @property
     def host(self) -> str:
@@ -341,8 +345,8 @@ class LocalCluster:
                 raw = json.loads(path.read_text(encoding="utf-8"))
                 members = [Member(**entry) for entry in raw["members"]]
                 host = raw.get("host", LOOPBACK)
-                auth_file = raw.get("auth_file", "")
-                self._state = State(raw["root"], raw["partition_count"], members, host, auth_file)
+                files = [raw.get(name, "") for name in ("auth_file", "tls")]
+                self._state = State(raw["root"], raw["partition_count"], members, host, *files)
             except FileNotFoundError:
                 raise BadConfig(
                     f"no local cluster in {self.directory}: start one with `waltz-core local up`"
@@ -386,7 +390,7 @@ class LocalCluster:
         for member in members[zookeepers:]:
             member.http_port = local_ports.draw(taken, host)
             taken.add(member.http_port)
-        self._state = State(ROOT_DEFAULT, partitions, members, host, self._auth_file)
+        self._state = State(ROOT_DEFAULT, partitions, members, host, self._auth_file, self._tls)
         self._save()
 
     def _save(self) -> None:

@@ -1,7 +1,8 @@
 """TCP for every process: dial, listen, and links that carry messages.
 
-Why it stands alone: it is the one file that opens sockets for the system's own protocols. A link
-wraps a `wire.connection.Connection`; what a message means is nobody's business here.
+Why it stands alone: it is the one file that opens sockets for the system's own protocols, but for
+ports that speak TLS, which accept by `tls_port.py`. A link wraps a `wire.connection.Connection`;
+what a message means is nobody's business here.
 
 Who uses a link sees it only after both hellos, and then either gives callbacks (`start`: messages
 are handed over as they come, the fastest way) or awaits `receive`.
@@ -14,19 +15,35 @@ Rules:
     4. Over its hard limit of unsent bytes a link is cut, with a reason.
     5. A peer that is silent in its hello, or trickles a frame, is cut.
     6. The dialling side sends an empty frame when it has sent nothing for a while.
+    7. All of this holds under TLS; what has left TLS for the socket is not counted as unsent, which
+       may be as much again as rules 3 and 4 allow.
 """
 
 import asyncio
 import logging
 import socket
-import ssl as tls
 from collections.abc import Callable, Coroutine, Sequence
+from ssl import SSLContext, SSLError
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
-from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
-from waltz_core.wire.connection import Connection, ConnectionEvent, HelloReceived, ProtocolFailed
+from waltz_core import tls
+from waltz_core.errors import (
+    BadConfig,
+    RemoteProtocolError,
+    TlsMismatch,
+    Unreachable,
+    WaltzError,
+)
+from waltz_core.tls_port import BACKLOG, TlsPort
+from waltz_core.wire.connection import (
+    FOUND_TLS,
+    Connection,
+    ConnectionEvent,
+    HelloReceived,
+    ProtocolFailed,
+)
 from waltz_core.wire.messages import Hello, Message, Surface
 
 _log = logging.getLogger(__name__)
@@ -71,12 +88,15 @@ async def dial(
     address: str,
     *,
     timeout_s: float = 5.0,
-    ssl: tls.SSLContext | None = None,
+    ssl: SSLContext | None = None,
     write_backlog_bytes_max: int = WRITE_BACKLOG_BYTES_MAX,
 ) -> "Link":
     """Return a link to "host:port" on which both sides have said hello.
 
-    Raises Unreachable when there is no connection within `timeout_s` seconds, RemoteProtocolError
+    With `ssl` (`tls.dialling`) it is wrapped in TLS.
+
+    Raises Unreachable when there is no connection within `timeout_s` seconds, TlsMismatch when one
+    side speaks TLS and the other does not, or a certificate is not accepted, RemoteProtocolError
     when somebody answers who does not speak our language.
     """
     host, port = split_address(address)
@@ -89,8 +109,7 @@ async def dial(
 
     def is_gone(link: Link) -> None:
         if not ready.done():
-            reason = f"{address}: {link.closed_reason} before its hello"
-            ready.set_exception(link._connection.failure or Unreachable(reason))
+            ready.set_exception(_why_gone(address, link))
             ready.exception()  # so that nobody complains when the dial was given up before this
 
     link = Link(surface, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
@@ -104,8 +123,11 @@ async def dial(
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
-            raise Unreachable(f"{address}: {error}") from error
-    except BaseException:
+            kind = TlsMismatch if isinstance(error, SSLError) else Unreachable
+            raise kind(f"{address}: {tls.told(error)}") from error
+    except BaseException as error:
+        if isinstance(error, TlsMismatch):
+            tls.tell(address, str(error).removeprefix(f"{address}: "))
         # NB: a caller may be cancelled when the link is ready already; nobody else knows of it.
         link.abort("the dial was given up")
         raise
@@ -118,26 +140,21 @@ async def listen(
     port: int,
     on_connection: Callable[["Link"], None],
     *,
-    ssl: tls.SSLContext | None = None,
+    ssl: SSLContext | None = None,
     links_max: int = LINKS_MAX,
 ) -> "Listener":
     """Listen and call `on_connection` with every link once both sides have said hello.
 
-    Port 0 takes a free one; `Listener.port` tells which. Raises BadConfig when the address cannot
+    Port 0 takes a free one; `Listener.port` tells which. With `ssl` (`tls.listening`) whoever does
+    not speak TLS is told so, and the log, too. Raises BadConfig when the address cannot
     be listened on.
     """
     listener = Listener(surface, on_connection, links_max)
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(10.0):
-            server = await loop.create_server(
-                listener._make_protocol, host, port, ssl=ssl, backlog=1024
-            )
+            await listener._open(host, port, ssl)
     except OSError as error:
         raise BadConfig(f"cannot listen on {host}:{port}: {error}") from error
-    listener._server = server
-    listener.host = host
-    listener.port = server.sockets[0].getsockname()[1]
     return listener
 
 
@@ -154,6 +171,7 @@ class Listener:
         self._links_max = links_max
         self._links: dict[Link, None] = {}
         self._server: asyncio.Server | None = None
+        self._tls_port: TlsPort | None = None
         self._is_closed = False
 
     @property
@@ -166,10 +184,23 @@ class Listener:
         self._is_closed = True
         if self._server is not None:
             self._server.close()
+        if self._tls_port is not None:
+            await self._tls_port.close()
         for link in self.links:
             link.close(reason)
         for link in self.links:
             await link.wait_closed()
+
+    async def _open(self, host: str, port: int, ssl: SSLContext | None) -> None:
+        self.host = host
+        if ssl is not None:
+            self._tls_port = TlsPort(ssl, self._make_protocol)
+            await self._tls_port.open(host, port)
+            self.port = self._tls_port.port
+            return
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._make_protocol, host, port, backlog=BACKLOG)
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def _make_protocol(self) -> "_LinkProtocol":
         link = Link(
@@ -227,6 +258,7 @@ class Link:
         self._drained.set()
         self._is_paused_by_owner = False
         self._is_reading = True
+        self._has_tls_failed = False
         # What the last tick saw.
         self._timer: asyncio.TimerHandle | None = None
         self._tick_sent = 0
@@ -397,6 +429,8 @@ class Link:
     def _lost(self, error: Exception | None) -> None:
         if self.closed_reason is None:
             self.closed_reason = f"connection lost: {error}" if error else "closed by the peer"
+            if isinstance(error, SSLError):
+                self.closed_reason, self._has_tls_failed = tls.told(error), True
         self._set_timer(None, None)
         self._closed.set()
         self._arrived.set()
@@ -422,7 +456,10 @@ class Link:
         if events and not self.is_closed:
             self._hand_over(_only_messages(events), count)
         if failed is not None:
-            _log.warning("net.protocol peer=%s error=%s", self.address, failed)
+            if str(failed) != FOUND_TLS:
+                _log.warning("net.protocol peer=%s error=%s", self.address, failed)
+            elif self._is_listener:  # who dials is told by his error
+                tls.tell(self.address.rpartition(":")[0], FOUND_TLS)
             self.abort(str(failed))
 
     def _hello_received(self) -> None:
@@ -532,6 +569,16 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
     """Return the same list: the hello was its first entry, a failure its last, both are gone."""
     return cast("list[Message]", events)
+
+
+def _why_gone(address: str, link: Link) -> WaltzError:
+    """Return what to raise for a link that is gone before the peer's hello."""
+    broken = link._connection.failure
+    if link._has_tls_failed or (broken is not None and str(broken) == FOUND_TLS):
+        return TlsMismatch(f"{address}: {broken or link.closed_reason}")
+    if broken is not None:
+        return RemoteProtocolError(f"{address}: {broken}")
+    return Unreachable(f"{address}: {link.closed_reason} before its hello")
 
 
 def _peer_address(transport: asyncio.Transport) -> str:

@@ -14,7 +14,7 @@ Rules:
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -61,6 +61,13 @@ class Config:
                     f"{name}: expected a port other than {seen[port]}'s, both are {port}"
                 )
             seen[port] = name
+
+    def _among(self, name: str, words: Collection[str]) -> None:
+        """Hold that a setting is one of some words."""
+        found = getattr(self, name)
+        if found not in words:
+            known = ", ".join(each or "nothing" for each in words)
+            raise BadConfig(f"{name}: expected one of {known}, found {found!r}")
 
     def _not_above(self, smaller: str, greater: str) -> None:
         """Hold that one setting does not exceed another."""

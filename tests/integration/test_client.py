@@ -115,9 +115,11 @@ def test_the_replica_of_the_own_group_is_the_one_that_is_read(
     asked: list[str] = []
     open_link = ReplicaLink.open
 
-    async def noted(address: str, replicas: ReplicaSet, *, timeout_s: float) -> ReplicaLink:
+    async def noted(
+        address: str, replicas: ReplicaSet, *, timeout_s: float, ssl: None
+    ) -> ReplicaLink:
         asked.append(address)
-        return await open_link(address, replicas, timeout_s=timeout_s)
+        return await open_link(address, replicas, timeout_s=timeout_s, ssl=ssl)
 
     until(lambda: len(client.replicas(3).replicas) == 3)
     monkeypatch.setattr(ReplicaLink, "open", noted)

@@ -7,7 +7,7 @@ original's messages, so that its servers understand them, too.
 from collections.abc import Callable
 from typing import TypeVar
 
-from waltz_core import net
+from waltz_core.cli import transport
 from waltz_core.errors import WaltzError
 from waltz_core.record import ReqId
 from waltz_core.wire.messages import ClientMessage, Surface
@@ -26,7 +26,7 @@ async def ask(
     """Ask the server at an address; raises what it refuses with, or Unreachable."""
     from waltz_core.client.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
 
-    links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0)
+    links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=transport.ssl())
     try:
         link = await links.get(address)
         return await link.request(
@@ -39,7 +39,7 @@ async def ask(
 async def answers(surface: Surface, address: str) -> bool:
     """Return whether a process listens there and says hello."""
     try:
-        link = await net.dial(surface, address, timeout_s=DIAL_TIMEOUT_S)
+        link = await transport.dial(surface, address, timeout_s=DIAL_TIMEOUT_S)
     except WaltzError:
         return False
     link.abort("asked")

@@ -5,12 +5,8 @@ import os
 from pathlib import Path
 
 from waltz_core.cli.output import show_json, show_table
-from waltz_core.config import ClientConfig, LocalConfig, ServerConfig, StorageConfig
-from waltz_core.settings import Config, load
-
-KINDS: dict[str, type[Config]] = {
-    kind.kind: kind for kind in (StorageConfig, ServerConfig, ClientConfig, LocalConfig)
-}
+from waltz_core.config import KINDS
+from waltz_core.settings import load
 
 
 def add(command: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from waltz_core import net
+from waltz_core.cli import transport
 from waltz_core.cli.doctor_probes import gather, local_cluster
 from waltz_core.cli.output import show, show_json
 from waltz_core.cluster.diagnosis import diagnose, summary
@@ -74,6 +75,7 @@ async def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.timeout_s <= 0:
         raise BadConfig(f"--timeout-s: expected more than 0, found {arguments.timeout_s:g}")
     connect, local = _cluster_of(arguments)
+    transport.speak_as(connect)
     facts = await gather(connect, timeout_s=arguments.timeout_s, local=local)
     found = diagnose(facts)
     if found:

@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypedDict, TypeVar
 
 from waltz_core import net
+from waltz_core.cli import transport
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.storage_admin import StorageAdmin, administered
@@ -37,7 +38,13 @@ from waltz_core.cluster.facts import (
     StorageFacts,
 )
 from waltz_core.cluster.storages import Layout
-from waltz_core.errors import ClusterKeyMismatch, NoCluster, Unavailable, WaltzError
+from waltz_core.errors import (
+    ClusterKeyMismatch,
+    NoCluster,
+    TlsMismatch,
+    Unavailable,
+    WaltzError,
+)
 from waltz_core.local import LocalCluster
 from waltz_core.record import PartitionId, ReplicaId, ReqId, SessionId, TransactionId
 from waltz_core.wire.admin_messages import (
@@ -145,6 +152,19 @@ async def _is_taking(address: str, timeout_s: float) -> bool:
         writer.transport.abort()
         return True
     return False
+
+
+class _Trouble(TypedDict):
+    trouble: str
+    is_silent: bool
+    is_shut: bool
+
+
+async def _trouble(error: WaltzError, address: str, timeout_s: float) -> _Trouble:
+    """Return what is told of a process that could not be asked."""
+    is_shut = isinstance(error, TlsMismatch)
+    is_silent = not is_shut and await _is_taking(address, timeout_s)
+    return {"trouble": str(error), "is_silent": is_silent, "is_shut": is_shut}
 
 
 # --- ZooKeeper
@@ -314,15 +334,14 @@ class _Server:
         self._timeout_s = timeout_s
 
     async def ask(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
-        links = ServerLinks(dial_timeout_s=self._timeout_s, late_answers_s=0.0)
+        links = ServerLinks(dial_timeout_s=self._timeout_s, late_answers_s=0.0, ssl=transport.ssl())
         address, began_s = self._facts.address, time.monotonic()
         try:
             link = await links.get(address)
             facts = replace(self._facts, latency_ms=_ms_since(began_s))
             return await self._ask(link, facts)
         except WaltzError as error:
-            is_silent = await _is_taking(address, self._timeout_s)
-            return replace(self._facts, trouble=str(error), is_silent=is_silent), {}
+            return replace(self._facts, **await _trouble(error, address, self._timeout_s)), {}
         finally:
             await links.close("asked")
 
@@ -424,14 +443,13 @@ class _Storage:
     async def ask(self) -> StorageFacts:
         began_s = time.monotonic()
         try:
-            link = await net.dial(Surface.STORAGE, self._address, timeout_s=self._timeout_s)
+            link = await transport.dial(Surface.STORAGE, self._address, timeout_s=self._timeout_s)
         except WaltzError as error:
-            is_silent = await _is_taking(self._address, self._timeout_s)
-            return replace(self._facts, trouble=str(error), is_silent=is_silent)
+            return replace(self._facts, **await _trouble(error, self._address, self._timeout_s))
         link.abort("asked")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
-            async with administered(facts.admin) as admin:
+            async with administered(facts.admin, ssl=transport.ssl()) as admin:
                 return await self._ask(admin, facts)
         except ClusterKeyMismatch:
             return replace(facts, is_of_cluster=False)
@@ -481,7 +499,7 @@ class _Storage:
     ) -> PartitionId | None:
         """Read the last record of one log after the other, until one does not answer."""
         with suppress(WaltzError):
-            async with administered(self._facts.admin) as admin:
+            async with administered(self._facts.admin, ssl=transport.ssl()) as admin:
                 for partition in partitions:
                     last = replicas[partition].last
                     try:
@@ -548,7 +566,7 @@ class _Storage:
         with suppress(WaltzError, TimeoutError):
             async with (
                 asyncio.timeout(self._timeout_s),
-                administered(f"{self._host}:{port}") as admin,
+                administered(f"{self._host}:{port}", ssl=transport.ssl()) as admin,
             ):
                 told = await admin.ask(StorageResponse, StorageRequest)
                 return told.address == self._address

@@ -33,6 +33,13 @@ def add(command: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--zookeeper-auth", type=Path, metavar="FILE", help="an auth file (docs/zookeeper.md)"
     )
+    up.add_argument(
+        "--tls",
+        dest="tls_file",
+        type=Path,
+        metavar="FILE.toml",
+        help="settings of kind tls that all processes have (docs/operations.md)",
+    )
     up.add_argument("--timeout-s", type=float, help="how long it may take to be ready (default 60)")
     up.set_defaults(verb=_up)
     status = verbs.add_parser("status", help="show what runs")
@@ -60,6 +67,7 @@ def _up(arguments: argparse.Namespace) -> int:
         server_count=config.server_count,
         partition_count=config.partition_count,
         auth_file=arguments.zookeeper_auth,
+        tls=arguments.tls_file,
         usual_ports=True,
     )
     began = time.monotonic()

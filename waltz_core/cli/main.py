@@ -132,6 +132,9 @@ def _run(words: list[str]) -> int:
         parser.print_help()
         return NOT_UNDERSTOOD
     _start_logging(arguments.logging)
+    from waltz_core.cli import transport  # noqa: PLC0415 - help needs no sockets
+
+    transport.begin(arguments)
     result = verb(arguments)
     assert isinstance(result, int)
     return result

@@ -9,6 +9,7 @@ Rules:
 import argparse
 from collections.abc import Awaitable, Callable
 
+from waltz_core.cli import transport
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage_target import (
@@ -126,7 +127,7 @@ async def _each(
     target = await target_of(arguments)
     done: list[int] = []
     try:
-        async with on_record(arguments), administered(target.admin) as admin:
+        async with on_record(arguments), administered(target.admin, ssl=transport.ssl()) as admin:
             for partition in partitions:
                 await one(admin, partition)
                 done.append(partition)
@@ -196,8 +197,8 @@ async def _recover(arguments: argparse.Namespace) -> int:
     results: list[tuple[int, int, int]] = []
     async with (
         on_record(arguments),
-        administered(source.admin) as giver,
-        administered(target.admin) as taker,
+        administered(source.admin, ssl=transport.ssl()) as giver,
+        administered(target.admin, ssl=transport.ssl()) as taker,
     ):
         with ProgressLine() as line:
             for partition in partitions:
@@ -253,7 +254,7 @@ async def _sync(arguments: argparse.Namespace) -> int:
                 line.show(at, len(names), f"storage {target}")
                 wanted = facts.assignments.partitions.get(ReplicaId(name), ())
                 try:
-                    async with administered(target.admin) as admin:
+                    async with administered(target.admin, ssl=transport.ssl()) as admin:
                         rows += await _synced(admin, target, [int(each) for each in wanted])
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))

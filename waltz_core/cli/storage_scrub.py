@@ -8,6 +8,7 @@ import argparse
 import asyncio
 from typing import Final
 
+from waltz_core.cli import transport
 from waltz_core.cli.changing import add_timeout, in_time
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
@@ -44,7 +45,7 @@ async def _scrub(arguments: argparse.Namespace) -> int:
         line.show(0, len(partitions), f"waiting for {target} to answer")
         async with (
             in_time(arguments.timeout_s, lambda: line.awaited, afterwards=_GOES_ON),
-            administered(target.admin) as admin,
+            administered(target.admin, ssl=transport.ssl()) as admin,
         ):
             if not admin.is_ours:
                 raise BadRequest(

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, TypeAlias
 
 from waltz_core.cli.changing import CONNECT_WAIT_S, add_wait, recorded
+from waltz_core.cli.transport import add_tls
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.coordinator import ClusterView
@@ -64,6 +65,7 @@ def add_target(
     """Declare how a verb is told its storage; `is_cluster`: it needs a cluster, and means all."""
     if not is_cluster:
         verb.add_argument("--admin", metavar="HOST:ADMIN_PORT", help="the storage's admin port")
+        add_tls(verb)
     verb.add_argument(
         "--connect",
         metavar="CONNECT",

@@ -3,7 +3,7 @@
 import argparse
 from typing import NamedTuple
 
-from waltz_core import net
+from waltz_core.cli import transport
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.storage_target import (
     ClusterFacts,
@@ -71,7 +71,7 @@ async def _list(arguments: argparse.Namespace) -> int:
     unreached: dict[str, str] = {}
     for target in await targets_of(arguments):
         try:
-            async with administered(target.admin) as admin:
+            async with administered(target.admin, ssl=transport.ssl()) as admin:
                 rows += await _rows(admin, str(target))
         except WaltzError as error:
             if target.name is None:
@@ -162,7 +162,7 @@ async def _validate(arguments: argparse.Namespace) -> int:
 
 async def _wrong_with_data_port(address: str) -> str | None:
     try:
-        link = await net.dial(Surface.STORAGE, address)
+        link = await transport.dial(Surface.STORAGE, address)
     except WaltzError as error:
         return str(error)
     link.close("done")
@@ -174,7 +174,7 @@ async def _wrong_with_admin_port(facts: ClusterFacts, target: Target) -> str | N
     """Reach it, and see that it is of this cluster and the one that is registered."""
     store = facts.view.store
     try:
-        async with administered(target.admin) as admin:
+        async with administered(target.admin, ssl=transport.ssl()) as admin:
             await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_ours:
                 told = await admin.ask(StorageResponse, StorageRequest)
@@ -198,7 +198,7 @@ async def _max_id(arguments: argparse.Namespace) -> int:
     partitions = partitions_of(arguments)
     target = await target_of(arguments)
     found: dict[int, int] = {}
-    async with administered(target.admin) as admin:
+    async with administered(target.admin, ssl=transport.ssl()) as admin:
         for partition in partitions:
             replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.why_not:

@@ -19,7 +19,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from waltz_core import errors
+from waltz_core import errors, tls
 from waltz_core.client.appends import BatchOrder, Row
 from waltz_core.client.callbacks import AsyncCallbacks, check_callbacks, check_headers
 from waltz_core.client.claim import TaskClaim
@@ -87,10 +87,12 @@ class AsyncWaltzClient(OpenedByConnect):
         self.config = config
         self.directory = directory
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
+        self._ssl = tls.dialling(config, connect)
         self.links = ServerLinks(
             dial_timeout_s=config.dial_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
             silent=directory.doubt,
+            ssl=self._ssl,
         )
         self.requests = Requests(directory, self.links, config, self.random)
         self._connect = connect
@@ -505,6 +507,7 @@ class AsyncWaltzClient(OpenedByConnect):
             from_server,
             timeout_s=self.config.dial_timeout_ms / 1000,
             random=self.random,
+            ssl=self._ssl,
         )
         try:
             async for chunk in read_chunks(partition_id, query, reader.fetch, self._start):

@@ -19,6 +19,7 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Container
+from ssl import SSLContext
 from typing import TypeVar, cast
 
 from waltz_core import errors, net
@@ -224,10 +225,12 @@ class ServerLinks:
         dial_timeout_s: float,
         late_answers_s: float,
         silent: Callable[[], None] = lambda: None,
+        ssl: SSLContext | None = None,
     ) -> None:
         self._silences = Silences(silent)
         self._dial_timeout_s = dial_timeout_s
         self._late_answers_s = late_answers_s
+        self._ssl = ssl
         self._links: dict[_Key, ServerLink] = {}
         self._open: dict[int, ServerLink] = {}
         self._dialling: dict[_Key, asyncio.Future[None]] = {}
@@ -290,7 +293,9 @@ class ServerLinks:
 
     async def _dial(self, key: _Key) -> ServerLink:
         address = key[0]
-        link = await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)
+        link = await net.dial(
+            Surface.CLIENT, address, timeout_s=self._dial_timeout_s, ssl=self._ssl
+        )
         if self._is_closed:
             link.abort("the client was closed")
             raise errors.Unreachable(f"{address}: the client was closed")

@@ -24,6 +24,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from random import Random
+from ssl import SSLContext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,12 +216,14 @@ class ReplicaLink:
         self._turn = asyncio.Lock()
 
     @staticmethod
-    async def open(address: str, replicas: ReplicaSet, *, timeout_s: float) -> "ReplicaLink":
+    async def open(
+        address: str, replicas: ReplicaSet, *, timeout_s: float, ssl: SSLContext | None = None
+    ) -> "ReplicaLink":
         """Connect, and check that the storage is of this cluster.
 
         Raises Unreachable, ClusterKeyMismatch, or what else the storage refuses with.
         """
-        made = ReplicaLink(await net.dial(Surface.STORAGE, address, timeout_s=timeout_s))
+        made = ReplicaLink(await net.dial(Surface.STORAGE, address, timeout_s=timeout_s, ssl=ssl))
         request = messages.OpenRequest(
             NO_SESSION, -1, -1, replicas.cluster_key, replicas.partition_count
         )
@@ -367,11 +370,13 @@ class ReplicaReader:
         *,
         timeout_s: float,
         random: Random,
+        ssl: SSLContext | None = None,
     ) -> None:
         self._partition_id = partition_id
         self._replicas = replicas
         self._fallback = fallback
         self._timeout_s = timeout_s
+        self._ssl = ssl
         # Readers of one range each begin at another replica; rule 6.
         self._addresses = list(replicas.replicas)
         random.shuffle(self._addresses)
@@ -449,7 +454,9 @@ class ReplicaReader:
         is_last = len(self._addresses) == 1
         try:
             async with asyncio.timeout(None if is_last else GREETING_S):
-                return await ReplicaLink.open(address, self._replicas, timeout_s=self._timeout_s)
+                return await ReplicaLink.open(
+                    address, self._replicas, timeout_s=self._timeout_s, ssl=self._ssl
+                )
         except TimeoutError as error:
             raise errors.Unreachable(f"{address}: no greeting within {GREETING_S} s") from error
 

@@ -11,6 +11,7 @@ Rules:
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from ssl import SSLContext
 from typing import Final, TypeVar
 
 from waltz_core import net
@@ -83,9 +84,11 @@ class StorageAdmin:
 
 
 @asynccontextmanager
-async def administered(address: str) -> AsyncIterator[StorageAdmin]:
+async def administered(
+    address: str, *, ssl: SSLContext | None = None
+) -> AsyncIterator[StorageAdmin]:
     """Give a connection to an admin port; raises Unreachable, or BadConfig for another port."""
-    link = await net.dial(Surface.ADMIN, address, timeout_s=DIAL_S_MAX)
+    link = await net.dial(Surface.ADMIN, address, timeout_s=DIAL_S_MAX, ssl=ssl)
     try:
         found = "" if link.peer is None else link.peer.text
         if found != Surface.ADMIN.listener_text:  # A storage's two ports are easily mixed up.

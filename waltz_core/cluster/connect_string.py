@@ -5,13 +5,16 @@ configuration file, so what is wrong with it is told here, in one sentence, and 
 
     zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
     zk1:2181/waltz/payments?auth=/etc/zk    and, where ZooKeeper asks who we are, the auth file
+    zk1:2181/waltz/payments?tls=/etc/ca.pem and, where the cluster speaks TLS, what is believed
 
 Rules:
     1. Each host has a port; an IPv6 address stands in brackets: [::1]:2181.
     2. The root is never "/": a cluster does not share ZooKeeper's own root.
-    3. It holds no secret: an auth file is named, and read where the connection is made.
+    3. It holds no secret: files are named, and read where the connection is made.
+    4. An option goes on until "&" and the name of another: a file's name may have a "&".
 """
 
+import re
 from dataclasses import dataclass
 
 from waltz_core import errors
@@ -19,16 +22,22 @@ from waltz_core.cluster.paths import ClusterPaths
 
 EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
 
-AUTH = "?auth="
+_OPTIONS = ("auth", "tls")
+_NEXT_OPTION = re.compile("&(?=auth=|tls=)")
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectString:
-    """Where a cluster is: ZooKeeper's hosts, each "host:port", and the cluster's root."""
+    """Where a cluster is: ZooKeeper's hosts, each "host:port", and the cluster's root.
+
+    `tls` is how its servers and storages are spoken to, as `waltz_core.tls` reads it; empty: it
+    does not say.
+    """
 
     hosts: tuple[str, ...]
     root: str
     auth_file: str = ""
+    tls: str = ""
 
     @property
     def paths(self) -> ClusterPaths:
@@ -36,7 +45,9 @@ class ConnectString:
         return ClusterPaths(self.root)
 
     def __str__(self) -> str:
-        return ",".join(self.hosts) + self.root + (AUTH + self.auth_file if self.auth_file else "")
+        given = {"auth": self.auth_file, "tls": self.tls}
+        options = "&".join(f"{name}={value}" for name, value in given.items() if value)
+        return ",".join(self.hosts) + self.root + (f"?{options}" if options else "")
 
 
 def parse_connect_string(text: str) -> ConnectString:
@@ -44,11 +55,12 @@ def parse_connect_string(text: str) -> ConnectString:
     if not isinstance(text, str):
         raise errors.BadConfig(f"the connect string {text!r} is no text: {EXPECTED}")
     place, question, query = text.strip().partition("?")
-    auth_file = query.removeprefix("auth=")
-    if question and (auth_file == query or not auth_file or not auth_file.isprintable()):
+    options = _options(query) if question else {}
+    if options is None:
         raise errors.BadConfig(
             f"the connect string {text!r} ends in {question + query!r}: expected nothing, or "
-            f"{AUTH}FILE, after {EXPECTED.removeprefix('expected ')}"
+            f"?auth=FILE, ?tls=FILE or ?auth=FILE&tls=FILE, after "
+            f"{EXPECTED.removeprefix('expected ')}"
         )
     hosts, slash, root = place.partition("/")
     if not hosts and not slash:
@@ -64,7 +76,8 @@ def parse_connect_string(text: str) -> ConnectString:
                 f"the connect string {text!r} has the name {name!r} in its cluster root: {EXPECTED}"
             )
     checked = tuple(_checked_host(host.strip(), text) for host in hosts.split(","))
-    return ConnectString(checked, "/" + "/".join(names), auth_file)
+    root = "/" + "/".join(names)
+    return ConnectString(checked, root, options.get("auth", ""), options.get("tls", ""))
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -82,6 +95,17 @@ def split_address(address: str) -> tuple[str, int]:
     if not (digits.isascii() and digits.isdigit() and 1 <= int(digits[:6]) <= 65535):
         raise errors.BadConfig(f"{address!r} has the port {digits!r}: expected 1..65535")
     return host, int(digits)
+
+
+def _options(query: str) -> dict[str, str] | None:
+    """Return what stands behind the question mark by name; None where something is wrong."""
+    found: dict[str, str] = {}
+    for option in _NEXT_OPTION.split(query):
+        name, _, value = option.partition("=")
+        if name not in _OPTIONS or name in found or not value or not value.isprintable():
+            return None
+        found[name] = value
+    return found
 
 
 def _checked_host(host: str, text: str) -> str:

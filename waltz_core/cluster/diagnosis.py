@@ -15,11 +15,11 @@ Rules:
 
 import shlex
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from waltz_core.cluster import changes, rebuilding
-from waltz_core.cluster.connect_string import split_address
+from waltz_core.cluster.connect_string import parse_connect_string, split_address
 from waltz_core.cluster.facts import (
     ClusterFacts,
     Facts,
@@ -87,6 +87,11 @@ class _Case:
 
     def tell(self, name: str, about: object, **fields: object) -> None:
         self.found.append(finding(name, about, connect=self.connect, **fields))
+
+    @property
+    def spoken(self) -> str:
+        """The connect string that says how the cluster is spoken to, but for the file's name."""
+        return shlex.quote(str(replace(parse_connect_string(self.facts.connect), tls="FILE")))
 
     @property
     def connect(self) -> str:
@@ -193,6 +198,9 @@ class _Cluster:
         self._look_at_assignment()
         for storage in self._cluster.storages.values():
             self._look_at_storage(storage)
+        storages = self._cluster.storages.values()
+        if storages and all(each.is_shut for each in storages):
+            return  # rule 1: what they hold cannot be seen from here
         crowded = changes.crowded(self._cluster.assigned, self._cluster.groups)
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
@@ -208,8 +216,11 @@ class _Cluster:
         if server.trouble:
             if not self._case.is_told(address):
                 name = "server-silent" if server.is_silent else "server-away"
-                start = self._case.start("server", address)
-                self._tell(name, address, server=address, why=server.trouble, start=start)
+                if server.is_shut:
+                    name = "server-shut"
+                start, spoken = self._case.start("server", address), self._case.spoken
+                why = server.trouble
+                self._tell(name, address, server=address, why=why, start=start, spoken=spoken)
             return
         for storage in server.out_of_reach:
             known = self._cluster.storages.get(storage)
@@ -253,7 +264,10 @@ class _Cluster:
                 name = "storage-never-started"
             if self.is_starting(storage):
                 name = "storage-starting"
-            self._tell(name, address, storage=address, why=storage.trouble, start=start)
+            if storage.is_shut:
+                name = "storage-shut"
+            why, spoken = storage.trouble, self._case.spoken
+            self._tell(name, address, storage=address, why=why, start=start, spoken=spoken)
         elif not storage.is_of_cluster:
             self._tell("storage-of-another-cluster", address, storage=address, start=start)
         elif storage.storage_id is not None and storage.storage_id != storage.registered_id:

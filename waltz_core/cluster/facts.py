@@ -7,6 +7,7 @@ Rules:
     1. Whoever could not be asked stands here with the reason, in its `trouble`; it is empty for
        those that have answered. What they would have said is then left at its default.
     2. `is_silent` tells two kinds of trouble apart: a connection was taken, and nothing was said.
+       `is_shut` is a third one: somebody is there, and TLS does not fit.
 """
 
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ class ServerFacts:
     preferred: tuple[PartitionId, ...] = ()
     trouble: str = ""
     is_silent: bool = False
+    is_shut: bool = False
     latency_ms: float = 0.0
     # By partition that it serves: whether it has an open session with a quorum of replicas.
     served: Mapping[PartitionId, bool] = field(default_factory=dict)
@@ -90,6 +92,7 @@ class StorageFacts:
     admin: str
     trouble: str = ""
     is_silent: bool = False
+    is_shut: bool = False
     latency_ms: float = 0.0
     admin_trouble: str = ""
     is_hanging: bool = False

@@ -57,6 +57,7 @@ def _row(name: str, sentence: str, command: str) -> tuple[str, str, str]:
 
 
 _START = "{start}"
+_SPEAK = "waltz-core doctor --connect {spoken}"
 _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
 _LOOK_AGAIN = "waltz-core doctor --connect {connect}"
@@ -131,6 +132,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
+            "server-shut",
+            "server {server} is there, and TLS does not fit ({why}): say behind ?tls= how this "
+            "cluster is spoken to, or see to its certificate",
+            _SPEAK,
+        ),
+        _row(
             "assignment-stale",
             "which server owns which partition was not decided for the servers that live now: the "
             "lead server {server} has to, and does not; end its process and start it again",
@@ -161,6 +168,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "storage {storage} takes connections and does not answer ({why}): end its process and "
             "start it again",
             _START,
+        ),
+        _row(
+            "storage-shut",
+            "storage {storage} is there, and TLS does not fit ({why}): say behind ?tls= how this "
+            "cluster is spoken to, or see to its certificate",
+            _SPEAK,
         ),
         _row(
             "storage-hangs",

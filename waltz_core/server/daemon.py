@@ -22,7 +22,7 @@ from dataclasses import replace
 from random import SystemRandom
 from typing import Final
 
-from waltz_core import errors, net
+from waltz_core import errors, net, tls
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
@@ -136,7 +136,8 @@ class Server:
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
         )
-        self._read_links = ReadLinks(self._cluster_key, self.partition_count)
+        self._ssl = tls.dialling(config, config.connect)
+        self._read_links = ReadLinks(self._cluster_key, self.partition_count, ssl=self._ssl)
         self._openings = Openings()
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
@@ -146,7 +147,9 @@ class Server:
         self._view: ServersView | None = None
         self._tasks = asyncio.TaskGroup()
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
-        self._neighbours = Neighbours(server_id, self._tasks, coordinator.take_out_server)
+        self._neighbours = Neighbours(
+            server_id, self._tasks, coordinator.take_out_server, ssl=self._ssl
+        )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
@@ -168,11 +171,16 @@ class Server:
                     self.metrics, self.health, host=config.listen_host, port=config.http_port
                 )
                 await stack.enter_async_context(pages)
+            ssl = tls.listening(config)
+            if ssl is not None:
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGHUP, tls.renew, config, ssl, self._ssl)
             listener = await net.listen(
                 Surface.CLIENT,
                 config.listen_host,
                 config.port,
                 self._accept,
+                ssl=ssl,
                 links_max=config.connections_max,
             )
             stack.push_async_callback(_close, listener)
@@ -325,6 +333,7 @@ class Server:
             answer=self._clients.answer,
             failed=self._fail,
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
+            ssl=self._ssl,
         )
         return Host(partition_id, partition, store.replica_waits_ms, surroundings)
 
@@ -405,7 +414,9 @@ class Server:
         found: dict[str, bool] = {}
 
         async def ask(replica: ReplicaId) -> None:
-            found[replica] = await is_reachable(replica, self._cluster_key, self.partition_count)
+            found[replica] = await is_reachable(
+                replica, self._cluster_key, self.partition_count, ssl=self._ssl
+            )
 
         async with asyncio.TaskGroup() as tasks:
             for replica in self._assignments.partitions:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from ssl import SSLContext
 from typing import Final
 
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
@@ -72,6 +73,7 @@ class Surroundings:
     answer: Callable[[Answer], None]
     failed: Callable[[Exception], None]
     write_backlog_bytes_max: int
+    ssl: SSLContext | None  # what storages are dialled in
 
 
 class Host:
@@ -94,6 +96,7 @@ class Host:
             self.post,
             self.post,
             write_backlog_bytes_max=surroundings.write_backlog_bytes_max,
+            ssl=surroundings.ssl,
         )
         self._told = _Told()
         self._turn: Turn | None = None

@@ -20,6 +20,7 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from ssl import SSLContext
 from typing import Final
 
 from waltz_core import net
@@ -45,6 +46,7 @@ class Neighbours:
         server_id: this server.
         tasks: where the watches run.
         take_out: takes a dead server out of the cluster; raises when it could not.
+        ssl: what other servers are dialled in.
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class Neighbours:
         server_id: ServerId,
         tasks: Tasks,
         take_out: Callable[[ServerDescriptor], Awaitable[None]],
+        *,
+        ssl: SSLContext | None = None,
     ) -> None:
         self._server_id = server_id
         self._tasks = tasks
         self._take_out = take_out
+        self._ssl = ssl
         self._watches: dict[tuple[ServerId, str], _Watch] = {}
 
     def follow(self, view: ServersView) -> None:
@@ -71,7 +76,7 @@ class Neighbours:
             if key in self._watches:
                 self._watches[key].descriptor = descriptor  # rule 4
                 continue
-            watch = self._watches[key] = _Watch(descriptor, self._take_out)
+            watch = self._watches[key] = _Watch(descriptor, self._take_out, self._ssl)
             self._tasks.create_task(watch.run())
 
     def stop(self) -> None:
@@ -88,9 +93,11 @@ class _Watch:
         self,
         descriptor: ServerDescriptor,
         take_out: Callable[[ServerDescriptor], Awaitable[None]],
+        ssl: SSLContext | None,
     ) -> None:
         self.descriptor = descriptor
         self._take_out = take_out
+        self._ssl = ssl
         self._stopped = asyncio.Event()
         self._link: net.Link | None = None
 
@@ -106,7 +113,10 @@ class _Watch:
         while not self._stopped.is_set():
             try:
                 self._link = await net.dial(
-                    Surface.CLIENT, self.descriptor.address, timeout_s=DIAL_TIMEOUT_S
+                    Surface.CLIENT,
+                    self.descriptor.address,
+                    timeout_s=DIAL_TIMEOUT_S,
+                    ssl=self._ssl,
                 )
             except WaltzError as error:
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from itertools import count
+from ssl import SSLContext
 from typing import Any, Final, Protocol, TypeAlias
 
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
@@ -69,11 +70,13 @@ class SessionLinks:
         post_answer: Callable[[replication.ReplicaAnswered], None],
         *,
         write_backlog_bytes_max: int,
+        ssl: SSLContext | None = None,
     ) -> None:
         self._tasks = tasks
         self._post = post
         self._post_answer = post_answer
         self._write_backlog_bytes_max = write_backlog_bytes_max
+        self._ssl = ssl
         self._links: dict[tuple[SessionId, ReplicaId], _SessionLink] = {}
 
     def open(self, effect: replication.OpenReplica) -> None:
@@ -112,6 +115,7 @@ class SessionLinks:
                 Surface.STORAGE,
                 replica,
                 timeout_s=DIAL_TIMEOUT_S,
+                ssl=self._ssl,
                 write_backlog_bytes_max=self._write_backlog_bytes_max,
             )
         except WaltzError as error:
@@ -152,7 +156,10 @@ class _ReadLink:
 class ReadLinks:
     """One link to each storage for reading, made when it is first needed, for all partitions."""
 
-    def __init__(self, cluster_key: bytes, partition_count: int) -> None:
+    def __init__(
+        self, cluster_key: bytes, partition_count: int, *, ssl: SSLContext | None = None
+    ) -> None:
+        self._ssl = ssl
         # A storage answers no reader that has not said which cluster it means.
         self._opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
@@ -200,7 +207,7 @@ class ReadLinks:
             found = self._links.get(replica)
             if found is not None:
                 return found
-            link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S)
+            link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=self._ssl)
             read_link = self._links[replica] = _ReadLink(link)
             link.start(
                 lambda messages: _take_answers(replica, read_link, messages),
@@ -238,10 +245,12 @@ def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Messa
             )
 
 
-async def is_reachable(replica: ReplicaId, cluster_key: bytes, partition_count: int) -> bool:
+async def is_reachable(
+    replica: ReplicaId, cluster_key: bytes, partition_count: int, *, ssl: SSLContext | None = None
+) -> bool:
     """Whether a storage answers, and is of this cluster."""
     try:
-        link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S)
+        link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=ssl)
     except WaltzError:
         return False
     try:

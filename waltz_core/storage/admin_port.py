@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from ssl import SSLContext
 from typing import Final, assert_never
 
 from waltz_core import errors, net
@@ -73,9 +74,11 @@ class AdminPort:
             name="storage.admin",
         )
 
-    async def listen(self, host: str, port: int) -> Listener:
+    async def listen(self, host: str, port: int, ssl: SSLContext | None) -> Listener:
         """Open the port; raises BadConfig when it cannot be."""
-        listener = await net.listen(Surface.ADMIN, host, port, self._accept, links_max=LINKS_MAX)
+        listener = await net.listen(
+            Surface.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX
+        )
         _log.info("storage.admin_port address=%s:%d", host, listener.port)
         return listener
 

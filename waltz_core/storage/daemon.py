@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final, TypeVar, assert_never
 from uuid import UUID
 
-from waltz_core import errors, handover, net
+from waltz_core import errors, handover, net, tls
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
@@ -134,6 +134,7 @@ class StorageDaemon:
         self.address = ""
         self._figures = Figures(self.metrics)
         self._config = config
+        self._ssl = tls.listening(config)
         self._cluster = cluster
         self._coordinator = coordinator
         self._writers = Writers(config.writer_threads_count, self._work_done)
@@ -161,6 +162,8 @@ class StorageDaemon:
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         """Serve until `stop` is set or something has failed."""
+        if self._ssl is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, tls.renew, self._config, self._ssl)
         try:
             await self._serve_directory(stop, on_ready)
         finally:
@@ -230,6 +233,7 @@ class StorageDaemon:
                 config.listen_host,
                 config.port,
                 self._accept,
+                ssl=self._ssl,
                 links_max=config.connections_max,
             )
             stack.push_async_callback(listener.close)
@@ -240,7 +244,9 @@ class StorageDaemon:
                 async with asyncio.TaskGroup() as tasks:
                     self._admin = self._make_admin(engine, serving, identity, tasks)
                     stack.callback(self._admin.stop)
-                    admin = await self._admin.listen(config.listen_host, config.admin_port)
+                    admin = await self._admin.listen(
+                        config.listen_host, config.admin_port, self._ssl
+                    )
                     stack.push_async_callback(admin.close)
                     tasks.create_task(serving.follow(self._looked))
                     tasks.create_task(self._keep_places(machine))

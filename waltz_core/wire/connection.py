@@ -30,6 +30,9 @@ HELLO_BYTES_MAX: Final = 64 * 1024
 # One read of small frames; a large frame is read into memory of its own from its second read on.
 _SCRATCH_BYTES: Final = 64 * 1024
 _SCRATCHES_KEPT_MAX: Final = 16
+# What a peer's first bytes are who speaks TLS: an alert or a handshake, of a version 3.x.
+_TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
+FOUND_TLS: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < _SCRATCH_BYTES
 
 
@@ -212,6 +215,8 @@ class Connection:
             surface, version, limit = Surface.HELLO, codec.HELLO_VERSION, HELLO_BYTES_MAX
         else:
             surface, version, limit = self.surface, self.version, self._frame_bytes_max
+        if self.version is None and (header.magic, header.version >> 8) in _TLS_RECORDS:
+            raise RemoteProtocolError(FOUND_TLS)
         if header.magic != surface.magic or header.version != version:
             raise RemoteProtocolError(
                 f"expected a frame of surface {chr(surface.magic)!r} version {version}, "

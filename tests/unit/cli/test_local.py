@@ -1,5 +1,7 @@
 """The settings of a cluster on this machine: a file, the environment, flags."""
 
+from pathlib import Path
+
 from waltz_core.cli import local
 from waltz_core.cli.main import main
 from waltz_core.config import LocalConfig
@@ -30,9 +32,12 @@ def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkey
     assert (directory, timeout_s) == ("there", 9.0)
     assert (counts["storage_count"], counts["server_count"]) == (5, 4)
     assert counts["partition_count"] == LocalConfig().partition_count
+    assert counts["tls"] is None
     made.clear()
-    assert main(["local", "up", "--directory", "here", "--timeout-s", "1.5"]) == 1
+    words = ["--directory", "here", "--timeout-s", "1.5", "--tls", "tls.toml"]
+    assert main(["local", "up", *words]) == 1
     assert (made[1][0], made[2]) == ("here", 1.5)
+    assert made[1][1]["tls"] == Path("tls.toml")
 
 
 def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monkeypatch, capsys):
@@ -52,6 +57,15 @@ def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monk
         "environment WALTZ_LOCAL_SERVER_COUNT: server_count: the cluster in"
         in capsys.readouterr().err
     )
+
+
+def test_all_processes_of_a_cluster_are_told_of_tls_by_its_connect_string(tmp_path):
+    made = LocalCluster(tmp_path, tls=tmp_path / "tls.toml")
+    made._load_or_create()
+    again = LocalCluster(tmp_path)
+    for cluster in (made, again):
+        assert cluster.connect.endswith(f"/waltz/local?tls={tmp_path}/tls.toml")
+        assert all(cluster._values(each)["connect"] == cluster.connect for each in cluster.members)
 
 
 def test_a_count_that_cannot_be_is_told(capsys):

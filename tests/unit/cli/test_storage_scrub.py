@@ -23,7 +23,7 @@ class Storage:
 @pytest.fixture(autouse=True)
 def stuck(monkeypatch):
     @asynccontextmanager
-    async def administered(_address):
+    async def administered(_address, *, ssl):
         yield Storage()
 
     monkeypatch.setattr(storage_scrub, "administered", administered)

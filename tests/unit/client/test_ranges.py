@@ -269,7 +269,7 @@ def asked_for_a_range(
         def close(self) -> None:
             """Nothing is held."""
 
-    async def open_link(address: str, _replicas: ReplicaSet, *, timeout_s: float) -> Link:
+    async def open_link(address: str, _: ReplicaSet, *, timeout_s: float, ssl: None) -> Link:
         assert timeout_s == 5
         asked.append(address)
         if address in down:
@@ -326,7 +326,7 @@ def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last
     monkeypatch.setattr("waltz_core.client.ranges.GREETING_S", 0.01)
     waited_s: dict[str, float] = {}
 
-    async def open_link(address: str, _replicas: ReplicaSet, *, timeout_s: float) -> ReplicaLink:
+    async def open_link(address: str, _: ReplicaSet, *, timeout_s: float, ssl: None) -> ReplicaLink:
         clock = asyncio.get_running_loop()
         began_s = clock.time()
         try:

@@ -36,6 +36,21 @@ def test_an_auth_file_is_named(file):
 
 
 @pytest.mark.parametrize(
+    ("options", "auth_file", "tls"),
+    [
+        ("tls=on", "", "on"),
+        ("tls=/etc/waltz/ca.pem", "", "/etc/waltz/ca.pem"),
+        ("auth=/etc/zk&tls=tls.toml", "/etc/zk", "tls.toml"),
+        ("tls=a&b=c&auth=/etc/zk?d", "/etc/zk?d", "a&b=c"),
+    ],
+)
+def test_it_says_how_servers_are_spoken_to(options, auth_file, tls):
+    found = parse_connect_string(f"zk1:2181/waltz/payments?{options}")
+    assert found == ConnectString(("zk1:2181",), "/waltz/payments", auth_file, tls)
+    assert parse_connect_string(str(found)) == found
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "the connect string is empty"),
@@ -62,10 +77,16 @@ def test_an_auth_file_is_named(file):
         ("zk1:٢/waltz", "has the port '٢'"),
         ("::1:2181/waltz", "IPv6 host without brackets"),
         ("[::1]/waltz", "'[::1]' has no port"),
-        ("zk1:2181/waltz?", "ends in '?': expected nothing, or ?auth=FILE"),
+        (
+            "zk1:2181/waltz?",
+            "ends in '?': expected nothing, or ?auth=FILE, ?tls=FILE or ?auth=FILE&tls=FILE",
+        ),
         ("zk1:2181/waltz?auth=", "ends in '?auth='"),
         ("zk1:2181/waltz?auth", "ends in '?auth'"),
         ("zk1:2181/waltz?user=a", "ends in '?user=a'"),
+        ("zk1:2181/waltz?tls=", "ends in '?tls='"),
+        ("zk1:2181/waltz?tls=a&tls=b", "ends in '?tls=a&tls=b'"),
+        ("zk1:2181/waltz?tls=a\x00", "ends in '?tls=a"),
         ("zk1:2181?auth=f", "names no cluster root"),
         ("?auth=f", "the connect string is empty"),
     ],

@@ -185,6 +185,32 @@ def test_a_server_that_does_not_answer(case):
     assert case.the_only("no-server").sentence.startswith("no server is registered")
 
 
+def test_a_cluster_that_is_spoken_to_in_another_way(case):
+    """Nobody is to be ended for it, and of partitions nothing is known."""
+    said = "expected plain TCP, found TLS"
+    for number in (1, 2):
+        case.server(number, trouble=said, is_shut=True, served={})
+    for address in (A, B, C, SPARE):
+        case.storage(address, trouble=said, is_shut=True, replicas={})
+    case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/zk")
+    found = diagnose(case.facts)
+    assert [each.name for each in found] == ["server-shut"] * 2 + ["storage-shut"] * 4
+    assert all(said in each.sentence for each in found)
+    command = f"waltz-core doctor --connect '{CONNECT}?auth=/etc/zk&tls=FILE'"
+    assert {each.command for each in found} == {command}
+
+
+def test_a_storage_whose_certificate_has_run_out(case):
+    case.storage(A, trouble="certificate has expired", is_shut=True, replicas={})
+    case.storage(B, trouble="certificate has expired", is_shut=True, replicas={})
+    assert case.found() == [
+        ("storage-shut", A),
+        ("storage-shut", B),
+        ("no-quorum", "0"),
+        ("no-quorum", "1"),
+    ]
+
+
 def test_an_assignment_that_is_not_in_force(case):
     case.cluster(is_settled=False)
     assert f"the lead server {ONE}" in case.the_only("assignment-stale").sentence

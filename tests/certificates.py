@@ -1,0 +1,41 @@
+"""Certificates for tests: an authority, a certificate of this machine's, and those that do not fit.
+
+Why it stands alone: unit tests and real daemons are given the same files, as an operator would.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import trustme
+
+HERE = ("localhost", "127.0.0.1", "::1")
+
+
+class Certificates(NamedTuple):
+    """PEM files of one authority; `key` is in a file of its own."""
+
+    authorities: str
+    certificate: str
+    key: str
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings of a process that shows the certificate, and believes the authority."""
+        return {
+            "tls": "on",
+            "tls_certificate": self.certificate,
+            "tls_key": self.key,
+            "tls_authorities": self.authorities,
+        }
+
+
+def make(directory: Path, *, name: str = "ours", hosts: tuple[str, ...] = HERE) -> Certificates:
+    """Write the files of a new authority, and of a certificate for some hosts."""
+    authority = trustme.CA()
+    issued = authority.issue_cert(*hosts)
+    made = Certificates(*(str(directory / f"{name}-{each}.pem") for each in ("ca", "cert", "key")))
+    authority.cert_pem.write_to_path(made.authorities)
+    issued.private_key_pem.write_to_path(made.key)
+    for part in issued.cert_chain_pems:
+        part.write_to_path(made.certificate, append=True)
+    return made

@@ -1,0 +1,175 @@
+"""A whole cluster under TLS: real processes, certificates in files, every port, commands."""
+
+import json
+import shlex
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Certificates, make
+from waltz_core import errors
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig, render_toml
+from waltz_core.local import LocalCluster, running
+
+PARTITION = 1
+PATIENCE_S = 30
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[LocalCluster]:
+    file = tmp_path_factory.mktemp("tls") / "tls.toml"
+    file.write_text(render_toml("tls", certificates.settings))
+    with running(tmp_path_factory.mktemp("cluster") / "local", tls=file) as made:
+        yield made
+
+
+def place_of(cluster: LocalCluster) -> str:
+    return cluster.connect.partition("?")[0]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to it"
+        time.sleep(0.01)
+
+
+def waltz(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "waltz_core", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+
+def test_a_client_appends_and_reads_from_servers_and_from_storages(cluster: LocalCluster):
+    with WaltzClient(cluster.connect) as client:
+        rows = [bytes([each]) * 50_000 for each in range(40)]
+        futures = [client.append(each, partition=PARTITION) for each in rows]
+        last = max(each.result() for each in futures)
+        for replicas in (None, client.replicas(PARTITION)):
+            chunks = client.read_range(PARTITION, last - 39, last, replicas=replicas)
+            assert sorted(row.data for chunk in chunks for row in chunk.rows()) == rows
+
+
+def test_a_client_needs_no_certificate_for_servers(
+    cluster: LocalCluster, certificates: Certificates
+):
+    connect = f"{place_of(cluster)}?tls={certificates.authorities}"
+    with WaltzClient(connect) as client:
+        first = client.append(b"known by nobody", partition=PARTITION).result()
+        # Storages want one of who reads from them: then the server is asked.
+        chunks = client.read_range(PARTITION, first, first, replicas=client.replicas(PARTITION))
+        assert [row.data for chunk in chunks for row in chunk.rows()] == [b"known by nobody"]
+    settings = ClientConfig(tls="on", tls_authorities=certificates.authorities)
+    with WaltzClient(place_of(cluster), settings) as client:
+        assert client.high_water_mark(PARTITION) >= first
+
+
+def test_a_client_that_speaks_plain_is_told_so_within_seconds(cluster: LocalCluster):
+    config = ClientConfig(request_timeout_ms=2_000)
+    with (
+        WaltzClient(place_of(cluster), config) as client,
+        pytest.raises(errors.WaltzError, match="expected plain TCP, found TLS"),
+    ):
+        client.high_water_mark(PARTITION)
+    logs = [cluster.log_path(f"server-{each}").read_text() for each in (1, 2)]
+    assert any("expected TLS, found plain TCP" in each for each in logs)
+
+
+def test_a_client_that_believes_another_authority_is_told_so(cluster: LocalCluster, tmp_path: Path):
+    connect = f"{place_of(cluster)}?tls={make(tmp_path).authorities}"
+    with (
+        WaltzClient(connect, ClientConfig(request_timeout_ms=2_000)) as client,
+        pytest.raises(errors.WaltzError, match="the peer's certificate is not accepted"),
+    ):
+        client.high_water_mark(PARTITION)
+
+
+def test_commands_reach_every_port(cluster: LocalCluster):
+    connect = ("--connect", cluster.connect)
+    storage = cluster.member("storage-1")
+    file = cluster.connect.partition("?tls=")[2]
+    for words in (
+        ("cluster", "verify", *connect),
+        ("cluster", "check-connectivity", *connect),
+        ("server", "list", *connect),
+        ("storage", "list", *connect),
+        ("storage", "validate", *connect),
+        ("storage", "list", "--admin", f"127.0.0.1:{storage.admin_port}", "--tls", file),
+        ("client", "append", "--partition", str(PARTITION), "hello", *connect),
+        ("doctor", *connect),
+    ):
+        done = waltz(*words)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+
+
+def test_a_command_that_does_not_know_of_tls_is_told_so(cluster: LocalCluster):
+    port = cluster.member("storage-1").admin_port
+    done = waltz("storage", "list", "--admin", f"127.0.0.1:{port}")
+    assert done.returncode == 1
+    assert "expected plain TCP, found TLS" in done.stderr
+
+
+def test_the_doctor_has_nobody_ended_whom_we_do_not_understand(cluster: LocalCluster):
+    done = waltz("doctor", "--json", "--connect", place_of(cluster))
+    findings = json.loads(done.stdout)["findings"]
+    assert [each["name"] for each in findings] == ["server-shut"] * 2 + ["storage-shut"] * 3
+    _, *words = shlex.split(findings[0]["command"])
+    file = cluster.connect.partition("?tls=")[2]
+    done = waltz(*(each.replace("FILE", file) for each in words))
+    assert done.returncode == 0, done.stdout
+
+
+def test_an_original_reaches_servers_in_tls_1_2_and_storages_with_a_certificate(
+    cluster: LocalCluster, certificates: Certificates
+):
+    """What its diallers do: TLS 1.2 from the first byte, nothing verified, then a hello."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificates.certificate, certificates.key)
+    server, storage = cluster.member("server-1"), cluster.member("storage-1")
+    assert storage.admin_port is not None
+    for port, versions, text in (
+        (server.port, (0, 1, 2, 3, 4), "Waltz Client"),
+        (storage.port, (0,), "Waltz Storage Client"),
+        (storage.admin_port, (0,), "Waltz Storage Admin Client"),
+    ):
+        words = struct.pack(f">i{len(versions)}h", len(versions), *versions)
+        payload = words + struct.pack(">i", len(text)) + text.encode()
+        with (
+            socket.create_connection(("127.0.0.1", port), 10) as raw,
+            context.wrap_socket(raw) as wrapped,
+        ):
+            wrapped.sendall(b"H" + struct.pack(">hi", 0, len(payload)) + payload)
+            assert wrapped.version() == "TLSv1.2"
+            assert wrapped.recv(3) == b"H\0\0"
+
+
+def test_daemons_read_their_files_again_when_they_are_told_to(cluster: LocalCluster):
+    for name in ("storage-1", "server-1"):
+        cluster.kill(name, signal.SIGHUP)
+        until(lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text())
+    with WaltzClient(cluster.connect) as client:
+        assert client.append(b"still there", partition=PARTITION).result() >= 0
+
+
+def test_what_runs_is_shown_in_the_clear(cluster: LocalCluster):
+    port = cluster.member("server-1").http_port
+    done = waltz("server", "metrics", f"127.0.0.1:{port}", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)

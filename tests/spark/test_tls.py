@@ -1,0 +1,23 @@
+"""Spark against a cluster that speaks TLS: nothing but the connect string is different."""
+
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from tests.certificates import make
+from waltz_core.config import render_toml
+from waltz_core.local import running
+
+
+def test_the_connect_string_takes_spark_through_tls(spark: SparkSession, tmp_path: Path):
+    certificates = make(tmp_path)
+    file = tmp_path / "tls.toml"
+    file.write_text(render_toml("tls", certificates.settings))
+    rows = spark.range(3_000).selectExpr("CAST(CAST(id AS STRING) AS BINARY) AS data")
+    with running(tmp_path / "local", tls=file) as cluster:
+        place = cluster.connect.partition("?")[0]
+        # With a certificate, which storages ask for; and without, from servers alone.
+        for number, words in enumerate((str(file), certificates.authorities), 1):
+            connect = f"{place}?tls={words}"
+            rows.write.format("waltz").mode("append").save(connect)
+            assert spark.read.format("waltz").load(connect).count() == number * 3_000

@@ -1,0 +1,65 @@
+"""How a command is told that it has to speak TLS."""
+
+import argparse
+import contextvars
+import ssl
+
+import pytest
+
+from tests.certificates import make
+from waltz_core.cli import transport
+from waltz_core.errors import BadConfig
+
+PLACE = "zk1:2181/waltz/payments"
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Gives what is dialled in after some words of a command, and of the environment."""
+    monkeypatch.delenv("WALTZ_CONNECT", raising=False)
+
+    def ssl_of(**words):
+        def begin():
+            transport.begin(argparse.Namespace(**words))
+            return transport.ssl()
+
+        return contextvars.copy_context().run(begin)
+
+    return ssl_of
+
+
+def test_the_connect_string_says_it_and_else_nobody(told, monkeypatch):
+    assert told() is None
+    assert told(connect=None) is None
+    assert told(connect=PLACE) is None
+    assert told(connect=f"{PLACE}?tls=unverified").verify_mode is ssl.CERT_NONE
+    monkeypatch.setenv("WALTZ_CONNECT", f"{PLACE}?tls=on")
+    assert told(connect=None).verify_mode is ssl.CERT_REQUIRED
+    assert told(connect=PLACE) is None
+
+
+def test_an_option_says_it_for_who_has_an_address_only(told, tmp_path):
+    file = make(tmp_path).authorities
+    assert len(told(tls=file, connect=None).get_ca_certs()) == 1
+    assert told(tls="unverified", connect=f"{PLACE}?tls={file}").verify_mode is ssl.CERT_NONE
+    assert len(told(tls=None, connect=f"{PLACE}?tls={file}").get_ca_certs()) == 1
+
+
+def test_a_cluster_that_is_found_out_later_says_it(told):
+    def find_out():
+        transport.speak_as(f"{PLACE}?tls=unverified")
+        return transport.ssl()
+
+    assert contextvars.copy_context().run(find_out).verify_mode is ssl.CERT_NONE
+    assert transport.ssl() is None
+
+
+def test_a_file_that_is_none_is_named(told, tmp_path):
+    with pytest.raises(BadConfig, match=r"tls_authorities: '.*absent.pem' cannot be read"):
+        told(tls=str(tmp_path / "absent.pem"))
+
+
+def test_a_bad_connect_string_without_tls_is_told_by_who_uses_it(told):
+    assert told(connect="nonsense") is None
+    with pytest.raises(BadConfig, match="the connect string"):
+        told(connect="nonsense?tls=on")

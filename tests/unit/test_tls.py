@@ -1,0 +1,279 @@
+"""What settings and connect strings make of TLS, and what is said of those that cannot work."""
+
+import contextlib
+import os
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from tests.certificates import Certificates, make
+from waltz_core import tls
+from waltz_core.config import ClientConfig, ServerConfig, StorageConfig, render_toml
+from waltz_core.errors import BadConfig
+
+CONNECT = "zk1:2181/waltz/payments"
+PLAIN = ClientConfig()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make(tmp_path_factory.mktemp("certificates"))
+
+
+def storage(**settings: object) -> StorageConfig:
+    return StorageConfig(**{"connect": CONNECT, "directory": "d"} | settings)  # type: ignore[arg-type]
+
+
+def server(**settings: object) -> ServerConfig:
+    return ServerConfig(**{"connect": CONNECT} | settings)  # type: ignore[arg-type]
+
+
+def test_nobody_speaks_tls_who_is_not_told_to():
+    assert tls.dialling(PLAIN, "") is None
+    assert tls.dialling(PLAIN, CONNECT) is None
+    assert tls.dialling(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
+    assert tls.listening(server()) is None
+    assert tls.listening(storage()) is None
+    assert tls.listening(storage(connect="none at all")) is None
+
+
+@pytest.mark.parametrize(
+    ("verify", "mode", "is_name_checked"),
+    [
+        ("name", ssl.CERT_REQUIRED, True),
+        ("chain", ssl.CERT_REQUIRED, False),
+        ("nothing", ssl.CERT_NONE, False),
+    ],
+)
+def test_who_dials_checks_what_he_is_told_to(files, verify, mode, is_name_checked):
+    config = ClientConfig(tls="on", tls_authorities=files.authorities, tls_verify=verify)
+    context = tls.dialling(config, "")
+    assert context is not None
+    assert context.verify_mode is mode
+    assert context.check_hostname is is_name_checked
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert len(context.get_ca_certs()) == (verify != "nothing")
+
+
+def test_without_authorities_those_of_the_system_are_believed(files, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", files.authorities)
+    context = tls.dialling(ClientConfig(tls="on"), "")
+    assert context is not None
+    assert len(context.get_ca_certs()) >= 1
+
+
+def test_the_connect_string_names_the_authorities_or_says_a_word(files):
+    for place, count, mode in (
+        (files.authorities, 1, ssl.CERT_REQUIRED),
+        ("unverified", 0, ssl.CERT_NONE),
+        ("on", None, ssl.CERT_REQUIRED),
+    ):
+        for context in (tls.dialling(PLAIN, f"{CONNECT}?tls={place}"), tls.named(place)):
+            assert context is not None
+            assert context.verify_mode is mode
+            assert count in (None, len(context.get_ca_certs()))
+
+
+def test_a_file_of_settings_names_others_that_lie_beside_it(tmp_path: Path):
+    make(tmp_path)
+    names = {
+        "tls_certificate": "ours-cert.pem",
+        "tls_key": "ours-key.pem",
+        "tls_authorities": "ours-ca.pem",
+        "tls_verify": "chain",
+    }
+    file = tmp_path / "tls.toml"
+    file.write_text(render_toml("tls", names))
+    context = tls.named(str(file))
+    assert context is not None
+    assert not context.check_hostname
+    assert len(context.get_ca_certs()) == 1
+    connect = f"{CONNECT}?tls={file}"
+    listening = tls.listening(storage(connect=connect))
+    assert listening is not None
+    assert listening.verify_mode is ssl.CERT_REQUIRED
+    assert tls.dialling(server(connect=connect), connect) is not None
+    file.write_text('tls = "off"\n')
+    assert tls.named(str(file)) is None
+    file.write_text('tls_authority = "ca.pem"\n')
+    with pytest.raises(BadConfig, match=r"tls\.toml: unknown setting 'tls_authority'"):
+        tls.named(str(file))
+
+
+def test_settings_win_over_the_connect_string(files, tmp_path):
+    connect = f"{CONNECT}?tls={tmp_path / 'absent.pem'}"
+    assert tls.dialling(ClientConfig(tls="off"), connect) is None
+    config = ClientConfig(tls_authorities=files.authorities, tls_verify="chain")
+    context = tls.dialling(config, connect)
+    assert context is not None
+    assert not context.check_hostname
+    # What a daemon's settings lack, its connect string says.
+    both = server(
+        connect=f"{CONNECT}?tls={files.authorities}",
+        tls_certificate=files.certificate,
+        tls_key=files.key,
+        tls_require_certificate=True,
+    )
+    listening = tls.listening(both)
+    assert listening is not None
+    assert len(listening.get_ca_certs()) == 1
+
+
+def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
+    open_to_all = tls.listening(server(**files.settings))
+    assert open_to_all is not None
+    assert open_to_all.verify_mode is ssl.CERT_NONE
+    assert open_to_all.minimum_version is ssl.TLSVersion.TLSv1_2
+    closed = tls.listening(storage(**files.settings))
+    assert closed is not None
+    assert closed.verify_mode is ssl.CERT_REQUIRED
+    without = {name: value for name, value in files.settings.items() if name != "tls_authorities"}
+    with pytest.raises(BadConfig, match="or tls_require_certificate = false"):
+        tls.listening(storage(**without))
+    assert tls.listening(storage(**without, tls_require_certificate=False)) is not None
+
+
+def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
+    both = tmp_path / "both.pem"
+    both.write_text(Path(files.key).read_text() + Path(files.certificate).read_text())
+    assert tls.listening(server(tls="on", tls_certificate=str(both))) is not None
+
+
+def test_a_daemon_without_a_certificate_is_told_so(files):
+    with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
+        tls.listening(server(tls="on"))
+    with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
+        tls.listening(server(connect=f"{CONNECT}?tls={files.authorities}"))
+
+
+def test_settings_without_the_word_are_a_mistake(files):
+    with pytest.raises(BadConfig, match='tls: expected "on" or "off" beside tls_authorities'):
+        tls.dialling(ClientConfig(tls_authorities=files.authorities), CONNECT)
+    assert tls.dialling(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
+
+
+def test_files_that_cannot_be_used_are_named(files, tmp_path):
+    for name in ("tls_certificate", "tls_key", "tls_authorities"):
+        settings = files.settings | {name: str(tmp_path / "absent.pem")}
+        with pytest.raises(BadConfig, match=rf"{name}: '.*absent.pem' cannot be read: No such"):
+            tls.dialling(ClientConfig(**settings), "")
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("nothing\n")
+    for name in ("tls_certificate", "tls_authorities"):
+        settings = files.settings | {name: str(nothing)}
+        with pytest.raises(BadConfig, match=rf"{name}: .*nothing.pem.*: expected a PEM file with"):
+            tls.dialling(ClientConfig(**settings), "")
+    other = make(tmp_path, name="other")
+    settings = files.settings | {"tls_key": other.key}
+    with pytest.raises(BadConfig, match="its private key: key values mismatch"):
+        tls.dialling(ClientConfig(**settings), "")
+
+
+def test_a_key_with_a_password_asks_nobody(files, tmp_path):
+    locked = tmp_path / "locked.pem"
+    key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    settings = files.settings | {"tls_key": str(locked)}
+    with pytest.raises(BadConfig, match="expected a key without a password"):
+        tls.dialling(ClientConfig(**settings), "")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    script = page.partition("## TLS")[2].split("```")[1]
+    environment = os.environ | {"HOST": "storage1.example"}
+    subprocess.run(
+        ["/bin/sh", "-ec", script], cwd=tmp_path, env=environment, check=True, capture_output=True
+    )
+    files = Certificates(*(str(tmp_path / f"{name}.pem") for name in ("ca", "certificate", "key")))
+    listens = tls.listening(storage(**files.settings))
+    dials = tls.dialling(ClientConfig(**files.settings), "")
+    assert listens is not None
+    assert dials is not None
+    ends = [(ssl.MemoryBIO(), ssl.MemoryBIO()) for _ in range(2)]
+    dialler = dials.wrap_bio(*ends[0], server_hostname="storage1.example")
+    listener = listens.wrap_bio(*ends[1], server_side=True)
+    for _ in range(3):
+        for each, (_, outgoing), (incoming, _) in (
+            (dialler, ends[0], ends[1]),
+            (listener, ends[1], ends[0]),
+        ):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                each.do_handshake()
+            incoming.write(outgoing.read())
+    assert dialler.version() == listener.version() == "TLSv1.3"
+    assert listener.getpeercert()["subject"] == ((("commonName", "storage1.example"),),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tls": "yes"}, "tls: expected one of nothing, on, off, found 'yes'"),
+        ({"tls_verify": "host"}, "tls_verify: expected one of name, chain, nothing, found 'host'"),
+        ({"tls": "on", "tls_key": "k"}, "tls_key: expected tls_certificate beside it"),
+    ],
+)
+def test_bad_words(settings, said):
+    with pytest.raises(BadConfig, match=said):
+        ClientConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("host", "word", "is_told"),
+    [
+        ("127.0.0.1", "", False),
+        ("127.3.2.1", "", False),
+        ("localhost", "", False),
+        ("::1", "", False),
+        ("0.0.0.0", "", True),
+        ("10.1.2.3", "", True),
+        ("storage1", "", True),
+        ("storage1", "off", False),
+    ],
+)
+def test_who_listens_beyond_this_machine_in_the_clear_is_told_so(caplog, host, word, is_told):
+    assert tls.listening(server(listen_host=host, tls=word)) is None
+    lines = [each.getMessage() for each in caplog.records]
+    assert len(lines) == is_told
+    if is_told:
+        assert f"tls.off host={host}" in lines[0]
+        assert 'tls = "on"' in lines[0]
+        assert 'tls = "off"' in lines[0]
+
+
+def failure(reason: str) -> ssl.SSLError:
+    error = ssl.SSLError(1, f"[SSL: {reason}] (_ssl.c:1)")
+    error.reason = reason
+    return error
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("WRONG_VERSION_NUMBER", "expected TLS, found plain TCP"),
+        ("UNSUPPORTED_PROTOCOL", "no common version: expected TLS 1.2 or 1.3"),
+        ("TLSV1_ALERT_UNKNOWN_CA", "our certificate is not accepted by the peer: tlsv1 alert unkn"),
+        ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "our certificate is not accepted by the peer: sslv3"),
+        ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "the peer expects a certificate, and we showed none"),
+        ("BAD_SIGNATURE", "TLS has failed: bad signature"),
+    ],
+)
+def test_what_has_failed_is_told_in_words(reason, said):
+    assert tls.told(failure(reason)).startswith(said)
+
+
+def test_what_is_no_matter_of_tls_is_told_as_it_is():
+    assert tls.told(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
+    assert tls.told(ConnectionResetError()) == "ConnectionResetError"
+    assert tls.alert_of(ConnectionResetError()) == tls.alert_of(failure("OTHER")) == b""

@@ -1,0 +1,519 @@
+"""Handshakes over real sockets: who comes through, who does not, and what each side is told."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import socket
+import ssl
+import struct
+import warnings
+
+import pytest
+
+from tests.certificates import make
+from tests.loops import on_loop, until
+from waltz_core import net, tls, tls_port
+from waltz_core.config import ClientConfig, StorageConfig
+from waltz_core.errors import BadConfig, RemoteProtocolError, TlsMismatch, Unreachable
+from waltz_core.wire.messages import Appended, AppendRaw, Surface
+
+ANY = "127.0.0.1"
+MIB = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """The lines of the log so far; nothing was told before."""
+    monkeypatch.setattr(tls, "_NEWS", {})
+    caplog.set_level(logging.INFO)
+    return lambda: "\n".join(each.getMessage() for each in caplog.records)
+
+
+def raw(size, sequence=0):
+    return AppendRaw(1, sequence, 3, 4, b"", bytes(size), 0, bytes(16), ())
+
+
+def listening(files, **settings):
+    asked = {"tls_require_certificate": False} | files.settings | settings
+    return tls.listening(StorageConfig(connect="zk:1/w", directory="d", **asked))
+
+
+def believing(files, **settings):
+    """What a client dials in who has no certificate."""
+    asked = {"tls": "on", "tls_authorities": files.authorities} | settings
+    return tls.dialling(ClientConfig(**asked), "")
+
+
+class Peer:
+    def __init__(self):
+        self.links, self.messages, self.closed = [], [], []
+
+    def connected(self, link):
+        self.links.append(link)
+        link.start(self.messages.extend, self.closed.append)
+
+
+@contextlib.asynccontextmanager
+async def open_port(context):
+    """Give the peer behind a port, the port's listener and its address."""
+    peer = Peer()
+    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, ssl=context)
+    try:
+        yield peer, listener, f"{ANY}:{listener.port}"
+    finally:
+        await listener.close()
+
+
+@contextlib.asynccontextmanager
+async def linked(address, context, surface=Surface.STORAGE):
+    link = await net.dial(surface, address, ssl=context)
+    try:
+        yield link
+    finally:
+        link.close("done")
+        await link.wait_closed()
+
+
+# ---------------------------------------------------------------------------------------------
+# links
+
+
+SENT = [raw(size, n) for n, size in enumerate((0, 16 * 1024, 15 * MIB, 1, 300_000, 5 * MIB))]
+SMALL = [Appended(1, n, 3, n) for n in range(20_000)]
+
+
+async def there_and_back(files):
+    """Send more than any buffer holds; return what arrives, and what comes back."""
+    async with (
+        open_port(listening(files)) as (peer, _, address),
+        linked(address, believing(files)) as link,
+    ):
+        for message in SENT:
+            link.send(message)
+        for at in range(0, len(SMALL), 50):
+            link.send_all(SMALL[at : at + 50])
+            await link.drained()
+        await until(lambda: len(peer.messages) == len(SENT) + len(SMALL))
+        for message in SENT:
+            peer.links[0].send(message)
+        back = []
+        while len(back) < len(SENT):
+            back += await link.receive()
+        return peer.messages, back
+
+
+@pytest.mark.parametrize("run", [net.run, asyncio.run], ids=["of a daemon", "of a notebook"])
+def test_frames_of_all_sizes_go_both_ways_on_a_loop(files, run):
+    arrived, back = run(asyncio.wait_for(there_and_back(files), 60))
+    assert arrived == SENT + SMALL
+    assert back == SENT
+
+
+@on_loop
+async def test_a_client_may_speak_tls_1_2_alone(files):
+    context = believing(files)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    async with open_port(listening(files)) as (peer, _, address), linked(address, context) as link:
+        assert link._transport.get_extra_info("ssl_object").version() == "TLSv1.2"
+        link.send(Appended(1, 7, 3, 9))
+        await until(lambda: peer.messages)
+
+
+@on_loop
+async def test_two_of_ours_speak_tls_1_3(files):
+    async with (
+        open_port(listening(files)) as (_, _, address),
+        linked(address, believing(files)) as link,
+    ):
+        assert link._transport.get_extra_info("ssl_object").version() == "TLSv1.3"
+
+
+@on_loop
+async def test_what_was_sent_before_a_close_arrives(files):
+    async with open_port(listening(files)) as (peer, _, address):
+        link = await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        for n in range(10):
+            link.send(raw(MIB, n))
+        link.close("done")
+        await until(lambda: peer.closed)
+        assert [each.sequence for each in peer.messages] == list(range(10))
+        assert peer.closed == ["closed by the peer"]
+        await link.wait_closed()
+
+
+@on_loop
+async def test_an_abort_is_noticed_at_once(files):
+    async with open_port(listening(files)) as (peer, _, address):
+        link = await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        await until(lambda: peer.links)
+        link.abort("enough")
+        await link.wait_closed()
+        async with asyncio.timeout(2):
+            await until(lambda: peer.closed)
+        assert peer.links[0].is_closed
+
+
+@on_loop
+async def test_a_close_does_not_wait_long_for_who_does_not_answer(files, monkeypatch):
+    monkeypatch.setattr(net, "CLOSE_S_MAX", 0.1)
+    async with open_port(listening(files)) as (peer, _, address):
+        link = await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        await until(lambda: peer.links)
+        peer.links[0].pause_reading()
+        for n in range(30):
+            link.send(raw(MIB, n))
+        link.close("done")
+        async with asyncio.timeout(2):
+            await link.wait_closed()
+        assert link.closed_reason == "done"
+        peer.links[0].resume_reading()
+
+
+# ---------------------------------------------------------------------------------------------
+# an original at the other end (interop.md, 1.2 and 1.3)
+
+ORIGINALS = {
+    Surface.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),
+    Surface.STORAGE: ((0,), "Waltz Storage Server"),
+    Surface.ADMIN: ((0,), "Waltz Storage Admin Server"),
+}
+
+
+def original_hello(versions, text):
+    payload = struct.pack(f">i{len(versions)}h", len(versions), *versions)
+    payload += struct.pack(">i", len(text)) + text.encode()
+    return b"H" + struct.pack(">hi", 0, len(payload)) + payload
+
+
+@contextlib.asynccontextmanager
+async def original(surface, directory):
+    """A daemon of 0.13: TLS 1.2, a certificate that nobody has signed; give address and hellos."""
+    hellos = []
+
+    async def greet(reader, writer):
+        writer.write(original_hello(*ORIGINALS[surface]))
+        head = await reader.readexactly(7)
+        hellos.append(head + await reader.readexactly(struct.unpack(">i", head[3:])[0]))
+        while await reader.read(1024):
+            pass
+        writer.close()
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    nobodys = make(directory, name="nobodys", hosts=("localhost",))
+    context.load_cert_chain(nobodys.certificate, nobodys.key)
+    async with await asyncio.start_server(greet, ANY, 0, ssl=context) as server:
+        yield f"{ANY}:{server.sockets[0].getsockname()[1]}", hellos
+
+
+@pytest.mark.parametrize("surface", ORIGINALS)
+def test_an_originals_daemon_is_reached_by_who_believes_anybody(surface, tmp_path):
+    @on_loop
+    async def story():
+        async with original(surface, tmp_path) as (address, hellos):
+            with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted"):
+                await net.dial(surface, address, ssl=tls.named("on"))
+            # Which versions both speak is another question.
+            with contextlib.suppress(RemoteProtocolError):
+                async with linked(address, tls.named("unverified"), surface):
+                    pass
+            await until(lambda: hellos)
+        assert hellos[0][:3] == b"H\0\0"
+
+    story()
+
+
+@on_loop
+async def test_an_originals_client_reaches_us_with_whatever_certificate_it_has(files, tmp_path):
+    """Its connector checks nothing, and shows a certificate that nobody has signed if asked."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    nobodys = make(tmp_path, name="nobodys")
+    context.load_cert_chain(nobodys.certificate, nobodys.key)
+    async with open_port(listening(files)) as (peer, _, address):
+        reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
+        writer.write(original_hello((0, 1), "Waltz Storage Client"))
+        assert (await reader.readexactly(3)) == b"H\0\0"
+        await until(lambda: peer.links)
+        writer.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# those who do not fit
+
+
+@on_loop
+async def test_plain_to_tls_is_told_to_both(files, said):
+    async with open_port(listening(files)) as (_, listener, address):
+        with pytest.raises(TlsMismatch, match=f"{address}: expected plain TCP, found TLS"):
+            await net.dial(Surface.STORAGE, address)
+        await until(lambda: "error=expected TLS, found plain TCP" in said())
+        assert listener.links == ()
+
+
+@on_loop
+async def test_the_same_of_the_same_peer_is_told_once_in_a_while(files, said, monkeypatch):
+    async def plain_to_tls():
+        with pytest.raises(TlsMismatch):
+            await net.dial(Surface.STORAGE, address)
+        await until(lambda: not listener._tls_port._handshakes_count)
+
+    async with open_port(listening(files)) as (_, listener, address):
+        for _ in range(5):
+            await plain_to_tls()
+        assert said().count("tls.failed peer=127.0.0.1 error=") == 1
+        assert said().count(f"tls.failed peer={address} error=") == 1
+        monkeypatch.setattr(tls, "NEWS_AGAIN_S", 0.0)
+        monkeypatch.setattr(tls, "_NEWS_MAX", 1)
+        await plain_to_tls()
+        assert said().count("tls.failed peer=127.0.0.1 error=") == 2
+        assert len(tls._NEWS) == 1
+
+
+@on_loop
+async def test_tls_to_plain_is_told_to_both(files, said):
+    async with open_port(None) as (_, _, address):
+        with pytest.raises(TlsMismatch, match=f"{address}: expected TLS, found plain TCP"):
+            await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        await until(lambda: "peer=127.0.0.1 error=expected plain TCP, found TLS" in said())
+        assert f"peer={address} error=expected TLS, found plain TCP" in said()
+
+
+@on_loop
+async def test_a_certificate_of_another_authority_is_told_to_both(files, tmp_path, said):
+    async with open_port(listening(files)) as (_, _, address):
+        with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted: unable to"):
+            await net.dial(Surface.STORAGE, address, ssl=believing(make(tmp_path)))
+        await until(lambda: "perhaps our certificate is not accepted there" in said())
+
+
+@on_loop
+async def test_a_certificate_for_another_host_is_told(tmp_path):
+    files = make(tmp_path, hosts=("storage1.example",))
+    async with open_port(listening(files)) as (_, _, address):
+        with pytest.raises(TlsMismatch, match=r"not accepted: .*IP address mismatch"):
+            await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        async with linked(address, believing(files, tls_verify="chain")):
+            pass
+        async with linked(address, believing(make(tmp_path), tls_verify="nothing")):
+            pass
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_certificate_that_is_missing_is_told_to_both(files, version, said):
+    @on_loop
+    async def story():
+        required = listening(files, tls_require_certificate=True)
+        async with open_port(required) as (peer, _, address):
+            context = believing(files)
+            context.maximum_version = version
+            with pytest.raises(TlsMismatch, match="expects a certificate"):
+                await net.dial(Surface.STORAGE, address, ssl=context)
+            await until(lambda: "expected a certificate of the peer, found none" in said())
+            assert peer.links == []
+            async with linked(address, tls.dialling(ClientConfig(**files.settings), "")):
+                pass
+
+    story()
+
+
+@on_loop
+async def test_a_certificate_that_nobody_has_signed_is_told_to_both(files, tmp_path, said):
+    stranger = make(tmp_path, name="stranger")
+    settings = stranger.settings | {"tls_authorities": files.authorities}
+    async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
+        with pytest.raises(TlsMismatch, match="our certificate is not accepted by the peer"):
+            await net.dial(Surface.STORAGE, address, ssl=tls.dialling(ClientConfig(**settings), ""))
+        await until(lambda: "the peer's certificate is not accepted" in said())
+
+
+def hello_of_tls_1_1():
+    """A ClientHello that offers nothing newer, as a client of that time sends it."""
+    ciphers = struct.pack(">H2H", 4, 0xC013, 0x002F)
+    body = struct.pack(">H", 0x0302) + bytes(32) + b"\0" + ciphers + b"\1\0"
+    handshake = b"\1" + len(body).to_bytes(3, "big") + body
+    return struct.pack(">BHH", 0x16, 0x0301, len(handshake)) + handshake
+
+
+@on_loop
+async def test_tls_1_1_is_refused(files, said):
+    async with open_port(listening(files)) as (_, _, address):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(hello_of_tls_1_1())
+        answer = await reader.read(7)
+        assert answer[0] == tls.ALERT
+        assert answer[5:] == bytes((2, 70))  # fatal, protocol_version
+        writer.close()
+        await until(lambda: "no common version: expected TLS 1.2 or 1.3" in said())
+
+
+@on_loop
+async def test_a_port_of_tls_1_1_is_refused(files):
+    with warnings.catch_warnings(action="ignore"):
+        old = listening(files)
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+        old.set_ciphers("ALL:@SECLEVEL=0")
+    async with open_port(old) as (_, _, address):
+        with pytest.raises(TlsMismatch, match=r"no common version: expected TLS 1\.2"):
+            await net.dial(Surface.STORAGE, address, ssl=believing(files))
+
+
+@on_loop
+async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_path, said):
+    used, new = make(tmp_path), make(tmp_path, name="new")
+    config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
+    ports, dials = tls.listening(config), tls.dialling(config, "")
+    before = tls.dialling(ClientConfig(**used.settings), "")
+    async with open_port(ports) as (_, _, address), linked(address, dials) as kept:
+        shutil.copyfile(new.certificate, used.certificate)
+        tls.renew(config, ports, dials)  # of two files that belong together one is there
+        assert "tls.not_renewed error=tls_certificate: " in said()
+        async with linked(address, before):
+            pass
+        shutil.copyfile(new.key, used.key)
+        shutil.copyfile(new.authorities, used.authorities)
+        tls.renew(config, ports, dials)
+        assert f"tls.renewed certificate={used.certificate}" in said()
+        async with linked(address, tls.dialling(ClientConfig(**new.settings), "")):
+            pass
+        async with linked(address, dials):
+            assert not kept.is_closed
+        with pytest.raises(TlsMismatch, match="is not accepted"):
+            await net.dial(Surface.STORAGE, address, ssl=before)
+
+
+# ---------------------------------------------------------------------------------------------
+# those who do not go on
+
+
+@on_loop
+async def test_who_connects_and_goes_is_no_news(files, said):
+    async with open_port(listening(files)) as (_, listener, address):
+        for is_reset in (False, True, False):
+            with socket.create_connection(("127.0.0.1", listener.port)) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0))
+        async with linked(address, believing(files)):
+            pass
+        await until(lambda: not listener._tls_port._handshakes_count)
+        assert said() == ""
+
+
+@pytest.mark.parametrize(
+    ("first_bytes", "line"), [(b"", "no handshake within"), (b"\x16\x03", "is taking longer than")]
+)
+def test_who_is_slow_in_his_handshake_is_cut(files, monkeypatch, said, first_bytes, line):
+    monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 0.1)
+
+    @on_loop
+    async def story():
+        async with open_port(listening(files)) as (_, listener, _):
+            reader, writer = await asyncio.open_connection(ANY, listener.port)
+            writer.write(first_bytes)
+            assert await reader.read() == b""
+            writer.close()
+            await until(lambda: line in said())
+
+    story()
+
+
+@on_loop
+async def test_too_many_handshakes_at_one_time_are_refused(files, monkeypatch, said):
+    monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 1)
+    async with open_port(listening(files)) as (_, listener, address):
+        with socket.create_connection((ANY, listener.port)):
+            await until(lambda: listener._tls_port._handshakes_count)
+            with pytest.raises(Unreachable):
+                await net.dial(Surface.STORAGE, address, ssl=believing(files))
+            assert "1 handshakes are under way" in said()
+        await until(lambda: not listener._tls_port._handshakes_count)
+        async with linked(address, believing(files)):
+            pass
+
+
+@on_loop
+async def test_a_fault_of_one_connection_is_no_end_of_the_port(files, monkeypatch, said):
+    async with open_port(listening(files)) as (_, listener, address):
+        faults = [ZeroDivisionError("ours"), OSError(24, "Too many open files")]
+        dup = socket.socket.dup
+
+        def failing_dup(each):
+            if faults:
+                raise faults.pop()
+            return dup(each)
+
+        monkeypatch.setattr(socket.socket, "dup", failing_dup)
+        for _ in range(2):
+            with pytest.raises(Unreachable):
+                await net.dial(Surface.STORAGE, address, ssl=believing(files))
+        assert "Too many open files" in said()
+        await until(lambda: not listener._tls_port._handshakes_count)
+        async with linked(address, believing(files)):
+            assert listener.links
+
+
+@on_loop
+async def test_a_port_that_closes_drops_who_is_in_his_handshake(files):
+    peer = Peer()
+    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
+    reader, writer = await asyncio.open_connection(ANY, listener.port)
+    writer.write(b"\x16\x03")
+    await until(lambda: listener._tls_port._handshakes_count)
+    await listener.close()
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    writer.close()
+    with pytest.raises(Unreachable):
+        await net.dial(Surface.STORAGE, f"{ANY}:{listener.port}", ssl=believing(files))
+
+
+@on_loop
+async def test_an_address_that_is_taken_is_a_bad_config(files):
+    with (
+        socket.create_server((ANY, 0)) as taken,
+        pytest.raises(BadConfig, match="cannot listen on"),
+    ):
+        await net.listen(Surface.STORAGE, ANY, taken.getsockname()[1], print, ssl=listening(files))
+
+
+class FailingLoop:
+    """A loop whose system has no descriptor for the first who comes."""
+
+    def __init__(self, loop):
+        self._loop = loop
+        self.failures_count = 1
+
+    def __getattr__(self, name):
+        return getattr(self._loop, name)
+
+    async def sock_accept(self, listening_socket):
+        accepted = await self._loop.sock_accept(listening_socket)
+        if self.failures_count:
+            self.failures_count -= 1
+            accepted[0].close()
+            raise OSError(24, "Too many open files")
+        return accepted
+
+
+@on_loop
+async def test_who_cannot_be_accepted_now_is_no_end_of_the_port(files, monkeypatch, said):
+    monkeypatch.setattr(tls_port, "_ACCEPT_PAUSE_S", 0.01)
+    made = []
+    port = tls_port.TlsPort(listening(files), lambda: made.append(1) or asyncio.Protocol())
+    port._loop = FailingLoop(port._loop)
+    await port.open(ANY, 0)
+    with socket.create_connection((ANY, port.port)):
+        await until(lambda: "tls.accept_failed" in said())
+    _, writer = await asyncio.open_connection(
+        ANY, port.port, ssl=believing(files), server_hostname=ANY
+    )
+    await until(lambda: made)
+    assert made == [1]
+    writer.transport.abort()
+    await port.close()

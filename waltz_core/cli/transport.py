@@ -1,0 +1,62 @@
+"""What a command's own connections to servers and storages are wrapped in.
+
+Why it stands alone: a process runs one command, for one cluster, and its parts dial from many
+places. Whether they speak TLS is said once, by the words of the command.
+
+Rules:
+    1. `--tls` says it where a command has it, else ?tls= of the command's connect string, else of
+       $WALTZ_CONNECT.
+    2. Clients (`WaltzClient`) read their own connect string and ask nothing of this.
+"""
+
+import argparse
+import functools
+import os
+from contextvars import ContextVar
+from ssl import SSLContext
+from typing import Final
+
+from waltz_core import net, tls
+from waltz_core.wire.messages import Surface
+
+_PLACE: Final[ContextVar[str]] = ContextVar("tls", default="")
+
+
+def begin(arguments: argparse.Namespace) -> None:
+    """Take the words of the command that begins (rule 1)."""
+    place: str | None = getattr(arguments, "tls", None)
+    connect = getattr(arguments, "connect", None) or os.environ.get("WALTZ_CONNECT") or ""
+    if place is not None:
+        _PLACE.set(place)
+    else:
+        speak_as(connect)
+
+
+def speak_as(connect: str) -> None:
+    """Take a cluster's connect string, once it is known."""
+    _PLACE.set(tls.place_in(connect))
+
+
+def add_tls(verb: argparse.ArgumentParser) -> None:
+    """Declare how a command without a connect string is told of TLS."""
+    verb.add_argument(
+        "--tls",
+        metavar="FILE",
+        help="speak TLS, as ?tls=FILE of a connect string says (docs/operations.md)",
+    )
+
+
+def ssl() -> SSLContext | None:
+    """Return what to dial in; raises BadConfig for files that are none."""
+    place = _PLACE.get()
+    return _context(place) if place else None
+
+
+async def dial(surface: Surface, address: str, *, timeout_s: float = 5.0) -> net.Link:
+    """Dial as `net.dial`, and raise what it raises."""
+    return await net.dial(surface, address, timeout_s=timeout_s, ssl=ssl())
+
+
+@functools.cache
+def _context(place: str) -> SSLContext | None:
+    return tls.named(place)

@@ -1,0 +1,168 @@
+"""A listening port that speaks TLS: accepts, shakes hands, and tells who does not.
+
+Why it stands alone: the loop's own listening port drops in silence whoever fails in his handshake,
+and an operator who has forgotten TLS on one side would see nothing on the other. Messages are
+`net.py`'s.
+
+Rules:
+    1. Whoever does not begin with a handshake is told by an alert, which our own diallers know, and
+       the log says so in a sentence. Whoever connects and says nothing is no news.
+    2. A handshake takes `HANDSHAKE_S_MAX` at most, and only so many are under way at one time.
+    3. Nothing of a connection reaches its protocol before the handshake is done.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final
+
+from waltz_core import tls
+
+_log = logging.getLogger(__name__)
+
+HANDSHAKE_S_MAX: Final = 5.0
+HANDSHAKES_MAX: Final = 1_024
+BACKLOG: Final = 1_024
+# The system is out of descriptors, or of memory: it is of no use to ask again at once.
+_ACCEPT_PAUSE_S: Final = 0.5
+
+
+class TlsPort:
+    """See the module's rules; `make_protocol` is called for who has come through."""
+
+    def __init__(
+        self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.BaseProtocol]
+    ) -> None:
+        self.port = 0
+        self._context = context
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._sockets: list[socket.socket] = []
+        self._accepting: asyncio.Task[None] | None = None
+        self._handshakes_count = 0
+
+    async def open(self, host: str, port: int) -> None:
+        """Listen at all addresses of a host, as `loop.create_server` does; raises OSError."""
+        infos = await self._loop.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        try:
+            for family, _, _, _, address in dict.fromkeys(infos):
+                self._sockets.append(_listening(family, address))
+        except OSError:
+            self._close_sockets()
+            raise
+        self.port = self._sockets[0].getsockname()[1]
+        # Nobody's child, as the loop's own ports are nobody's: it ends with `close`.
+        self._accepting = self._loop.create_task(self._accept_all(), name="tls-port")
+
+    async def close(self) -> None:
+        """Accept nobody any more; who is in his handshake is dropped."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for each in self._sockets:
+            each.close()
+        self._sockets.clear()
+
+    async def _accept_all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for each in self._sockets:
+                tasks.create_task(self._accept(each, tasks))
+
+    async def _accept(self, listening: socket.socket, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            try:
+                accepted, address = await self._loop.sock_accept(listening)
+            except OSError as error:
+                _log.warning("tls.accept_failed error=%s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if self._handshakes_count >= HANDSHAKES_MAX:
+                tls.tell(address[0], f"{self._handshakes_count} handshakes are under way")
+                accepted.close()
+                continue
+            self._handshakes_count += 1
+            tasks.create_task(self._shake_hands(accepted, address[0]))
+
+    async def _shake_hands(self, accepted: socket.socket, host: str) -> None:
+        telling: socket.socket | None = None
+        is_handed_over = False
+        try:
+            if await self._begins_with_handshake(accepted, host):
+                # The loop's transport is gone when it tells of a failure; this one is there still.
+                telling = accepted.dup()
+                is_handed_over = True
+                await self._loop.connect_accepted_socket(
+                    self._make_protocol,
+                    accepted,
+                    ssl=self._context,
+                    ssl_handshake_timeout=HANDSHAKE_S_MAX,
+                )
+        except TimeoutError:
+            tls.tell(host, f"no handshake within {HANDSHAKE_S_MAX} s")
+        except ConnectionResetError:
+            tls.tell(
+                host,
+                "it has gone within the handshake: perhaps our certificate is not accepted there",
+            )
+        except OSError as error:
+            tls.tell(host, tls.told(error))
+            if telling is not None:
+                with contextlib.suppress(OSError):
+                    telling.send(tls.alert_of(error))
+        except Exception:  # noqa: BLE001 - one connection must not end the port
+            _log.exception("tls.failed peer=%s", host)
+        finally:
+            self._handshakes_count -= 1
+            if telling is not None:
+                telling.close()
+            if not is_handed_over:
+                accepted.close()
+
+    async def _begins_with_handshake(self, accepted: socket.socket, host: str) -> bool:
+        """Wait for the first byte, and leave it where it is (rule 1)."""
+        accepted.settimeout(0)
+        readable = self._loop.create_future()
+        self._loop.add_reader(accepted, _set, readable)
+        try:
+            async with asyncio.timeout(HANDSHAKE_S_MAX):
+                await readable
+        finally:
+            self._loop.remove_reader(accepted)
+        try:
+            first = accepted.recv(1, socket.MSG_PEEK)
+        except ConnectionResetError:
+            return False
+        if not first or first[0] == tls.HANDSHAKE:
+            return bool(first)
+        tls.tell(host, "expected TLS, found plain TCP")
+        accepted.recv(64 * 1024)  # what is left unread would have the system take the alert back
+        accepted.send(tls.REFUSAL)
+        return False
+
+
+def _set(readable: "asyncio.Future[None]") -> None:
+    if not readable.done():
+        readable.set_result(None)
+
+
+def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+        made.settimeout(0)
+    except OSError:
+        made.close()
+        raise
+    return made
