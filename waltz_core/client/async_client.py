@@ -193,6 +193,7 @@ class AsyncWaltzClient(OpenedByConnect):
             partition.close()
         self._closing.set()
         await self._root
+        self.requests.close()
         await self.links.close("the client was closed")
         await self.directory.close()
         if self.claim is not None:
