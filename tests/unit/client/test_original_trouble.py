@@ -1,4 +1,4 @@
-"""What our client tells at an original server in trouble: nothing wrong, and an end to all of it."""
+"""What our client tells at an original server in trouble: nothing wrong, and an end to all."""
 
 import asyncio
 import random
