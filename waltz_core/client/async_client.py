@@ -310,6 +310,10 @@ class AsyncWaltzClient(OpenedByConnect):
         near = self.config.group if group is None else group
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
+    async def has_original(self, partitions: Iterable[int] | None = None) -> bool:
+        """Return whether any partition (all by default) is at an original server now."""
+        return await self.requests.has_original(self._all_or(partitions))
+
     async def flush(self, partition: int) -> TransactionId:
         """Wait until every append made before is final; return the partition's mark."""
         partition_id = self._checked(partition)

@@ -5,9 +5,9 @@ needs to know how it is done. What comes out is a `RangeChunk` like any other, b
 original does not keep: no session, no commit stamps, no chain.
 
 Rules:
-    1. Headers come from a mount: an original feeds everything from the mark on. Each partition's
-       has a connection of its own, with a client id that writes nothing; while nobody reads, what
-       it sends waits in the kernel.
+    1. Headers come from a mount: an original feeds everything from the mark on. Whoever reads has a
+       connection of his own for it, with a client id that writes nothing and that nobody else
+       mounts with; while he reads no further, what is sent waits in the kernel.
     2. Data is asked for only where the feed has brought the header, or the caller knows that it is
        committed: an original that was asked too early never finds that transaction again
        (behaviour.md 2.6).
@@ -48,6 +48,8 @@ QUESTIONS_MAX = 64
 # Headers in one chunk: as many as questions are worth starting for, or as fill a frame of ours.
 WHOLE_COUNT_MAX = 4_096
 HEADERS_COUNT_MAX = 65_536
+# Feeds of one partition that are kept for whoever reads on.
+FEEDS_MAX = 4
 
 _CRC = struct.Struct(">I")
 _NOBODY = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
@@ -68,15 +70,16 @@ class OriginalReads:
     def __init__(self, directory: Directory, client_id: int) -> None:
         self._directory = directory
         self._asks_as = client_id  # for data
-        self._client_id: int | None = None  # for feeds
+        self._idle_ids: list[int] = []  # for feeds
         self._sequences = count()
-        self._feeds: dict[PartitionId, HeaderFeed] = {}
-        self._turns: dict[PartitionId, asyncio.Lock] = {}
+        # Those that somebody may read on from, the oldest first.
+        self._feeds: dict[PartitionId, list[HeaderFeed]] = {}
 
     def close(self) -> None:
         """End all feeds."""
-        for each in self._feeds.values():
-            each.close()
+        for feeds in self._feeds.values():
+            for each in feeds:
+                each.close()
 
     async def range(self, reader: Reader, query: RangeQuery) -> RangeChunk:
         """Return a stretch of the log; empty where it ends before.
@@ -111,32 +114,42 @@ class OriginalReads:
         return await self._with_data(reader, query, heads, TransactionId(last))
 
     async def _headers(self, reader: Reader, query: RangeQuery) -> list[RecordHeader]:
-        turn = self._turns.setdefault(reader.partition_id, asyncio.Lock())
         count_max = WHOLE_COUNT_MAX if query.form is RangeForm.WHOLE else HEADERS_COUNT_MAX
-        async with turn:
-            if self._client_id is None:
-                self._client_id = await self._directory.next_client_id()
-            feed = self._feeds.get(reader.partition_id)
-            if feed is None or not feed.is_at(reader.owner, query.first):
-                if feed is not None:
-                    feed.close()
-                feed = self._feeds[reader.partition_id] = HeaderFeed(
-                    reader.owner, reader.partition_id, self._client_id, next(self._sequences)
-                )
-            try:
-                async with asyncio.timeout(reader.timeout_s):
-                    found = await feed.read(query.first, query.last, count_max)
-            except BaseException as error:  # also when whoever asks is cancelled
-                feed.close()
-                if isinstance(error, TimeoutError):
-                    raise errors.Unreachable(
-                        f"{reader.owner.address}: partition {reader.partition_id} was not fed "
-                        f"within {reader.timeout_s} s"
-                    ) from error
-                raise
-            if not found or found[-1].transaction_id == query.last:
-                feed.close()  # nobody will go on from here
-            return found
+        feed = await self._feed_at(reader, query.first)
+        is_over = True
+        try:
+            async with asyncio.timeout(reader.timeout_s):
+                found = await feed.read(query.first, query.last, count_max)
+            is_over = not found or found[-1].transaction_id == query.last
+        except TimeoutError as error:
+            raise errors.Unreachable(
+                f"{reader.owner.address}: partition {reader.partition_id} was not fed within "
+                f"{reader.timeout_s} s"
+            ) from error
+        finally:  # also when whoever asks is cancelled
+            self._leave(reader.partition_id, feed, is_over=is_over)
+        return found
+
+    async def _feed_at(self, reader: Reader, first: TransactionId) -> "HeaderFeed":
+        """Return the feed that goes on at a transaction, or a new one."""
+        feeds = self._feeds.setdefault(reader.partition_id, [])
+        for each in feeds:
+            if each.is_at(reader.owner, first):
+                feeds.remove(each)
+                return each
+        idle = self._idle_ids
+        client_id = idle.pop() if idle else await self._directory.next_client_id()
+        return HeaderFeed(reader.owner, reader.partition_id, client_id, next(self._sequences))
+
+    def _leave(self, partition_id: PartitionId, feed: "HeaderFeed", *, is_over: bool) -> None:
+        feeds = self._feeds[partition_id]
+        if not is_over:
+            feeds.append(feed)
+            if len(feeds) <= FEEDS_MAX:
+                return
+            feed = feeds.pop(0)  # somebody has lost interest
+        feed.close()
+        self._idle_ids.append(feed.client_id)
 
     async def _with_data(
         self,
@@ -192,7 +205,7 @@ class HeaderFeed:
     ) -> None:
         self._owner = owner
         self._partition_id = partition_id
-        self._client_id = client_id
+        self.client_id = client_id
         self._connection_sequence = connection_sequence
         self._link: net.Link | None = None
         self._next: int | None = None
@@ -254,7 +267,7 @@ class HeaderFeed:
         self._sequence += 1
         self._next = first
         req_id = ReqId(
-            ClientId(self._client_id), self._owner.generation, self._partition_id, self._sequence
+            ClientId(self.client_id), self._owner.generation, self._partition_id, self._sequence
         )
         self._link.send(messages.MountRequest(req_id, first - 1, self._connection_sequence))
 

@@ -30,7 +30,6 @@ from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory, Owner
 from waltz_core.client.original_reads import OriginalReads, Reader
 from waltz_core.client.ranges import (
-    NO_REPLICAS,
     RangeChunk,
     RangeQuery,
     ReplicaSet,
@@ -38,7 +37,7 @@ from waltz_core.client.ranges import (
     server_request,
 )
 from waltz_core.config import NO_GROUP, ClientConfig
-from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
 
@@ -199,7 +198,8 @@ class Requests:
                 mark = await _mark_of(reader)
                 if linearizable:
                     await self._prove(reader)
-                return replace(NO_REPLICAS, high_water_mark=mark)
+                _, key, partition_count = self._directory.cluster
+                return ReplicaSet(key, partition_count, NO_SESSION, mark, ())
             answer = await _answer_of(
                 reader,
                 messages.ReplicasResponse,
