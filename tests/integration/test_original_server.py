@@ -7,11 +7,11 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from kazoo.client import KazooClient
 
 from tests.client_contract import Ledger, Told, World, appended, is_whole, log_of
 from tests.client_contract import two_clients_with_one_lock_lose_nothing as two_clients
 from tests.original_server_for_clients import OriginalCluster
+from tests.original_zookeeper import ROOT, Nodes
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -19,74 +19,7 @@ from waltz_core.errors import Unreachable
 
 pytestmark = pytest.mark.zookeeper
 
-ROOT = "/original"
 PATIENCE_S = 60
-
-
-def utf(text: str) -> bytes:
-    return struct.pack(">H", len(text)) + text.encode()
-
-
-class Nodes:
-    """The original's nodes, and the session of its server."""
-
-    def __init__(self, host: str, cluster: OriginalCluster) -> None:
-        self.zookeeper = KazooClient(host)
-        self.zookeeper.start()
-        self.cluster = cluster
-        count = cluster.partition_count
-        key = bytes.fromhex("0e6bfd32bdc64ce187fb950915c99d24")
-        for path, data in {
-            "": struct.pack(">IB", 0xB4E87347, 1) + utf("original") + struct.pack(">i", count),
-            "/serverDescriptors": struct.pack(">Biii", 3, -1, 0, 0),
-            "/ids": b"",
-            "/ids/client": struct.pack(">i", 0),
-            "/ids/server": struct.pack(">i", 0),
-            "/store": b"\x01" + key + struct.pack(">i", count),
-            "/store/partition": b"",
-            "/store/group": struct.pack(">Bi", 1, 0),
-            "/store/assignment": struct.pack(">Bi", 1, 0),
-            "/store/connection": struct.pack(">Bi", 1, 0),
-        }.items():
-            self.zookeeper.create(ROOT + path, data)
-        for number in range(count):
-            self.zookeeper.create(
-                f"{ROOT}/store/partition/{number}", struct.pack(">Biqi", 1, 1, 0, 0)
-            )
-        for server_id, server in enumerate(cluster.servers, 1):
-            descriptor = struct.pack(">Bi", 1, server_id) + utf("127.0.0.1")
-            descriptor += struct.pack(">ii", server.port, 0)
-            path = f"{ROOT}/serverDescriptors/s_"
-            self.zookeeper.create(path, descriptor, ephemeral=True, sequence=True)
-        self.assign()
-
-    def assign(self) -> None:
-        """Write what the cluster's owners are."""
-        path = f"{ROOT}/serverDescriptors"
-        cversion = self.zookeeper.exists(path).children_version
-        data = struct.pack(
-            ">Biii", 3, cversion, self.cluster.partition_count, len(self.cluster.servers)
-        )
-        for place in range(len(self.cluster.servers)):
-            owned = [
-                (number, generation)
-                for number, (server, generation) in self.cluster.owners.items()
-                if server == place
-            ]
-            data += struct.pack(">ii", place + 1, len(owned))
-            data += b"".join(struct.pack(">ii", *each) for each in owned)
-        self.zookeeper.set(path, data)
-
-    def paths(self, path: str = ROOT) -> set[str]:
-        found = {path}
-        for name in self.zookeeper.get_children(path):
-            found |= self.paths(f"{path}/{name}")
-        return found
-
-    def close(self) -> None:
-        self.zookeeper.delete(ROOT, recursive=True)
-        self.zookeeper.stop()
-        self.zookeeper.close()
 
 
 @pytest.fixture
