@@ -51,6 +51,8 @@ VERSION_MAX: Final = 4
 IN_FLIGHT_MAX: Final = 200
 # After so long without an outcome the original's own client asks for a flush, too.
 FLUSH_AFTER_MS: Final = 5_000
+# A server that does not own a partition (yet) does not answer what its mark is.
+ASK_AGAIN_MS: Final = 500
 # What our stream is told that the partition takes; an original tells no limits. What is under way
 # is little, so that the rest waits where giving it up is a definite no (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
@@ -138,6 +140,7 @@ class OriginalPartition:
         # The request id of the newest mount, by which the server names its feed.
         self._feed_id: ReqId | None = None
         self._mark = BEFORE_FIRST  # the last transaction of the feed
+        self._asked_ms = 0
         self._known = BEFORE_FIRST  # what the server has said of its own mark
         self._flush_mark: TransactionId | None = None  # of the mount's flush
         self._proof = 0
@@ -158,6 +161,8 @@ class OriginalPartition:
     @property
     def wake_at_ms(self) -> int | None:
         """When to call `wake` next."""
+        if self._phase is _Phase.ASKING:
+            return self._asked_ms + ASK_AGAIN_MS
         if self._flush is not None or not self._in_flight:
             return None
         oldest = next(iter(self._in_flight.values()))
@@ -172,7 +177,7 @@ class OriginalPartition:
         """
         match message:
             case messages.MountWriter():
-                self._begin(message)
+                self._begin(message, now_ms)
             case messages.RangeRequest():
                 self._read_back(message, connection_sequence)
             case messages.FeedRequest():
@@ -220,9 +225,13 @@ class OriginalPartition:
         return self._taken()
 
     def wake(self, now_ms: int) -> list[Effect]:
-        """Ask for a flush when something has been under way for too long."""
+        """Ask again for the mark, or for a flush when something was under way for too long."""
         wanted_ms = self.wake_at_ms
-        if wanted_ms is not None and wanted_ms <= now_ms:
+        if wanted_ms is None or now_ms < wanted_ms:
+            return []
+        if self._phase is _Phase.ASKING:
+            self._ask_mark(now_ms)
+        else:
             req_id = next(reversed(self._in_flight))
             self._flush = _Flush(req_id, self._sent_count)
             self._to_server(messages.FlushRequest(req_id))
@@ -230,7 +239,7 @@ class OriginalPartition:
 
     # --- the mount
 
-    def _begin(self, mount: messages.MountWriter) -> None:
+    def _begin(self, mount: messages.MountWriter, now_ms: int) -> None:
         if self._phase is _Phase.MOUNTING:  # rule 5
             self._out.append(
                 GiveUp(
@@ -249,7 +258,12 @@ class OriginalPartition:
         self._mount = mount
         self._run = FeedRun(mount) if mount.wants_feed else None
         self._phase = _Phase.ASKING
-        self._to_server(messages.HighWaterMarkRequest(mount.req_id))
+        self._ask_mark(now_ms)
+
+    def _ask_mark(self, now_ms: int) -> None:
+        assert self._mount is not None
+        self._asked_ms = now_ms
+        self._to_server(messages.HighWaterMarkRequest(self._mount.req_id))
 
     def _mark_told(self, message: messages.HighWaterMarkResponse, connection_sequence: int) -> None:
         mark = TransactionId(message.high_water_mark)

@@ -45,6 +45,12 @@ _log = logging.getLogger(__name__)
 
 # Answers that have a connection of their own (connections.py, rule 4).
 _LARGE = (messages.RangeData, messages.TransactionDataResponse)
+# An original that does not own the partition (yet) never answers these: then it is asked again. A
+# flush may have to wait for what is under way.
+UNANSWERED_S: dict[type[ClientMessage], float] = {
+    messages.HighWaterMarkResponse: 1.0,
+    messages.FlushResponse: 5.0,
+}
 # Who only asks needs no client id of his own (interop.md 2.1).
 NO_CLIENT_ID = -1
 
@@ -303,12 +309,15 @@ class Requests:
 async def _answer_of(
     reader: Reader, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
+    timeout_s = reader.timeout_s
+    if reader.link.is_original:
+        timeout_s = min(timeout_s, UNANSWERED_S.get(answer, timeout_s))
     return await reader.link.request(
         answer,
         make,
         client_id=NO_CLIENT_ID,
         partition_id=reader.partition_id,
-        timeout_s=reader.timeout_s,
+        timeout_s=timeout_s,
     )
 
 

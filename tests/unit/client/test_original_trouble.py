@@ -11,9 +11,10 @@ import pytest
 
 from tests.original_server_for_clients import HELLO, OriginalCluster
 from waltz_core import errors
-from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock, originals
+from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock, originals, requests
 from waltz_core.client.opening import Opening
 from waltz_core.config import ClientConfig
+from waltz_core.wire import messages
 
 PATIENCE_S = 30
 QUICK = ClientConfig(
@@ -170,6 +171,21 @@ def test_a_server_that_does_not_own_it_yet_is_asked_again():
     run(story)
 
 
+def test_a_mark_is_asked_for_again_at_a_server_that_does_not_own_it_yet(monkeypatch):
+    monkeypatch.setitem(requests.UNANSWERED_S, messages.HighWaterMarkResponse, 0.05)
+
+    async def story(cluster):
+        cluster.fill(0, 4)
+        await on_server(cluster, lambda: cluster.servers[0].disown(0))
+        async with client_of(cluster) as client, asyncio.TaskGroup() as group:
+            asked = group.create_task(client.high_water_mark(0, linearizable=True))
+            await until(lambda: cluster.servers[0].heard.count(11) > 1)
+            await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 1))
+            assert await asked == 3
+
+    run(story)
+
+
 def test_a_mount_that_is_never_answered_is_tried_on_another_connection():
     async def story(cluster):
         server = cluster.servers[0]
@@ -285,7 +301,7 @@ def test_who_writes_with_a_claim_is_told_that_it_cannot_be():
 class ByHand:
     """A client of four messages, without anything of ours."""
 
-    def __init__(self, port, client_id):
+    def __init__(self, port, client_id, connection_sequence=0):
         self.socket = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
         self.client_id, self.sequence = client_id, 0
         hello = struct.pack(">i5h", 5, 0, 1, 2, 3, 4) + struct.pack(">i", 4) + b"hand"
@@ -294,7 +310,7 @@ class ByHand:
         self.mark = -1
         self.count = 0
         mount = self.req_id()
-        self.send(0, mount, struct.pack(">qq", -1, 0))
+        self.send(0, mount, struct.pack(">qq", -1, connection_sequence))
         self.log = []
         while self.take() != 1:
             pass
@@ -379,6 +395,18 @@ def test_a_counter_counts_on_with_another_client_beside_ours():
             group.create_task(ours(client))
         hand.socket.close()
         assert datas_of(cluster) == [b"%d" % i for i in range(1, 2 * each + 1)]
+
+    run(story)
+
+
+def test_who_was_replaced_without_a_word_mounts_on_another_connection():
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            await client.mount([0])
+            port = cluster.servers[0].port
+            hand = await asyncio.to_thread(ByHand, port, client.client_id, 2)
+            assert await (await client.append(b"dropped at first", partition=0)) == 0
+            hand.socket.close()
 
     run(story)
 

@@ -9,6 +9,7 @@ from waltz_core.batches import encode_append
 from waltz_core.checksum import crc32
 from waltz_core.client import originals
 from waltz_core.client.originals import (
+    ASK_AGAIN_MS,
     FLUSH_AFTER_MS,
     IN_FLIGHT_MAX,
     GiveUp,
@@ -181,6 +182,18 @@ def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_believed(table):
     table.hear(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9))
     told = table.prove(is_owner=False)
     assert [each.error_code for each in told] == [errors.NotOwned.code]
+
+
+def test_a_server_that_does_not_say_its_mark_is_asked_again(table):
+    table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
+    assert table.partition.wake_at_ms == ASK_AGAIN_MS
+    assert table.wake() == []
+    table.now_ms = ASK_AGAIN_MS
+    assert table.wake() == [m.HighWaterMarkRequest(MOUNT)]
+    assert table.partition.wake_at_ms == 2 * ASK_AGAIN_MS
+    assert table.hear(MARK, MARK) == []
+    assert table.sent == [m.MountRequest(MOUNT, 9, 40)]
+    assert table.partition.wake_at_ms is None
 
 
 def test_a_connection_on_which_a_mount_was_never_answered_is_given_up(table):
