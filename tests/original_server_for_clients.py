@@ -69,7 +69,7 @@ class Peer:
 
     def send(self, kind: int, req_id: bytes, rest: bytes = b"") -> None:
         payload = bytes([kind]) + req_id + rest
-        if self.is_open:
+        if self.is_open and not self.writer.is_closing():
             self.writer.write(HELLO.pack(ord("L"), self.version, len(payload)) + payload)
 
     def cut(self) -> None:
@@ -369,6 +369,8 @@ class OriginalServer:
             for number in range(first, last + 1):
                 while number > partition.log.mark:
                     await partition.changed.wait()
+                if not peer.is_open:
+                    return
                 req_id, header, _ = partition.log.records[number]
                 peer.send(4, req_id, struct.pack(">qi", number, header))
                 if number % 64 == 0:
@@ -485,7 +487,8 @@ class OriginalCluster:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
-        await asyncio.wait(others)
+        if others:
+            await asyncio.wait(others)
 
     def _give(self, number: int, server: int, generation: int) -> None:
         self.owners[number] = (server, generation)

@@ -10,7 +10,8 @@ on its way to the application), `partition` (one partition's shell),
 `appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
 `requests` and `ranges` (reading), `claim` (a task of a write that must enter the log once),
 `connections` and `directory` (where to go), `originals`, `original_rows`, `original_link` and
-`original_reads` (the same at a server of the original). `compression` is a serializer for large payloads.
+`original_reads` (the same at a server of the original). `compression` is a serializer for large
+payloads.
 """
 
 from waltz_core.client.appends import BatchOrder

@@ -383,9 +383,16 @@ class ServerLinks:
             SILENT_S, lambda: self._silences.goes_on(address, _DIAL, since_s=began_s)
         )
 
+    async def dial_apart(self, address: str) -> net.Link:
+        """Return a connection that nobody shares, to be closed by whoever has asked for it.
+
+        Raises Unreachable, or RemoteProtocolError.
+        """
+        return await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)
+
     async def _dial(self, key: _Key) -> ServerLink:
         address = key[0]
-        link = await net.dial(Surface.CLIENT, address, timeout_s=self._dial_timeout_s)
+        link = await self.dial_apart(address)
         if self._is_closed:
             link.abort("the client was closed")
             raise errors.Unreachable(f"{address}: the client was closed")

@@ -26,7 +26,7 @@ import numpy as np
 
 from waltz_core import errors, net
 from waltz_core.checksum import crc32
-from waltz_core.client.connections import ServerLink
+from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory, Owner
 from waltz_core.client.originals import VERSION_MAX, MountState
 from waltz_core.client.ranges import RangeChunk, RangeQuery
@@ -41,7 +41,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.wire import messages
-from waltz_core.wire.messages import RangeForm, Surface
+from waltz_core.wire.messages import RangeForm
 
 # Rule 3.
 QUESTIONS_MAX = 64
@@ -67,8 +67,9 @@ class Reader(NamedTuple):
 class OriginalReads:
     """What one client reads at originals."""
 
-    def __init__(self, directory: Directory, client_id: int) -> None:
+    def __init__(self, directory: Directory, links: ServerLinks, client_id: int) -> None:
         self._directory = directory
+        self._links = links
         self._asks_as = client_id  # for data
         self._idle_ids: list[int] = []  # for feeds
         self._sequences = count()
@@ -120,7 +121,7 @@ class OriginalReads:
         try:
             async with asyncio.timeout(reader.timeout_s):
                 found = await feed.read(query.first, query.last, count_max)
-            is_over = not found or found[-1].transaction_id == query.last
+            is_over = feed.is_closed or found[-1].transaction_id == query.last
         except TimeoutError as error:
             raise errors.Unreachable(
                 f"{reader.owner.address}: partition {reader.partition_id} was not fed within "
@@ -139,7 +140,13 @@ class OriginalReads:
                 return each
         idle = self._idle_ids
         client_id = idle.pop() if idle else await self._directory.next_client_id()
-        return HeaderFeed(reader.owner, reader.partition_id, client_id, next(self._sequences))
+        made = HeaderFeed(reader.owner, reader.partition_id, client_id)
+        try:
+            await made.open(self._links, next(self._sequences), first)
+        except BaseException:  # also when whoever asks is cancelled
+            idle.append(client_id)
+            raise
+        return made
 
     def _leave(self, partition_id: PartitionId, feed: "HeaderFeed", *, is_over: bool) -> None:
         feeds = self._feeds[partition_id]
@@ -200,22 +207,38 @@ class OriginalReads:
 class HeaderFeed:
     """The feed of one partition from a mark on, read as far as somebody wants it (rule 1)."""
 
-    def __init__(
-        self, owner: Owner, partition_id: PartitionId, client_id: int, connection_sequence: int
-    ) -> None:
+    def __init__(self, owner: Owner, partition_id: PartitionId, client_id: int) -> None:
         self._owner = owner
         self._partition_id = partition_id
         self.client_id = client_id
-        self._connection_sequence = connection_sequence
         self._link: net.Link | None = None
-        self._next: int | None = None
+        self._next = 0
         self._received: list[messages.ClientMessage] = []
-        self._sequence = 0
+
+    async def open(
+        self, links: ServerLinks, connection_sequence: int, first: TransactionId
+    ) -> None:
+        """Have the server feed everything from a transaction on; raises Unreachable."""
+        address = self._owner.address
+        try:
+            link = await links.dial_apart(address)
+        except errors.RemoteProtocolError as error:
+            raise errors.Unreachable(str(error)) from error
+        if (link.version or 0) > VERSION_MAX:
+            link.abort("no original")
+            raise errors.Unreachable(f"{address}: it is no original any more")
+        self._link, self._next = link, first
+        req_id = ReqId(ClientId(self.client_id), self._owner.generation, self._partition_id, 1)
+        link.send(messages.MountRequest(req_id, first - 1, connection_sequence))
 
     def is_at(self, owner: Owner, first: TransactionId) -> bool:
         """Whether it goes on at a transaction of this owner's."""
-        is_open = self._link is not None and not self._link.is_closed
-        return is_open and self._owner == owner and self._next == first
+        return not self.is_closed and self._owner == owner and self._next == first
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will come."""
+        return self._link is None or self._link.is_closed
 
     def close(self) -> None:
         """End the connection."""
@@ -230,18 +253,13 @@ class HeaderFeed:
 
         Raises NotOwned, Unreachable, RemoteProtocolError.
         """
-        if self._link is None:
-            self._link = await net.dial(
-                Surface.CLIENT, self._owner.address, timeout_s=net.HELLO_S_MAX
-            )
-            if (self._link.version or 0) > VERSION_MAX:
-                raise errors.Unreachable(f"{self._owner.address}: it is no original any more")
-            self._mount(first)
+        link = self._link
+        assert link is not None
         assert self._next == first
         found: list[RecordHeader] = []
         while len(found) < count_max and self._next <= last:
             if not self._received:
-                self._received = [*reversed(await self._link.receive())]  # type: ignore[list-item]
+                self._received = [*reversed(await link.receive())]  # type: ignore[list-item]
             message = self._received.pop()
             match message:
                 case messages.FeedData() if message.transaction_id == self._next:
@@ -261,15 +279,6 @@ class HeaderFeed:
                         f"{self._partition_id}, found {message!r:.200}"
                     )
         return found
-
-    def _mount(self, first: TransactionId) -> None:
-        assert self._link is not None
-        self._sequence += 1
-        self._next = first
-        req_id = ReqId(
-            ClientId(self.client_id), self._owner.generation, self._partition_id, self._sequence
-        )
-        self._link.send(messages.MountRequest(req_id, first - 1, self._connection_sequence))
 
 
 def _record(head: RecordHeader, data: bytes) -> bytes:

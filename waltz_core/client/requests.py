@@ -79,7 +79,7 @@ class Requests:
         self._random = random
         self._waiting: dict[int, _Question] = {}
         self._numbers = count(1)
-        self._originals = OriginalReads(directory, NO_CLIENT_ID)
+        self._originals = OriginalReads(directory, links, NO_CLIENT_ID)
 
     def moved(self, owners: Mapping[PartitionId, Owner]) -> None:
         """The assignment has changed (rule 5)."""
