@@ -211,6 +211,9 @@ def test_answers_to_an_older_mount_count_for_nothing(mounted):
     assert mounted.sent == []
     mounted.hear(m.HighWaterMarkResponse(mine(-2), 9), m.FeedSuspended(MOUNT))
     assert mounted.sent == [m.MountRequest(mine(-2), 9, 40)]
+    assert mounted.hear(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9)) == []
+    assert mounted.sent == []
+    assert not mounted.proofs
 
 
 # --- appends
