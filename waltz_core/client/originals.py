@@ -184,8 +184,7 @@ class OriginalPartition:
                 self._is_granted = True
                 self._ask_feed()
             case messages.AppendRequest() | messages.AppendBatch():
-                self._waiting += rows_of(message)
-                self._send_waiting(now_ms)
+                self._append(message, now_ms)
             case _:
                 name = type(message).__name__
                 raise errors.LocalProtocolError(f"{name}: there is no such request at an original")
@@ -396,6 +395,13 @@ class OriginalPartition:
             self._to_server(messages.FeedRequest(self._feed_id, self._mark))
 
     # --- appends
+
+    def _append(self, message: messages.AppendRequest | messages.AppendBatch, now_ms: int) -> None:
+        try:
+            self._waiting += rows_of(message)
+        except errors.UsageError as error:  # as a server of ours refuses it
+            self._refuse(message.req_id, str(error), type(error))
+        self._send_waiting(now_ms)
 
     def _send_waiting(self, now_ms: int) -> None:
         while (

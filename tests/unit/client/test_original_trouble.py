@@ -14,6 +14,7 @@ from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock, originals, requests
 from waltz_core.client.opening import Opening
 from waltz_core.config import ClientConfig
+from waltz_core.memory import MemoryWaltz
 from waltz_core.wire import messages
 
 PATIENCE_S = 30
@@ -293,6 +294,41 @@ def test_who_writes_with_a_claim_is_told_that_it_cannot_be():
                 pass
 
         asyncio.run(story())
+
+
+def test_a_batch_that_cannot_be_read_harms_nobody_else():
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            bad = await client.append_batch(0, b"no batch", 3, client_high_water_mark=-1)
+            with pytest.raises(errors.BadRequest):
+                await bad
+            assert await (await client.append(b"", partition=0)) == 0
+
+    run(story)
+
+
+def test_a_partition_moves_from_a_server_of_ours_to_an_original():
+    async def story(cluster):
+        with MemoryWaltz(1) as ours:
+            async with client_of(cluster) as client:
+                directory = client.directory
+                directory.told = {0: ours.async_client()._client.directory.owners[0]}
+                client._client_id = 50
+                first = [await client.append(b"ours", partition=0) for _ in range(3)]
+                assert await told(first) == [0, 1, 2]
+                assert not await client.has_original()
+                # What is in the log is in the log, whoever serves it.
+                cluster.fill(0, 3)
+                cluster.owners[0] = (0, 2)
+                await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 2))
+                directory.told = None
+                directory.changed(directory.owners)
+                later = [await client.append(b"original", partition=0) for _ in range(3)]
+                assert await told(later) == [3, 4, 5]
+                assert await client.has_original()
+        assert datas_of(cluster)[3:] == [b"original"] * 3
+
+    run(story)
 
 
 # --- another client, made by hand

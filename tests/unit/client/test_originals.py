@@ -252,6 +252,14 @@ def test_a_batch_goes_row_by_row_and_is_answered_once(mounted):
     )
 
 
+def test_a_batch_that_cannot_be_read_is_refused_as_at_ours(mounted):
+    assert mounted.say(m.AppendBatch(mine(4), 9, b"no batch", 0)) == []
+    assert [(each.req_id, each.error_code) for each in mounted.told[-1:]] == [
+        (mine(4), errors.BadRequest.code)
+    ]
+    assert mounted.say(append(5, 9)) == [append(5, 9)]
+
+
 def test_a_later_one_in_the_log_ends_those_before_it(mounted):
     for sequence in (1, 2, 3):
         mounted.say(append(sequence))
