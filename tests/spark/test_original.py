@@ -1,6 +1,7 @@
 """Spark at an original server: reads as ever, writes that need not enter the log exactly once."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
@@ -64,3 +65,19 @@ def test_exactly_once_is_refused_before_any_task(
     with pytest.raises(Exception, match=r"exactlyOnce.* are at an original Waltz server"):
         frame.write.format("waltz").mode("append").save(there)
     assert [log.mark for log in original.logs] == [-1, -1]
+
+
+def test_a_stream_copies_one_partition_into_another(
+    spark: SparkSession, original: OriginalCluster, there: str, tmp_path: Path
+) -> None:
+    original.fill(0, COUNT, b"copied")
+    source = spark.readStream.format("waltz").option("partitions", "0")
+    table = (
+        source.option("startingHighWaterMarks", "earliest")
+        .load(there)
+        .selectExpr("data", "1 AS partition")
+    )
+    writer = table.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "at"))
+    query = writer.options(path=there, exactlyOnce="false").trigger(availableNow=True).start()
+    assert query.awaitTermination(120)
+    assert [data for _, _, data in original.logs[1].records] == [b"copied"] * COUNT
