@@ -254,6 +254,8 @@ class OriginalServer:
                     await self._take(peer, frame)
         except (Dropped, asyncio.IncompleteReadError, ConnectionError, struct.error):
             pass
+        except asyncio.CancelledError:
+            pass  # the server stops; whoever has cancelled it waits for no more than its end
         finally:
             peer.cut()
             self.peers.remove(peer)

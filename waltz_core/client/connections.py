@@ -86,6 +86,7 @@ class ServerLink:
         self._effects: deque[originals.Effect] = deque()
         self._is_performing = False
         self._wakes: asyncio.TimerHandle | None = None
+        self._wakes_at_ms = 0
         link.start(self._take, self._closed)
 
     @property
@@ -280,9 +281,13 @@ class ServerLink:
 
     def _arm(self) -> None:
         assert self._original is not None
-        if self._wakes is not None or (wake_at_ms := self._original.wake_at_ms) is None:
+        wanted_ms = self._original.wake_at_ms
+        if wanted_ms is None or (self._wakes is not None and self._wakes_at_ms <= wanted_ms):
             return
-        delay_s = max(wake_at_ms - self._now_ms(), 0) / 1000
+        if self._wakes is not None:
+            self._wakes.cancel()
+        self._wakes_at_ms = wanted_ms
+        delay_s = max(wanted_ms - self._now_ms(), 0) / 1000
         self._wakes = asyncio.get_running_loop().call_later(delay_s, self._wake)
 
     def _wake(self) -> None:

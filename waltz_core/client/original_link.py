@@ -19,12 +19,13 @@ class OriginalLink:
     def __init__(self) -> None:
         self._partitions: dict[int, OriginalPartition] = {}
         self._connection_sequence: int | None = None
+        # The earliest that was wanted since all of them were asked: most have nothing to wake for.
+        self._wake_at_ms: int | None = None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to call `wake` next."""
-        times = [each.wake_at_ms for each in self._partitions.values()]
-        return min((each for each in times if each is not None), default=None)
+        """When to call `wake` next, or before that; what is not due then is left alone."""
+        return self._wake_at_ms
 
     def say(self, message: ClientMessage, now_ms: int) -> list[Effect]:
         """Say what a stream says; raises LocalProtocolError for what an original cannot hear."""
@@ -35,7 +36,9 @@ class OriginalLink:
         partition = self._partitions.get(partition_id)
         if partition is None:
             partition = self._partitions[partition_id] = OriginalPartition(partition_id)
-        return partition.say(message, self._connection_sequence, now_ms)
+        effects = partition.say(message, self._connection_sequence, now_ms)
+        self._note(partition)
+        return effects
 
     def hear(self, received: Iterable[ClientMessage], now_ms: int) -> list[Effect]:
         """Take in what the server has sent, in order."""
@@ -48,14 +51,28 @@ class OriginalLink:
             if partition is not None:
                 assert self._connection_sequence is not None
                 effects += partition.hear(each, self._connection_sequence, now_ms)
+                self._note(partition)
         return effects
 
     def proven(
         self, partition_id: int, number: int, *, is_owner: bool, now_ms: int
     ) -> list[Effect]:
         """ZooKeeper has answered what `Prove` has asked."""
-        return self._partitions[partition_id].proven(number, is_owner=is_owner, now_ms=now_ms)
+        partition = self._partitions[partition_id]
+        effects = partition.proven(number, is_owner=is_owner, now_ms=now_ms)
+        self._note(partition)
+        return effects
 
     def wake(self, now_ms: int) -> list[Effect]:
         """Do what is due."""
-        return [effect for each in self._partitions.values() for effect in each.wake(now_ms)]
+        self._wake_at_ms = None
+        effects: list[Effect] = []
+        for partition in self._partitions.values():
+            effects += partition.wake(now_ms)
+            self._note(partition)
+        return effects
+
+    def _note(self, partition: OriginalPartition) -> None:
+        wanted_ms = partition.wake_at_ms
+        if wanted_ms is not None and (self._wake_at_ms is None or wanted_ms < self._wake_at_ms):
+            self._wake_at_ms = wanted_ms

@@ -153,7 +153,9 @@ class OriginalPartition:
         self._in_flight: dict[ReqId, Row] = {}  # in the order in which they were sent
         self._refused: list[Row] = []  # of those: by a lock (rule 3)
         self._sent_count = 0
-        self._asked_for: ReqId | None = None  # the row that rule 6 is about
+        # The row that the server was asked for its mark for, and the one that is above it (rule 6).
+        self._asked_for: ReqId | None = None
+        self._ahead: Row | None = None
         self._flush: _Flush | None = None
         self._flushed_ms = 0
         self._out: list[Effect] = []
@@ -161,8 +163,18 @@ class OriginalPartition:
     @property
     def wake_at_ms(self) -> int | None:
         """When to call `wake` next."""
-        if self._phase is _Phase.ASKING:
-            return self._asked_ms + ASK_AGAIN_MS
+        asked_at_ms, flush_at_ms = self._ask_again_at_ms, self._flush_at_ms
+        if asked_at_ms is None or flush_at_ms is None:
+            return flush_at_ms if asked_at_ms is None else asked_at_ms
+        return min(asked_at_ms, flush_at_ms)
+
+    @property
+    def _ask_again_at_ms(self) -> int | None:
+        is_asked = self._phase is _Phase.ASKING or self._asked_for is not None
+        return self._asked_ms + ASK_AGAIN_MS if is_asked else None
+
+    @property
+    def _flush_at_ms(self) -> int | None:
         if self._flush is not None or not self._in_flight:
             return None
         oldest = next(iter(self._in_flight.values()))
@@ -225,12 +237,10 @@ class OriginalPartition:
 
     def wake(self, now_ms: int) -> list[Effect]:
         """Ask again for the mark, or for a flush when something was under way for too long."""
-        wanted_ms = self.wake_at_ms
-        if wanted_ms is None or now_ms < wanted_ms:
-            return []
-        if self._phase is _Phase.ASKING:
+        again_at_ms, flush_at_ms = self._ask_again_at_ms, self._flush_at_ms
+        if again_at_ms is not None and again_at_ms <= now_ms:
             self._ask_mark(now_ms)
-        else:
+        if flush_at_ms is not None and flush_at_ms <= now_ms:
             req_id = next(reversed(self._in_flight))
             self._flush = _Flush(req_id, self._sent_count)
             self._to_server(messages.FlushRequest(req_id))
@@ -252,7 +262,7 @@ class OriginalPartition:
         self._in_flight.clear()
         self._refused.clear()
         self._proofs.clear()
-        self._flush = self._reading = self._asked_for = self._flush_mark = None
+        self._flush = self._reading = self._asked_for = self._ahead = self._flush_mark = None
         self._is_granted = False
         self._mount = mount
         self._run = FeedRun(mount) if mount.wants_feed else None
@@ -260,9 +270,12 @@ class OriginalPartition:
         self._ask_mark(now_ms)
 
     def _ask_mark(self, now_ms: int) -> None:
-        assert self._mount is not None
+        req_id = self._asked_for
+        if req_id is None:
+            assert self._mount is not None
+            req_id = self._mount.req_id
         self._asked_ms = now_ms
-        self._to_server(messages.HighWaterMarkRequest(self._mount.req_id))
+        self._to_server(messages.HighWaterMarkRequest(req_id))
 
     def _mark_told(self, message: messages.HighWaterMarkResponse, connection_sequence: int) -> None:
         mark = TransactionId(message.high_water_mark)
@@ -277,11 +290,11 @@ class OriginalPartition:
             self._phase = _Phase.MOUNTING
             self._send_mount(mount.req_id, self._mark, connection_sequence)
         elif message.req_id == self._asked_for:
+            self._asked_for = None
             self._known = max(self._known, mark)
             if self._waiting[0].mark > max(self._known, self._mark):  # rule 6
+                self._ahead = self._waiting.popleft()
                 self._prove(partial(self._ahead_proven, mark))
-            else:
-                self._asked_for = None
 
     def _send_mount(self, req_id: ReqId, mark: int, connection_sequence: int) -> None:
         self._feed_id = req_id
@@ -408,14 +421,15 @@ class OriginalPartition:
             self._waiting
             and self._phase is _Phase.MOUNTED
             and self._asked_for is None
+            and self._ahead is None
             and len(self._in_flight) < IN_FLIGHT_MAX
         ):
             row = self._waiting[0]
             req_id = row.request.req_id
             if row.mark > max(self._mark, self._known):
                 self._asked_for = req_id
-                self._to_server(messages.HighWaterMarkRequest(req_id))
-                return
+                self._ask_mark(now_ms)
+                break
             self._waiting.popleft()
             self._sent_count += 1
             row.number, row.sent_ms = self._sent_count, now_ms
@@ -459,8 +473,8 @@ class OriginalPartition:
             self._end_up_to(flush.number, Reason.NOT_MOUNTED)
 
     def _ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
-        self._asked_for = None
-        row = self._waiting.popleft()
+        row, self._ahead = self._ahead, None
+        assert row is not None
         # One that has lost the partition knows less than there is, one without a session nothing.
         is_known = is_owner and mark >= BEFORE_FIRST
         self._end(row, Reason.AHEAD if is_known else Reason.NOT_MOUNTED)

@@ -30,6 +30,7 @@ def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_hears_its_
     (told,) = link.proven(1, proofs[0].number, is_owner=True, now_ms=0)
     assert isinstance(told, ToStream)
     assert isinstance(told.message, m.Mounted)
+    link.wake(0)
     assert link.wake_at_ms is None
     link.say(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0), 100)
     assert link.wake_at_ms == 100 + FLUSH_AFTER_MS

@@ -345,6 +345,23 @@ def test_a_mark_above_the_log_waits_for_the_servers_own(mounted):
     assert mounted.sent == [append(1, 11), append(2, 9)]
 
 
+def test_the_servers_own_mark_is_asked_for_again(mounted):
+    mounted.say(append(1, 9))
+    mounted.say(append(2, 11))
+    assert mounted.partition.wake_at_ms == ASK_AGAIN_MS
+    mounted.now_ms = ASK_AGAIN_MS
+    assert mounted.wake() == [m.HighWaterMarkRequest(mine(2))]
+    mounted.now_ms = FLUSH_AFTER_MS
+    assert mounted.wake() == [m.HighWaterMarkRequest(mine(2)), m.FlushRequest(mine(1))]
+    # Every question is answered in the end, and the row is refused once.
+    answer = m.HighWaterMarkResponse(mine(2), 10)
+    assert mounted.hear(answer, answer) == []
+    assert len(mounted.proofs) == 1
+    assert [outcomes(each)[1] for each in mounted.prove()] == [[Reason.AHEAD]]
+    assert mounted.hear(answer) == []
+    assert mounted.say(append(3, 9)) == [append(3, 9)]
+
+
 @pytest.mark.parametrize(
     ("mark", "is_owner", "reason"),
     [
