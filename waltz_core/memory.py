@@ -256,6 +256,10 @@ class _MemoryDirectory:
         """Return the partition's server."""
         return self.owners[partition_id]
 
+    async def owner_now(self, partition_id: PartitionId) -> Owner:
+        """Return the partition's server."""
+        return self.owners[partition_id]
+
     def doubt(self) -> None:
         """Nothing moves."""
 

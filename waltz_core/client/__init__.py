@@ -9,7 +9,9 @@ release. From the top: `async_client` and `sync_client` (the faces), `contexts` 
 on its way to the application), `partition` (one partition's shell),
 `appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
 `requests` and `ranges` (reading), `claim` (a task of a write that must enter the log once),
-`connections` and `directory` (where to go). `compression` is a serializer for large payloads.
+`connections` and `directory` (where to go), `originals`, `original_rows`, `original_link` and
+`original_reads` (the same at a server of the original). `compression` is a serializer for large
+payloads.
 """
 
 from waltz_core.client.appends import BatchOrder

@@ -195,6 +195,7 @@ class AsyncWaltzClient(OpenedByConnect):
             partition.close()
         self._closing.set()
         await self._root
+        self.requests.close()
         await self.links.close("the client was closed")
         await self.directory.close()
         if self.claim is not None:
@@ -310,6 +311,10 @@ class AsyncWaltzClient(OpenedByConnect):
         wanted = self._all_or(partitions)
         near = self.config.group if group is None else group
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
+
+    async def has_original(self, partitions: Iterable[int] | None = None) -> bool:
+        """Return whether any partition (all by default) is at an original server now."""
+        return await self.requests.has_original(self._all_or(partitions))
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until every append made before is final; return the partition's mark."""

@@ -12,21 +12,29 @@ Rules:
     4. What is large has a connection of its own: a range on its way holds up whatever comes behind
        it, and a server reads no appends from who does not take its answers. Each of the two is made
        when it is first needed (docs/decisions/014).
-    5. A server that keeps somebody waiting, and says nothing to anybody meanwhile, is `silent`: it
+    5. At an original server (`originals.py`) streams are translated here, between them and the
+       socket; requests are not: whoever makes them knows whom he asks.
+    6. A server that keeps somebody waiting, and says nothing to anybody meanwhile, is `silent`: it
        may be frozen, and what it owned may be elsewhere, long before time is up for who waits.
        The log tells of it once (`silence.py`).
 """
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable, Container
 from ssl import SSLContext
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from waltz_core import errors, net
+from waltz_core.client import originals
+from waltz_core.client.original_link import OriginalLink
 from waltz_core.client.silence import Silences
 from waltz_core.client.stream import CONTROL_SEQUENCE_MIN
 from waltz_core.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.wire.messages import AppendFollowing, ClientMessage, ErrorResponse, Message, Surface
+
+_log = logging.getLogger(__name__)
 
 _SEQUENCE_FIRST = CONTROL_SEQUENCE_MIN - 1
 _SEQUENCE_MIN = -(1 << 31)
@@ -37,8 +45,18 @@ _DIAL = 0  # connections are counted from 1 on
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
 Waiting = Callable[[], bool]
+# Finds out if a link's server still owns the partition at the generation at which it was mounted.
+ProveCallback = Callable[[Callable[[bool], None]], None]
 _Key = tuple[str, bool]  # the server's address, and whether it is for large answers
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
+
+
+class _Stream(NamedTuple):
+    """Whom a partition's messages go to."""
+
+    on_message: MessageCallback
+    on_lost: LostCallback
+    prove: ProveCallback
 
 
 class ServerLink:
@@ -63,7 +81,13 @@ class ServerLink:
         self._waiting: dict[ReqId, asyncio.Future[ClientMessage]] = {}
         self._used_by: dict[int, Waiting] = {}
         self._close_after_s: float | None = None
-        self._streams: dict[int, tuple[MessageCallback, LostCallback]] = {}
+        self._streams: dict[int, _Stream] = {}
+        self.is_original = (link.version or 0) <= originals.VERSION_MAX
+        self._original = OriginalLink() if self.is_original else None
+        self._effects: deque[originals.Effect] = deque()
+        self._is_performing = False
+        self._wakes: asyncio.TimerHandle | None = None
+        self._wakes_at_ms = 0
         link.start(self._take, self._closed)
 
     @property
@@ -82,9 +106,13 @@ class ServerLink:
         on_message: MessageCallback,
         on_lost: LostCallback,
         is_waiting: Waiting,
+        prove: ProveCallback,
     ) -> None:
-        """Hand what is not the answer to a `request` to the partition's stream from now on."""
-        self._streams[partition_id] = (on_message, on_lost)
+        """Hand what is not the answer to a `request` to the partition's stream from now on.
+
+        `prove` finds out, and tells, if the server owns the partition now; asked at an original.
+        """
+        self._streams[partition_id] = _Stream(on_message, on_lost, prove)
         self._used_by[partition_id] = is_waiting
 
     def leave(self, partition_id: int) -> None:
@@ -109,7 +137,10 @@ class ServerLink:
 
     def send(self, message: ClientMessage) -> None:
         """Send a message of a stream; a closed connection tells by its callback."""
-        self._link.send(message)
+        if self._original is None:
+            self._link.send(message)
+        elif not self.is_closed:
+            self._perform(self._original.say(message, self._now_ms()))
         self._watch()
 
     async def request(
@@ -133,7 +164,8 @@ class ServerLink:
         self._waiting[req_id] = future
         request = make(req_id)
         try:
-            self.send(request)
+            self._link.send(request)
+            self._watch()
             async with asyncio.timeout(timeout_s):
                 message = await future
         except TimeoutError as error:
@@ -178,7 +210,7 @@ class ServerLink:
             self._looks_again = loop.call_later(SILENT_S, self._look)
 
     def _look(self) -> None:
-        """Tell when the server has been silent since the last look (rule 5)."""
+        """Tell when the server has been silent since the last look (rule 6)."""
         self._looks_again = None
         if self.is_closed:
             return
@@ -193,26 +225,93 @@ class ServerLink:
         if not self._has_spoken:
             self._has_spoken = True
             self._silences.spoke(self.address, self.number)
+        rest: list[ClientMessage] = []
         for each in received:
             message = cast("ClientMessage", each)
             future = self._waiting.pop(message.req_id, None)
             if future is not None:
                 if not future.done():
                     future.set_result(message)
-                continue
-            stream = self._streams.get(message.req_id.partition_id)
-            if stream is not None:
-                stream[0](self.number, message)
+            elif self._original is not None:
+                rest.append(message)
+            else:
+                self._hand_on(message)
+        if self._original is not None and rest:
+            self._perform(self._original.hear(rest, self._now_ms()))
+
+    def _hand_on(self, message: ClientMessage) -> None:
+        stream = self._streams.get(message.req_id.partition_id)
+        if stream is not None:
+            stream.on_message(self.number, message)
+
+    # --- at an original (rule 5)
+
+    def _perform(self, effects: list[originals.Effect]) -> None:
+        """Do these in order; a stream that hears of one and answers at once comes behind them."""
+        self._effects += effects
+        if self._is_performing:
+            return
+        self._is_performing = True
+        try:
+            while self._effects and not self.is_closed:
+                self._do(self._effects.popleft())
+        finally:
+            self._is_performing = False
+        self._arm()
+
+    def _do(self, effect: originals.Effect) -> None:
+        match effect:
+            case originals.ToServer():
+                self._link.send_all(effect.messages)
+            case originals.ToStream():
+                self._hand_on(effect.message)
+            case originals.Prove():
+                stream = self._streams.get(effect.partition_id)
+                if stream is not None:
+                    stream.prove(lambda is_owner: self._proven(effect, is_owner=is_owner))
+            case originals.GiveUp():
+                self._link.abort(effect.reason)
+
+    def _proven(self, asked: originals.Prove, *, is_owner: bool) -> None:
+        if self._original is not None and not self.is_closed:
+            self._perform(
+                self._original.proven(
+                    asked.partition_id, asked.number, is_owner=is_owner, now_ms=self._now_ms()
+                )
+            )
+
+    def _arm(self) -> None:
+        assert self._original is not None
+        wanted_ms = self._original.wake_at_ms
+        if wanted_ms is None or (self._wakes is not None and self._wakes_at_ms <= wanted_ms):
+            return
+        if self._wakes is not None:
+            self._wakes.cancel()
+        self._wakes_at_ms = wanted_ms
+        delay_s = max(wanted_ms - self._now_ms(), 0) / 1000
+        self._wakes = asyncio.get_running_loop().call_later(delay_s, self._wake)
+
+    def _wake(self) -> None:
+        self._wakes = None
+        if self._original is not None and not self.is_closed:
+            self._perform(self._original.wake(self._now_ms()))
+
+    def _now_ms(self) -> int:
+        return int(asyncio.get_running_loop().time() * 1000)
+
+    # --- its end
 
     def _closed(self, reason: str) -> None:
         self._silences.left(self.address, self.number, reason)
+        if self._wakes is not None:
+            self._wakes.cancel()
         waiting, self._waiting = list(self._waiting.values()), {}
         for future in waiting:
             if not future.done():
                 future.set_exception(errors.Unreachable(f"{self.address}: {reason}"))
         streams, self._streams = list(self._streams.values()), {}
-        for _, on_lost in streams:
-            on_lost(self.number, reason)
+        for each in streams:
+            each.on_lost(self.number, reason)
         self._lost(self)
 
 
@@ -235,6 +334,7 @@ class ServerLinks:
         self._open: dict[int, ServerLink] = {}
         self._dialling: dict[_Key, asyncio.Future[None]] = {}
         self._count = 0
+        self._originals: set[str] = set()  # of which the log has told
         self._is_closed = False
 
     async def get(
@@ -284,18 +384,25 @@ class ServerLinks:
             outcome.cancel()  # unless it is done: the dial was given up
 
     def _watch_dial(self, address: str) -> asyncio.TimerHandle:
-        """Tell when a server has not greeted in time (rule 5); to be cancelled when it has."""
+        """Tell when a server has not greeted in time (rule 6); to be cancelled when it has."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
             SILENT_S, lambda: self._silences.goes_on(address, _DIAL, since_s=began_s)
         )
 
-    async def _dial(self, key: _Key) -> ServerLink:
-        address = key[0]
-        link = await net.dial(
+    async def dial_apart(self, address: str) -> net.Link:
+        """Return a connection that nobody shares, to be closed by whoever has asked for it.
+
+        Raises Unreachable, or RemoteProtocolError.
+        """
+        return await net.dial(
             Surface.CLIENT, address, timeout_s=self._dial_timeout_s, ssl=self._ssl
         )
+
+    async def _dial(self, key: _Key) -> ServerLink:
+        address = key[0]
+        link = await self.dial_apart(address)
         if self._is_closed:
             link.abort("the client was closed")
             raise errors.Unreachable(f"{address}: the client was closed")
@@ -304,6 +411,13 @@ class ServerLinks:
             self._count, link, lost=lambda gone: self._forget(key, gone), silences=self._silences
         )
         self._links[key] = self._open[made.number] = made
+        if made.is_original and address not in self._originals:
+            self._originals.add(address)
+            _log.warning(
+                "client.original_server server=%s version=%d see=docs/compatibility.md",
+                address,
+                link.version,
+            )
         return made
 
     async def close(self, reason: str) -> None:

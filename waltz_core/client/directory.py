@@ -96,6 +96,12 @@ class Directory(Protocol):
         `after_failure`: what was told before did not work.
         """
 
+    async def owner_now(self, partition_id: PartitionId) -> Owner:
+        """Return who owns it in ZooKeeper, in no state older than the question.
+
+        Raises NotOwned while nobody does, or while the assignment is being made anew.
+        """
+
     def doubt(self) -> None:
         """A server is silent, so that its partitions may be elsewhere by now."""
 
@@ -195,6 +201,16 @@ class ZooKeeperDirectory:
             )
         return found
 
+    async def owner_now(self, partition_id: PartitionId) -> Owner:
+        """Return who owns it in ZooKeeper, in no state older than the question."""
+        servers = await self._in_time(self.coordinator.read_servers_now())
+        found = _owners_in(servers).get(partition_id) if servers.is_settled else None
+        if found is None:
+            raise errors.NotOwned(
+                f"nobody is settled to own partition {partition_id} of {self.coordinator.where}"
+            )
+        return found
+
     def doubt(self) -> None:
         """Nothing to do: whatever moves is told by the watch."""
 
@@ -248,11 +264,7 @@ class ZooKeeperDirectory:
             ) from error
 
     def _take(self, view: ServersView) -> None:
-        owners = {
-            partition_id: Owner(view.servers[owner.server_id].address, owner.generation)
-            for partition_id, owner in view.owners.items()
-            if owner.server_id in view.servers
-        }
+        owners = _owners_in(view)
         if owners != self._owners:
             self._owners = owners
             if self._changed is not None:
@@ -335,6 +347,11 @@ class FixedDirectory:
         await self._opened()
         return await self._fallback.owner(partition_id, after_failure=True)
 
+    async def owner_now(self, partition_id: PartitionId) -> Owner:
+        """Return who owns it in ZooKeeper, in no state older than the question."""
+        await self._opened()
+        return await self._fallback.owner_now(partition_id)
+
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages, from ZooKeeper."""
         await self._opened()
@@ -401,3 +418,11 @@ class FixedDirectory:
         self._told = {**known, **news}
         if news and self._changed is not None:
             self._changed(news)
+
+
+def _owners_in(view: ServersView) -> dict[PartitionId, Owner]:
+    return {
+        partition_id: Owner(view.servers[owner.server_id].address, owner.generation)
+        for partition_id, owner in view.owners.items()
+        if owner.server_id in view.servers
+    }

@@ -15,6 +15,7 @@ Rules:
 import asyncio
 import bisect
 import contextlib
+import inspect
 import logging
 import struct
 from collections import deque
@@ -352,6 +353,8 @@ class DataCache:
             except TimeoutError:
                 # A loop that was closed in the meantime tells nobody.
                 if not asked.done() and self._loop.is_closed():
+                    if inspect.getcoroutinestate(asking) == inspect.CORO_CREATED:
+                        asking.close()
                     raise errors.Unavailable("the client is closed") from None
                 if asked.done():
                     raise

@@ -16,11 +16,11 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 from waltz_core import errors
-from waltz_core.client import events
+from waltz_core.client import events, originals
 from waltz_core.client.appends import Appends, Window
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLink, ServerLinks
-from waltz_core.client.directory import Directory
+from waltz_core.client.directory import Directory, Owner
 from waltz_core.client.events import Phase, StreamSettings
 from waltz_core.client.outage import QUIET_S, Outage
 from waltz_core.client.stream import PartitionStream
@@ -254,6 +254,7 @@ class ClientPartition:
             if around.claim is not None:
                 await around.claim.check()  # after the generation was read (claim.py, rule 2)
             link = await around.links.get(owner.address, but=effect.spoiled)
+            self._check_claim(link)
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
             self._driver.post(events.LinkFailed(attempt, _as_retriable(error)))
             return
@@ -261,12 +262,29 @@ class ClientPartition:
             return  # another one was asked for meanwhile
         if self._link is not None and self._link is not link:
             self._link.leave(self.partition_id)
-        link.attach(self.partition_id, self._received, self._lost, self._is_waiting)
+
+        def prove(told: Callable[[bool], None]) -> None:
+            self._spawn(self._ask_owner(owner, told), "owner")
+
+        link.attach(self.partition_id, self._received, self._lost, self._is_waiting, prove)
         self._link = link
         sequence = around.next_connection_sequence()
         self._driver.post(
             events.Linked(attempt, link.number, owner.generation, sequence, link.may_follow)
         )
+
+    def _check_claim(self, link: ServerLink) -> None:
+        if link.is_original and self._surroundings.claim is not None:
+            raise originals.no_claims(link.address)
+
+    async def _ask_owner(self, known: Owner, told: Callable[[bool], None]) -> None:
+        """Tell if the partition is still where it was, for what an original alone cannot prove."""
+        now: Owner | None = None
+        try:
+            now = await self._surroundings.directory.owner_now(self.partition_id)
+        except errors.WaltzError as error:
+            _log.info("client.owner_unknown partition=%d error=%s", self.partition_id, error)
+        told(now == known)
 
     async def _renew_client_id(self) -> None:
         if self._surroundings.claim is not None:

@@ -9,7 +9,10 @@ Rules:
        the partition is; the last error is told when the request timeout has passed, and the one
        before where the last was that ZooKeeper did not answer in what was left of the time.
     3. Which replicas are nearby is a preference: where it cannot be found out, none is.
-    4. When a partition moves, whoever still waits for the server that had it asks the new one: that
+    4. An original server is asked in what it knows (`original_reads.py`). Its mark is proven not to
+       be stale by ZooKeeper: whoever owned the partition when it answered, and does so afterwards,
+       has committed all that there was.
+    5. When a partition moves, whoever still waits for the server that had it asks the new one: that
        server may be frozen, or on a host that is gone, and would keep him waiting to the end.
 """
 
@@ -20,11 +23,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.connections import ServerLinks
+from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory, Owner
+from waltz_core.client.original_reads import OriginalReads, Reader
 from waltz_core.client.ranges import (
     RangeChunk,
     RangeQuery,
@@ -33,7 +37,7 @@ from waltz_core.client.ranges import (
     server_request,
 )
 from waltz_core.config import NO_GROUP, ClientConfig
-from waltz_core.record import PartitionId, ReqId, TransactionId
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
 
@@ -41,11 +45,18 @@ _log = logging.getLogger(__name__)
 
 # Answers that have a connection of their own (connections.py, rule 4).
 _LARGE = (messages.RangeData, messages.TransactionDataResponse)
+# An original that does not own the partition (yet) never answers these: then it is asked again. A
+# flush may have to wait for what is under way.
+UNANSWERED_S: dict[type[ClientMessage], float] = {
+    messages.HighWaterMarkResponse: 1.0,
+    messages.FlushResponse: 5.0,
+}
 # Who only asks needs no client id of his own (interop.md 2.1).
 NO_CLIENT_ID = -1
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ToldT = TypeVar("ToldT")
+Ask: TypeAlias = Callable[[Reader], Coroutine[Any, Any, ToldT]]
 
 
 class _Question(NamedTuple):
@@ -68,14 +79,19 @@ class Requests:
         self._random = random
         self._waiting: dict[int, _Question] = {}
         self._numbers = count(1)
+        self._originals = OriginalReads(directory, links, NO_CLIENT_ID)
 
     def moved(self, owners: Mapping[PartitionId, Owner]) -> None:
-        """The assignment has changed (rule 4)."""
+        """The assignment has changed (rule 5)."""
         for each in self._waiting.values():
             owner = owners.get(each.partition_id)
             is_moved = owner is not None and owner.address != each.address
             if is_moved and not each.patience.expired():
                 each.patience.reschedule(0.0)
+
+    def close(self) -> None:
+        """Hold nothing open any more."""
+        self._originals.close()
 
     async def ask(
         self,
@@ -84,15 +100,25 @@ class Requests:
         make: Callable[[ReqId], ClientMessage],
     ) -> AnswerT:
         """Ask until answered; raises the last error when the request timeout has passed."""
+
+        async def ask_owner(reader: Reader) -> AnswerT:
+            return await _answer_of(reader, answer, make)
+
+        return await self._until_answered(partition_id, ask_owner, is_bulk=answer in _LARGE)
+
+    async def _until_answered(
+        self, partition_id: PartitionId, ask: Ask[ToldT], *, is_bulk: bool
+    ) -> ToldT:
+        """Ask the owner until it answers; raises as `ask` does."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._config.request_timeout_ms / 1000
         pause_s = self._config.retry_interval_ms_min / 1000
         before: errors.Unavailable | None = None
         while True:
-            left_s = deadline_s - loop.time()
+            timeout_s = max(deadline_s - loop.time(), 0.001)
             try:
                 return await self._once(
-                    partition_id, answer, make, timeout_s=max(left_s, 0.001), before=before
+                    partition_id, ask, is_bulk=is_bulk, timeout_s=timeout_s, before=before
                 )
             except errors.Unavailable as error:
                 if loop.time() + pause_s >= deadline_s:
@@ -108,12 +134,12 @@ class Requests:
     async def _once(
         self,
         partition_id: PartitionId,
-        answer: type[AnswerT],
-        make: Callable[[ReqId], ClientMessage],
+        ask: Ask[ToldT],
         *,
+        is_bulk: bool,
         timeout_s: float,
         before: errors.Unavailable | None,
-    ) -> AnswerT:
+    ) -> ToldT:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         owner = await self._owner(partition_id, timeout_s=timeout_s, before=before)
@@ -122,8 +148,9 @@ class Requests:
         try:
             async with asyncio.timeout(None) as patience:
                 self._waiting[number] = _Question(partition_id, owner.address, patience)
-                return await self._answer_of(owner, partition_id, answer, make, timeout_s=timeout_s)
-        except TimeoutError as error:  # rule 4
+                link = await self._link(owner, is_bulk=is_bulk)
+                return await ask(Reader(link, owner, partition_id, timeout_s))
+        except TimeoutError as error:  # rule 5
             raise errors.Unreachable(f"{owner.address}: the partition has moved") from error
         finally:
             self._waiting.pop(number, None)
@@ -140,23 +167,12 @@ class Requests:
                 f"ZooKeeper has not said who owns it{reason}"
             ) from error
 
-    async def _answer_of(
-        self,
-        owner: Owner,
-        partition_id: PartitionId,
-        answer: type[AnswerT],
-        make: Callable[[ReqId], ClientMessage],
-        *,
-        timeout_s: float,
-    ) -> AnswerT:
+    async def _link(self, owner: Owner, *, is_bulk: bool) -> ServerLink:
         try:
-            link = await self._links.get(owner.address, is_bulk=answer in _LARGE)
+            return await self._links.get(owner.address, is_bulk=is_bulk)
         except errors.RemoteProtocolError as error:
             # Somebody else has the address now, so the server is not there.
             raise errors.Unreachable(str(error)) from error
-        return await link.request(
-            answer, make, client_id=NO_CLIENT_ID, partition_id=partition_id, timeout_s=timeout_s
-        )
 
     async def high_water_mark(
         self, partition_id: PartitionId, *, linearizable: bool
@@ -166,30 +182,61 @@ class Requests:
             return TransactionId(
                 (await self.replicas(partition_id, linearizable=True)).high_water_mark
             )
-        answer = await self.ask(
-            partition_id, messages.HighWaterMarkResponse, messages.HighWaterMarkRequest
-        )
-        return TransactionId(answer.high_water_mark)
+        return await self._until_answered(partition_id, _mark_of, is_bulk=False)
 
     async def flush(self, partition_id: PartitionId) -> TransactionId:
         """Return the mark when every append received before this request is final."""
-        answer = await self.ask(partition_id, messages.FlushResponse, messages.FlushRequest)
-        return TransactionId(answer.high_water_mark)
+
+        async def flush(reader: Reader) -> TransactionId:
+            answer = await _answer_of(reader, messages.FlushResponse, messages.FlushRequest)
+            return _mark_in(reader, answer.high_water_mark)
+
+        return await self._until_answered(partition_id, flush, is_bulk=False)
 
     async def replicas(self, partition_id: PartitionId, *, linearizable: bool) -> ReplicaSet:
-        """Return the session, its mark, and the replicas that may be read from."""
-        answer = await self.ask(
-            partition_id,
-            messages.ReplicasResponse,
-            lambda req_id: messages.ReplicasRequest(req_id, linearizable),
+        """Return the session, its mark, and the replicas that may be read from.
+
+        Of an original there are none: its storages answer no readers.
+        """
+
+        async def ask(reader: Reader) -> ReplicaSet:
+            if reader.link.is_original:
+                mark = await _mark_of(reader)
+                if linearizable:
+                    await self._prove(reader)
+                _, key, partition_count = self._directory.cluster
+                return ReplicaSet(key, partition_count, NO_SESSION, mark, ())
+            answer = await _answer_of(
+                reader,
+                messages.ReplicasResponse,
+                lambda req_id: messages.ReplicasRequest(req_id, linearizable),
+            )
+            return ReplicaSet(
+                answer.cluster_key,
+                answer.partition_count,
+                answer.session_id,
+                answer.high_water_mark,
+                answer.replicas,
+            )
+
+        return await self._until_answered(partition_id, ask, is_bulk=False)
+
+    async def _prove(self, reader: Reader) -> None:
+        """Return if the owner is the owner still (rule 4); raises NotOwned."""
+        now = await self._directory.owner_now(reader.partition_id)
+        if now != reader.owner:
+            raise errors.NotOwned(f"{reader.owner.address}: the partition has moved")
+
+    async def has_original(self, partition_ids: Iterable[PartitionId]) -> bool:
+        """Return whether any of these partitions is an original server's now."""
+
+        async def ask(reader: Reader) -> bool:
+            return reader.link.is_original
+
+        found = await by_partition(
+            partition_ids, lambda each: self._until_answered(each, ask, is_bulk=False)
         )
-        return ReplicaSet(
-            answer.cluster_key,
-            answer.partition_count,
-            answer.session_id,
-            answer.high_water_mark,
-            answer.replicas,
-        )
+        return any(found.values())
 
     async def replica_sets(
         self, partition_ids: Iterable[PartitionId], *, linearizable: bool, group: int
@@ -218,16 +265,33 @@ class Requests:
         An answer that says that the log ends before the stretch has been confirmed by a quorum.
         """
         while True:
-            answer = await self.ask(
-                partition_id, messages.RangeData, lambda req_id: server_request(req_id, query)
+            chunk = await self._until_answered(
+                partition_id, partial(self._range_of, query), is_bulk=True
             )
-            chunk = chunk_of_server(partition_id, query, answer)
             if chunk.next > query.first:
                 return chunk
             # A server that has lost the partition may not know it yet, nor what was written since.
             if await self.high_water_mark(partition_id, linearizable=True) < query.first:
                 return chunk
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
+
+    async def _range_of(self, query: RangeQuery, reader: Reader) -> RangeChunk:
+        if reader.link.is_original:
+            return await self._originals.range(reader, query)
+        answer = await _answer_of(
+            reader, messages.RangeData, lambda req_id: server_request(req_id, query)
+        )
+        return chunk_of_server(reader.partition_id, query, answer)
+
+    async def data_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
+        """Return the same of what is known to be committed, for who looks at ids and data only."""
+
+        async def ask(reader: Reader) -> RangeChunk:
+            if reader.link.is_original:
+                return await self._originals.data_range(reader, query)
+            return await self._range_of(query, reader)
+
+        return await self._until_answered(partition_id, ask, is_bulk=True)
 
     async def data(self, partition_id: PartitionId, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data."""
@@ -240,6 +304,35 @@ class Requests:
         if data is None:
             raise errors.BadRequest(f"transaction {transaction_id}: {fault}")
         return bytes(data)
+
+
+async def _answer_of(
+    reader: Reader, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
+) -> AnswerT:
+    timeout_s = reader.timeout_s
+    if reader.link.is_original:
+        timeout_s = min(timeout_s, UNANSWERED_S.get(answer, timeout_s))
+    return await reader.link.request(
+        answer,
+        make,
+        client_id=NO_CLIENT_ID,
+        partition_id=reader.partition_id,
+        timeout_s=timeout_s,
+    )
+
+
+async def _mark_of(reader: Reader) -> TransactionId:
+    answer = await _answer_of(reader, messages.HighWaterMarkResponse, messages.HighWaterMarkRequest)
+    return _mark_in(reader, answer.high_water_mark)
+
+
+def _mark_in(reader: Reader, mark: int) -> TransactionId:
+    """Return a mark; raises NotOwned for what an original answers while it has no session."""
+    if mark < BEFORE_FIRST:
+        raise errors.NotOwned(
+            f"{reader.owner.address}: partition {reader.partition_id} has no store session"
+        )
+    return TransactionId(mark)
 
 
 async def by_partition(

@@ -122,7 +122,7 @@ class Subscriptions:
             assert feed is not None
             stream = feed.partition.stream
             found = self._data[partition_id] = DataCache(
-                lambda query: self._requests.range(partition_id, query),
+                lambda query: self._requests.data_range(partition_id, query),
                 lambda transaction_id: self._requests.data(partition_id, transaction_id),
                 mark=lambda: stream.high_water_mark,
                 bytes_max=self._config.range_bytes_max,

@@ -231,6 +231,10 @@ class WaltzClient:
             self._client.replica_sets(partitions, linearizable=linearizable, group=group)
         )
 
+    def has_original(self, partitions: Iterable[int] | None = None) -> bool:
+        """Return whether any partition (all by default) is at an original server now."""
+        return self._call(self._client.has_original(partitions))
+
     def flush(self, partition: int) -> TransactionId:
         """Wait until every append made before is final; return the partition's mark."""
         return self._call(self._client.flush(partition))

@@ -427,6 +427,11 @@ class Coordinator:
         """Read the live servers and what they own, settled or not."""
         return await self._membership.read()
 
+    async def read_servers_now(self) -> ServersView:
+        """Read the same, in no state older than the call."""
+        await self._znodes.sync()
+        return await self._membership.read()
+
     async def follow_servers(self, callback: Callable[[ServersView], None]) -> Never:
         """Call back with each settled view (or that there is no server), until cancelled."""
         await self._membership.follow(callback)

@@ -34,6 +34,10 @@ _SCRATCHES_KEPT_MAX: Final = 16
 _TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
 FOUND_TLS: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < _SCRATCH_BYTES
+_TOO_OLD: Final = {
+    Surface.CLIENT: "a server before version 3 cannot say that a client is ahead of its log, and "
+    "one before version 2 takes no append locks: it has to be upgraded first"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,11 @@ class Connection:
                 f"found a length of {header.payload_bytes}"
             )
 
+    def _why_not(self, peer: Hello) -> str:
+        """Say what an original lacks that is older than any that we speak to."""
+        is_older = bool(peer.versions) and max(peer.versions) < min(self._versions)
+        return f"; {_TOO_OLD[self.surface]}" if is_older and self.surface in _TOO_OLD else ""
+
     def _take(self, payload: memoryview, events: list[ConnectionEvent]) -> None:
         if self.version is not None:
             events.append(codec.decode(self.surface, self.version, payload))
@@ -238,7 +247,7 @@ class Connection:
             raise RemoteProtocolError(
                 f"no common version of surface {chr(self.surface.magic)!r}: "
                 f"we speak {list(self._versions)}, "
-                f"{peer.text[:80]!r} speaks {list(peer.versions[:32])}"
+                f"{peer.text[:80]!r} speaks {list(peer.versions[:32])}{self._why_not(peer)}"
             )
         self.peer = peer
         self.version = max(common)

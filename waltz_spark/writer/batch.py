@@ -26,7 +26,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from waltz_core.client import begin_write, end_write, forget_writes, summary_of_write
-from waltz_core.errors import WaltzError
+from waltz_core.errors import BadConfig, WaltzError
 from waltz_spark.connections import client_of
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
@@ -62,6 +62,11 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
                 "were computed anew fails, as it cannot find them in the log"
             )
     client = client_of(options.connect)
+    if options.exactly_once and client.has_original():
+        raise BadConfig(
+            "option 'exactlyOnce': partitions of this cluster are at an original Waltz server, "
+            "which cannot keep a task that is run again from writing twice; give exactlyOnce=false"
+        )
     check_marks(options.marks, client.partition_count)
     # One resolution for the whole job: every row without a mark of its own was computed, for
     # all we know, from what the log held when the job started.

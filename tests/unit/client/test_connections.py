@@ -123,7 +123,7 @@ def test_a_connection_that_is_to_be_avoided_is_replaced_and_its_end_takes_nothin
     async def story():
         async with a_server() as (links, address, _):
             old = await links.get(address)
-            old.attach(0, print, print, lambda: False)
+            old.attach(0, print, print, lambda: False, print)
             new = await links.get(address, but=(old.number,))
             assert new is not old
             assert not old.is_closed, "it is still used"
@@ -202,7 +202,7 @@ def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_l
         async with a_server(lambda: silences.append(1)) as (links, address, got):
             link = await links.get(address)
             is_waiting = [False]
-            link.attach(0, print, print, lambda: is_waiting[0])
+            link.attach(0, print, print, lambda: is_waiting[0], print)
             async with asyncio.TaskGroup() as group:
                 asking = group.create_task(ask(link))
                 await until(lambda: got)

@@ -137,6 +137,29 @@ def test_who_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
     assert asyncio.run(directory.owner(0, after_failure=True)) == OWNER
 
 
+def test_who_owns_it_now_is_asked_behind_all_that_was_written_and_only_a_settled_view_answers():
+    asked = []
+
+    class ZooKeeper:
+        where = "zk:2181/shop"
+
+        async def read_servers_now(self):
+            asked.append("now")
+            return view(host="b", is_settled=len(asked) > 1)
+
+    directory = ZooKeeperDirectory(
+        "zk:2181/shop", connect_timeout_ms=20_000, coordinator=ZooKeeper()
+    )
+
+    async def story():
+        with pytest.raises(errors.NotOwned, match="settled to own partition 0"):
+            await directory.owner_now(0)
+        return await directory.owner_now(0)
+
+    assert asyncio.run(story()) == Owner("b:1", 3)
+    assert not directory.owners  # it is an answer, and changes nothing
+
+
 def test_zookeeper_is_asked_again_when_what_was_told_has_failed_and_only_then():
     zookeeper = Told(view(), view(8, host="b"))
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)

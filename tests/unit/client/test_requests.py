@@ -37,6 +37,8 @@ class Cluster:
 
 
 class Link:
+    is_original = False
+
     def __init__(self, cluster, address, is_bulk):
         self.cluster, self.address, self.is_bulk = cluster, address, is_bulk
 

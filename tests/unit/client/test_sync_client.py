@@ -1,12 +1,13 @@
 """The client for threads, when one of them closes it while another one uses it."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
 
 from waltz_core import errors
-from waltz_core.client import WaltzClient
+from waltz_core.client import WaltzClient, feed
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import DataCache
 
@@ -126,3 +127,16 @@ def test_data_that_is_asked_for_when_the_loop_was_closed_is_told_as_unavailable(
     cache = DataCache(None, None, mark=lambda: 7, bytes_max=1_000, loop=loop)
     with pytest.raises(errors.Unavailable, match="the client is closed"):
         cache.data_of_blocking(3)
+
+
+def test_data_that_a_loop_was_asked_for_and_never_looked_at_leaves_no_coroutine_behind(monkeypatch):
+    monkeypatch.setattr(feed, "LOOK_S", 0.001)
+    loop = asyncio.new_event_loop()
+    monkeypatch.setattr(loop, "is_closed", lambda: True)  # it has ended before it came to that
+    cache = DataCache(None, None, mark=lambda: 7, bytes_max=1_000, loop=loop)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *_: None)
+    with pytest.raises(errors.Unavailable, match="the client is closed"):
+        cache.data_of_blocking(3)
+    gc.collect()
+    monkeypatch.undo()
+    loop.close()

@@ -1,0 +1,134 @@
+"""Our client and our commands in a cluster that the original has made: its ZooKeeper nodes, byte by
+byte, its server as `original_server_for_clients.py` tells it, and nothing of ours.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from tests.client_contract import Ledger, Told, World, appended, is_whole, log_of
+from tests.client_contract import two_clients_with_one_lock_lose_nothing as two_clients
+from tests.original_server_for_clients import OriginalCluster
+from tests.original_zookeeper import ROOT, Nodes
+from waltz_core.cli.main import main
+from waltz_core.client import WaltzClient
+from waltz_core.config import ClientConfig
+from waltz_core.errors import Unreachable
+
+pytestmark = pytest.mark.zookeeper
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def nodes(zookeeper: str) -> Iterator[Nodes]:
+    with OriginalCluster(2, server_count=2) as cluster:
+        made = Nodes(zookeeper, cluster)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def connect(zookeeper: str, nodes: Nodes) -> str:
+    return f"{zookeeper}{ROOT}"
+
+
+def test_a_client_needs_nothing_of_ours_and_leaves_nothing_there(connect: str, nodes: Nodes):
+    before = nodes.paths()
+    with WaltzClient(connect) as client:
+        assert client.cluster().name == "original"
+        ids = [appended(client, 0, b"%d" % i) for i in range(5)]
+        assert ids == [0, 1, 2, 3, 4]
+        assert log_of(client, 0, 0) == [b"%d" % i for i in range(5)]
+        ledger = Ledger(-1)
+        client.subscribe(ledger, [0])
+        ledger.until(lambda: len(ledger.seen) == 5)
+        given, _ = nodes.zookeeper.get(f"{ROOT}/ids/client")
+        # One that writes, one that reads headers.
+        assert struct.unpack(">i", given) == (2,)
+        assert client.client_id == 1
+    assert nodes.paths() == before
+
+
+def test_two_clients_count_together(connect: str):
+    world = World(lambda: WaltzClient(connect), 1)
+    two_clients(world)
+    assert is_whole(world)
+
+
+def test_a_partition_that_moves_takes_its_client_along(connect: str, nodes: Nodes):
+    with WaltzClient(connect) as client:
+        cluster = nodes.cluster
+        assert appended(client, 0, b"here") == 0
+        cluster.do(cluster.partition(0).may_commit.clear)
+        future = client.append(b"on its way", partition=0)
+        while not cluster.partition(0).pending:
+            assert not future.done()
+        cluster.move(0, 1, kept=1)
+        nodes.assign()
+        assert future.result(PATIENCE_S) == 1
+        assert appended(client, 0, b"there") == 2
+        context = Told(0)
+        assert client.submit(context).result(PATIENCE_S) == 3
+        assert [struct.unpack_from(">i", each[0], 4)[0] for each in cluster.logs[0].records] == [
+            1,
+            1,
+            2,
+            2,
+        ]
+
+
+def test_marks_are_those_of_the_owner(connect: str, nodes: Nodes):
+    with WaltzClient(connect) as client:
+        appended(client, 1)
+        assert client.high_water_marks(linearizable=True) == {0: -1, 1: 0}
+        assert client.flush(1) == 0
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(words)
+    return code, capsys.readouterr().out
+
+
+def test_the_commands_of_a_client_work(connect: str, capsys: pytest.CaptureFixture[str]):
+    at = ("--connect", connect)
+    assert run(capsys, "client", "append", "one", "two", "--partition", "1", *at) == (0, "0\n1\n")
+    read = run(capsys, "client", "read", "--partition", "1", *at)
+    assert read == (0, "0\t0\tone\n1\t0\ttwo\n")
+    watched = ("--partition", "1", "--first", "0", "--transactions", "2")
+    assert run(capsys, "client", "watch", *watched, *at) == read
+    code, text = run(capsys, "client", "high-water-mark", "--linearizable", "--json", *at)
+    assert (code, json.loads(text)) == (0, {"0": -1, "1": 1})
+    few = ("--clients", "2", "--transactions", "20", "--interval-ms", "1")
+    code, text = run(capsys, "client", "validate", *few, *at)
+    assert code == 0, text
+
+
+def test_servers_answer_the_commands_that_look_at_them(
+    connect: str, capsys: pytest.CaptureFixture[str]
+):
+    code, text = run(capsys, "cluster", "verify", "--connect", connect, "--json")
+    found = json.loads(text)["findings"]
+    assert code == 1  # it has no storages
+    assert not [each for each in found if "server" in each]
+    code, text = run(capsys, "cluster", "check-connectivity", "--connect", connect, "--json")
+    assert json.loads(text)["is_well"]
+    code, text = run(capsys, "doctor", "--connect", connect, "--json")
+    assert "does not answer" not in text
+
+
+def test_a_server_that_is_too_old_is_refused_in_one_sentence(zookeeper: str):
+    with OriginalCluster(1, versions=(0, 1, 2)) as cluster:
+        made = Nodes(zookeeper, cluster)
+        quick = ClientConfig(request_timeout_ms=500)
+        why = "cannot say that a client is ahead of its log"
+        try:
+            with (
+                WaltzClient(f"{zookeeper}{ROOT}", quick) as client,
+                pytest.raises(Unreachable, match=why),
+            ):
+                appended(client, 0)
+        finally:
+            made.close()

@@ -1,0 +1,40 @@
+"""Our client does at an original server what it does at ours, as far as that can be had there."""
+
+import pytest
+
+from tests import client_contract
+from tests.client_contract import STORIES, World, is_whole
+from tests.original_server_for_clients import OriginalCluster
+from waltz_core.client import AsyncWaltzClient, WaltzClient
+from waltz_core.client.opening import Opening
+from waltz_core.config import ClientConfig
+
+QUICK = ClientConfig(
+    request_timeout_ms=15_000,
+    retry_interval_ms_min=5,
+    retry_interval_ms_max=100,
+    mount_timeout_ms=3_000,
+)
+# An original keeps what is in flight to itself.
+NOT_THERE = (
+    client_contract.what_was_refused_for_what_is_in_flight_may_follow_it,
+    client_contract.who_follows_has_not_seen_what_others_wrote_under_other_locks,
+)
+
+
+def client_of(cluster: OriginalCluster, config: ClientConfig = QUICK) -> WaltzClient:
+    def opening() -> Opening[AsyncWaltzClient]:
+        return Opening(AsyncWaltzClient(cluster.directory(), "original", config, client_id=None))
+
+    return WaltzClient.over(opening)
+
+
+@pytest.mark.parametrize(
+    "story", [each for each in STORIES if each not in NOT_THERE], ids=lambda story: story.__name__
+)
+@pytest.mark.parametrize("versions", [(0, 1, 2, 3, 4), (0, 1, 2, 3)], ids=["L4", "L3"])
+def test_story(story, versions):
+    with OriginalCluster(versions=versions) as cluster:
+        world = World(lambda: client_of(cluster), 1)
+        story(world)
+        assert is_whole(world)

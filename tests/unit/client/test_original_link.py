@@ -1,0 +1,41 @@
+"""The partitions of one connection to an original, and what they share."""
+
+from waltz_core.client.original_link import OriginalLink
+from waltz_core.client.originals import FLUSH_AFTER_MS, Prove, ToServer, ToStream
+from waltz_core.record import ReqId
+from waltz_core.wire import messages as m
+from waltz_core.wire.messages import LATEST_MARK
+
+
+def mount_id(partition):
+    return ReqId(7, 1, partition, -1)
+
+
+def sent_by(effects):
+    return [message for each in effects if isinstance(each, ToServer) for message in each.messages]
+
+
+def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_hears_its_own():
+    link = OriginalLink()
+    for partition, sequence in ((0, 5), (1, 6)):
+        link.say(m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False), 0)
+    told = [m.HighWaterMarkResponse(mount_id(each), 9 - each) for each in (1, 0)]
+    assert sent_by(link.hear(told, 0)) == [
+        m.MountRequest(mount_id(1), 8, 5),
+        m.MountRequest(mount_id(0), 9, 5),
+    ]
+    ready = [m.MountResponse(mount_id(1), 0), m.FlushResponse(mount_id(1), 8)]
+    proofs = [each for each in link.hear(ready, 0) if isinstance(each, Prove)]
+    assert [each.partition_id for each in proofs] == [1]
+    (told,) = link.proven(1, proofs[0].number, is_owner=True, now_ms=0)
+    assert isinstance(told, ToStream)
+    assert isinstance(told.message, m.Mounted)
+    link.wake(0)
+    assert link.wake_at_ms is None
+    link.say(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0), 100)
+    assert link.wake_at_ms == 100 + FLUSH_AFTER_MS
+    assert sent_by(link.wake(link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
+
+
+def test_what_is_for_nobody_here_is_passed_over():
+    assert OriginalLink().hear([m.HighWaterMarkResponse(mount_id(3), 9)], 0) == []

@@ -1,0 +1,138 @@
+"""Ranges at an original: headers from feeds of their own, data one by one, what is kept open."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.original_server_for_clients import OriginalCluster
+from waltz_core import errors
+from waltz_core.client import AsyncWaltzClient, RangeForm, original_reads
+from waltz_core.client.opening import Opening
+from waltz_core.config import ClientConfig
+from waltz_core.raw_records import HEADER_DTYPE
+
+PATIENCE_S = 30
+QUICK = ClientConfig(request_timeout_ms=3_000, retry_interval_ms_min=5, retry_interval_ms_max=50)
+COUNT = 3_000
+
+
+def run(story):
+    with OriginalCluster(1) as cluster:
+        log = cluster.logs[0]
+        cluster.fill(0, COUNT)
+        log.records = [(req_id, i % 5, b"%d" % i) for i, (req_id, _, _) in enumerate(log.records)]
+
+        async def told():
+            opening = Opening(AsyncWaltzClient(cluster.directory(), "x", QUICK, client_id=None))
+            async with asyncio.timeout(PATIENCE_S), opening as client:
+                await story(cluster, client)
+
+        asyncio.run(told())
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(original_reads, "WHOLE_COUNT_MAX", 256)
+    monkeypatch.setattr(original_reads, "HEADERS_COUNT_MAX", 256)
+
+
+def feeds(client):
+    return sum(len(each) for each in client.requests._originals._feeds.values())
+
+
+async def data_of(chunks):
+    return [each.data async for chunk in chunks for each in chunk.rows()]
+
+
+def test_a_range_is_whole_and_leaves_nothing_open():
+    async def story(cluster, client):
+        found = [chunk async for chunk in client.read_range(0, 10, COUNT - 1)]
+        assert [each.data for chunk in found for each in chunk.rows()] == [
+            b"%d" % i for i in range(10, COUNT)
+        ]
+        assert all(chunk.lineage == () and chunk.stamps == [] for chunk in found)
+        heads = [
+            np.frombuffer(chunk.records, HEADER_DTYPE)
+            async for chunk in client.read_range(0, 0, COUNT - 1, form=RangeForm.HEADERS)
+        ]
+        assert np.concatenate(heads)["req_id"]["sequence"].tolist() == list(range(1, COUNT + 1))
+        assert feeds(client) == 0
+        assert cluster.last_client_id == 1  # one reader at a time needs one
+
+    run(story)
+
+
+def test_a_chunk_is_no_larger_than_asked_for_by_much():
+    async def story(cluster, client):
+        sizes = [len(each.records) async for each in client.read_range(0, 0, 999, bytes_max=4_000)]
+        assert max(sizes) < 4_000 + original_reads.QUESTIONS_MAX * 50
+        assert len(sizes) > 5
+
+    run(story)
+
+
+def test_readers_of_one_partition_do_not_disturb_each_other():
+    async def story(cluster, client):
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(data_of(client.read_range(0, first, COUNT - 1)))
+                for first in (0, 5, 1_000)
+            ]
+        for first, task in zip((0, 5, 1_000), tasks, strict=True):
+            assert task.result() == [b"%d" % i for i in range(first, COUNT)]
+        assert feeds(client) == 0
+
+    run(story)
+
+
+def test_of_readers_who_have_lost_interest_a_few_feeds_are_kept():
+    async def story(cluster, client):
+        for first in range(10):
+            chunks = client.read_range(0, first, COUNT - 1)
+            await anext(chunks)
+            await chunks.aclose()
+        assert feeds(client) <= original_reads.FEEDS_MAX
+        assert cluster.last_client_id <= original_reads.FEEDS_MAX + 3
+
+    run(story)
+
+
+def test_a_filter_is_applied_here():
+    async def story(cluster, client):
+        found = await data_of(client.read_range(0, 0, 99, header_values=[2, 3]))
+        assert found == [b"%d" % i for i in range(100) if i % 5 in (2, 3)]
+
+    run(story)
+
+
+def test_a_feed_that_breaks_is_begun_anew():
+    async def story(cluster, client):
+        found = []
+        async for chunk in client.read_range(0, 0, COUNT - 1):
+            found += [each.data for each in chunk.rows()]
+            if len(found) < 1_500:
+                await asyncio.to_thread(cluster.do, cluster.servers[0].cut)
+        assert found == [b"%d" % i for i in range(COUNT)]
+
+    run(story)
+
+
+def test_what_cannot_be_read_is_told_when_time_is_up():
+    async def story(cluster, client):
+        cluster.partition(0).poisoned.add(7)
+        with pytest.raises(errors.Unavailable, match="TransactionNotFoundException"):
+            await data_of(client.read_range(0, 0, 20))
+        await asyncio.to_thread(cluster.do, lambda: cluster.servers[0].disown(0))
+        with pytest.raises(errors.NotOwned, match="is not ready for partition 0"):
+            await data_of(client.read_range(0, 0, 20))
+
+    run(story)
+
+
+def test_a_partition_that_has_an_original_is_told_so():
+    async def story(cluster, client):
+        assert await client.has_original()
+        assert await client.has_original([0])
+
+    run(story)

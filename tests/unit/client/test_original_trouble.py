@@ -1,0 +1,514 @@
+"""What our client tells at an original server in trouble: nothing wrong, and an end to all."""
+
+import asyncio
+import random
+import socket
+import struct
+from contextlib import asynccontextmanager
+from zlib import crc32
+
+import pytest
+
+from tests.original_server_for_clients import HELLO, OriginalCluster
+from waltz_core import errors
+from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock, originals, requests
+from waltz_core.client.opening import Opening
+from waltz_core.config import ClientConfig
+from waltz_core.memory import MemoryWaltz
+from waltz_core.wire import messages
+
+PATIENCE_S = 30
+QUICK = ClientConfig(
+    request_timeout_ms=10_000,
+    retry_interval_ms_min=5,
+    retry_interval_ms_max=50,
+    mount_timeout_ms=300,
+)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Ask for a flush soon, where an original's client would wait for five seconds."""
+    monkeypatch.setattr(originals, "FLUSH_AFTER_MS", 100)
+
+
+@asynccontextmanager
+async def client_of(cluster, config=QUICK, **named):
+    directory = cluster.directory()
+    opening = Opening(AsyncWaltzClient(directory, "original", config, client_id=None))
+    async with asyncio.timeout(PATIENCE_S), opening as client:
+        yield client
+
+
+def run(story, **named):
+    with OriginalCluster(1, **named) as cluster:
+        asyncio.run(story(cluster))
+
+
+def datas_of(cluster):
+    return [data for _, _, data in cluster.logs[0].records]
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - it happens on another thread
+        await asyncio.sleep(0.005)
+
+
+async def told(futures):
+    """Return each outcome: an id, or the error."""
+    await asyncio.wait(futures)
+    return [each.exception() or each.result() for each in futures]
+
+
+async def append_all(client, count, **named):
+    return [await client.append(b"%d" % i, partition=0, **named) for i in range(count)]
+
+
+async def hold(cluster):
+    """Have the storages answer nothing."""
+    await asyncio.to_thread(cluster.do, cluster.partition(0).may_commit.clear)
+
+
+async def on_server(cluster, call):
+    return await asyncio.to_thread(cluster.do, call)
+
+
+def test_what_was_on_its_way_when_the_connection_broke_is_found_in_the_log():
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            await client.mount([0])
+            await hold(cluster)
+            futures = await append_all(client, 7)
+            await until(lambda: len(cluster.partition(0).pending) == 7)
+            await on_server(cluster, cluster.servers[0].cut)
+            await on_server(cluster, cluster.partition(0).may_commit.set)
+            assert await told(futures) == list(range(7))
+        assert datas_of(cluster) == [b"%d" % i for i in range(7)]
+
+    run(story)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 7])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_what_a_store_session_has_lost_is_sent_again_and_stands_in_the_log_once(kept, is_cut):
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            await client.mount([0])
+            await hold(cluster)
+            futures = await append_all(client, 7)
+            await until(lambda: len(cluster.partition(0).pending) == 7)
+            if is_cut:
+                await on_server(cluster, cluster.servers[0].cut)
+            await on_server(cluster, lambda: cluster.partition(0).break_session(kept))
+            await on_server(cluster, cluster.partition(0).may_commit.set)
+            ids = await told(futures)
+        found = datas_of(cluster)
+        assert sorted(found) == [b"%d" % i for i in range(7)]
+        assert [found[each] for each in ids] == [b"%d" % i for i in range(7)]
+
+    run(story)
+
+
+def test_what_was_dropped_without_a_word_is_found_out_by_a_flush():
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            await client.mount([0])
+            await on_server(cluster, lambda: setattr(cluster.partition(0), "drops", 3))
+            ids = await told(await append_all(client, 3))
+        assert [datas_of(cluster)[each] for each in ids] == [b"0", b"1", b"2"]
+
+    run(story)
+
+
+def test_a_later_one_in_the_log_says_that_an_earlier_one_was_lost(monkeypatch):
+    monkeypatch.setattr(originals, "FLUSH_AFTER_MS", 1_000 * PATIENCE_S)
+
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            await client.mount([0])
+            await on_server(cluster, lambda: setattr(cluster.partition(0), "drops", 1))
+            futures = await append_all(client, 5)
+            ids = await told(futures)
+        assert sorted(datas_of(cluster)) == [b"%d" % i for i in range(5)]
+        assert [datas_of(cluster)[each] for each in ids] == [b"%d" % i for i in range(5)]
+
+    run(story)
+
+
+def test_nothing_is_told_on_the_word_of_a_server_that_has_lost_the_partition():
+    """Its mark is too old, and what it believes to be lost was found by its successor."""
+
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            await client.mount([0])
+            directory = client.directory
+            directory.told = dict(directory.owners)
+            await hold(cluster)
+            futures = await append_all(client, 2)
+            await until(lambda: len(cluster.partition(0).pending) == 2)
+            before = cluster.partition(0)
+
+            await asyncio.to_thread(cluster.move, 0, 1, kept=1, is_told=False)
+            # The old owner gives up what was on its way, and answers flushes and mounts.
+            await on_server(cluster, lambda: before.break_session(0))
+            await until(lambda: cluster.servers[0].heard.count(8) > 3)
+            assert not any(each.done() for each in futures)
+            directory.told = None
+            assert await told(futures) == [0, 1]
+        assert datas_of(cluster) == [b"0", b"1"]
+
+    run(story, server_count=2)
+
+
+def test_a_server_that_does_not_own_it_yet_is_asked_again():
+    async def story(cluster):
+        await on_server(cluster, lambda: cluster.servers[0].disown(0))
+        async with client_of(cluster) as client:
+            future = await client.append(b"late", partition=0)
+            await until(lambda: cluster.servers[0].heard.count(11) > 1)
+            await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 1))
+            assert await future == 0
+
+    run(story)
+
+
+def test_a_mark_is_asked_for_again_at_a_server_that_does_not_own_it_yet(monkeypatch):
+    monkeypatch.setitem(requests.UNANSWERED_S, messages.HighWaterMarkResponse, 0.05)
+
+    async def story(cluster):
+        cluster.fill(0, 4)
+        await on_server(cluster, lambda: cluster.servers[0].disown(0))
+        async with client_of(cluster) as client, asyncio.TaskGroup() as group:
+            asked = group.create_task(client.high_water_mark(0, linearizable=True))
+            await until(lambda: cluster.servers[0].heard.count(11) > 1)
+            await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 1))
+            assert await asked == 3
+
+    run(story)
+
+
+def test_a_mount_that_is_never_answered_is_tried_on_another_connection():
+    async def story(cluster):
+        server = cluster.servers[0]
+        server.is_answering = False
+        async with client_of(cluster) as client:
+            future = await client.append(b"at last", partition=0)
+            await until(lambda: server.heard.count(0) >= 1)
+            server.is_answering = True
+            assert await future == 0
+            assert server.heard.count(0) >= 2
+
+    run(story)
+
+
+def test_a_mark_above_the_log_is_refused_before_anything_is_sent():
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            await client.mount([0])
+            future = await client.append(b"", partition=0, client_high_water_mark=5)
+            with pytest.raises(errors.ClientAhead):
+                await future
+        assert 2 not in cluster.servers[0].heard
+
+    run(story)
+
+
+def test_what_is_not_committed_yet_is_never_asked_for():
+    async def story(cluster):
+        cluster.fill(0, 10, b"data")
+        async with client_of(cluster) as client:
+            chunks = client.read_range(0, 5, 20)
+            assert [each.data for each in (await anext(chunks)).rows()] == [b"data"] * 5
+            with pytest.raises(errors.DataLoss):
+                await anext(chunks)
+        assert not cluster.partition(0).poisoned
+
+    run(story)
+
+
+class Seen(AsyncCallbacks):
+    def __init__(self, mark, count):
+        self.mark, self.count = mark, count
+        self.ids, self.datas = [], []
+        self.is_over = asyncio.Event()
+
+    async def client_high_water_mark(self, partition):
+        return self.mark
+
+    async def apply_transaction(self, transaction):
+        self.ids.append(transaction.transaction_id)
+        if transaction.transaction_id % 1_000 == 0:
+            self.datas.append(await transaction.data())
+        if len(self.ids) == self.count:
+            self.is_over.set()
+
+
+# The feed brings the first, headers fetched in ranges the second (stream.py, invariant 7).
+@pytest.mark.parametrize("behind", [10_000, 45_000])
+def test_who_is_far_behind_catches_up_and_goes_on(behind):
+    async def story(cluster):
+        cluster.fill(0, behind, b"old")
+        async with client_of(cluster) as client:
+            seen = Seen(-1, behind + 10)
+            await client.subscribe(seen, [0])
+            ids = await told(await append_all(client, 10))
+            assert ids == list(range(behind, behind + 10))
+            await seen.is_over.wait()
+            assert seen.ids == list(range(behind + 10))
+            assert seen.datas == [b"old"] * (behind // 1_000) + [b"0"]
+
+    run(story)
+
+
+def test_a_filter_is_applied_here_and_the_mark_goes_on():
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            seen = Seen(-1, 4)
+            await client.subscribe(seen, [0], headers=[3])
+            for i in range(12):
+                await (await client.append(b"", partition=0, header=i % 6))
+            last = await client.append(b"", partition=0, header=3)
+            await last
+            last = await client.append(b"", partition=0, header=3)
+            await seen.is_over.wait()
+            assert seen.ids == [3, 9, 12, 13]
+            chunks = client.read_range(0, 0, 13, form=RangeForm.HEADERS, header_values=[3])
+            assert [chunk.count async for chunk in chunks] == [4]
+
+    run(story)
+
+
+def test_who_writes_with_a_claim_is_told_that_it_cannot_be():
+    with OriginalCluster(1) as cluster:
+
+        async def story():
+            async with client_of(cluster) as client:
+                client.claim = Claim()
+                future = await client.append(b"", partition=0)
+                with pytest.raises(errors.UsageError, match="original Waltz server"):
+                    await future
+                client.claim = None
+
+        class Claim:
+            async def check(self):
+                pass
+
+        asyncio.run(story())
+
+
+def test_a_batch_that_cannot_be_read_harms_nobody_else():
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            bad = await client.append_batch(0, b"no batch", 3, client_high_water_mark=-1)
+            with pytest.raises(errors.BadRequest):
+                await bad
+            assert await (await client.append(b"", partition=0)) == 0
+
+    run(story)
+
+
+def test_a_partition_moves_from_a_server_of_ours_to_an_original():
+    async def story(cluster):
+        with MemoryWaltz(1) as ours:
+            async with client_of(cluster) as client:
+                directory = client.directory
+                directory.told = {0: ours.async_client()._client.directory.owners[0]}
+                client._client_id = 50
+                first = [await client.append(b"ours", partition=0) for _ in range(3)]
+                assert await told(first) == [0, 1, 2]
+                assert not await client.has_original()
+                # What is in the log is in the log, whoever serves it.
+                cluster.fill(0, 3)
+                cluster.owners[0] = (0, 2)
+                await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 2))
+                directory.told = None
+                directory.changed(directory.owners)
+                later = [await client.append(b"original", partition=0) for _ in range(3)]
+                assert await told(later) == [3, 4, 5]
+                assert await client.has_original()
+        assert datas_of(cluster)[3:] == [b"original"] * 3
+
+    run(story)
+
+
+# --- another client, made by hand
+
+
+class ByHand:
+    """A client of four messages, without anything of ours."""
+
+    def __init__(self, port, client_id, connection_sequence=0):
+        self.socket = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+        self.client_id, self.sequence = client_id, 0
+        hello = struct.pack(">i5h", 5, 0, 1, 2, 3, 4) + struct.pack(">i", 4) + b"hand"
+        self.socket.sendall(HELLO.pack(ord("H"), 0, len(hello)) + hello)
+        self.receive()
+        self.mark = -1
+        self.count = 0
+        mount = self.req_id()
+        self.send(0, mount, struct.pack(">qq", -1, connection_sequence))
+        self.log = []
+        while self.take() != 1:
+            pass
+        self.send(3, mount, struct.pack(">q", self.mark))
+
+    def req_id(self):
+        self.sequence += 1
+        return struct.pack(">4i", self.client_id, 1, 0, self.sequence)
+
+    def send(self, kind, req_id, rest):
+        payload = bytes([kind]) + req_id + rest
+        self.socket.sendall(HELLO.pack(ord("L"), 4, len(payload)) + payload)
+
+    def exactly(self, size):
+        found = b""
+        while len(found) < size:
+            more = self.socket.recv(size - len(found))
+            assert more
+            found += more
+        return found
+
+    def receive(self):
+        _, _, size = HELLO.unpack(self.exactly(HELLO.size))
+        return self.exactly(size)
+
+    def take(self):
+        """Take one message in; return its type."""
+        payload = self.receive()
+        kind, req_id, rest = payload[0], payload[1:17], payload[17:]
+        if kind == 4:
+            transaction_id = struct.unpack_from(">q", rest)[0]
+            if transaction_id == self.mark + 1:
+                self.mark = transaction_id
+                self.count = transaction_id + 1
+                self.log.append(req_id)
+        elif kind == 5:
+            self.send(3, req_id, struct.pack(">q", self.mark))
+        return kind
+
+    def increment(self, hashed):
+        """Count on, under a lock, until that is in the log."""
+        while True:
+            data = b"%d" % (self.count + 1)
+            req_id = self.req_id()
+            rest = struct.pack(">qii", self.mark, 1, hashed) + struct.pack(">iii", 0, 0, 0)
+            rest += struct.pack(">i", len(data)) + data + struct.pack(">I", crc32(data))
+            self.send(2, req_id, rest)
+            while self.take() != 10 and req_id not in self.log:
+                pass
+            if req_id in self.log:
+                return
+
+
+def test_a_counter_counts_on_with_another_client_beside_ours():
+    each = 25
+
+    async def story(cluster):
+        hand = await asyncio.to_thread(ByHand, cluster.servers[0].port, 77)
+        hashed = lock("counter")
+
+        def by_hand():
+            for _ in range(each):
+                hand.increment(hashed)
+
+        async def ours(client):
+            mark = -1
+            for _ in range(each):
+                done = False
+                while not done:
+                    future = await client.append(
+                        b"%d" % (mark + 2),
+                        partition=0,
+                        write_locks=[hashed],
+                        client_high_water_mark=mark,
+                    )
+                    outcome = (await told([future]))[0]
+                    done = isinstance(outcome, int)
+                    mark = outcome if done else outcome.high_water_mark
+
+        async with client_of(cluster) as client, asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(by_hand))
+            group.create_task(ours(client))
+        hand.socket.close()
+        assert datas_of(cluster) == [b"%d" % i for i in range(1, 2 * each + 1)]
+
+    run(story)
+
+
+def test_who_was_replaced_without_a_word_mounts_on_another_connection():
+    async def story(cluster):
+        async with client_of(cluster) as client:
+            await client.mount([0])
+            port = cluster.servers[0].port
+            hand = await asyncio.to_thread(ByHand, port, client.client_id, 2)
+            assert await (await client.append(b"dropped at first", partition=0)) == 0
+            hand.socket.close()
+
+    run(story)
+
+
+# --- everything at once
+
+
+def strike(cluster, chance):
+    server = cluster.servers[cluster.owners[0][0]]
+    partition = cluster.partition(0)
+    match chance.randrange(6):
+        case 0:
+            server.cut()
+        case 1 | 2:
+            partition.break_session(chance.randrange(4))
+        case 3:
+            partition.drops = chance.randrange(3)
+        case 4:
+            partition.may_commit.clear()
+        case 5:
+            partition.may_commit.set()
+
+
+async def trouble(cluster, chance):
+    while True:
+        await on_server(cluster, lambda: strike(cluster, chance))
+        if chance.random() < 0.1:
+            to, kept = 1 - cluster.owners[0][0], chance.randrange(4)
+            is_told = chance.random() < 0.5
+            await asyncio.to_thread(cluster.move, 0, to, kept=kept, is_told=is_told)
+        await asyncio.sleep(0.01)
+
+
+async def write(cluster, name, rounds, outcomes):
+    async with client_of(cluster) as client:
+        for number in range(rounds):
+            datas = [b"%d %d %d" % (name, number, i) for i in range(12)]
+            futures = [
+                await client.append(
+                    data, partition=0, write_locks=[lock("shared", i)] if i % 2 else []
+                )
+                for i, data in enumerate(datas)
+            ]
+            outcomes.update(zip(datas, await told(futures), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_nothing_wrong_is_told(seed):
+    chance = random.Random(seed)
+    rounds, writers, outcomes = 60, 3, {}
+
+    async def story(cluster):
+        async with asyncio.timeout(2 * PATIENCE_S), asyncio.TaskGroup() as group:
+            striking = group.create_task(trouble(cluster, chance))
+            async with asyncio.TaskGroup() as writing:
+                for name in range(writers):
+                    writing.create_task(write(cluster, name, rounds, outcomes))
+            striking.cancel()
+        found = datas_of(cluster)
+        assert len(set(found)) == len(found)
+        assert len(outcomes) == rounds * writers * 12
+        for data, outcome in outcomes.items():
+            if isinstance(outcome, int):
+                assert found[outcome] == data
+            elif not isinstance(outcome, errors.OutcomeUnknown):
+                assert data not in found
+        assert sum(isinstance(each, int) for each in outcomes.values()) > rounds
+
+    run(story, server_count=2)

@@ -1,0 +1,305 @@
+"""Ranges of a partition at an original server, which has none: a feed, and data one by one.
+
+Why it stands alone: it is the slow way to what `ranges.py` gets in one answer, and nobody else
+needs to know how it is done. What comes out is a `RangeChunk` like any other, but for what an
+original does not keep: no session, no commit stamps, no chain.
+
+Rules:
+    1. Headers come from a mount: an original feeds everything from the mark on. Whoever reads has a
+       connection of his own for it, with a client id that writes nothing and that nobody else
+       mounts with; while he reads no further, what is sent waits in the kernel.
+    2. Data is asked for only where the feed has brought the header, or the caller knows that it is
+       committed: an original that was asked too early never finds that transaction again
+       (behaviour.md 2.6).
+    3. So many questions for data are under way that a round trip costs little, and no more: they
+       share a connection with everybody else's.
+    4. A connection sequence is never used twice, for an original drops what comes with an old one.
+"""
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from waltz_core import errors, net
+from waltz_core.checksum import crc32
+from waltz_core.client.connections import ServerLink, ServerLinks
+from waltz_core.client.directory import Directory, Owner
+from waltz_core.client.originals import VERSION_MAX, MountState
+from waltz_core.client.ranges import RangeChunk, RangeQuery
+from waltz_core.record import (
+    NO_SESSION,
+    RECORD_HEADER,
+    RECORD_PREFIX,
+    ClientId,
+    PartitionId,
+    RecordHeader,
+    ReqId,
+    TransactionId,
+)
+from waltz_core.wire import messages
+from waltz_core.wire.messages import RangeForm
+
+# Rule 3.
+QUESTIONS_MAX = 64
+# Headers in one chunk: as many as questions are worth starting for, or as fill a frame of ours.
+WHOLE_COUNT_MAX = 4_096
+HEADERS_COUNT_MAX = 65_536
+# Feeds of one partition that are kept for whoever reads on.
+FEEDS_MAX = 4
+
+_CRC = struct.Struct(">I")
+_NOBODY = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
+
+
+class Reader(NamedTuple):
+    """Who asks, and whom: a link to a partition's owner."""
+
+    link: ServerLink
+    owner: Owner
+    partition_id: PartitionId
+    timeout_s: float
+
+
+class OriginalReads:
+    """What one client reads at originals."""
+
+    def __init__(self, directory: Directory, links: ServerLinks, client_id: int) -> None:
+        self._directory = directory
+        self._links = links
+        self._asks_as = client_id  # for data
+        self._idle_ids: list[int] = []  # for feeds
+        self._sequences = count()
+        # Those that somebody may read on from, the oldest first.
+        self._feeds: dict[PartitionId, list[HeaderFeed]] = {}
+
+    def close(self) -> None:
+        """End all feeds."""
+        for feeds in self._feeds.values():
+            for each in feeds:
+                each.close()
+
+    async def range(self, reader: Reader, query: RangeQuery) -> RangeChunk:
+        """Return a stretch of the log; empty where it ends before.
+
+        Raises Unavailable, as a server of ours answers it.
+        """
+        heads = await self._headers(reader, query)
+        last = heads[-1].transaction_id if heads else query.first - 1
+        wanted = [
+            each for each in heads if not query.header_values or each.header in query.header_values
+        ]
+        if query.form is RangeForm.WHOLE:
+            return await self._with_data(reader, query, wanted, TransactionId(last))
+        records = b"".join(
+            RECORD_HEADER.pack(each.transaction_id, each.req_id.to_bytes(), each.header)
+            for each in wanted
+        )
+        return _chunk(query, TransactionId(last), [], records)
+
+    async def data_range(self, reader: Reader, query: RangeQuery) -> RangeChunk:
+        """Return a stretch whose end is known to be committed, for who looks at ids and data only.
+
+        The records say nothing of who wrote them. Under a filter it is the first transaction alone,
+        which passed it.
+        """
+        last = min(query.last, query.first + WHOLE_COUNT_MAX - 1)
+        if query.header_values:
+            last = query.first
+        heads = [
+            RecordHeader(TransactionId(each), _NOBODY, 0) for each in range(query.first, last + 1)
+        ]
+        return await self._with_data(reader, query, heads, TransactionId(last))
+
+    async def _headers(self, reader: Reader, query: RangeQuery) -> list[RecordHeader]:
+        count_max = WHOLE_COUNT_MAX if query.form is RangeForm.WHOLE else HEADERS_COUNT_MAX
+        feed = await self._feed_at(reader, query.first)
+        is_over = True
+        try:
+            async with asyncio.timeout(reader.timeout_s):
+                found = await feed.read(query.first, query.last, count_max)
+            is_over = feed.is_closed or found[-1].transaction_id == query.last
+        except TimeoutError as error:
+            raise errors.Unreachable(
+                f"{reader.owner.address}: partition {reader.partition_id} was not fed within "
+                f"{reader.timeout_s} s"
+            ) from error
+        finally:  # also when whoever asks is cancelled
+            self._leave(reader.partition_id, feed, is_over=is_over)
+        return found
+
+    async def _feed_at(self, reader: Reader, first: TransactionId) -> "HeaderFeed":
+        """Return the feed that goes on at a transaction, or a new one."""
+        feeds = self._feeds.setdefault(reader.partition_id, [])
+        for each in feeds:
+            if each.is_at(reader.owner, first):
+                feeds.remove(each)
+                return each
+        idle = self._idle_ids
+        client_id = idle.pop() if idle else await self._directory.next_client_id()
+        made = HeaderFeed(reader.owner, reader.partition_id, client_id)
+        try:
+            await made.open(self._links, next(self._sequences), first)
+        except BaseException:  # also when whoever asks is cancelled
+            idle.append(client_id)
+            raise
+        return made
+
+    def _leave(self, partition_id: PartitionId, feed: "HeaderFeed", *, is_over: bool) -> None:
+        feeds = self._feeds[partition_id]
+        if not is_over:
+            feeds.append(feed)
+            if len(feeds) <= FEEDS_MAX:
+                return
+            feed = feeds.pop(0)  # somebody has lost interest
+        feed.close()
+        self._idle_ids.append(feed.client_id)
+
+    async def _with_data(
+        self,
+        reader: Reader,
+        query: RangeQuery,
+        heads: Sequence[RecordHeader],
+        last: TransactionId,
+    ) -> RangeChunk:
+        """Fetch data in order, until there is enough of it."""
+        records, lengths = bytearray(), list[int]()
+        for start in range(0, len(heads), QUESTIONS_MAX):
+            asked = heads[start : start + QUESTIONS_MAX]
+            datas = await self._datas(reader, [each.transaction_id for each in asked])
+            for head, data in zip(asked, datas, strict=True):
+                record = _record(head, data)
+                records += record
+                lengths.append(len(record))
+            if len(records) >= query.bytes_max and start + QUESTIONS_MAX < len(heads):
+                last = asked[-1].transaction_id
+                break
+        return _chunk(query, last, lengths, bytes(records))
+
+    async def _datas(self, reader: Reader, ids: Sequence[TransactionId]) -> list[bytes]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._data(reader, each)) for each in ids]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _data(self, reader: Reader, transaction_id: TransactionId) -> bytes:
+        answer = await reader.link.request(
+            messages.TransactionDataResponse,
+            lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),
+            client_id=self._asks_as,
+            partition_id=reader.partition_id,
+            timeout_s=reader.timeout_s,
+        )
+        data, fault = answer.result
+        if data is None:
+            raise errors.Unavailable(
+                f"{reader.owner.address}: partition {reader.partition_id}, transaction "
+                f"{transaction_id}: {fault}"
+            )
+        return bytes(data)
+
+
+class HeaderFeed:
+    """The feed of one partition from a mark on, read as far as somebody wants it (rule 1)."""
+
+    def __init__(self, owner: Owner, partition_id: PartitionId, client_id: int) -> None:
+        self._owner = owner
+        self._partition_id = partition_id
+        self.client_id = client_id
+        self._link: net.Link | None = None
+        self._next = 0
+        self._received: list[messages.ClientMessage] = []
+
+    async def open(
+        self, links: ServerLinks, connection_sequence: int, first: TransactionId
+    ) -> None:
+        """Have the server feed everything from a transaction on; raises Unreachable."""
+        address = self._owner.address
+        try:
+            link = await links.dial_apart(address)
+        except errors.RemoteProtocolError as error:
+            raise errors.Unreachable(str(error)) from error
+        if (link.version or 0) > VERSION_MAX:
+            link.abort("no original")
+            raise errors.Unreachable(f"{address}: it is no original any more")
+        self._link, self._next = link, first
+        req_id = ReqId(ClientId(self.client_id), self._owner.generation, self._partition_id, 1)
+        link.send(messages.MountRequest(req_id, first - 1, connection_sequence))
+
+    def is_at(self, owner: Owner, first: TransactionId) -> bool:
+        """Whether it goes on at a transaction of this owner's."""
+        return not self.is_closed and self._owner == owner and self._next == first
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will come."""
+        return self._link is None or self._link.is_closed
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._link is not None:
+            self._link.abort("read")
+            self._link = None
+
+    async def read(
+        self, first: TransactionId, last: TransactionId, count_max: int
+    ) -> list[RecordHeader]:
+        """Return headers from `first` up to `last` or fewer; none where the log ends before.
+
+        Raises NotOwned, Unreachable, RemoteProtocolError.
+        """
+        link = self._link
+        assert link is not None
+        assert self._next == first
+        found: list[RecordHeader] = []
+        while len(found) < count_max and self._next <= last:
+            if not self._received:
+                self._received = [*reversed(await link.receive())]  # type: ignore[list-item]
+            message = self._received.pop()
+            match message:
+                case messages.FeedData() if message.transaction_id == self._next:
+                    transaction_id = TransactionId(message.transaction_id)
+                    found.append(RecordHeader(transaction_id, message.req_id, message.header))
+                    self._next += 1
+                case messages.MountResponse(state=MountState.NOT_READY):
+                    raise errors.NotOwned(
+                        f"{self._owner.address} is not ready for partition {self._partition_id}"
+                    )
+                case messages.MountResponse():  # that is all there is, or less
+                    self.close()
+                    return found
+                case _:
+                    raise errors.RemoteProtocolError(
+                        f"{self._owner.address}: expected transaction {self._next} of partition "
+                        f"{self._partition_id}, found {message!r:.200}"
+                    )
+        return found
+
+
+def _record(head: RecordHeader, data: bytes) -> bytes:
+    """Return a record as it lies in a segment file; its data's CRC was right when it came."""
+    prefix = RECORD_PREFIX.pack(
+        head.transaction_id, head.req_id.to_bytes(), head.header, len(data), crc32(data)
+    )
+    return prefix + data + _CRC.pack(crc32(prefix + data))
+
+
+def _chunk(
+    query: RangeQuery, last: TransactionId, lengths: Sequence[int], records: bytes
+) -> RangeChunk:
+    return RangeChunk(
+        query.form,
+        query.first,
+        len(lengths) if query.form is RangeForm.WHOLE else len(records) // RECORD_HEADER.size,
+        TransactionId(last + 1),
+        np.array(lengths, dtype=np.int64),
+        records,
+        NO_SESSION,
+        last,
+        (),
+    )

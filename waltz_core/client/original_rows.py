@@ -1,0 +1,175 @@
+"""Our appends taken apart into an original's, and outcomes and feeds put together as we know them.
+
+Why it stands alone: an original takes one transaction in each request and feeds one in each
+message, while our stream speaks of parcels and stretches. What lies between is bookkeeping.
+
+Rules:
+    1. Row i of a parcel has the sequence number of its request id plus i, as at our own server.
+    2. A parcel is answered once, when every row of it is final.
+"""
+
+import struct
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+from waltz_core import batches
+from waltz_core.record import (
+    BEFORE_FIRST,
+    FRAME_BYTES_MAX,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    ReqId,
+    TransactionId,
+)
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendRequest,
+    AppendResult,
+    FeedBatch,
+    FeedData,
+    MountWriter,
+    Reason,
+)
+
+_FEED_HEADER: Final = struct.Struct(">16si")
+
+
+@dataclass(slots=True, eq=False)
+class ParcelRows:
+    """What is known of the rows of one append of ours."""
+
+    req_id: ReqId  # of its first row
+    row_count: int
+    ids: list[int] = field(init=False)
+    reasons: bytearray = field(init=False)
+    conflicting: list[int] = field(init=False)
+    open_count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = [BEFORE_FIRST] * self.row_count
+        self.conflicting = [BEFORE_FIRST] * self.row_count
+        self.reasons = bytearray(self.row_count)
+        self.open_count = self.row_count
+
+    def result(self, high_water_mark: TransactionId) -> AppendResult:
+        """Return the answer of a server of ours (rule 2)."""
+        assert self.open_count == 0
+        layout = f">{self.row_count}q"
+        return AppendResult(
+            self.req_id,
+            high_water_mark,
+            struct.pack(layout, *self.ids),
+            bytes(self.reasons),
+            struct.pack(layout, *self.conflicting),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One transaction on its way: the original's request for it, and where its outcome belongs."""
+
+    parcel: ParcelRows
+    place: int  # in its parcel
+    request: AppendRequest
+    number: int = 0  # in the order in which rows were sent on this connection
+    sent_ms: int = 0
+    estimate: TransactionId | None = None  # of a lock that has refused it
+
+    @property
+    def mark(self) -> int:
+        """What its author has seen."""
+        return self.request.client_high_water_mark
+
+    def committed(self, transaction_id: TransactionId) -> bool:
+        """It is in the log; True when its parcel can be answered."""
+        self.parcel.ids[self.place] = transaction_id
+        return self._ended(Reason.COMMITTED)
+
+    def refused(self, reason: Reason) -> bool:
+        """It is not in the log nor ever will be; True when its parcel can be answered.
+
+        What a lock has refused is told as that, whatever else would have ended it.
+        """
+        if self.estimate is None:
+            return self._ended(reason)
+        self.parcel.conflicting[self.place] = self.estimate
+        return self._ended(Reason.LOCK)
+
+    def _ended(self, reason: Reason) -> bool:
+        self.parcel.reasons[self.place] = reason
+        self.parcel.open_count -= 1
+        return self.parcel.open_count == 0
+
+
+def rows_of(message: AppendRequest | AppendBatch) -> list[Row]:
+    """Return the rows of an append of ours in order, each with a request of its own (rule 1)."""
+    if isinstance(message, AppendRequest):
+        return [Row(ParcelRows(message.req_id, 1), 0, message)]
+    found = batches.decode_append(
+        message.payload, rows_max=FRAME_BYTES_MAX, bytes_max=FRAME_BYTES_MAX
+    )
+    parcel = ParcelRows(message.req_id, found.count)
+    marks = [message.client_high_water_mark] * found.count
+    if found.marks is not None:
+        marks = found.marks.tolist()
+    first = message.req_id
+    columns = (found.write_locks, found.read_locks, found.append_locks)
+    rows = zip(
+        marks,
+        *(_locks_of(each) for each in columns),
+        found.headers.tolist(),
+        found.data.to_pylist(),
+        found.crcs.tolist(),
+        strict=True,
+    )
+    return [
+        Row(parcel, place, AppendRequest(first._replace(sequence=first.sequence + place), *row))
+        for place, row in enumerate(rows)
+    ]
+
+
+def _locks_of(column: batches.LockColumn) -> list[tuple[int, ...]]:
+    bounds, values = column.offsets.tolist(), column.values.tolist()
+    return [tuple(values[start:end]) for start, end in pairwise(bounds)]
+
+
+class FeedRun:
+    """Transactions of the feed that go to the stream together."""
+
+    def __init__(self, mount: MountWriter) -> None:
+        self._mount = mount
+        self._values = frozenset(mount.header_values)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._first, self._count = 0, 0
+        self._headers = bytearray()
+        self._picked: list[int] = []
+
+    def add(self, message: FeedData) -> None:
+        """Take one in; a filter leaves its header out, as a server of ours would."""
+        if self._count == 0:
+            self._first = message.transaction_id
+        if not self._values or message.header in self._values:
+            self._headers += _FEED_HEADER.pack(message.req_id.to_bytes(), message.header)
+            self._picked.append(self._count)
+        self._count += 1
+
+    def take(self) -> FeedBatch | None:
+        """Return what was taken in since the last time, None for nothing."""
+        if self._count == 0:
+            return None
+        is_whole = len(self._picked) == self._count
+        made = FeedBatch(
+            self._mount.req_id,
+            self._first,
+            self._count,
+            bytes(self._headers),
+            NO_SESSION,
+            BEFORE_FIRST,
+            GENESIS_CHAIN,
+            b"" if is_whole else struct.pack(f">{len(self._picked)}i", *self._picked),
+        )
+        self._clear()
+        return made

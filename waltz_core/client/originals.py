@@ -1,0 +1,557 @@
+"""Our stream at an original server: what it says, in L 3 or 4, and what it hears, out of them.
+
+Why it stands alone: an original acknowledges nothing and answers some requests never; what became
+of an append has to be concluded from the feed. All of these conclusions stand here, and neither the
+stream nor the monitor knows of them (interop.md 2, decision 022).
+
+Rules:
+    1. A row is COMMITTED because its request id was seen in the feed, and for no other reason.
+    2. It is LOST because a later row of this connection was seen there: the server takes appends in
+       the order in which they come, and gives ids in that order.
+    3. It is LOCK because the server has said so, and is told when the feed has passed the estimate.
+    4. Whatever else is not in the log is concluded from a mark of the server: a flush, or a mount
+       and a flush, which the feed has reached. A server that has lost the partition and does not
+       know it may name a mark that is too old, so ZooKeeper is asked afterwards, and only if that
+       server is the owner still is the conclusion drawn (`Prove`).
+    5. All mounts of one connection have one connection sequence, that of its first: a server goes
+       by that one for good. A mount that was never answered was dropped, and so will be all others
+       of this connection: it is given up.
+    6. A row whose mark lies above everything that was seen is sent once the server's mark has
+       reached it, and refused if that lies below: an original does not compare them.
+    7. So many rows are under way that the storages always have a batch to write and another one
+       gathers behind it, and no more: beyond 300 an original stops reading the connection, which
+       other partitions share.
+    8. The server's feed goes on while anything is under way, and else as far as the stream asks.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum, auto
+from functools import partial
+from typing import Final, TypeAlias
+
+from waltz_core import errors
+from waltz_core.client.original_rows import FeedRun, Row, rows_of
+from waltz_core.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    RECORD_HEADER,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
+from waltz_core.values import value
+from waltz_core.wire import messages
+from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason
+
+# The last version in which an original speaks.
+VERSION_MAX: Final = 4
+# Rule 7: twice what an original's server puts into one batch for its storages.
+IN_FLIGHT_MAX: Final = 200
+# After so long without an outcome the original's own client asks for a flush, too.
+FLUSH_AFTER_MS: Final = 5_000
+# A server that does not own a partition (yet) does not answer what its mark is.
+ASK_AGAIN_MS: Final = 500
+# What our stream is told that the partition takes; an original tells no limits. What is under way
+# is little, so that the rest waits where giving it up is a definite no (`outbox.py`).
+BATCH_ROWS_MAX: Final = 10_000
+BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
+IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
+
+
+class MountState(IntEnum):
+    """What the answer to a mount says."""
+
+    READY = 0
+    NOT_READY = 1
+    CLIENT_AHEAD = 2
+
+
+@value(frozen=True, slots=True)
+class ToServer:
+    """Send these to the server."""
+
+    messages: list[ClientMessage]
+
+
+@value(frozen=True, slots=True)
+class ToStream:
+    """Hand this to the partition's stream."""
+
+    message: ClientMessage
+
+
+@value(frozen=True, slots=True)
+class Prove:
+    """Ask ZooKeeper who owns the partition now; answer by `proven`, with the same number."""
+
+    partition_id: PartitionId
+    number: int
+
+
+@value(frozen=True, slots=True)
+class GiveUp:
+    """Close the connection: nothing will come of it any more."""
+
+    reason: str
+
+
+Effect: TypeAlias = ToServer | ToStream | Prove | GiveUp
+
+
+class _Phase(Enum):
+    IDLE = auto()
+    ASKING = auto()  # for the server's mark
+    MOUNTING = auto()
+    FLUSHING = auto()
+    PROVING = auto()
+    MOUNTED = auto()
+    READING = auto()  # mounted once more, to be fed what was fed before
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Headers that the stream wants to see again (`readback.py`)."""
+
+    request: messages.RangeRequest
+    next: int
+    records: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(slots=True)
+class _Flush:
+    """A flush of rows that have been under way for too long."""
+
+    req_id: ReqId
+    number: int  # of the last row that was sent before it
+    mark: TransactionId | None = None  # once it was answered
+    is_proving: bool = False
+
+
+class OriginalPartition:
+    """One partition on one connection to an original; see the module's docstring."""
+
+    def __init__(self, partition_id: PartitionId) -> None:
+        self._partition_id = partition_id
+        self._phase = _Phase.IDLE
+        self._mount: messages.MountWriter | None = None
+        self._run: FeedRun | None = None  # of a mount with a feed
+        # The request id of the newest mount, by which the server names its feed.
+        self._feed_id: ReqId | None = None
+        self._mark = BEFORE_FIRST  # the last transaction of the feed
+        self._asked_ms = 0
+        self._known = BEFORE_FIRST  # what the server has said of its own mark
+        self._flush_mark: TransactionId | None = None  # of the mount's flush
+        self._proof = 0
+        # What is done when ZooKeeper has answered, by the number of the question (rule 4).
+        self._proofs: dict[int, Callable[[bool], None]] = {}
+        self._is_suspended = False  # the server has sent what was asked for
+        self._is_granted = False  # the stream has asked for more
+        self._reading: _Reading | None = None
+        self._waiting: deque[Row] = deque()
+        self._in_flight: dict[ReqId, Row] = {}  # in the order in which they were sent
+        self._refused: list[Row] = []  # of those: by a lock (rule 3)
+        self._sent_count = 0
+        # The row that the server was asked for its mark for, and the one that is above it (rule 6).
+        self._asked_for: ReqId | None = None
+        self._ahead: Row | None = None
+        self._flush: _Flush | None = None
+        self._flushed_ms = 0
+        self._out: list[Effect] = []
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When to call `wake` next."""
+        asked_at_ms, flush_at_ms = self._ask_again_at_ms, self._flush_at_ms
+        if asked_at_ms is None or flush_at_ms is None:
+            return flush_at_ms if asked_at_ms is None else asked_at_ms
+        return min(asked_at_ms, flush_at_ms)
+
+    @property
+    def _ask_again_at_ms(self) -> int | None:
+        is_asked = self._phase is _Phase.ASKING or self._asked_for is not None
+        return self._asked_ms + ASK_AGAIN_MS if is_asked else None
+
+    @property
+    def _flush_at_ms(self) -> int | None:
+        if self._flush is not None or not self._in_flight:
+            return None
+        oldest = next(iter(self._in_flight.values()))
+        return max(oldest.sent_ms, self._flushed_ms) + FLUSH_AFTER_MS
+
+    # --- what comes in
+
+    def say(self, message: ClientMessage, connection_sequence: int, now_ms: int) -> list[Effect]:
+        """Say what the stream says; the sequence is that of the connection (rule 5).
+
+        Raises LocalProtocolError for what cannot be said to an original.
+        """
+        match message:
+            case messages.MountWriter():
+                self._begin(message, now_ms)
+            case messages.RangeRequest():
+                self._read_back(message, connection_sequence)
+            case messages.FeedRequest():
+                self._is_granted = True
+                self._ask_feed()
+            case messages.AppendRequest() | messages.AppendBatch():
+                self._append(message, now_ms)
+            case _:
+                name = type(message).__name__
+                raise errors.LocalProtocolError(f"{name}: there is no such request at an original")
+        return self._taken()
+
+    def hear(
+        self, received: Iterable[ClientMessage], connection_sequence: int, now_ms: int
+    ) -> list[Effect]:
+        """Take in what the server has sent for this partition."""
+        for message in received:
+            match message:
+                case messages.FeedData():
+                    self._fed(message)
+                case messages.LockFailure():
+                    self._lock_failed(message)
+                case messages.FeedSuspended():
+                    self._suspended(message.req_id)
+                case messages.MountResponse():
+                    self._mount_answered(message)
+                case messages.FlushResponse():
+                    self._flushed(message, now_ms)
+                case messages.HighWaterMarkResponse():
+                    self._mark_told(message, connection_sequence)
+                case _:
+                    pass  # a late answer, to a question that nobody waits for any more
+        self._conclude()
+        self._send_waiting(now_ms)
+        return self._taken()
+
+    def proven(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
+        """ZooKeeper has said whether the server owns the partition, after what it has told."""
+        then = self._proofs.pop(number, None)
+        if then is not None:
+            self._flushed_ms = now_ms
+            then(is_owner)
+            self._send_waiting(now_ms)
+        return self._taken()
+
+    def wake(self, now_ms: int) -> list[Effect]:
+        """Ask again for the mark, or for a flush when something was under way for too long."""
+        again_at_ms, flush_at_ms = self._ask_again_at_ms, self._flush_at_ms
+        if again_at_ms is not None and again_at_ms <= now_ms:
+            self._ask_mark(now_ms)
+        if flush_at_ms is not None and flush_at_ms <= now_ms:
+            req_id = next(reversed(self._in_flight))
+            self._flush = _Flush(req_id, self._sent_count)
+            self._to_server(messages.FlushRequest(req_id))
+        return self._taken()
+
+    # --- the mount
+
+    def _begin(self, mount: messages.MountWriter, now_ms: int) -> None:
+        if self._phase is _Phase.MOUNTING:  # rule 5
+            self._out.append(
+                GiveUp(
+                    f"a mount of partition {self._partition_id} was never answered: the server may "
+                    "go by another connection of this client id"
+                )
+            )
+            return
+        # Nothing is under way on a connection that is mounted again (stream.py, invariant 4).
+        self._waiting.clear()
+        self._in_flight.clear()
+        self._refused.clear()
+        self._proofs.clear()
+        self._flush = self._reading = self._asked_for = self._ahead = self._flush_mark = None
+        self._is_granted = False
+        self._mount = mount
+        self._run = FeedRun(mount) if mount.wants_feed else None
+        self._phase = _Phase.ASKING
+        self._ask_mark(now_ms)
+
+    def _ask_mark(self, now_ms: int) -> None:
+        req_id = self._asked_for
+        if req_id is None:
+            assert self._mount is not None
+            req_id = self._mount.req_id
+        self._asked_ms = now_ms
+        self._to_server(messages.HighWaterMarkRequest(req_id))
+
+    def _mark_told(self, message: messages.HighWaterMarkResponse, connection_sequence: int) -> None:
+        mark = TransactionId(message.high_water_mark)
+        mount = self._mount
+        if mount is not None and self._phase is _Phase.ASKING and message.req_id == mount.req_id:
+            if mark < BEFORE_FIRST:
+                self._fail_mount("there is no store session yet")
+                return
+            self._known = mark
+            is_latest = mount.high_water_mark == LATEST_MARK
+            self._mark = mark if is_latest else TransactionId(mount.high_water_mark)
+            self._phase = _Phase.MOUNTING
+            self._send_mount(mount.req_id, self._mark, connection_sequence)
+        elif message.req_id == self._asked_for:
+            self._asked_for = None
+            self._known = max(self._known, mark)
+            if self._waiting[0].mark > max(self._known, self._mark):  # rule 6
+                self._ahead = self._waiting.popleft()
+                self._prove(partial(self._ahead_proven, mark))
+
+    def _send_mount(self, req_id: ReqId, mark: int, connection_sequence: int) -> None:
+        self._feed_id = req_id
+        self._is_suspended = False
+        self._to_server(messages.MountRequest(req_id, mark, connection_sequence))
+
+    def _mount_answered(self, message: messages.MountResponse) -> None:
+        if message.req_id != self._feed_id:
+            return
+        if self._phase is _Phase.READING:
+            self._read(is_ready=message.state == MountState.READY)
+        elif self._phase is not _Phase.MOUNTING:
+            return
+        elif message.state == MountState.READY:
+            self._phase = _Phase.FLUSHING
+            self._to_server(messages.FeedRequest(message.req_id, self._mark))
+            self._to_server(messages.FlushRequest(message.req_id))
+        elif message.state == MountState.CLIENT_AHEAD and self._mark > self._known:
+            text = f"the client's mark {self._mark} is above the log's {self._known}"
+            self._fail_mount(text, errors.ClientAhead)
+        else:
+            self._fail_mount("the server is not ready for it")
+
+    def _mount_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
+        assert self._mount is not None
+        if not is_owner:
+            self._fail_mount("it moved while it was mounted")
+            return
+        self._phase = _Phase.MOUNTED
+        limits = (BATCH_ROWS_MAX, BATCH_BYTES_MAX, IN_FLIGHT_BYTES_MAX)
+        self._to_stream(messages.Mounted(self._mount.req_id, NO_SESSION, self._mark, *limits))
+
+    def _fail_mount(self, text: str, kind: type[errors.WaltzError] = errors.NotOwned) -> None:
+        assert self._mount is not None
+        self._phase = _Phase.IDLE
+        self._refuse(self._mount.req_id, text, kind)
+
+    def _refuse(self, req_id: ReqId, text: str, kind: type[errors.WaltzError]) -> None:
+        text = f"partition {self._partition_id}: {text}"
+        self._to_stream(messages.ErrorResponse(req_id, kind.code, kind.retriable, text))
+
+    # --- reading back
+
+    def _read_back(self, request: messages.RangeRequest, connection_sequence: int) -> None:
+        if self._phase is not _Phase.MOUNTED or request.form != RangeForm.HEADERS:
+            self._refuse(request.req_id, "not mounted", errors.NotMounted)
+            return
+        self._reading = _Reading(request, request.first)
+        self._phase = _Phase.READING
+        self._send_mount(request.req_id, request.first - 1, connection_sequence)
+
+    def _read(self, *, is_ready: bool) -> None:
+        """All that the log holds was fed once more."""
+        reading, self._reading = self._reading, None
+        assert reading is not None
+        request = reading.request
+        if not is_ready or reading.next <= request.last:
+            self._phase = _Phase.IDLE
+            self._refuse(request.req_id, "the server is not ready for it", errors.NotOwned)
+            return
+        self._phase = _Phase.MOUNTED
+        self._to_server(messages.FeedRequest(request.req_id, self._mark))
+        self._to_stream(
+            messages.RangeData(
+                request.req_id,
+                request.first,
+                reading.next - request.first,
+                reading.next,
+                RangeForm.HEADERS,
+                b"",
+                bytes(reading.records),
+                NO_SESSION,
+                self._mark,
+                (),
+            )
+        )
+
+    # --- the feed
+
+    def _fed(self, message: messages.FeedData) -> None:
+        transaction_id = TransactionId(message.transaction_id)
+        reading = self._reading
+        if reading is not None and transaction_id == reading.next <= reading.request.last:
+            reading.next += 1
+            req_id = message.req_id.to_bytes()
+            reading.records += RECORD_HEADER.pack(transaction_id, req_id, message.header)
+        # NB: grants overlap where a partition was mounted again, so some come twice.
+        if transaction_id != self._mark + 1 or self._phase in (_Phase.IDLE, _Phase.ASKING):
+            return
+        self._mark = transaction_id
+        if self._run is not None:
+            self._run.add(message)
+        row = self._in_flight.get(message.req_id)
+        if row is not None:
+            self._committed(row)
+
+    def _suspended(self, req_id: ReqId) -> None:
+        if req_id != self._feed_id:
+            return
+        self._is_suspended = True
+        if self._run is None or self._in_flight or self._phase is not _Phase.MOUNTED:  # rule 8
+            self._ask_feed()
+        if self._is_granted:
+            assert self._mount is not None
+            self._is_granted = False
+            self._to_stream(messages.FeedSuspended(self._mount.req_id))
+
+    def _ask_feed(self) -> None:
+        if self._is_suspended and self._feed_id is not None:
+            self._is_suspended = False
+            self._to_server(messages.FeedRequest(self._feed_id, self._mark))
+
+    # --- appends
+
+    def _append(self, message: messages.AppendRequest | messages.AppendBatch, now_ms: int) -> None:
+        try:
+            self._waiting += rows_of(message)
+        except errors.UsageError as error:  # as a server of ours refuses it
+            self._refuse(message.req_id, str(error), type(error))
+        self._send_waiting(now_ms)
+
+    def _send_waiting(self, now_ms: int) -> None:
+        while (
+            self._waiting
+            and self._phase is _Phase.MOUNTED
+            and self._asked_for is None
+            and self._ahead is None
+            and len(self._in_flight) < IN_FLIGHT_MAX
+        ):
+            row = self._waiting[0]
+            req_id = row.request.req_id
+            if row.mark > max(self._mark, self._known):
+                self._asked_for = req_id
+                self._ask_mark(now_ms)
+                break
+            self._waiting.popleft()
+            self._sent_count += 1
+            row.number, row.sent_ms = self._sent_count, now_ms
+            self._in_flight[req_id] = row
+            self._to_server(row.request)
+        if self._in_flight:
+            self._ask_feed()
+
+    def _committed(self, row: Row) -> None:
+        """The feed has brought it: with that all that was sent before it is final (rules 1, 2)."""
+        self._end_up_to(row.number - 1, Reason.LOST)
+        del self._in_flight[row.request.req_id]
+        if row.committed(self._mark):
+            self._to_stream(row.parcel.result(self._mark))
+
+    def _lock_failed(self, message: messages.LockFailure) -> None:
+        row = self._in_flight.get(message.req_id)
+        if row is not None and row.estimate is None:
+            row.estimate = TransactionId(message.transaction_id)
+            self._refused.append(row)
+
+    def _flushed(self, message: messages.FlushResponse, now_ms: int) -> None:
+        mark = TransactionId(message.high_water_mark)
+        if self._phase is _Phase.FLUSHING and message.req_id == self._feed_id:
+            if mark < BEFORE_FIRST:
+                self._fail_mount("there is no store session any more")
+            else:
+                self._flush_mark = mark
+        elif self._flush is None or message.req_id != self._flush.req_id:
+            return
+        elif mark < BEFORE_FIRST:
+            self._flush, self._flushed_ms = None, now_ms
+        else:
+            self._flush.mark = mark
+
+    def _flush_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
+        flush, self._flush = self._flush, None
+        assert flush is not None
+        if is_owner:
+            # Dropped, or lost with a store session: a new mount tells whether it may write at all.
+            self._end_up_to(flush.number, Reason.NOT_MOUNTED)
+
+    def _ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
+        row, self._ahead = self._ahead, None
+        assert row is not None
+        # One that has lost the partition knows less than there is, one without a session nothing.
+        is_known = is_owner and mark >= BEFORE_FIRST
+        self._end(row, Reason.AHEAD if is_known else Reason.NOT_MOUNTED)
+
+    def _conclude(self) -> None:
+        """See what can be told, now that the feed stands where it does (rules 3 and 4)."""
+        if self._refused:
+            refused, self._refused = self._refused, []
+            for row in refused:
+                assert row.estimate is not None
+                if row.request.req_id not in self._in_flight:
+                    continue  # a later row was committed meanwhile
+                if row.estimate > self._mark:
+                    self._refused.append(row)
+                else:
+                    del self._in_flight[row.request.req_id]
+                    self._end(row, Reason.LOCK)
+        if self._phase is _Phase.FLUSHING and _is_reached(self._flush_mark, self._mark):
+            self._phase = _Phase.PROVING
+            self._prove(self._mount_proven)
+        flush = self._flush
+        if flush is not None and not flush.is_proving and _is_reached(flush.mark, self._mark):
+            flush.is_proving = True
+            self._prove(self._flush_proven)
+
+    def _prove(self, then: Callable[[bool], None]) -> None:
+        self._proof += 1
+        self._proofs[self._proof] = then
+        self._out.append(Prove(self._partition_id, self._proof))
+
+    def _end_up_to(self, number: int, reason: Reason) -> None:
+        """What was sent up to this one is not in the log."""
+        while self._in_flight:
+            req_id, row = next(iter(self._in_flight.items()))
+            if row.number > number:
+                return
+            del self._in_flight[req_id]
+            self._end(row, reason)
+
+    def _end(self, row: Row, reason: Reason) -> None:
+        if row.refused(reason):
+            # An estimate is of a transaction that is in the log, whether it was fed here or not.
+            mark = max(self._mark, *row.parcel.conflicting)
+            self._to_stream(row.parcel.result(TransactionId(mark)))
+
+    # --- out
+
+    def _to_server(self, message: ClientMessage) -> None:
+        last = self._out[-1] if self._out else None
+        if isinstance(last, ToServer):  # they go by one call of the system
+            last.messages.append(message)
+        else:
+            self._out.append(ToServer([message]))
+
+    def _to_stream(self, message: ClientMessage) -> None:
+        """Hand it on, behind what was fed before it."""
+        self._end_run()
+        self._out.append(ToStream(message))
+
+    def _end_run(self) -> None:
+        batch = None if self._run is None else self._run.take()
+        if batch is not None:
+            self._out.append(ToStream(batch))
+
+    def _taken(self) -> list[Effect]:
+        self._end_run()
+        taken, self._out = self._out, []
+        return taken
+
+
+def no_claims(address: str) -> errors.UsageError:
+    """Return the error of a write that is to enter the log once, at an original."""
+    return errors.UsageError(
+        f"{address} is an original Waltz server: it forgets who has written when a connection "
+        "ends, so a write cannot be kept from entering the log twice there"
+    )
+
+
+def _is_reached(wanted: TransactionId | None, mark: TransactionId) -> bool:
+    return wanted is not None and wanted <= mark
