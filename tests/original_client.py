@@ -49,6 +49,11 @@ def lock(name: str, number: int) -> int:
     return h - (1 << 32) if h >> 31 else h
 
 
+async def quiet(seconds) -> None:
+    """What the original does before it tries again: nothing."""
+    await asyncio.sleep(seconds)
+
+
 def ints(values) -> bytes:
     return struct.pack(f">i{len(values)}i", len(values), *values)
 
@@ -241,7 +246,7 @@ class Link:
                 self.wire.close()
             self.wire = None
         if self.is_running:
-            await asyncio.sleep(OPEN_FAILED_S if open_failed else 0)
+            await quiet(OPEN_FAILED_S if open_failed else 0)
             self.side.replace(self)
 
     async def read(self, wire):
@@ -339,7 +344,7 @@ class Stream(Side):
         else:
             assert state == NOT_READY, "the client is ahead of the log"
             self.client.counts["not ready"] += 1
-            await asyncio.sleep(NOT_READY_S)
+            await quiet(NOT_READY_S)
             if partition.number in link.partitions:
                 link.send_mount(partition)
 

@@ -142,8 +142,9 @@ class MemoryStorage:
             case messages.RangeRaw():
                 return self._range(log, message, prefix)
             case messages.LineageRequest():
-                found = tuple(each for each in log.lineage if each.last >= message.first)
-                before = log.lineage[: len(log.lineage) - len(found)]
+                before = [each for each in log.lineage if each.last < message.first]
+                rest = log.lineage[len(before) :]
+                found = tuple(each for each in rest if each.first <= message.last)
                 chain = before[-1].chain if before else GENESIS_CHAIN
                 return messages.LineageResponse(*prefix, chain, found)
             case messages.LockBlocksRequest():

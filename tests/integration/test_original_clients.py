@@ -92,13 +92,14 @@ def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_conne
                 asyncio.ensure_future(client.submit(0, lambda name=name: state.count_up(name)))  # noqa: TID251
                 for name in names
             ]
-            await until(lambda: partition.pipeline.in_flight_bytes > 0)
-            # The appends are nowhere: their storages forget them with their connections.
+            await until(lambda: all(each.logs[0].last == 5 for each in world.storages))
+            # Nothing was acknowledged, and all three forget it: it is nowhere any more.
             session = partition.session_id
             for storage in world.storages:
                 storage._held.clear()
                 storage.is_held = False
                 storage.logs[0].cut(0)
+            for storage in world.storages:
                 await storage.stop()
                 await storage.start()
             await asyncio.wait(waiting)

@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from tests.loops import until
 from tests.original_client import Req, Wire
 from waltz_core.record import PartitionId
 from waltz_core.server import originals
+from waltz_core.server.daemon import Server
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire" / "client_server_v4.json"
 VERSIONS = range(5)
@@ -86,6 +87,22 @@ def send_append(wire: Wire, at: Req, data: bytes, mark: int = -1, **rest: object
     wire.send(original.APPEND_REQUEST, at, body)
 
 
+@contextlib.asynccontextmanager
+async def dialling(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+    """Give what makes connections, of these versions; they end with the story."""
+    made: list[Wire] = []
+
+    async def dial(versions: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Wire:
+        made.append(await Wire.open(server.address, versions))
+        return made[-1]
+
+    try:
+        yield dial
+    finally:
+        for each in made:
+            each.close()
+
+
 @contextlib.contextmanager
 def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     """Give what is logged at info or above, as it comes."""
@@ -97,8 +114,8 @@ def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 def test_captured_frames_are_answered_by_captured_frames() -> None:
     async def main() -> None:
-        async with cluster(4, feed_grant_count_min=100) as (_, server):
-            wire = await Wire.open(server.address)
+        async with cluster(4, feed_grant_count_min=100) as (_, server), dialling(server) as dial:
+            wire = await dial()
             assert wire.version == 4
 
             async def told(question: str, expected: str) -> None:
@@ -145,7 +162,6 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
                 send_append(wire, Req(1, 1, 2, sequence), b"")
             assert [await fed(wire) for _ in range(100)] == list(range(100))
             assert await frame(wire) == captured("FEED_SUSPENDED")
-            wire.close()
 
     run(main())
 
@@ -155,8 +171,8 @@ def test_each_version_mounts_appends_and_reads(
     version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with cluster() as (_, server):
-            wire = await Wire.open(server.address, tuple(range(version + 1)))
+        async with cluster() as (_, server), dialling(server) as dial:
+            wire = await dial(tuple(range(version + 1)))
             assert wire.version == version
             assert await state_of(wire, req(1)) == original.READY
             wire.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
@@ -169,11 +185,11 @@ def test_each_version_mounts_appends_and_reads(
             assert (found, LONG.unpack(body)) == (req(3), (0,))
             send_append(wire, req(4), b"second", mark=0, write=[3])
             assert await fed(wire) == 1
-            rpc = await Wire.open(server.address, tuple(range(version + 1)))
+            rpc = await dial(tuple(range(version + 1)))
             rpc.send(original.DATA_REQUEST, req(1), LONG.pack(1))
             _, body = await answer(rpc, original.DATA_RESPONSE)
             assert original.data_of(body) == (1, b"second", None)
-            again = await Wire.open(server.address, tuple(range(version + 1)))
+            again = await dial(tuple(range(version + 1)))
             send_mount(again, req(5), 0, 1)
             assert await fed(again) == 1
             _, body = await answer(again, original.MOUNT_RESPONSE)
@@ -183,8 +199,6 @@ def test_each_version_mounts_appends_and_reads(
             rpc.send(beyond, req(0))
             assert await is_ended(rpc)
             await until(lambda: server._clients.original_count == 1)  # the superseded one has gone
-            again.close()
-            wire.close()
 
     with watching(caplog) as told:
         run(main())
@@ -194,11 +208,11 @@ def test_each_version_mounts_appends_and_reads(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
     async def main() -> None:
-        async with cluster() as (_, server):
+        async with cluster() as (_, server), dialling(server) as dial:
             writer = await connect(server)
             await writer.mount()
             await writer.append(10)
-            wire = await Wire.open(server.address, tuple(range(version + 1)))
+            wire = await dial(tuple(range(version + 1)))
             send_mount(wire, req(1), 4)
             assert [await fed(wire) for _ in range(5)] == [5, 6, 7, 8, 9]
             found, _ = await answer(wire, original.MOUNT_RESPONSE)
@@ -215,17 +229,16 @@ def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
             for generation in (0, 2):
                 of_another = req(5, generation=generation)
                 assert await state_of(wire, of_another) == original.NOT_READY
-            wire.close()
 
     run(main())
 
 
 def test_what_the_original_ends_a_connection_for_so_do_we() -> None:
     async def main() -> None:
-        async with cluster() as (_, server):
+        async with cluster() as (_, server), dialling(server) as dial:
 
             async def mounted(client: int) -> Wire:
-                wire = await Wire.open(server.address)
+                wire = await dial()
                 assert await state_of(wire, req(1, client=client)) == original.READY
                 return wire
 
@@ -237,10 +250,10 @@ def test_what_the_original_ends_a_connection_for_so_do_we() -> None:
             broken.send(original.APPEND_REQUEST, req(2, client=2), body[:-1] + b"?")
             assert await is_ended(broken)
             for kind in (17, 19):
-                empty = await Wire.open(server.address)
+                empty = await dial()
                 empty.send(kind, req(0), original.ints(()))
                 assert await is_ended(empty)
-            null = await Wire.open(server.address)
+            null = await dial()
             null.send(17, req(0), b"\xff" * 4)
             assert await is_ended(null)
             no_data = await mounted(3)
@@ -249,25 +262,24 @@ def test_what_the_original_ends_a_connection_for_so_do_we() -> None:
             no_data.send(original.APPEND_REQUEST, req(2, client=3), fields)
             assert await is_ended(no_data)
             for change in (b"", b"more"):
-                wrong = await Wire.open(server.address)
+                wrong = await dial()
                 wrong.send(original.FLUSH_REQUEST, req(1), change + b"\x00")
                 assert await is_ended(wrong)
-            answers = await Wire.open(server.address)
+            answers = await dial()
             answers.send(original.FLUSH_RESPONSE, req(1), LONG.pack(0))
             assert await is_ended(answers)
-            no_mark = await Wire.open(server.address)
+            no_mark = await dial()
             send_mount(no_mark, req(1), -2)
             assert await is_ended(no_mark)
             assert server.hosts[PartitionId(0)].partition.high_water_mark == -1
-            await until(lambda: server._clients.count == 0)
 
     run(main())
 
 
 def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
     async def main() -> None:
-        async with cluster() as (_, server):
-            early, late = [await Wire.open(server.address) for _ in range(2)]
+        async with cluster() as (_, server), dialling(server) as dial:
+            early, late = [await dial() for _ in range(2)]
             assert await state_of(early, req(1), sequence=3) == original.READY
             early.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
             assert await state_of(late, req(1), sequence=4) == original.READY
@@ -277,10 +289,9 @@ def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
             assert await fed(late) == 0
             # One that comes too late, or starts again at 0: its client climbs until it is higher.
             for sequence in (0, 4):
-                again = await Wire.open(server.address)
+                again = await dial()
                 send_mount(again, req(1), sequence=sequence)
                 assert await is_ended(again)
-            late.close()
 
     run(main())
 
@@ -291,11 +302,11 @@ def test_what_is_asked_without_a_mount_is_answered_or_left_open(
     monkeypatch.setattr(originals, "MARK_WAIT_S", 0.2)
 
     async def main() -> None:
-        async with cluster() as (_, server):
+        async with cluster() as (_, server), dialling(server) as dial:
             writer = await connect(server)
             await writer.mount()
             await writer.append(3, size=2)
-            rpc = await Wire.open(server.address)
+            rpc = await dial()
             rpc.send(original.MARK_REQUEST, req(1))
             assert await answer(rpc, original.MARK_RESPONSE) == (req(1), LONG.pack(2))
             rpc.send(original.FLUSH_REQUEST, req(2))
@@ -321,10 +332,10 @@ def test_what_is_asked_without_a_mount_is_answered_or_left_open(
 
 def test_an_original_that_does_not_read_costs_bounded_memory() -> None:
     async def main() -> None:
-        async with cluster() as (_, server):
+        async with cluster() as (_, server), dialling(server) as dial:
             writer = await connect(server, BOB)
             await writer.mount()
-            deaf = await Wire.open(server.address)
+            deaf = await dial()
             send_mount(deaf, req(1, client=ALICE))
             await answer(deaf, original.MOUNT_RESPONSE)
             deaf.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(-1))
@@ -340,6 +351,5 @@ def test_an_original_that_does_not_read_costs_bounded_memory() -> None:
                     next_id += 1
                 else:
                     deaf.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(next_id - 1))
-            deaf.close()
 
     run(main())

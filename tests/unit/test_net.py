@@ -92,6 +92,34 @@ async def test_messages_arrive_in_order_whatever_their_size(pair):
 
 
 @on_loop
+async def test_frames_made_elsewhere_keep_their_place_among_messages(pair):
+    async with pair() as (link, peer, _):
+        made = b"".join(
+            bytes(each) for n in (1, 2) for each in codec.encode(raw(10, n), link.version)
+        )
+        before = link.bytes_sent
+        link.send(raw(300_000, 0))
+        link.send_frames(made)
+        assert link.bytes_sent > before + 300_000 + len(made)
+        link.send(raw(5, 3))
+        await until(lambda: len(peer.messages) == 4)
+        assert [each.sequence for each in peer.messages] == [0, 1, 2, 3]
+        link.close("enough")
+        link.send_frames(made)
+    assert len(peer.messages) == 4
+
+
+@on_loop
+async def test_a_peer_that_never_reads_frames_made_elsewhere_is_cut_as_well(pair):
+    async with pair(write_backlog_bytes_max=2 * net.WRITE_BACKLOG_BYTES_HIGH) as (link, peer, _):
+        peer.links[0].pause_reading()
+        made = b"".join(bytes(each) for each in codec.encode(raw(1_000_000), link.version))
+        while not link.is_closed:
+            link.send_frames(made)
+        assert "does not read" in link.closed_reason
+
+
+@on_loop
 async def test_receive_waits_and_then_gives_all_that_is_there(pair):
     async with pair() as (link, peer, _):
         for n in range(3):

@@ -5,6 +5,7 @@ take a partition over at any moment; what must never go wrong then is in `waltz_
 
     daemon      the process: settings, registration, the assignment, health, an orderly end
     clients     links to clients: what may be read (`flow`), where a request goes, what comes back
+    originals   what comes back to clients of the original, which know no outcomes and no errors
     host        one partition with its driver, its links to storages (`replicas`), its metrics
     partition   the machine: routes between the parts below and the store's sessions
     append      the pipeline (`lanes`, `tickets`, `singles`), over `locks` and `mounts`

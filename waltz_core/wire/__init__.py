@@ -13,6 +13,7 @@ follow what is in flight (decision 017).
 
 `messages.py` is the table: one dataclass for each message, its code, the versions it exists in, and
 its fields in wire order; `original_messages.py` has those that only the original's versions know.
-`codec.py` derives the bytes from these tables. `connection.py` is the life of one connection
+`codec.py` derives the bytes from these tables; `feed_frames.py` makes many frames of one of them at
+once. `connection.py` is the life of one connection
 without any I/O: bytes in, messages and bytes out.
 """
