@@ -13,6 +13,9 @@ Rules:
     4. A directory that an original has written to since we did is adopted, and not suspect: its
        records get batches of up to 1024 ids, bounded alike on all replicas. Its sequence says so,
        or its session: a crash may have come between our slot and the structure that it knows of.
+       So it is where its server has written through us (`unbatched.py`), but that our slot is the
+       newest then, and its marker vouches. Bounds are those that the ids give, however often it was
+       opened meanwhile: batches of an earlier adoption that end elsewhere are made anew.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory knows of are refused, and the replica is suspect. That is durable
        before anything else is written: the next opening may not see any more that it fell back.
@@ -69,6 +72,7 @@ from waltz_core.storage.format import (
 from waltz_core.storage.index import LineageFile
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
+from waltz_core.storage.unbatched import is_unbatched
 
 ADOPTED_BATCH_IDS: Final = 1024
 
@@ -206,13 +210,16 @@ class _Opening:
         self._directory = directory
         self._blank = blank
         self._info = info
-        self._adopting = slot.is_overtaken(info)
+        # An original's own process has written since, or its server has through this storage.
+        self._is_overtaken = slot.is_overtaken(info)
+        self._adopting = self._is_overtaken or is_unbatched(slot)
         self.opened: list[Segment] = []  # everything that is to be closed when it fails
         self._rebuilt: list[Segment] = []
         self._implausible: set[TransactionId] = set()  # older ones, by their first id
         # Up to the marker the records were vouched for by a slot, ours or the original's. What a
         # batch's entry vouches for is known when the segments are open.
-        self._marker = info.local_low_water_mark if self._adopting else slot.acked.transaction_id
+        acked = slot.acked.transaction_id
+        self._marker = info.local_low_water_mark if self._is_overtaken else acked
         self._vouched = self._marker
 
     def may_fall_back(self) -> bool:
@@ -363,6 +370,8 @@ class _Opening:
         end = min(self._valid_end(segments, TransactionId(anchor)), segments.last)
         if not self._adopting and end < self._vouched:
             self._suspect()
+        if self._adopting:
+            end = self._before_uneven(segments, end)
         if self._adopting or end < self._vouched:
             self._drop_batches(segments, end)
             # One that cannot be read below that end goes, too, with all behind it.
@@ -391,6 +400,24 @@ class _Opening:
         except (BadFormat, ChecksumMismatch):
             return end
         return end
+
+    def _before_uneven(self, segments: Segments, end: TransactionId) -> TransactionId:
+        """Return the end of the batches that stay: those at the log's end that an earlier adoption
+        has bounded otherwise than this one would go, with all behind them (rule 4).
+        """
+        first = TransactionId(end + 1)
+        with suppress(BadFormat, ChecksumMismatch):  # one that cannot be read stays what it is
+            while first > 0:
+                entry = segments.entry_of(TransactionId(first - 1))
+                if entry is None or entry.session_id != NO_SESSION:
+                    break
+                first = entry.first
+        while first <= end:
+            entry = segments.entry_of(first)
+            if entry is None or entry.last != self._adopted_end(entry.first, segments.last):
+                break
+            first = TransactionId(entry.last + 1)
+        return TransactionId(first - 1)
 
     def _end_of(self, segments: Segments) -> TransactionId:
         end = segments.lineage_end()
@@ -474,7 +501,7 @@ class _Opening:
     def write_again(self, segments: Segments) -> None:
         """Make durable what is believed (rules 7, 9); an original's may be long: only synced."""
         current, vouched, marker = segments.current, self._vouched, self._marker
-        if self._adopting:
+        if self._is_overtaken:
             vouched = marker = segments.last
         current.write_again(
             max(current.first, TransactionId(vouched + 1)),
