@@ -348,6 +348,10 @@ class Both(World):
         node = await self.zookeeper.session().get(METADATA)
         return Metadata.decode(node.data)
 
+    def are_all_ready(self):
+        metadata = Metadata.decode(self.zookeeper.entry(METADATA).data)
+        return set(metadata.states.values()) == {State(metadata.session)}
+
     async def leave(self, metadata):
         """Have ZooKeeper say what an original has written."""
         znodes = self.zookeeper.session()
@@ -375,10 +379,8 @@ class Both(World):
                 size = struct.unpack_from(">i", whole, at + 28)[0] + 40
                 log.append(off_disk(whole[at : at + size]))
                 at += size
-            while all_ready and set((await self.metadata()).states.values()) != {
-                State((await self.metadata()).session)
-            }:
-                await asyncio.sleep(0.05)
+            if all_ready:
+                await until(self.are_all_ready)
             self.stops.pop().set()
             link.close("done")
 

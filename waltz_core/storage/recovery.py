@@ -70,6 +70,7 @@ from waltz_core.storage.format import (
     with_damage,
 )
 from waltz_core.storage.index import LineageFile
+from waltz_core.storage.rebatching import chain_before, drop_batches, relink
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
 from waltz_core.storage.unbatched import is_unbatched
@@ -373,7 +374,7 @@ class _Opening:
         if self._adopting:
             end = self._before_uneven(segments, end)
         if self._adopting or end < self._vouched:
-            self._drop_batches(segments, end)
+            drop_batches(segments, end)
             # One that cannot be read below that end goes, too, with all behind it.
             end = min(end, self._end_of(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last)
@@ -409,12 +410,12 @@ class _Opening:
         with suppress(BadFormat, ChecksumMismatch):  # one that cannot be read stays what it is
             while first > 0:
                 entry = segments.entry_of(TransactionId(first - 1))
-                if entry is None or entry.session_id != NO_SESSION:
+                if entry is None or entry.session_id != NO_SESSION or entry.first >= first:
                     break
                 first = entry.first
         while first <= end:
             entry = segments.entry_of(first)
-            if entry is None or entry.last != self._adopted_end(entry.first, segments.last):
+            if entry is None or entry.last != self._adopted_end(first, segments.last):
                 break
             first = TransactionId(entry.last + 1)
         return TransactionId(first - 1)
@@ -432,13 +433,6 @@ class _Opening:
             return True  # what cannot be read cannot be checked; the damage is known
         crcs = segments.record_crcs(entry.first, entry.last)
         return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
-
-    def _drop_batches(self, segments: Segments, end: TransactionId) -> None:
-        for segment in segments.all:
-            if segment.lineage.count and segment.last > end:
-                segment.lineage.cut(_place_after(segment, end))
-        last = segments.current.lineage  # where those of records that are gone may stand
-        last.cut(last.place_of(TransactionId(end + 1)))
 
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
         """Give a segment that lost its batches new ones, up to where the next known ones begin."""
@@ -473,28 +467,20 @@ class _Opening:
                 place += 1
             segment = segments.all[place]
             crcs = segments.record_crcs(first, end) or bytes(4 * (end - first + 1))
-            chain_before = _chain_before(segments, place)
-            chain = next_chain(chain_before, first, end, session_id, crcs)
+            chain = next_chain(chain_before(segments, place), first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
             made = LineageEntry(first, end, session_id, stamp_ms, chain)
             segment.append_entries([made], BEFORE_FIRST)
             segment.sync()
             first = TransactionId(end + 1)
-        self._relink(segments)
+        relink(segments)
 
     def _adopted_end(self, first: TransactionId, last: TransactionId) -> TransactionId:
         """Return where a batch from `first` on ends: before a 1024th id, at the mark or the end."""
         end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
         mark = self._info.low_water_mark
         return TransactionId(min(end, last, mark if first <= mark else last))
-
-    def _relink(self, segments: Segments) -> None:
-        """Write those headers of `.chn` files again that others' new batches have made wrong."""
-        for place, segment in enumerate(segments.all):
-            chain = _chain_before(segments, place, within=False)
-            if segment.lineage.chain_before != chain:
-                segment.rewrite_lineage_header(chain)
 
     # ---- the end
 
@@ -543,25 +529,3 @@ def _last_true_end(segments: Segments) -> TransactionId:
                 if entry.session_id != MADE_UP:
                     return entry.last
     return BEFORE_FIRST
-
-
-def _place_after(segment: Segment, end: TransactionId) -> int:
-    """Return how many entries of a segment end at or before an id; bad ones end the count."""
-    count = 0
-    try:
-        for entry in segment.lineage.entries(0):
-            if entry.last > end:
-                break
-            count += 1
-    except (BadFormat, ChecksumMismatch):
-        pass
-    return count
-
-
-def _chain_before(segments: Segments, place: int, *, within: bool = True) -> Chain:
-    """Return the chain after all batches of the segments up to a place."""
-    for index in range(place if within else place - 1, -1, -1):
-        lineage = segments.all[index].lineage
-        if lineage.count:
-            return lineage.chain_at(lineage.count)
-    return GENESIS_CHAIN

@@ -47,6 +47,7 @@ from waltz_core.record import (
 )
 from waltz_core.storage import recovery
 from waltz_core.storage.control_file import ControlFile, SlotFile
+from waltz_core.storage.covered_log import CoveredLog
 from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import NO_NONCE, Marker, SegmentHeader
 from waltz_core.storage.partition_log import LogSettings, PartitionLog, Prepared
@@ -58,7 +59,7 @@ from waltz_core.storage.unbatched import UNBATCHED, is_unbatched
 INDEX_SYNC_IDS: Final = 1000
 
 
-class ReplicaLog(PartitionLog):
+class ReplicaLog(CoveredLog):
     """One partition on disk; all calls block, one at a time."""
 
     _open_again: Callable[[], tuple[Segments, SlotFile]]
@@ -87,6 +88,7 @@ class ReplicaLog(PartitionLog):
         Records of an original get their batches first (rule 2).
         """
         if session > self.promised and is_unbatched(self.slot) and not self.is_broken:
+            self._count_all()
             if self._failed:
                 self._go_on_in_new_segment()
             self._make_batches()
@@ -109,6 +111,7 @@ class ReplicaLog(PartitionLog):
             raise DiskFailed(f"partition {self.partition_id}: failed until it is opened again")
         slot = self.slot
         if session > slot.promised:
+            self._count_all()
             self._engaged = NO_SESSION
             self._write_slot(replace(slot, promised=session, nonce=NO_NONCE))
             if self._failed:
@@ -219,6 +222,8 @@ class ReplicaLog(PartitionLog):
             raise BadRequest(
                 f"low-water mark {mark} is lower than the current one {self.slot.low_water_mark}"
             )
+        if self._is_an_originals():
+            self._leave_batches()  # A bound of theirs is at the newest mark, on all replicas.
         self.sync()
         self._sync_index()
         acked = Marker(self.synced_max, self._synced_chain)
@@ -245,6 +250,11 @@ class ReplicaLog(PartitionLog):
     def _check_original(self, session: SessionId) -> None:
         self._check_session(session)
         self.check_vouches()
+
+    def _truncate(self, last_to_keep: TransactionId) -> None:
+        super()._truncate(last_to_keep)
+        if is_unbatched(self.slot):
+            self.chain = self._synced_chain = UNBATCHED
 
     def _leave_batches(self) -> None:
         """Say durably that records without batches follow (`unbatched.py`, rule 1)."""
