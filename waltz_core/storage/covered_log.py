@@ -67,12 +67,12 @@ class CoveredLog(PartitionLog):
         base_chain: Chain,
     ) -> tuple[TransactionId, Chain]:
         """Cut everything after an id, or cover it; see `PartitionLog.truncate`."""
+        if self._covered_end is not None and last_to_keep < self._covered_end:
+            raise BadRequest(f"partition {self.partition_id}: expected one cut in a session")
         if self._is_half_cut or last_to_keep >= self.max_id or not self._is_an_originals():
             return super().truncate(session, last_to_keep, base, base_chain)
         self._check_session(session)
-        if self._covered_end is not None or base > last_to_keep:
-            raise BadRequest(f"partition {self.partition_id}: expected one cut in a session")
-        if self.chain_at(base) != base_chain:
+        if base > last_to_keep or self.chain_at(base) != base_chain:
             raise BadRequest(
                 f"partition {self.partition_id}: expected a batch that ends at {base} with chain "
                 f"{base_chain.hex()}"
