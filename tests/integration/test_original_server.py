@@ -482,3 +482,27 @@ def test_what_one_storage_got_from_an_original_alone_is_taken_over(tmp_path, cap
     with storages(tmp_path) as found:
         on_loop(main(found))
         check_equal(found, log, capsys)
+
+
+def test_a_directory_that_an_original_has_left_goes_on_under_one(tmp_path, capsys):
+    log = many(0, 2_500)
+    infos = [layout.Structure(-1, -1, -1, 1, 0)] * PARTITION_COUNT
+    infos[0] = layout.Structure(7, 2_000, 2_000, 5, 9)
+    with storages(tmp_path, 1) as found:
+        directory = found.directories[0]
+        found.end(0, signal.SIGTERM)
+        for each in directory.rglob("*.*"):
+            each.unlink()
+        (directory / "waltz-storage.ctl").write_bytes(layout.control(KEY.bytes, infos))
+        for first, last in ((0, 1_200), (1_200, 2_500)):
+            files = layout.segment(KEY.bytes, 0, first, list(map(on_disk, log[first:last])))
+            for suffix, data in zip((".seg", ".idx"), files, strict=True):
+                (directory / "0" / f"{first:019d}{suffix}").write_bytes(data)
+        found.start(0)
+        again = found.session(Metadata(1, 7, {found.addresses[0]: State(7)}))
+        assert (again.number, again.mark) == (8, 2_499)
+        append(again, log, 100)
+        again.close()
+        found.end(0)
+        assert found.records(0) == list(map(on_disk, log))
+        assert command(["disk", "verify", str(directory)]) == 0, capsys.readouterr().out

@@ -466,6 +466,9 @@ class StorageDaemon:
         try:
             link.send(message)
         except errors.LocalProtocolError as error:
+            if link.version == _ORIGINALS_VERSION:
+                link.close(str(error))  # Nobody there knows of a Nack.
+                return
             # A batch that came in a full frame does not fit into the frame of a range.
             prefix = (message.session_id, message.sequence, message.partition_id)
             link.send(Nack(*prefix, errors.TooLarge.code, message.session_id, str(error)))

@@ -34,12 +34,14 @@ from waltz_core.errors import (
     NoSpace,
     ReplicaSuspect,
     SessionFenced,
+    TooLarge,
     WaltzError,
 )
 from waltz_core.record import (
     NO_SESSION,
     RECORD_OVERHEAD_BYTES,
     RECORD_PREFIX,
+    TRANSACTION_BYTES_MAX,
     PartitionId,
     Record,
     SessionId,
@@ -148,6 +150,7 @@ class ReplicaLog(CoveredLog):
         Raises:
             SessionFenced: the session is not the promised one.
             BadRequest: they do not go on where the log ends, one after the other.
+            TooLarge: one is larger than a transaction may be here.
             ReplicaSuspect: rule 5.
             NoSpace: the disk is full; nothing was written.
             DiskFailed: a write failed.
@@ -158,6 +161,9 @@ class ReplicaLog(CoveredLog):
             raise BadRequest("transaction out of order")
         if not records:
             return 0
+        largest = max(len(record.data) for record in records)
+        if largest > TRANSACTION_BYTES_MAX:
+            raise TooLarge(f"expected {TRANSACTION_BYTES_MAX} bytes of data at most, got {largest}")
         self._leave_batches()
         provisional = self.slot.provisional
         if provisional is not None and ids[0] > provisional.low_water_mark:

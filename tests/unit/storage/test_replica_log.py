@@ -12,8 +12,9 @@ from waltz_core.errors import (
     NoSpace,
     ReplicaSuspect,
     SessionFenced,
+    TooLarge,
 )
-from waltz_core.record import BEFORE_FIRST, NO_SESSION, Record, ReqId
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, TRANSACTION_BYTES_MAX, Record, ReqId
 from waltz_core.storage.control_file import ControlFile
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.replica_log import INDEX_SYNC_IDS, ReplicaLog, encoded_record
@@ -129,6 +130,15 @@ def test_records_that_do_not_follow_are_refused(begun):
             begun.log.append_records(1, wrong)
     assert begun.log.append_records(1, []) == 0
     assert begun.log.max_id == 1
+
+
+def test_a_record_that_no_opening_would_find_again_is_refused(begun):
+    with pytest.raises(TooLarge):
+        begun.log.append_records(1, records(0, 1, bytes(TRANSACTION_BYTES_MAX + 1)))
+    begun.log.append_records(1, records(0, 1, bytes(TRANSACTION_BYTES_MAX)))
+    begun.log.sync_records()
+    begun.crash()
+    assert begun.log.max_id == 0
 
 
 def test_a_mark_is_where_the_log_ends_or_above_and_never_goes_back(begun):
