@@ -13,11 +13,11 @@ KEY = UUID(int=0x0E6BFD32BDC64CE187FB950915C99D24)
 PARTITION_COUNT = 4
 
 
-def main(directory: str, key: str = str(KEY), admin_port: str = "0") -> int:
+def main(directory: str, key: str = str(KEY), admin_port: str = "0", port: str = "0") -> int:
     config = StorageConfig(
         connect="nowhere:1/none",
         directory=directory,
-        port=0,
+        port=int(port),
         admin_port=int(admin_port),
         reserve_bytes=0,
     )

@@ -38,6 +38,7 @@ DECLARATIONS = {
     "waltz_core/replication/events.py",
     "waltz_core/server/events.py",
     "waltz_core/server/outcomes.py",
+    "waltz_core/storage/effects.py",
     "waltz_core/storage/errands.py",
     "waltz_core/wire/admin_messages.py",
     "waltz_core/wire/original_messages.py",

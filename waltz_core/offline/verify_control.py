@@ -9,6 +9,8 @@ Rules:
        its marks above it, as a truncation does not lower them. Only a later session is an
        original's, but where the slot has had none: that log was begun anew after it was written.
     3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
+    4. The session of an original's server has no nonce. Its mark may be above the log, and what it
+       has appended has no batches: the marker has a word in place of its chain then.
 """
 
 from pathlib import Path
@@ -28,6 +30,7 @@ from waltz_core.offline.layout import (
     SLOT_BYTES,
     SLOTS_NAME,
     TRUNCATE,
+    UNBATCHED,
     ControlHeader,
     Entry,
     Info,
@@ -139,11 +142,12 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
         vouched = -1 if info is None else info.local_low_water_mark
         return Belief(number, key, None, is_adopted=False, vouched=vouched)
     # What a slot knows of may never have been written: then only a later session tells (rule 2).
-    is_adopted = info is not None and (
+    is_overtaken = info is not None and (
         info.sequence > current.original_sequence or -1 < current.last_session < info.session
     )
+    is_adopted = is_overtaken or current.acked_chain == UNBATCHED
     vouched = current.acked
-    if is_adopted:
+    if is_overtaken:
         assert info is not None
         vouched = info.local_low_water_mark
     if current.flags & TRUNCATE:
@@ -197,7 +201,8 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
     """Say where the log and what the control files say of it do not fit."""
     info = entry.info if entry is not None else None
     of_original = findings.in_file(CONTROL_NAME)
-    is_the_originals = belief.slot is None or belief.is_adopted
+    is_through_us = belief.slot is not None and belief.slot.acked_chain == UNBATCHED
+    is_the_originals = belief.slot is None or (belief.is_adopted and not is_through_us)
     if is_the_originals and info is not None and info.local_low_water_mark > seen.last:
         of_original.wrong(
             None,
@@ -207,7 +212,9 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
     if belief.slot is None:
         return
     said = findings.in_file(f"{belief.partition}/{SLOTS_NAME}")
-    if belief.is_adopted:
+    if is_through_us:
+        said.note(None, "an original's server has written here; the next start makes batches")
+    elif belief.is_adopted:
         said.note(None, "an original has written here since; the next start adopts its records")
     elif info is not None and info.session != belief.slot.last_session:
         of_original.note(
@@ -222,7 +229,8 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
 
 def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> None:
     marks = [("low-water mark", one.low_water_mark)]
-    if one.flags & PROVISIONAL:
+    # An original sets its mark before it has filled the log up (rule 4).
+    if one.flags & PROVISIONAL and any(one.nonce):
         marks.append(("provisional low-water mark", one.provisional_mark))
     if not belief.is_adopted:
         marks.append(("acked id", one.acked))

@@ -25,9 +25,10 @@ from waltz_core.record import PartitionId, ReplicaId, SessionId
 from waltz_core.sim.disk import Contents, PowerLoss, SimDisk, Survival
 from waltz_core.sim.network import FAR, Handlers, Link
 from waltz_core.sim.process import Process
-from waltz_core.storage import service
+from waltz_core.storage import effects, service
 from waltz_core.storage.engine import Engine
-from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.room import Room
 from waltz_core.storage.scrub import Scrub
 from waltz_core.storage.service import Identity, StorageService
@@ -86,7 +87,7 @@ class SimStorage(Process):
         return self.wall_ms
 
     @property
-    def log(self) -> PartitionLog | None:
+    def log(self) -> ReplicaLog | None:
         """The log of the partition, where the process runs and serves it."""
         if self.engine is None:
             return None
@@ -237,7 +238,7 @@ class SimStorage(Process):
         self._cluster.network.died(self, is_silent=False)
         self._cluster.restart_later(self)
 
-    def _open_log(self, engine: Engine) -> PartitionLog:
+    def _open_log(self, engine: Engine) -> ReplicaLog:
         """As the daemon does: a full disk still has room for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
         return engine.room.with_reserve(partial(engine.assign, partition_id))
@@ -343,27 +344,27 @@ class SimStorage(Process):
                 return
         self.set_timer(machine.wake_at_ms)
 
-    def _perform(self, effect: service.Effect) -> None:
+    def _perform(self, effect: effects.Effect) -> None:
         match effect:
-            case service.Answer(connection, message):
+            case effects.Answer(connection, message):
                 link = self.links.get(connection)
                 if link is not None:
                     self._cluster.network.send(link, FAR, message)
-            case service.RunWork(work):
+            case effects.RunWork(work):
                 self._run(work)
-            case service.CloseConnection(connection, reason):
+            case effects.CloseConnection(connection, reason):
                 link = self.links.get(connection)
                 if link is not None:
                     self._cluster.network.close(link, FAR, reason)
                     self.after(0, lambda: self._step(service.Disconnected(connection)))
-            case service.EndProcess(reason):
+            case effects.EndProcess(reason):
                 self._end(reason)
             case Report():
                 self._checks.reported(self.name, effect)
-            case service.Idle():
+            case effects.Idle():
                 self._is_dropping = False
                 self.after(0, self._go_aside)
-            case service.LookForRoom(room):
+            case effects.LookForRoom(room):
                 self._look_for_room(room)
             case _:
                 pass  # Reading less is the socket's business.

@@ -121,15 +121,19 @@ class ControlFile:
         return self._infos[partition_id]
 
     def set_marks(
-        self, partition_id: PartitionId, session_id: SessionId, mark: TransactionId
+        self,
+        partition_id: PartitionId,
+        session_id: SessionId,
+        mark: TransactionId,
+        local_mark: TransactionId | None = None,
     ) -> PartitionInfo:
-        """Write session and mark durably, as the original does at SET_LOW_WATER_MARK."""
-        return self._write(
-            partition_id,
-            self.info(partition_id)._replace(
-                session_id=session_id, low_water_mark=mark, local_low_water_mark=mark
-            ),
-        )
+        """Write session and mark durably, as the original does at SET_LOW_WATER_MARK.
+
+        `local_mark` is where the log ends, if that is not at the mark.
+        """
+        local = mark if local_mark is None else local_mark
+        info = self.info(partition_id)._replace(session_id=session_id, low_water_mark=mark)
+        return self._write(partition_id, info._replace(local_low_water_mark=local))
 
     def set_flags(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
         """Write the flags durably."""

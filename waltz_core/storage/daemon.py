@@ -39,14 +39,15 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.net import Link
 from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
-from waltz_core.storage import service, upkeep
+from waltz_core.storage import effects, service, upkeep
 from waltz_core.storage.admin_port import AdminPort
 from waltz_core.storage.disk import RealDisk, open_for_another
+from waltz_core.storage.effects import Effect
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.figures import Figures
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.scrub import Scrub, ScrubState, read_places, write_places
-from waltz_core.storage.service import Effect, Event, Identity, StorageService
+from waltz_core.storage.service import Event, Identity, StorageService
 from waltz_core.storage.serving import Serving, side_by_side
 from waltz_core.storage.work import ConnectionId, Request, Work
 from waltz_core.storage.writers import Outcome, Writers
@@ -56,6 +57,7 @@ from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
+_ORIGINALS_VERSION: Final = 0
 PLACES_S: Final = 60.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
@@ -68,6 +70,7 @@ _LEVELS: Final = {
     "damage_found": logging.WARNING,
     "scrub_passed_over": logging.WARNING,
     "damage_mended": logging.INFO,
+    "original_opened": logging.INFO,
     "scrub_finished": logging.INFO,
 }
 ResultT = TypeVar("ResultT")
@@ -278,7 +281,11 @@ class StorageDaemon:
             places=await self._in_thread(self._read_places),
         )
         return StorageService(
-            identity, queue_bytes_max=config.queue_bytes_max, room=engine.room, scrub=scrub
+            identity,
+            queue_bytes_max=config.queue_bytes_max,
+            room=engine.room,
+            scrub=scrub,
+            is_held=engine.is_held,
         )
 
     def _read_places(self) -> dict[PartitionId, TransactionId]:
@@ -403,9 +410,10 @@ class StorageDaemon:
         link.start(partial(self._received, connection), partial(self._closed, connection))
 
     def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
+        is_original = self._links[connection].version == _ORIGINALS_VERSION
         for message in messages:
             assert isinstance(message, StorageMessage)
-            self._post(Request(connection, message))
+            self._post(Request(connection, message, is_original))
             self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
 
     def _closed(self, connection: ConnectionId, _reason: str) -> None:
@@ -421,18 +429,18 @@ class StorageDaemon:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case service.Answer():
+            case effects.Answer():
                 self._answer(effect.connection, effect.message)
-            case service.RunWork():
+            case effects.RunWork():
                 self._run_work(effect.work)
-            case service.CloseConnection() | service.PauseReading() | service.ResumeReading():
+            case effects.CloseConnection() | effects.PauseReading() | effects.ResumeReading():
                 self._steer(effect)
-            case service.Idle():
+            case effects.Idle():
                 assert self._serving is not None
                 self._serving.idle(effect.log.partition_id)
-            case service.LookForRoom():
+            case effects.LookForRoom():
                 self._pool.submit(effect.room.look_again).add_done_callback(self._hop_with_room)
-            case service.EndProcess():
+            case effects.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
             case Report():
                 self._report(effect)
@@ -440,17 +448,17 @@ class StorageDaemon:
                 assert_never(effect)
 
     def _steer(
-        self, effect: service.CloseConnection | service.PauseReading | service.ResumeReading
+        self, effect: effects.CloseConnection | effects.PauseReading | effects.ResumeReading
     ) -> None:
         link = self._links.get(effect.connection)
         if link is None:
             return
         match effect:
-            case service.CloseConnection():
+            case effects.CloseConnection():
                 link.close(effect.reason)
-            case service.PauseReading():
+            case effects.PauseReading():
                 link.pause_reading()
-            case service.ResumeReading():
+            case effects.ResumeReading():
                 link.resume_reading()
 
     def _answer(self, connection: ConnectionId, message: StorageMessage) -> None:
@@ -464,6 +472,9 @@ class StorageDaemon:
         try:
             link.send(message)
         except errors.LocalProtocolError as error:
+            if link.version == _ORIGINALS_VERSION:
+                link.close(str(error))  # Nobody there knows of a Nack.
+                return
             # A batch that came in a full frame does not fit into the frame of a range.
             prefix = (message.session_id, message.sequence, message.partition_id)
             link.send(Nack(*prefix, errors.TooLarge.code, message.session_id, str(error)))

@@ -53,8 +53,9 @@ from waltz_core.storage.format import (
     of_file,
     segment_name,
 )
-from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.removal import Wipe
+from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.room import Room, append_bytes
 from waltz_core.wire.admin_messages import Copy
 
@@ -86,7 +87,7 @@ class Engine:
         with of_file(directory / STORAGE_ID_NAME):
             self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
-        self.logs: dict[PartitionId, PartitionLog] = {}
+        self.logs: dict[PartitionId, ReplicaLog] = {}
         self.failed: dict[PartitionId, WaltzError] = {}
         self._disk = disk
         self._control = control
@@ -167,11 +168,16 @@ class Engine:
         self._check_exists(partition_id)
         return self._control.info(partition_id)
 
+    def is_held(self, partition_id: PartitionId) -> bool:
+        """Whether this storage holds a partition, served or not; the cluster may have none such."""
+        is_one = 0 <= partition_id < self.partition_count
+        return is_one and bool(self._control.info(partition_id).flags & FLAG_ASSIGNED)
+
     def is_available(self, partition_id: PartitionId) -> bool:
         """Whether a partition that is held may be served."""
         return bool(self.info(partition_id).flags & FLAG_AVAILABLE)
 
-    def assign(self, partition_id: PartitionId) -> PartitionLog:
+    def assign(self, partition_id: PartitionId) -> ReplicaLog:
         """Begin to hold a partition, durably, and open its log; again is no error.
 
         Raises:
@@ -202,7 +208,7 @@ class Engine:
             self._named.update(new)
             self._control.set_flags_of(new, FLAG_ASSIGNED | FLAG_AVAILABLE)
 
-    def log(self, partition_id: PartitionId) -> PartitionLog:
+    def log(self, partition_id: PartitionId) -> ReplicaLog:
         """Return the log of a partition.
 
         Raises:
@@ -228,10 +234,10 @@ class Engine:
         with suppress(WaltzError):  # It is in `failed` then.
             self._open_log(partition_id)
 
-    def _open_log(self, partition_id: PartitionId) -> PartitionLog:
+    def _open_log(self, partition_id: PartitionId) -> ReplicaLog:
         directory = self._directory_of(partition_id)
         try:
-            log = PartitionLog.open(
+            log = ReplicaLog.open(
                 self._disk,
                 directory,
                 partition_id,

@@ -16,21 +16,30 @@ from typing import Final
 
 from waltz_core.record import NO_SESSION, SessionId
 from waltz_core.storage.format import NOBODYS_NONCE
-from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.original_work import LIST_BYTES_MAX, disk_bytes
+from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.scrub import Piece
-from waltz_core.storage.work import ConnectionId, Request, Work
+from waltz_core.storage.work import APPENDS, ConnectionId, Request, Work
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
+from waltz_core.wire.original_messages import (
+    AppendRecordsRequest,
+    RecordHeaderListRequest,
+    RecordListRequest,
+)
 
+# A hostile or broken peer must not use up the numbers (correctness.md 2.4, row 37).
+SESSION_JUMP_MAX: Final = 1 << 32
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
 # What a request counts for in the queue beside the bytes that it carries or asks for.
 _REQUEST_BYTES: Final = 512
+_RECORD_BYTES: Final = 256  # what a record takes as an object
 
 
 @dataclass(slots=True)
 class Lane:
     """One partition: the session it is bound to, what waits for it, whether work is under way."""
 
-    log: PartitionLog
+    log: ReplicaLog
     # What PREPARE has raised, at its arrival (`service.py`, rule 3).
     promised: SessionId
     nonce: bytes
@@ -67,10 +76,11 @@ class Lane:
 def _next_group(writes: deque[Request]) -> tuple[Request, ...]:
     """Take the first request, and if it is an append, all that follow it directly (rule 2)."""
     group = [writes.popleft()]
-    if not isinstance(group[0].message, AppendRaw):
+    kind = type(group[0].message)
+    if kind not in APPENDS:
         return tuple(group)
     group_bytes = queue_bytes(group[0].message)
-    while writes and isinstance(writes[0].message, AppendRaw):
+    while writes and type(writes[0].message) is kind:
         group_bytes += queue_bytes(writes[0].message)
         if group_bytes > GROUP_BYTES_MAX:
             break
@@ -85,5 +95,9 @@ def queue_bytes(message: StorageMessage) -> int:
             return _REQUEST_BYTES + len(message.records) + len(message.lengths)
         case RangeRaw() | LockBlocksRequest():
             return _REQUEST_BYTES + max(0, message.bytes_max)
+        case AppendRecordsRequest():
+            return _REQUEST_BYTES + disk_bytes(message) + _RECORD_BYTES * len(message.records)
+        case RecordListRequest() | RecordHeaderListRequest():
+            return _REQUEST_BYTES + LIST_BYTES_MAX
         case _:
             return _REQUEST_BYTES

@@ -23,7 +23,7 @@ Rules (numbers in brackets: correctness.md 2.4):
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,7 @@ from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import IdRange, Mark, Marker, SegmentHeader, Slot
 from waltz_core.storage.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
 from waltz_core.storage.segments import Segments
+from waltz_core.storage.unbatched import marker_at_roll
 
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
@@ -121,7 +122,7 @@ class PartitionLog:
         settings: LogSettings,
         *,
         is_named: bool = False,
-    ) -> "PartitionLog":
+    ) -> Self:
         """Open or create a log, and recover it (correctness.md 2.5); durable. See `open_log`.
 
         Raises:
@@ -247,18 +248,16 @@ class PartitionLog:
         if self.slot.suspect:
             self._verify_suspect()
         self._sync_index()
-        self._write_slot(
-            replace(
-                self.slot,
-                last_session=session,
-                provisional=Mark(session, mark),
-                acked=Marker(mark, chain),
-                suspect=False,
-                original_sequence=self._control.info(self.partition_id).sequence + 1,
-            )
-        )
+        slot = replace(self.slot, acked=Marker(mark, chain), suspect=False)
+        self._write_mark(slot, session, mark)
+
+    def _write_mark(self, slot: Slot, session: SessionId, mark: TransactionId) -> None:
+        """Write session and provisional mark into a slot, and then where the original has them."""
+        info = self._control.info(self.partition_id)
+        slot = replace(slot, last_session=session, provisional=Mark(session, mark))
+        self._write_slot(replace(slot, original_sequence=info.sequence + 1))
         try:
-            self._control.set_marks(self.partition_id, session, mark)
+            self._control.set_marks(self.partition_id, session, mark, self.max_id)
         except (DiskFailed, NoSpace) as error:
             raise self._break(f"control file: {error}") from error
 
@@ -415,9 +414,9 @@ class PartitionLog:
         chain = here[-1].chain if here else self._segments.chain
         self.sync_count += self._segments.sync()
         self._segments.sync_index()
-        end = self._segments.lineage_end()
-        if end is not None:
-            self._write_slot(replace(self.slot, acked=Marker(end.last, end.chain)))
+        marker = marker_at_roll(self.slot, self._segments)
+        if marker is not None:
+            self._write_slot(replace(self.slot, acked=marker))
             self._unmarked_ms = 0
         self._segments.add(self._settings.now_ms(), chain)
         return entries[len(here) :]

@@ -13,6 +13,9 @@ Rules:
     4. A directory that an original has written to since we did is adopted, and not suspect: its
        records get batches of up to 1024 ids, bounded alike on all replicas. Its sequence says so,
        or its session: a crash may have come between our slot and the structure that it knows of.
+       So it is where its server has written through us (`unbatched.py`), but that our slot is the
+       newest then, and its marker vouches. Bounds are those that the ids give, however often it was
+       opened meanwhile: batches of an earlier adoption that end elsewhere are made anew.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory knows of are refused, and the replica is suspect. That is durable
        before anything else is written: the next opening may not see any more that it fell back.
@@ -67,8 +70,10 @@ from waltz_core.storage.format import (
     with_damage,
 )
 from waltz_core.storage.index import LineageFile
+from waltz_core.storage.rebatching import chain_before, drop_batches, relink
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
+from waltz_core.storage.unbatched import is_unbatched
 
 ADOPTED_BATCH_IDS: Final = 1024
 
@@ -206,13 +211,16 @@ class _Opening:
         self._directory = directory
         self._blank = blank
         self._info = info
-        self._adopting = slot.is_overtaken(info)
+        # An original's own process has written since, or its server has through this storage.
+        self._is_overtaken = slot.is_overtaken(info)
+        self._adopting = self._is_overtaken or is_unbatched(slot)
         self.opened: list[Segment] = []  # everything that is to be closed when it fails
         self._rebuilt: list[Segment] = []
         self._implausible: set[TransactionId] = set()  # older ones, by their first id
         # Up to the marker the records were vouched for by a slot, ours or the original's. What a
         # batch's entry vouches for is known when the segments are open.
-        self._marker = info.local_low_water_mark if self._adopting else slot.acked.transaction_id
+        acked = slot.acked.transaction_id
+        self._marker = info.local_low_water_mark if self._is_overtaken else acked
         self._vouched = self._marker
 
     def may_fall_back(self) -> bool:
@@ -363,8 +371,10 @@ class _Opening:
         end = min(self._valid_end(segments, TransactionId(anchor)), segments.last)
         if not self._adopting and end < self._vouched:
             self._suspect()
+        if self._adopting:
+            end = self._before_uneven(segments, end)
         if self._adopting or end < self._vouched:
-            self._drop_batches(segments, end)
+            drop_batches(segments, end)
             # One that cannot be read below that end goes, too, with all behind it.
             end = min(end, self._end_of(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last)
@@ -392,6 +402,24 @@ class _Opening:
             return end
         return end
 
+    def _before_uneven(self, segments: Segments, end: TransactionId) -> TransactionId:
+        """Return the end of the batches that stay: those at the log's end that an earlier adoption
+        has bounded otherwise than this one would go, with all behind them (rule 4).
+        """
+        first = TransactionId(end + 1)
+        with suppress(BadFormat, ChecksumMismatch):  # one that cannot be read stays what it is
+            while first > 0:
+                entry = segments.entry_of(TransactionId(first - 1))
+                if entry is None or entry.session_id != NO_SESSION or entry.first >= first:
+                    break
+                first = entry.first
+        while first <= end:
+            entry = segments.entry_of(first)
+            if entry is None or entry.last != self._adopted_end(first, segments.last):
+                break
+            first = TransactionId(entry.last + 1)
+        return TransactionId(first - 1)
+
     def _end_of(self, segments: Segments) -> TransactionId:
         end = segments.lineage_end()
         return end.last if end is not None else BEFORE_FIRST
@@ -405,13 +433,6 @@ class _Opening:
             return True  # what cannot be read cannot be checked; the damage is known
         crcs = segments.record_crcs(entry.first, entry.last)
         return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
-
-    def _drop_batches(self, segments: Segments, end: TransactionId) -> None:
-        for segment in segments.all:
-            if segment.lineage.count and segment.last > end:
-                segment.lineage.cut(_place_after(segment, end))
-        last = segments.current.lineage  # where those of records that are gone may stand
-        last.cut(last.place_of(TransactionId(end + 1)))
 
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
         """Give a segment that lost its batches new ones, up to where the next known ones begin."""
@@ -446,15 +467,14 @@ class _Opening:
                 place += 1
             segment = segments.all[place]
             crcs = segments.record_crcs(first, end) or bytes(4 * (end - first + 1))
-            chain_before = _chain_before(segments, place)
-            chain = next_chain(chain_before, first, end, session_id, crcs)
+            chain = next_chain(chain_before(segments, place), first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
             made = LineageEntry(first, end, session_id, stamp_ms, chain)
             segment.append_entries([made], BEFORE_FIRST)
             segment.sync()
             first = TransactionId(end + 1)
-        self._relink(segments)
+        relink(segments)
 
     def _adopted_end(self, first: TransactionId, last: TransactionId) -> TransactionId:
         """Return where a batch from `first` on ends: before a 1024th id, at the mark or the end."""
@@ -462,19 +482,12 @@ class _Opening:
         mark = self._info.low_water_mark
         return TransactionId(min(end, last, mark if first <= mark else last))
 
-    def _relink(self, segments: Segments) -> None:
-        """Write those headers of `.chn` files again that others' new batches have made wrong."""
-        for place, segment in enumerate(segments.all):
-            chain = _chain_before(segments, place, within=False)
-            if segment.lineage.chain_before != chain:
-                segment.rewrite_lineage_header(chain)
-
     # ---- the end
 
     def write_again(self, segments: Segments) -> None:
         """Make durable what is believed (rules 7, 9); an original's may be long: only synced."""
         current, vouched, marker = segments.current, self._vouched, self._marker
-        if self._adopting:
+        if self._is_overtaken:
             vouched = marker = segments.last
         current.write_again(
             max(current.first, TransactionId(vouched + 1)),
@@ -516,25 +529,3 @@ def _last_true_end(segments: Segments) -> TransactionId:
                 if entry.session_id != MADE_UP:
                     return entry.last
     return BEFORE_FIRST
-
-
-def _place_after(segment: Segment, end: TransactionId) -> int:
-    """Return how many entries of a segment end at or before an id; bad ones end the count."""
-    count = 0
-    try:
-        for entry in segment.lineage.entries(0):
-            if entry.last > end:
-                break
-            count += 1
-    except (BadFormat, ChecksumMismatch):
-        pass
-    return count
-
-
-def _chain_before(segments: Segments, place: int, *, within: bool = True) -> Chain:
-    """Return the chain after all batches of the segments up to a place."""
-    for index in range(place if within else place - 1, -1, -1):
-        lineage = segments.all[index].lineage
-        if lineage.count:
-            return lineage.chain_at(lineage.count)
-    return GENESIS_CHAIN

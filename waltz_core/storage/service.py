@@ -10,8 +10,8 @@ with `WorkDone`. While a piece is under way, what arrives waits; then all append
 written together and synced once (group commit). Reads wait in a queue of their own and take turns.
 
 Rules:
-    1. Only PREPARE raises a partition's session. Whatever names another session is refused with
-       the promised one.
+    1. Only PREPARE raises a partition's session, but for originals (`originals.py`). Whatever names
+       another session is refused with the promised one.
     2. What changes a partition, or reads it for the owner, comes on the connection that has
        prepared its session with its nonce. Administration (`ADMINISTRATION`) may read beside it.
     3. A later session ends older ones at once: what they have queued is refused, their connections
@@ -28,6 +28,7 @@ Rules:
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final, TypeAlias, assert_never
 
 import numpy as np
@@ -44,9 +45,22 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import NO_SESSION, PartitionId, SessionId, TransactionId
-from waltz_core.storage.format import NOBODYS_NONCE, in_words
-from waltz_core.storage.lane import Lane, queue_bytes
-from waltz_core.storage.partition_log import MARKER_INTERVAL_MS, PartitionLog
+from waltz_core.storage import originals
+from waltz_core.storage.effects import (
+    Answer,
+    CloseConnection,
+    Effect,
+    EndProcess,
+    Idle,
+    LookForRoom,
+    PauseReading,
+    ResumeReading,
+    RunWork,
+)
+from waltz_core.storage.format import NO_NONCE, NOBODYS_NONCE, in_words
+from waltz_core.storage.lane import SESSION_JUMP_MAX, Lane, queue_bytes
+from waltz_core.storage.partition_log import MARKER_INTERVAL_MS
+from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.room import Room
 from waltz_core.storage.scrub import Piece, Scrub, ScrubState, earlier
 from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
@@ -70,8 +84,6 @@ from waltz_core.wire.messages import (
     Truncate,
 )
 
-# A hostile or broken peer must not use up the numbers (correctness.md 2.4, row 37).
-SESSION_JUMP_MAX: Final = 1 << 32
 NO_STORAGE_ID: Final = bytes(16)
 ADMINISTRATION: Final = ConnectionId(0)  # no link has this number
 REFUSAL_CHARACTERS_MAX: Final = 1_000
@@ -93,7 +105,7 @@ class Disconnected:
 class Opened:
     """A partition is assigned to this storage and its log is open."""
 
-    log: PartitionLog
+    log: ReplicaLog
 
 
 @value(frozen=True, slots=True)
@@ -127,80 +139,6 @@ Event: TypeAlias = (
     Request | Disconnected | Opened | Dropped | WorkDone | ScrubNow | LookedForRoom | Wakeup
 )
 
-# ---------------------------------------------------------------------------------------------
-# Effects
-
-
-@value(frozen=True, slots=True)
-class Answer:
-    """Send a message on a connection; nothing happens when the connection is gone."""
-
-    connection: ConnectionId
-    message: StorageMessage
-
-
-@value(frozen=True, slots=True)
-class CloseConnection:
-    """Send what was answered so far, then close."""
-
-    connection: ConnectionId
-    reason: str
-
-
-@value(frozen=True, slots=True)
-class PauseReading:
-    """Take nothing more from a connection (rule 7)."""
-
-    connection: ConnectionId
-
-
-@value(frozen=True, slots=True)
-class ResumeReading:
-    """Read a connection again."""
-
-    connection: ConnectionId
-
-
-@value(frozen=True, slots=True)
-class RunWork:
-    """Call `work.run()` and bring the result back; there is one at a time for a partition."""
-
-    work: Work
-
-
-@value(frozen=True, slots=True)
-class Idle:
-    """A dropped partition has no work under way any more: its log may be closed."""
-
-    log: PartitionLog
-
-
-@value(frozen=True, slots=True)
-class LookForRoom:
-    """Call `room.look_again()`, which blocks, and bring `LookedForRoom` back (rule 9)."""
-
-    room: Room
-
-
-@value(frozen=True, slots=True)
-class EndProcess:
-    """The disk cannot be trusted any more (rule 6)."""
-
-    reason: str
-
-
-Effect: TypeAlias = (
-    Answer
-    | CloseConnection
-    | PauseReading
-    | ResumeReading
-    | RunWork
-    | Idle
-    | LookForRoom
-    | EndProcess
-    | Report
-)
-
 
 @value(frozen=True, slots=True)
 class Identity:
@@ -221,10 +159,12 @@ class StorageService:
         queue_bytes_max: int,
         room: Room | None = None,
         scrub: Scrub | None = None,
+        is_held: Callable[[PartitionId], bool] = lambda _: False,
     ) -> None:
         assert queue_bytes_max > 0
         self._identity = identity
         self._room = room
+        self._is_held = is_held  # though it may be offline, and not served
         self._room_at_ms: int | None = None
         self._scrub = scrub if scrub is not None else Scrub()
         self._queue_bytes_max = queue_bytes_max
@@ -291,7 +231,10 @@ class StorageService:
 
     def _receive(self, request: Request) -> None:
         try:
-            self._admit(request)
+            if request.is_original:
+                self._admit_original(request)
+            else:
+                self._admit(request)
         except WaltzError as error:
             self._refuse(request, error)
 
@@ -358,6 +301,24 @@ class StorageService:
         lane.owner = request.connection
         self._queue(lane, lane.writes, request)
 
+    def _admit_original(self, request: Request) -> None:
+        """Answer a request of S 0, queue it, or raise why not (`originals.py`)."""
+        message = request.message
+        if isinstance(message, OpenRequest):
+            identity = self._identity
+            originals.check_cluster(message, identity.cluster_key, identity.partition_count)
+            self._answer(request, SuccessResponse(-1, -1, -1))
+            self._report("original_opened", connection=request.connection)
+            return
+        partition_id = PartitionId(message.partition_id)
+        lane = self._lanes.get(partition_id)
+        if lane is None:
+            raise originals.not_served(message, is_held=self._is_held(partition_id))
+        if originals.check_session(lane, message):
+            lane.promised, lane.nonce = SessionId(message.session_id), NO_NONCE
+            self._fence(lane, SessionFenced(f"session {lane.promised} of an original has begun"))
+        self._queue(lane, lane.writes, request)
+
     def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
         """End the session that the lane is in: refuse what is queued, close its connection.
 
@@ -386,7 +347,7 @@ class StorageService:
                     queue.remove(request)
                     self._unqueue(request)
 
-    def _opened(self, log: PartitionLog, now_ms: int) -> None:
+    def _opened(self, log: ReplicaLog, now_ms: int) -> None:
         assert log.partition_id not in self._lanes
         self._lanes[log.partition_id] = Lane(log, promised=log.promised, nonce=log.slot.nonce)
         self._scrub.opened(log.partition_id, now_ms)
@@ -580,9 +541,12 @@ class StorageService:
         lane = self._lanes.get(PartitionId(message.partition_id))
         # More than was seen would look like a ZooKeeper that has lost data.
         promised = lane.seen if lane is not None else NO_SESSION
+        self._report("refused", request=type(message).__name__, error=type(error).__name__)
+        if request.is_original:
+            self._answer(request, originals.failure(message, error, promised))
+            return
         text = str(error)[:REFUSAL_CHARACTERS_MAX]
         self._answer(request, Nack(*_prefix(message), error.code, promised, text))
-        self._report("refused", request=type(message).__name__, error=type(error).__name__)
 
     def _report(self, name: str, **fields: object) -> None:
         self._effects.append(Report(name, tuple(fields.items())))

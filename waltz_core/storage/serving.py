@@ -30,7 +30,7 @@ from waltz_core.record import NO_SESSION, PartitionId, ReplicaId
 from waltz_core.storage import service
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.errands import Standing
-from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.replica_log import ReplicaLog
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +73,11 @@ class Serving:
         post: Callable[[service.Event], None],
         report: Callable[[Report], None],
         in_thread: InThread,
-        on_opened: Callable[[PartitionLog], None],
+        on_opened: Callable[[ReplicaLog], None],
         on_dropped: Callable[[PartitionId], None],
     ) -> None:
         self.address = ReplicaId("")  # until the daemon knows its port
-        self.logs: dict[PartitionId, PartitionLog] = {}
+        self.logs: dict[PartitionId, ReplicaLog] = {}
         self._engine = engine
         self._coordinator = coordinator
         self._assigned = partitions  # what is assigned here, offline or not
@@ -165,7 +165,7 @@ class Serving:
 
     async def _open(self, partition_ids: Sequence[PartitionId]) -> None:
         """Open the logs side by side; one that cannot be served is no reason to miss the others."""
-        found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
+        found: dict[PartitionId, ReplicaLog | errors.WaltzError] = {}
 
         def open_one(partition_id: PartitionId) -> None:
             try:

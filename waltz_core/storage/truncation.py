@@ -17,6 +17,7 @@ from waltz_core.errors import ChecksumMismatch
 from waltz_core.record import GENESIS_CHAIN, LineageEntry, TransactionId, next_chain
 from waltz_core.storage.format import Marker, Slot, TruncateIntent, damage_until
 from waltz_core.storage.segments import Segments
+from waltz_core.storage.unbatched import marker
 
 
 def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
@@ -32,7 +33,7 @@ def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slo
     return replace(
         slot,
         truncate=TruncateIntent(last_to_keep, cut),
-        acked=slot.acked if slot.acked.transaction_id <= end.transaction_id else end,
+        acked=slot.acked if slot.acked.transaction_id <= end.transaction_id else marker(slot, *end),
         provisional=provisional,
     )
 
@@ -67,6 +68,6 @@ def finished(slot: Slot, segments: Segments) -> Slot:
     return replace(
         slot,
         truncate=None,
-        acked=Marker(segments.last, segments.chain),
+        acked=marker(slot, segments.last, segments.chain),
         damaged=damage_until(slot.damaged, segments.last),
     )

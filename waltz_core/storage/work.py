@@ -40,9 +40,10 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.storage import original_work
 from waltz_core.storage.format import IdRange, without_damage
-from waltz_core.storage.partition_log import PartitionLog
 from waltz_core.storage.reading import PlacesRead
+from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.room import Room, append_bytes
 from waltz_core.storage.scrub import Piece, Scrubbed
 from waltz_core.values import value
@@ -64,8 +65,10 @@ from waltz_core.wire.messages import (
     ReplicaState,
     SetLowWaterMark,
     StorageMessage,
+    SuccessResponse,
     Truncate,
 )
+from waltz_core.wire.original_messages import AppendRecordsRequest
 from waltz_core.wire.places import PLACES, PLACES_BYTES_MAX, encode_places
 
 ConnectionId = NewType("ConnectionId", int)
@@ -77,13 +80,15 @@ BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
 
 @value(frozen=True, slots=True)
 class Request:
-    """A message that has come on a connection."""
+    """A message that has come on a connection; `is_original`: one of S 0."""
 
     connection: ConnectionId
     message: StorageMessage
+    is_original: bool = False
 
 
 Outcome: TypeAlias = StorageMessage | WaltzError
+APPENDS: Final = (AppendRaw, AppendRecordsRequest)
 
 
 @dataclass(slots=True)
@@ -122,7 +127,7 @@ class Work:
 
     def __init__(
         self,
-        log: PartitionLog,
+        log: ReplicaLog,
         requests: tuple[Request, ...],
         storage_id: bytes,
         *,
@@ -144,7 +149,7 @@ class Work:
     @property
     def is_append(self) -> bool:
         """Whether it writes new records."""
-        return bool(self.requests) and isinstance(self.requests[0].message, AppendRaw)
+        return bool(self.requests) and isinstance(self.requests[0].message, APPENDS)
 
     def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
         """Do it; blocks. The log's errors are in the result, anything else is our own bug."""
@@ -177,7 +182,9 @@ class Work:
                 _append_group(self.log, self.requests, result, clock_s)
             else:
                 assert len(self.requests) == 1
-                result.outcomes.append(self._serve(self.requests[0].message, result))
+                request = self.requests[0]
+                serve = self._serve_original if request.is_original else self._serve
+                result.outcomes.append(serve(request.message, result))
         except WaltzError as error:
             # A disk that does not give bytes has kept what was written.
             if isinstance(error, ReadFailed):
@@ -214,6 +221,11 @@ class Work:
             case _:
                 return _change(self.log, message)
 
+    def _serve_original(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
+        answer = original_work.serve(self.log, message)
+        result.read_count = original_work.read_count(answer)
+        return answer
+
 
 def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
     for each in known:
@@ -221,7 +233,7 @@ def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[I
     return ranges
 
 
-def _scrub(log: PartitionLog, piece: Piece) -> Scrubbed:
+def _scrub(log: ReplicaLog, piece: Piece) -> Scrubbed:
     before = log.reader.checked_bytes
     next_id = log.verify(piece.first, piece.bytes_max)
     return Scrubbed(next_id, log.reader.checked_bytes - before)
@@ -233,24 +245,30 @@ def _scrub(log: PartitionLog, piece: Piece) -> Scrubbed:
 
 def _append_bytes(append: StorageMessage) -> int:
     """Return what an append will take on the disk."""
+    if isinstance(append, AppendRecordsRequest):
+        # They get a batch each at most, when they get any.
+        return append_bytes(original_work.disk_bytes(append), len(append.records), 1)
     assert isinstance(append, AppendRaw)
     return append_bytes(len(append.records), len(append.lengths) // 4, len(append.lineage))
 
 
 def _append_group(
-    log: PartitionLog,
+    log: ReplicaLog,
     requests: Sequence[Request],
     result: WorkResult,
     clock_s: Callable[[], float],
 ) -> None:
     """Write all appends, sync once, answer all (group commit)."""
-    written: list[AppendRaw] = []
+    written: list[AppendRaw | AppendRecordsRequest] = []
     refused: WaltzError | None = None
     for request in requests:
         append = request.message
-        assert isinstance(append, AppendRaw)
+        assert isinstance(append, APPENDS)
         try:
-            _append(log, append)
+            if isinstance(append, AppendRecordsRequest):
+                original_work.append(log, append)
+            else:
+                _append(log, append)
         except DiskFailed:
             raise
         except WaltzError as error:
@@ -259,21 +277,32 @@ def _append_group(
         written.append(append)
     if written:
         started_s = clock_s()
-        synced_max = log.sync()
+        is_original = isinstance(written[0], AppendRecordsRequest)
+        synced_max = log.sync_records() if is_original else log.sync()
         result.sync_s = clock_s() - started_s
-        log.lock_file.append([append.locks for append in written if append.locks])
+        ours = [append for append in written if isinstance(append, AppendRaw)]
+        log.lock_file.append([append.locks for append in ours if append.locks])
         for append in written:
-            assert append.lineage[-1].last <= synced_max, "rule 2"
-            result.appended_count += len(append.lengths) // 4
-            result.appended_bytes += len(append.records)
-            result.outcomes.append(
-                Appended(append.session_id, append.sequence, append.partition_id, synced_max)
-            )
+            result.outcomes.append(_appended(append, synced_max, result))
     if refused is not None:
         result.outcomes += [refused] * (len(requests) - len(written))
 
 
-def _append(log: PartitionLog, append: AppendRaw) -> None:
+def _appended(
+    append: AppendRaw | AppendRecordsRequest, synced_max: TransactionId, result: WorkResult
+) -> StorageMessage:
+    """Count what is durable now; return the answer."""
+    if isinstance(append, AppendRecordsRequest):
+        result.appended_count += len(append.records)
+        result.appended_bytes += original_work.disk_bytes(append)
+        return SuccessResponse(*_prefix(append))
+    assert append.lineage[-1].last <= synced_max, "rule 2"
+    result.appended_count += len(append.lengths) // 4
+    result.appended_bytes += len(append.records)
+    return Appended(append.session_id, append.sequence, append.partition_id, synced_max)
+
+
+def _append(log: ReplicaLog, append: AppendRaw) -> None:
     _check_crc("append", append)
     log.append(
         SessionId(append.session_id),
@@ -299,7 +328,7 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
 # Everything else, one at a time
 
 
-def _change(log: PartitionLog, message: StorageMessage) -> ReplicaState:
+def _change(log: ReplicaLog, message: StorageMessage) -> ReplicaState:
     session = SessionId(message.session_id)
     match message:
         case SetLowWaterMark():
@@ -323,7 +352,7 @@ def _change(log: PartitionLog, message: StorageMessage) -> ReplicaState:
     return ReplicaState(*_prefix(message), state.synced_max, state.chain)
 
 
-def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared:
+def _prepare(log: ReplicaLog, message: Prepare, storage_id: bytes) -> Prepared:
     found = log.prepare(SessionId(message.session_id), message.nonce)
     return Prepared(
         *_prefix(message),
@@ -338,7 +367,7 @@ def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared
     )
 
 
-def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeBytes:
+def _read(log: ReplicaLog, message: RangeRaw, result: WorkResult) -> RangeBytes:
     first = TransactionId(message.first)
     last = TransactionId(min(message.last, log.synced_max))
     limit = BATCHES_BYTES_MAX if message.whole_batches else RANGE_BYTES_MAX
@@ -411,12 +440,12 @@ def _nothing(message: RangeRaw) -> RangeBytes:
     )
 
 
-def _lineage(log: PartitionLog, message: LineageRequest) -> LineageResponse:
+def _lineage(log: ReplicaLog, message: LineageRequest) -> LineageResponse:
     chain_before, entries = log.lineage(TransactionId(message.first), TransactionId(message.last))
     return LineageResponse(*_prefix(message), chain_before, entries)
 
 
-def _lock_blocks(log: PartitionLog, message: LockBlocksRequest) -> LockBlocks:
+def _lock_blocks(log: ReplicaLog, message: LockBlocksRequest) -> LockBlocks:
     bytes_max = min(max(0, message.bytes_max), RANGE_BYTES_MAX)
     return LockBlocks(*_prefix(message), log.lock_file.newest(bytes_max))
 

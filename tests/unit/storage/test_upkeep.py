@@ -110,7 +110,7 @@ def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
     def broken(*_arguments, **_options):
         raise BadFormat("rotten")
 
-    monkeypatch.setattr("waltz_core.storage.engine.PartitionLog.open", broken)
+    monkeypatch.setattr("waltz_core.storage.engine.ReplicaLog.open", broken)
     carry_out(engine, errands.Doubt(1))  # is done all the same
     assert facts_of(engine, 1, is_served=False).why_not == "rotten"
 

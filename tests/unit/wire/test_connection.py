@@ -59,9 +59,9 @@ def test_the_highest_common_version_is_spoken():
 
 def test_no_common_version_ends_the_connection():
     listener = storage(is_listener=True)
-    text = failure(listener, codec.encode_hello(Hello((0, 7), "Waltz Storage Client")))
-    assert "we speak [1]" in text
-    assert "speaks [0, 7]" in text
+    text = failure(listener, codec.encode_hello(Hello((7, 8), "Waltz Storage Client")))
+    assert "we speak [0, 1]" in text
+    assert "speaks [7, 8]" in text
 
 
 def test_nothing_is_sent_before_the_peers_hello():
