@@ -37,9 +37,12 @@ from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     MADE_UP,
+    ORIGINAL,
+    RECORD_HEADER,
     Chain,
     SessionId,
     TransactionId,
+    identity_chain,
     next_chain,
 )
 from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
@@ -414,8 +417,13 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
                 f"range from {answer.first}: a batch {entry.first}..{entry.last} where one from "
                 f"{next_id} and below {end} was expected"
             )
-        start, stop = 4 * (entry.first - answer.first), 4 * (entry.last + 1 - answer.first)
-        chain = next_chain(chain, entry.first, entry.last, entry.session_id, crcs[start:stop])
+        start, stop = entry.first - answer.first, entry.last + 1 - answer.first
+        if entry.session_id == ORIGINAL:
+            last, _ = raw_records.cut(answer.records, lengths, skip=stop - 1, count=1)
+            chain = identity_chain(last[: RECORD_HEADER.size])
+        else:
+            part = crcs[4 * start : 4 * stop]
+            chain = next_chain(chain, entry.first, entry.last, entry.session_id, part)
         if chain != bytes(entry.chain):
             raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: another chain")
         next_id = entry.last + 1

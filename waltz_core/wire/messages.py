@@ -81,7 +81,7 @@ class Surface(Enum):
 
     HELLO = ("H", (0,), (0,), "", "")
     CLIENT = ("L", (5, 6), (5, 6), "Waltz Server", "Waltz Client")
-    STORAGE = ("S", (1,), (1,), "Waltz Storage Server", "Waltz Storage Client")
+    STORAGE = ("S", (1,), (0, 1), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
     def __init__(

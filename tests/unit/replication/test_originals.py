@@ -1,0 +1,399 @@
+"""Unit tests of `waltz_core.replication.originals`: sessions over storages of the original."""
+
+from random import Random
+
+import pytest
+
+from tests.unit.replication.bench import A, B, C
+from tests.unit.replication.original_bench import OriginalBench
+from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaState
+from waltz_core.replication import events
+from waltz_core.replication.events import Committed, SessionClosed, SessionOpened, Settled
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.originals import MIXED
+
+
+def kinds(bench, name):
+    """The types of the requests to an original, in order."""
+    return [payload[0] for payload in bench.models[name].requests]
+
+
+def test_a_new_partition_opens_appends_and_commits():
+    bench = OriginalBench()
+    bench.open()
+    assert bench.store.has_chains is False
+    last = bench.submit(3)
+    bench.run()
+    assert bench.store.high_water_mark == last == 2
+    for name in bench.names:
+        assert bench.payloads(name) == [0, 1, 2]
+        partition = bench.partition(name)
+        assert (partition.saved_session, partition.low_water_mark) == (0, -1)
+        # OPEN, LAST_SESSION_INFO, MAX_TRANSACTION_ID, before the mark again, SET_LOW_WATER_MARK,
+        # what engages, APPEND: as the original asks, in its order.
+        assert kinds(bench, name) == [1, 2, 13, 13, 4, 13, 6]
+    assert all(state == ReplicaState(0, UNRESOLVED) for state in bench.metadata.states.values())
+
+
+def restarted(bench, generation):
+    """Another process takes the partition over; return what the old one had on its way."""
+    ghosts = [(name, one) for name, queue in bench.requests.items() for one in queue]
+    bench.requests.clear()
+    bench.dials.clear()
+    bench.questions.clear()
+    bench.store = bench._new_store(bench.limits)
+    bench.own(generation)
+    return ghosts
+
+
+def reopened(bench):
+    bench.reopen()
+    bench.run()
+    return bench.all_told(SessionOpened)[-1]
+
+
+def test_another_server_finds_the_log_and_fences_the_first():
+    bench = OriginalBench()
+    bench.open()
+    bench.submit(3)
+    bench.run()
+    bench.submit(1)  # on its way to all three when the server dies
+    ghosts = restarted(bench, 2)
+    assert len(ghosts) == 3
+    assert reopened(bench).high_water_mark == 2
+    for name, message in ghosts:
+        bench.say(name, message)
+    bench.submit(2)
+    bench.run()
+    assert bench.payloads(A) == bench.payloads(B) == bench.payloads(C) == [0, 1, 2, 4, 5]
+    partition = bench.partition(A)
+    assert (partition.saved_session, partition.low_water_mark) == (1, 2)
+
+
+def test_a_storage_that_was_away_is_filled_up_in_the_running_session():
+    bench = OriginalBench()
+    bench.down = {C}
+    bench.open()
+    for count in (1, 5, 2, 9):
+        bench.submit(count)
+        bench.run()
+    bench.down = set()
+    bench.wait(5_000)
+    bench.run()
+    bench.wait(5_000)
+    bench.run()
+    assert bench.store.open_session == 0
+    assert bench.store.readable_replicas == [A, B, C]
+    bench.submit(1)
+    bench.run()
+    assert bench.payloads(C) == list(range(18)) == bench.payloads(A)
+    # At the mark of the session, as the rule is; the original would take a higher one.
+    assert bench.partition(C).low_water_mark == -1
+
+
+def test_one_that_is_behind_by_more_than_is_kept_in_memory_is_copied_from_another():
+    limits = Limits(lag_bytes_max=500, range_bytes_max=300)
+    bench = OriginalBench(limits=limits)
+    bench.down = {B}
+    bench.open()
+    for _ in range(60):
+        bench.submit(3)
+        bench.run()
+    bench.down = set()
+    for _ in range(10):
+        bench.wait(5_000)
+        bench.run()
+    assert bench.payloads(B) == list(range(180))
+    assert any(payload[0] == 17 for name in (A, C) for payload in bench.models[name].requests)
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+def test_what_was_never_acknowledged_and_is_another_ones_is_cut():
+    bench = OriginalBench()
+    bench.open()
+    bench.submit(4)
+    bench.run()
+    bench.submit(3)
+    while bench.requests[A]:
+        bench.deliver(A)  # only A has 4, 5 and 6
+    bench.down = {A}
+    restarted(bench, 2)
+    assert reopened(bench).high_water_mark == 3
+    bench.submit(2)  # 4 and 5, others
+    bench.run()
+    bench.down = set()
+    for _ in range(5):
+        bench.wait(5_000)
+        bench.run()
+    assert bench.payloads(A) == bench.payloads(B) == [0, 1, 2, 3, 7, 8]
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+def test_what_was_in_flight_is_told_by_the_identity_of_its_records():
+    bench = OriginalBench()
+    bench.open()
+    bench.submit(2)
+    bench.run()
+    bench.submit(3)
+    for name in (A, B):
+        bench.deliver(name)
+    for _ in range(2):  # never acknowledged to anybody
+        del bench.told[:]
+    bench.lose(A)
+    opened = reopened(bench)
+    assert opened.unbroken
+    settled = bench.all_told(Settled)[-1]
+    assert settled.committed_last == opened.high_water_mark == 4
+
+
+def test_what_is_in_flight_and_not_in_the_log_is_told_as_lost():
+    bench = OriginalBench()
+    bench.open()
+    bench.submit(2)
+    bench.run()
+    bench.submit(3)
+    for queue in bench.requests.values():
+        queue.clear()
+    bench.lose(A)
+    bench.reopen()
+    assert bench.all_told(Settled)[-1].committed_last == 1
+    assert bench.all_told(SessionClosed)
+
+
+def test_a_log_that_lost_its_end_is_not_believed():
+    bench = OriginalBench()
+    bench.open()
+    bench.submit(4)
+    bench.run()
+    bench.step(events.Checkpoint())
+    reopened(bench)
+    assert bench.partition(A).low_water_mark == 3
+    del bench.partition(A).records[2:]
+    bench.down = {B}
+    restarted(bench, 2)
+    for _ in range(5):
+        bench.run()
+        bench.wait(1_000)
+    assert bench.store.open_session is None
+    assert bench.store.session.recovery.unknown == [A, B]
+    bench.down = set()
+    assert reopened(bench).high_water_mark == 3
+    assert bench.payloads(A) == [0, 1, 2, 3]
+
+
+def test_another_cluster_is_refused_before_its_session_is_raised():
+    bench = OriginalBench()
+    bench.models[A].cluster_key = bytes(16)
+    bench.open()
+    assert kinds(bench, A) == [1]
+    assert "cluster key" in bench.reports("replica.refused")[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (lambda model: model.partitions.clear(), "UnknownPartition"),
+        (lambda model: setattr(model.partitions[0], "is_available", False), "Unavailable"),
+    ],
+)
+def test_what_a_storage_refuses_is_understood(break_it, reason):
+    bench = OriginalBench()
+    break_it(bench.models[B])
+    bench.open()
+    assert bench.reports("replica.refused")[0]["reason"].startswith(reason)
+    assert bench.store.readable_replicas == [A, C]
+
+
+def test_a_storage_bound_to_a_later_session_fences():
+    bench = OriginalBench()
+    bench.partition(A).session = 7
+    bench.own()
+    bench.run()
+    assert bench.reports("session.abandoned")[0]["reason"].startswith("SessionFenced")
+
+
+def test_a_fenced_owner_proves_no_mark():
+    bench = OriginalBench()
+    bench.open()
+    bench.submit(1)
+    bench.run()
+    bench.step(events.ProveMark(5))
+    for name in (A, B):
+        bench.partition(name).session = 9
+    bench.run(questions=False)
+    assert bench.all_told(events.MarkUnproved)
+    assert not bench.all_told(events.MarkProved)
+
+
+def test_a_mark_below_which_zookeeper_closed_a_replica_holds_up_no_cut():
+    """The mark of a session that never opened: correctness.md 2.1 F."""
+    bench = OriginalBench()
+    bench.open()
+    bench.submit(3)
+    bench.run()
+    partition = bench.partition(C)
+    for name in (A, B):
+        partition_of = bench.partition(name)
+        assert partition_of.last == 2
+    # C has one more, and its mark at it, of a session that died before its second write.
+    partition.records.append(
+        partition.records[2][:7] + b"\3" + bytes(16) + partition.records[2][24:]
+    )
+    partition.low_water_mark = 3
+    states = {A: (0, UNRESOLVED), B: (0, UNRESOLVED), C: (0, 2)}
+    bench.metadata = PartitionMetadata(
+        1, 1, {name: ReplicaState(*state) for name, state in states.items()}
+    )
+    restarted(bench, 2)
+    reopened(bench)
+    for _ in range(3):
+        bench.submit(2)
+        bench.run()
+        bench.wait(15_000)
+        bench.run()
+    # It is not marked below the mark that it has: the storage refuses. A later session takes it in.
+    bench.step(events.Checkpoint())
+    reopened(bench)
+    for _ in range(3):
+        bench.wait(15_000)
+        bench.run()
+    assert bench.payloads(C) == bench.payloads(A)
+    assert bench.store.readable_replicas == [A, B, C]
+
+
+# ---------------------------------------------------------------------------------------------
+# originals and ours
+
+
+def test_one_original_among_ours_takes_no_part():
+    bench = OriginalBench(originals=[C])
+    bench.open()
+    bench.submit(2)
+    bench.run()
+    assert bench.store.readable_replicas == [A, B]
+    assert bench.store.has_chains
+    assert bench.models[C].requests == []
+    assert {one["reason"] for one in bench.reports("replica.refused")} == {MIXED}
+
+
+@pytest.mark.parametrize("ours", [A, C])
+def test_one_of_ours_among_originals_takes_no_part(ours):
+    bench = OriginalBench(originals=[name for name in (A, B, C) if name != ours])
+    bench.open()
+    bench.submit(2)
+    bench.run()
+    assert bench.store.readable_replicas == [name for name in (A, B, C) if name != ours]
+    assert not bench.store.has_chains
+    assert bench.storages[ours].payloads() == []
+
+
+# ---------------------------------------------------------------------------------------------
+# whatever happens
+
+
+class Chaos:
+    """Random schedules; whoever was told of a commit finds it again, at its place."""
+
+    def __init__(self, seed):
+        self.random = Random(seed)
+        self.bench = OriginalBench()
+        self.bench.rng = self.random
+        self.bench.store = self.bench._new_store(self.bench.limits)
+        self.bench.own()
+        self.generation = 1
+        self.ghosts = []
+        self.submitted = {}  # session -> id -> number
+        self.committed = {}  # id -> number
+
+    def go(self, steps):
+        for _ in range(steps):
+            self._step()
+            self._learn()
+
+    def heal(self):
+        bench = self.bench
+        bench.down = set()
+        self.generation += 1
+        bench.own(self.generation)
+        for _ in range(12):
+            for _ in range(5):
+                bench.run()
+                bench.wait(3_000)
+                self._learn()
+            # Marks of sessions that never opened are left behind, and all are taken in again.
+            self._submit()
+            bench.run()
+            bench.step(events.Checkpoint())
+        for _ in range(12):
+            bench.run()
+            bench.wait(3_000)
+        self._submit()
+        bench.run()
+        bench.wait(100)
+        self._learn()
+        logs = [bench.payloads(name) for name in bench.names]
+        assert logs[0] == logs[1] == logs[2]
+        for at, number in self.committed.items():
+            assert logs[0][at] == number
+        return len(self.committed)
+
+    def _step(self):
+        bench, chance = self.bench, self.random.random()
+        names = [name for name in bench.names if bench.requests.get(name)]
+        if chance < 0.45 and names:
+            bench.deliver(self.random.choice(names))
+        elif chance < 0.6 and bench.dials:
+            bench.connect()
+        elif chance < 0.7 and bench.questions:
+            bench.ask_zookeeper(self.random.choice(["ok", "ok", "ok", "lost", "away"]))
+        elif chance < 0.85 and bench.store.open_session is not None:
+            self._submit()
+        elif chance < 0.9:
+            bench.wait(self.random.choice([1, 20, 500]))
+        elif chance < 0.94 and bench.requests:
+            self._cut(self.random.choice(sorted(bench.requests)))
+        elif chance < 0.96:
+            bench.down = set(self.random.sample(bench.names, self.random.choice([0, 0, 1])))
+        elif chance < 0.97:
+            self.generation += 1
+            self.ghosts += restarted(bench, self.generation)
+        elif self.ghosts:
+            bench.say(*self.ghosts.pop(0))
+
+    def _submit(self):
+        bench = self.bench
+        first, number = bench.store.next_transaction_id, bench.numbers
+        last = bench.submit(self.random.choice([1, 1, 3]))
+        session = self.submitted.setdefault(bench.store.open_session, {})
+        session.update((at, number + at - first) for at in range(first, last + 1))
+
+    def _cut(self, name):
+        bench = self.bench
+        session = bench.store.session
+        if session is None or session.replicas[name].stage.name in ("ABSENT", "DIALLING"):
+            return
+        self.ghosts += [(name, one) for one in bench.requests[name]]
+        bench.restart_storage(name)
+        bench.lose(name)
+
+    def _learn(self):
+        bench = self.bench
+        for told in bench.told:
+            if isinstance(told, Committed):
+                for at, number in self.submitted[told.session_id].items():
+                    if at <= told.last:
+                        assert self.committed.setdefault(at, number) == number
+            elif isinstance(told, SessionOpened) and self.committed:
+                assert told.high_water_mark >= max(self.committed)
+        bench.told.clear()
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_no_schedule_loses_what_was_committed(part):
+    assert sum(_survived(seed) for seed in range(25 * part, 25 * part + 25)) > 100
+
+
+def _survived(seed):
+    chaos = Chaos(seed)
+    chaos.go(400)
+    return chaos.heal()
