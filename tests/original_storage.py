@@ -1,9 +1,9 @@
 """A model of the original's storage: what it answers, what it refuses, what it closes on.
 
-It is made from the description of the original's bytes and habits (interop.md 1 and 3), with layouts
-of its own and none of our codec, so that a mistake of ours cannot be in both ends. It keeps its
-current session in memory, begun with what its control file holds; the log is synced with each
-append; `restart` loses what the original would lose.
+It is made from the description of the original's bytes and habits (interop.md 1 and 3), with
+layouts of its own and none of our codec, so that a mistake of ours cannot be in both ends. It keeps
+its current session in memory, begun with what its control file holds, and loses it with its
+process; the log is synced with each append.
 """
 
 import asyncio
@@ -67,6 +67,8 @@ class OriginalStorage:
         self.partitions = {each: Partition() for each in range(partition_count)}
         self.requests: list[bytes] = []
         self.hellos: list[bytes] = []
+        self.is_held = False  # appends are done, and nobody is told
+        self._held: list[tuple[asyncio.StreamWriter, bytes]] = []
         self.port = free_port()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -99,26 +101,35 @@ class OriginalStorage:
         self._writers.add(writer)
         try:
             writer.write(HELLO)
-            magic, version, payload = await _frame(reader)
-            if (magic, version) != (b"H", 0):
-                raise Closed
-            self.hellos.append(payload)
-            (count,) = struct.unpack_from(">i", payload)
-            if 0 not in struct.unpack_from(f">{count}H", payload, 4):
-                raise Closed
-            while True:
-                magic, version, payload = await _frame(reader)
-                if (magic, version) != (b"S", 0):
-                    raise Closed
-                if payload:
-                    answer = self.handle(payload)
-                    writer.write(FRAME.pack(b"S", 0, len(answer)) + answer)
+            hello = await _payload(reader, b"H")
+            self.hellos.append(hello)
+            (count,) = struct.unpack_from(">i", hello)
+            if 0 in struct.unpack_from(f">{count}H", hello, 4):
+                await self._serve(reader, writer)
         except (Closed, struct.error, asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             self._writers.discard(writer)
             with contextlib.suppress(ConnectionError):
                 writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            payload = await _payload(reader, b"S")
+            if not payload:
+                continue  # a sign of life
+            answer = self.handle(payload)
+            if self.is_held and payload[0] == 6:
+                self._held.append((writer, answer))
+            else:
+                _send(writer, answer)
+
+    def release(self) -> None:
+        """Send the answers to appends that were held back."""
+        self.is_held = False
+        for writer, answer in self._held:
+            _send(writer, answer)
+        self._held.clear()
 
     # ------------------------------------------------------------------ what it answers
 
@@ -237,6 +248,12 @@ def _online(rest: bytes) -> None:
         raise Closed
 
 
-async def _frame(reader: asyncio.StreamReader) -> tuple[bytes, int, bytes]:
+async def _payload(reader: asyncio.StreamReader, expected: bytes) -> bytes:
     magic, version, length = FRAME.unpack(await reader.readexactly(FRAME.size))
-    return magic, version, await reader.readexactly(length)
+    if (magic, version) != (expected, 0):
+        raise Closed
+    return await reader.readexactly(length)
+
+
+def _send(writer: asyncio.StreamWriter, answer: bytes) -> None:
+    writer.write(FRAME.pack(b"S", 0, len(answer)) + answer)

@@ -14,8 +14,9 @@ Rules:
        first failure that the storage tells is the answer.
     2. Answers are known by their sequence number, counted from 0 on each connection.
     3. Nothing is cut below the storage's low-water mark, unless ZooKeeper knows nothing of the
-       session that has set it, or has closed the replica below it; no cut where the log is not what the owner takes it for, and no mark unless the log
-       ends there. The original would do all of that.
+       session that has set it, or has closed the replica below it; no cut where the log is not what
+       the owner takes it for, and no mark unless the log ends there. The original would do all of
+       that.
     4. Batches of the running session have the chain that the owner gave them: it is kept here, as
        the storage does not keep it (`LiveBatches`).
     5. A log that ends below its own low-water mark has lost something: suspect.

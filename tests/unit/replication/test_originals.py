@@ -321,7 +321,8 @@ class Chaos:
                 bench.wait(3_000)
                 self._learn()
             # Marks of sessions that never opened are left behind, and all are taken in again.
-            self._submit()
+            for _ in range(5):
+                self._submit()
             bench.run()
             bench.step(events.Checkpoint())
         for _ in range(12):
