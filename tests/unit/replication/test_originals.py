@@ -4,13 +4,25 @@ from random import Random
 
 import pytest
 
-from tests.unit.replication.bench import A, B, C
+from tests.unit.replication.bench import A, B, C, wire
+from tests.unit.replication.model_storage import make_batch
 from tests.unit.replication.original_bench import OriginalBench
 from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaState
+from waltz_core.errors import BadRequest, ChecksumMismatch, RemoteProtocolError
+from waltz_core.record import (
+    ORIGINAL,
+    RECORD_HEADER,
+    LineageEntry,
+    RecordHeader,
+    ReqId,
+    identity_chain,
+)
 from waltz_core.replication import events
 from waltz_core.replication.events import Committed, SessionClosed, SessionOpened, Settled
 from waltz_core.replication.limits import Limits
-from waltz_core.replication.originals import MIXED
+from waltz_core.replication.original_records import header_bytes
+from waltz_core.replication.originals import MIXED, Kinds, LiveBatches, OriginalStorage
+from waltz_core.wire import original_messages as original
 
 
 def kinds(bench, name):
@@ -285,6 +297,168 @@ def test_one_of_ours_among_originals_takes_no_part(ours):
     assert bench.store.readable_replicas == [name for name in (A, B, C) if name != ours]
     assert not bench.store.has_chains
     assert bench.storages[ours].payloads() == []
+
+
+# ---------------------------------------------------------------------------------------------
+# what translates, alone
+
+
+def translator(*, state=None, live=None):
+    return OriginalStorage(4, 0, live=live or LiveBatches(4), state=state)
+
+
+def info(asked, session=3, low=5, local=5):
+    return original.LastSessionInfoResponse(4, asked.sequence, 0, session, low, local)
+
+
+def top(asked, last):
+    return original.MaxTransactionIdResponse(4, asked.sequence, 0, last)
+
+
+def headers(asked):
+    found = [
+        RecordHeader(at, ReqId(1, 1, 0, at), 0)
+        for at in range(asked.first, asked.first + asked.count_max)
+    ]
+    return original.RecordHeaderListResponse(4, asked.sequence, 0, tuple(found))
+
+
+def prepared(state, *, session=3, low=5, last=9):
+    one = translator(state=state)
+    (opening,) = one.ask(wire.Prepare(4, 1, 0, bytes(16), bytes(16), bytes(16), 1))
+    asked, told = one.take(wire.SuccessResponse(-1, -1, -1))
+    assert opening.sequence == -1
+    assert told is None
+    assert one.take(top(asked[1], last)) == ([], None)  # in any order
+    (asked,), told = one.take(info(asked[0], session, low))
+    assert told is None
+    nothing, told = one.take(headers(asked))
+    assert nothing == []
+    return told
+
+
+@pytest.mark.parametrize(
+    ("state", "is_confirmed"),
+    [
+        (None, True),
+        (ReplicaState(3, UNRESOLVED), True),
+        (ReplicaState(3, 5), True),
+        (ReplicaState(3, 4), False),
+        (ReplicaState(2, UNRESOLVED), False),  # ZooKeeper has never heard that session 3 opened
+    ],
+)
+def test_whether_a_mark_is_confirmed_is_told_by_zookeeper(state, is_confirmed):
+    told = prepared(state)
+    assert told.mark_confirmed is is_confirmed
+    assert (told.last_session, told.low_water_mark, told.synced_max) == (3, 5, 9)
+    assert told.chain == identity_chain(RECORD_HEADER.pack(9, ReqId(1, 1, 0, 9).to_bytes(), 0))
+    assert not told.suspect
+
+
+def test_a_log_shorter_than_its_mark_is_suspect():
+    assert prepared(None, low=10, last=9).suspect
+
+
+def test_an_answer_to_nothing_is_refused():
+    with pytest.raises(RemoteProtocolError):
+        translator().take(wire.SuccessResponse(4, 0, 0))
+
+
+def test_an_answer_of_another_kind_is_refused():
+    one = translator()
+    (asked,) = one.ask(wire.Heartbeat(4, 1, 0))
+    with pytest.raises(RemoteProtocolError, match="expected MaxTransactionIdResponse"):
+        one.take(wire.SuccessResponse(4, asked.sequence, 0))
+
+
+def test_what_an_original_does_not_have_is_refused():
+    one = translator()
+    (asked,) = one.ask(wire.Repair(4, 1, 0, 0, b"", b"", 0))
+    _, told = one.take(top(asked, 5))
+    assert told == wire.Nack(4, 1, 0, BadRequest.code, -1, "an original has no such request")
+
+
+def test_one_failure_answers_an_append_of_several_parts():
+    one = translator()
+    batch = make_batch(0, range(5000), 0)
+    entry = LineageEntry(0, 4999, 4, 0, bytes(16))
+    fields = (0, batch.lengths, batch.records, batch.records_crc, bytes(16), (entry,))
+    asked = one.ask(wire.AppendRaw(4, 1, 0, *fields))
+    assert [len(each.records) for each in asked] == [4096, 904]
+    refused = original.FailureResponse(4, asked[0].sequence, 0, "transaction out of order", ())
+    _, told = one.take(refused)
+    assert isinstance(told, wire.Nack)
+    assert one.take(wire.SuccessResponse(4, asked[1].sequence, 0)) == ([], None)
+
+
+def test_nothing_is_cut_below_a_confirmed_mark_nor_from_another_log():
+    one = translator()
+    one._floor = 5
+    (asked,) = one.ask(wire.Truncate(4, 1, 0, 4, 4, bytes(16)))
+    assert isinstance(asked, original.MaxTransactionIdRequest)
+    _, told = one.take(top(asked, 9))
+    assert told.error_code == BadRequest.code
+    (asked,) = one.ask(wire.Truncate(4, 2, 0, 7, 6, bytes(16)))
+    assert (asked.first, asked.count_max) == (6, 1)
+    _, told = one.take(headers(asked))
+    assert told.error_code == ChecksumMismatch.code
+
+
+def test_no_mark_is_set_where_the_log_does_not_end():
+    one = translator()
+    (asked,) = one.ask(wire.SetLowWaterMark(4, 1, 0, 8, bytes(16)))
+    (asked,), _ = one.take(top(asked, 7))
+    nothing, told = one.take(headers(asked))
+    assert nothing == []
+    assert told.error_code == BadRequest.code
+
+
+def test_the_newest_ids_are_told_as_batches_of_their_own():
+    one = translator()
+    (asked,) = one.ask(wire.LineageRequest(4, 1, 0, 0, 2000))
+    assert (asked.first, asked.count_max) == (976, 1025)
+    part = headers(asked)
+    short = original.RecordHeaderListResponse(4, asked.sequence, 0, part.headers[:1000])
+    (asked,), told = one.take(short)
+    assert told is None
+    _, told = one.take(headers(asked))
+    assert [entry[:3] for entry in told.lineage[::1023]] == [
+        (977, 977, ORIGINAL),
+        (2000,) * 2 + (ORIGINAL,),
+    ]
+    assert told.chain_before == identity_chain(header_bytes(part.headers[0]))
+
+
+def test_live_batches_are_known_again():
+    live = LiveBatches(4)
+    chains = [bytes([n]) * 16 for n in range(5)]
+    entries = [LineageEntry(10 * n, 10 * n + 9, 4, 77, chains[n + 1]) for n in range(1, 4)]
+    assert not live.begin_at(10)
+    copied = LineageEntry(0, 9, ORIGINAL, 0, chains[1])
+    live.add(chains[0], [copied])
+    live.add(chains[1], entries[:1])
+    live.add(chains[1], entries)  # another replica, later
+    assert [at for at in range(45) if live.begin_at(at)] == [10, 20, 30, 40]
+    before, found = live.between(20, 39)
+    assert before == entries[0].chain
+    assert [entry[:3] for entry in found] == [(20, 29, 4), (30, 39, 4)]
+    assert [entry.chain for entry in found] == [entry.chain for entry in entries[1:]]
+    assert live.between(10, 25) == (chains[1], (entries[0]._replace(stamp_ms=0),))
+
+
+def test_who_keeps_a_partition():
+    def kinds(*ours):
+        return Kinds(4, 0, (A, B, C), dict.fromkeys(ours, bytes(16)))
+
+    assert kinds(A, B).refuses(is_original=True, has_begun=False)
+    assert not kinds(A, B).refuses(is_original=False, has_begun=True)
+    few = kinds(A)
+    assert not few.refuses(is_original=False, has_begun=False)
+    assert few.refuses(is_original=True, has_begun=True)  # ours, not registered yet
+    assert not few.refuses(is_original=True, has_begun=False)
+    assert few.are_originals
+    assert few.refuses(is_original=False, has_begun=False)
+    assert not few.refuses(is_original=True, has_begun=True)
 
 
 # ---------------------------------------------------------------------------------------------
