@@ -99,6 +99,13 @@ class LiveBatches:
         self._chain_before = GENESIS_CHAIN
         self._lasts = array("q")
         self._chains = bytearray()
+        self._taken_apart: tuple[messages.Buffer, list[tuple[Record, ...]]] = (b"", [])
+
+    def chunks(self, message: messages.AppendRaw) -> list[tuple[Record, ...]]:
+        """Return its records in appends of a bounded size; made once for all replicas."""
+        if self._taken_apart[0] is not message.records:
+            self._taken_apart = message.records, chunks_of(records_of(message))
+        return self._taken_apart[1]
 
     def add(self, chain_before: Chain, lineage: Sequence[LineageEntry]) -> None:
         """Take in what is sent; each replica is sent the same, some later than others."""
@@ -355,7 +362,7 @@ class OriginalStorage:
         self._live.add(Chain(bytes(request.chain_before)), request.lineage)
         yield [
             self._make(original_messages.AppendRecordsRequest, chunk, _ONLINE)
-            for chunk in chunks_of(records_of(request))
+            for chunk in self._live.chunks(request)
         ]
         return messages.Appended(*self._prefix(request), request.lineage[-1].last)
 
