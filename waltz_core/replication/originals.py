@@ -4,10 +4,13 @@ Why it stands alone: the machines of this package ask for what an original canno
 for a chain. All that is made up for it stands here, and nothing of it is believed of our storages.
 
 What an original's log is known by (decision 023)
-    A request id is given to one append and to no other, and an owner appends to a replica only
-    where that replica's log is the owner's. So two logs with the same append at one id are the same
-    up to there. The chain that is told here for an id is a hash over that record's header
-    (`record.identity_chain`): it is read from the replica each time, and needs no memory.
+    By ZooKeeper's word on the replica, as among originals: one that was engaged in the last session
+    has the log as far as it goes, one that was closed at a mark up to there (`trusted`). And by the
+    identity of records: an owner appends to a replica only where its log is the owner's, so two
+    logs with the same append at one id are the same up to there. The chain that is told here for an
+    id is a hash over that record's header (`record.identity_chain`): it is read from the replica
+    each time, and needs no memory. Both have to agree: tasks that write once and for all may use
+    the request id of an append that was lost for another one.
 
 Rules:
     1. One script for each S 1 request: what it asks the storage, step by step, and its answer. The
@@ -20,6 +23,7 @@ Rules:
     4. Batches of the running session have the chain that the owner gave them: it is kept here, as
        the storage does not keep it (`LiveBatches`).
     5. A log that ends below its own low-water mark has lost something: suspect.
+    6. What ZooKeeper does not vouch for is cut and copied anew, whatever its records look like.
 """
 
 from array import array
@@ -34,6 +38,7 @@ from waltz_core.record import (
     BEFORE_FIRST,
     CHAIN_BYTES,
     GENESIS_CHAIN,
+    NO_SESSION,
     ORIGINAL,
     Chain,
     LineageEntry,
@@ -211,6 +216,7 @@ class OriginalStorage:
         self._partition_id = partition_id
         self._live = live
         self._state = state
+        self.trusted = BEFORE_FIRST  # known with PREPARED
         self._floor = BEFORE_FIRST
         self._sequence = 0
         self._jobs: dict[int, _Job] = {}
@@ -305,6 +311,7 @@ class OriginalStorage:
         assert isinstance(top, original_messages.MaxTransactionIdResponse)
         chain = yield from self._chain_at(top.transaction_id)
         mark = info.low_water_mark
+        self.trusted = self._trusted(info, TransactionId(top.transaction_id))
         is_confirmed = self._is_confirmed(SessionId(info.last_session), TransactionId(mark))
         self._floor = TransactionId(mark) if is_confirmed else BEFORE_FIRST
         return messages.Prepared(
@@ -318,6 +325,17 @@ class OriginalStorage:
             suspect=top.transaction_id < mark,
             damaged=b"",
         )
+
+    def _trusted(
+        self, info: original_messages.LastSessionInfoResponse, last: TransactionId
+    ) -> TransactionId:
+        """Return how far the log is the partition's by what ZooKeeper tells (rule 6)."""
+        state, mark = self._state, TransactionId(min(info.low_water_mark, last))
+        if state is None or info.last_session < state.session_id or state.session_id == NO_SESSION:
+            return mark
+        if state.closing_high_water_mark == UNRESOLVED:
+            return last
+        return TransactionId(min(state.closing_high_water_mark, last))
 
     def _is_confirmed(self, last_session: SessionId, mark: TransactionId) -> bool:
         """Whether the session that has set the mark was opened, as far as ZooKeeper tells."""

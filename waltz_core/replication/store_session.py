@@ -492,7 +492,8 @@ class StoreSession:
         if each.replica in self.recovery.unknown:
             self._report("replica.unknown", replica=each.replica, last=answer.synced_max)
         each.stage = Stage.REPAIRING
-        each.repair = Repair(answer)
+        trusted = None if each.original is None else each.original.trusted
+        each.repair = Repair(answer, trusted=trusted)
 
     # -----------------------------------------------------------------------------------------
     # recovery, until the session opens

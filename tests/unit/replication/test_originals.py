@@ -469,7 +469,8 @@ def test_who_keeps_a_partition():
 class Chaos:
     """Random schedules; whoever was told of a commit finds it again, at its place."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, *, is_reusing=False):
+        self.is_reusing = is_reusing  # all that is ever appended at an id has one request id
         self.random = Random(seed)
         self.bench = OriginalBench()
         self.bench.rng = self.random
@@ -481,6 +482,7 @@ class Chaos:
         self.committed = {}  # id -> number
         self.copy = None  # of one replica's disk
         self.rolled_back = False
+        self.appends = 0
 
     def go(self, steps):
         for _ in range(steps):
@@ -547,7 +549,11 @@ class Chaos:
 
     def _submit(self):
         bench = self.bench
-        first, number = bench.store.next_transaction_id, bench.numbers
+        first = bench.store.next_transaction_id
+        if self.is_reusing:
+            self.appends += 1
+            bench.numbers = (self.appends << 31) + first
+        number = bench.numbers
         last = bench.submit(self.random.choice([1, 1, 3]))
         session = self.submitted.setdefault(bench.store.open_session, {})
         session.update((at, number + at - first) for at in range(first, last + 1))
@@ -593,9 +599,11 @@ class Chaos:
         bench.told.clear()
 
 
+@pytest.mark.parametrize("is_reusing", [False, True])
 @pytest.mark.parametrize("part", range(8))
-def test_no_schedule_loses_what_was_committed(part):
-    runs = [Chaos(seed) for seed in range(25 * part, 25 * part + 25)]
+def test_no_schedule_loses_what_was_committed(part, is_reusing):
+    seeds = range(25 * part, 25 * part + 25)
+    runs = [Chaos(seed, is_reusing=is_reusing) for seed in seeds]
     committed = 0
     for chaos in runs:
         chaos.go(400)
