@@ -325,7 +325,10 @@ def headers(asked):
 
 
 def prepared(state, *, session=3, low=5, last=9):
-    one = translator(state=state)
+    return heard_of(translator(state=state), session=session, low=low, last=last)
+
+
+def heard_of(one, *, session=3, low=5, last=9):
     (opening,) = one.ask(wire.Prepare(4, 1, 0, bytes(16), bytes(16), bytes(16), 1))
     asked, told = one.take(wire.SuccessResponse(-1, -1, -1))
     assert opening.sequence == -1
@@ -354,6 +357,25 @@ def test_whether_a_mark_is_confirmed_is_told_by_zookeeper(state, is_confirmed):
     assert (told.last_session, told.low_water_mark, told.synced_max) == (3, 5, 9)
     assert told.chain == identity_chain(RECORD_HEADER.pack(9, ReqId(1, 1, 0, 9).to_bytes(), 0))
     assert not told.suspect
+
+
+@pytest.mark.parametrize(
+    ("state", "trusted"),
+    [
+        (ReplicaState(3, UNRESOLVED), 9),  # engaged in the session of its last mark
+        (ReplicaState(2, UNRESOLVED), 9),  # and marked in a later one that never opened
+        (ReplicaState(4, UNRESOLVED), 5),  # its disk is of before the session it was engaged in
+        (ReplicaState(3, 7), 7),
+        (ReplicaState(3, 12), 9),
+        (ReplicaState(4, 7), 5),
+        (ReplicaState(-1, 7), 5),  # never engaged: what it has is of another time
+        (None, 5),
+    ],
+)
+def test_how_far_a_log_is_trusted_is_told_by_zookeeper(state, trusted):
+    one = translator(state=state)
+    heard_of(one)
+    assert one.trusted == trusted
 
 
 def test_a_log_shorter_than_its_mark_is_suspect():

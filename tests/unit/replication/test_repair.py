@@ -528,3 +528,17 @@ def test_an_originals_stretch_leads_to_the_identity_of_its_last_record():
     other = entry._replace(chain=identity_chain(headers[:28]))
     with pytest.raises(ChecksumMismatch, match="another chain"):
         verify_batches(changed(answer, lineage=(other,)), GENESIS_CHAIN)
+
+
+def test_what_nobody_vouches_for_is_cut_and_copied_anew_though_it_looks_alike():
+    one, source = storage(*OLD), storage(*OLD)
+    answer = prepared(one)
+    bound = source.disk.entries[0].lineage
+    repair = Repair(answer, trusted=bound.last)
+    goal = Goal(answer.synced_max, source.chain)
+    assert not repair.reaches(goal), "nobody copies from it either"
+    steps = walk(repair, one, source, goal)
+    assert Cut(bound.last, bound.last, bound.chain) in steps
+    assert any(isinstance(step, Append) for step in steps)
+    assert repair.is_set
+    assert repair.reaches(goal)
