@@ -125,10 +125,11 @@ class OriginalStorage:
                 _send(writer, answer)
 
     def release(self) -> None:
-        """Send the answers to appends that were held back."""
+        """Send the answers to appends that were held back, where somebody is left."""
         self.is_held = False
         for writer, answer in self._held:
-            _send(writer, answer)
+            if writer in self._writers:
+                _send(writer, answer)
         self._held.clear()
 
     # ------------------------------------------------------------------ what it answers

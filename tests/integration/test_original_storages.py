@@ -194,6 +194,27 @@ def test_a_server_whose_session_was_taken_appends_nothing_more() -> None:
     run(main())
 
 
+def test_what_was_in_flight_when_a_storage_died_is_told_as_it_is() -> None:
+    async def main() -> None:
+        async with originals() as (_, server, models):
+            client = await connect(server)
+            await client.mount()
+            assert await ids(client.append(3)) == [0, 1, 2]
+            for model in models:
+                model.is_held = True
+            waiting = client.append(2)
+            await until(lambda: all(last_of(model) == 4 for model in models))
+            assert not waiting.done()
+            await models[0].stop()
+            assert await ids(waiting) == [3, 4]
+            for model in models[1:]:
+                model.release()
+            await client.mount(sequence=2)
+            assert await ids(client.append(1)) == [5]
+
+    run(main())
+
+
 def test_a_second_server_takes_over() -> None:
     async def main() -> None:
         async with originals(2) as (world, first, models):
