@@ -1,10 +1,12 @@
 """Unit tests of `waltz_core.replication.originals`: sessions over storages of the original."""
 
+import zlib
 from copy import deepcopy
 from random import Random
 
 import pytest
 
+from tests.original_storage import PREFIX
 from tests.unit.replication.bench import A, B, C, wire
 from tests.unit.replication.model_storage import make_batch
 from tests.unit.replication.original_bench import OriginalBench
@@ -81,6 +83,62 @@ def test_another_server_finds_the_log_and_fences_the_first():
     assert bench.payloads(A) == bench.payloads(B) == bench.payloads(C) == [0, 1, 2, 4, 5]
     partition = bench.partition(A)
     assert (partition.saved_session, partition.low_water_mark) == (1, 2)
+
+
+def append_as_an_original(bench, name, number):
+    """As an original server has written it; the request id is its own."""
+    partition, data = bench.partition(name), number.to_bytes(8, "big")
+    header = RECORD_HEADER.pack(partition.last + 1, ReqId(3, 1, 0, number).to_bytes(), 0)
+    crc = zlib.crc32(data).to_bytes(4, "big")
+    partition.records.append(header + len(data).to_bytes(4, "big") + data + crc)
+
+
+def test_a_cluster_that_originals_made_and_served_is_taken_over():
+    """ZooKeeper has none of our nodes, and replica states as an original server writes them."""
+    bench = OriginalBench(state=None)
+    for name, count in ((A, 9), (B, 7), (C, 5)):
+        for number in range(100, 100 + count):
+            append_as_an_original(bench, name, number)
+        partition = bench.partition(name)
+        partition.saved_session = partition.session = 5
+        partition.low_water_mark = partition.local_low_water_mark = 3
+    states = dict.fromkeys((A, B, C), ReplicaState(5, UNRESOLVED))
+    bench.metadata, bench.metadata_version = PartitionMetadata(1, 5, states), 4
+    bench.own(2)
+    # Decided before C has answered: it might have had as much as A.
+    assert reopened(bench).high_water_mark == 8
+    bench.submit(2)
+    bench.run()
+    expected = [*range(100, 109), 0, 1]
+    assert [bench.payloads(name) for name in (A, B, C)] == [expected] * 3
+    assert set(bench.metadata.states.values()) == {ReplicaState(6, UNRESOLVED)}
+    assert bench.metadata.session_id == bench.partition(B).saved_session == 6
+
+
+def test_a_replica_that_an_original_server_has_closed_is_cut_where_it_was():
+    """Its log goes on above the mark, with what was never acknowledged."""
+    bench = OriginalBench(state=None)
+    for name in (A, B, C):
+        for number in range(100, 105):
+            append_as_an_original(bench, name, number)
+    for name, numbers in ((A, (200, 201)), (B, (200, 201)), (C, (300,))):
+        for number in numbers:
+            append_as_an_original(bench, name, number)
+    for name, session, mark in ((A, 6, 4), (B, 6, 4), (C, 5, 1)):
+        partition = bench.partition(name)
+        partition.saved_session = partition.session = session
+        partition.low_water_mark = partition.local_low_water_mark = mark
+    states = {A: ReplicaState(6, UNRESOLVED), B: ReplicaState(6, UNRESOLVED), C: ReplicaState(5, 4)}
+    bench.metadata, bench.metadata_version = PartitionMetadata(1, 6, states), 9
+    bench.own(2)
+    assert reopened(bench).high_water_mark == 6
+    for _ in range(3):
+        bench.wait(3_000)
+        bench.run()
+    assert bench.payloads(C) == bench.payloads(A) == [*range(100, 105), 200, 201]
+    cuts = [payload[PREFIX.size :] for payload in bench.models[C].asked(5)]
+    assert cuts == [(4).to_bytes(8, "big") + b"\0"]
+    assert bench.store.readable_replicas == [A, B, C]
 
 
 def test_a_storage_that_was_away_is_filled_up_in_the_running_session():
