@@ -134,11 +134,15 @@ class LiveBatches:
         return first == self._before + 1 or (at < len(self._lasts) and self._lasts[at] == first - 1)
 
     def between(self, first: int, last: int) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the chain before `first`, where a batch begins, and the batches up to `last`."""
+        """Return the chain before `first`, where a batch begins, and batches from there on.
+
+        They end at `last` at the latest, and soon, but there is one at least.
+        """
         assert self.begin_at(first)
         at = 0 if first == self._before + 1 else bisect_left(self._lasts, first - 1) + 1
         found: list[LineageEntry] = []
         chain_before = self._chain_at(at - 1)
+        last = max(min(last, first + HEADERS_MAX), self._lasts[at])
         while at < len(self._lasts) and self._lasts[at] <= last:
             end, chain = TransactionId(self._lasts[at]), self._chain_at(at)
             found.append(LineageEntry(TransactionId(first), end, self._session_id, 0, chain))

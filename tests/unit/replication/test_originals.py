@@ -527,6 +527,18 @@ def test_live_batches_are_known_again():
     assert live.between(10, 25) == (chains[1], (entries[0]._replace(stamp_ms=0),))
 
 
+def test_of_many_live_batches_only_the_next_ones_are_told():
+    live = LiveBatches(4)
+    ends = [*range(9, 3000, 10), 9_999]
+    firsts = [0, *(end + 1 for end in ends[:-1])]
+    live.add(
+        bytes(16),
+        [LineageEntry(*each, 4, 0, bytes(16)) for each in zip(firsts, ends, strict=True)],
+    )
+    assert live.between(0, 9_999)[1][-1].last == 1019
+    assert [entry[:2] for entry in live.between(3000, 9_999)[1]] == [(3000, 9_999)]
+
+
 def test_who_keeps_a_partition():
     def kinds(*ours):
         return Kinds(4, 0, (A, B, C), dict.fromkeys(ours, bytes(16)))
