@@ -8,7 +8,7 @@ import zlib
 from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -28,7 +28,11 @@ from waltz_core.server.daemon import Server
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, Surface
 
+if TYPE_CHECKING:
+    from tests.original_storage import OriginalStorage
+
 ROOT = "/waltz/test"
+CLUSTER_KEY = UUID(int=7)
 MessageT = TypeVar("MessageT", bound=ClientMessage)
 ALICE, BOB = ClientId(1), ClientId(2)
 
@@ -47,24 +51,24 @@ class World:
     def __init__(self) -> None:
         self.zookeeper = MemoryZooKeeper(asyncio.Event)
         self.storages = [MemoryStorage(number) for number in range(3)]
+        self.originals: list[OriginalStorage] = []
         self.servers: list[Server] = []
         self.stops: list[asyncio.Event] = []
 
     async def start(self, partition_count: int) -> None:
         coordinator = self.zookeeper.coordinator(ROOT)
-        for storage in self.storages:
-            await storage.start()
+        storages: list[MemoryStorage | OriginalStorage] = [*self.storages, *self.originals]
+        for each in storages:
+            await each.start()
         new = NewCluster(
             "test",
             partition_count,
-            UUID(int=7),
+            CLUSTER_KEY,
             # Each is a group of its own.
-            tuple(
-                NewStorage(ReplicaId(each.address), 1, n) for n, each in enumerate(self.storages)
-            ),
+            tuple(NewStorage(ReplicaId(each.address), 1, n) for n, each in enumerate(storages)),
             {
                 ReplicaId(each.address): tuple(map(PartitionId, range(partition_count)))
-                for each in self.storages
+                for each in storages
             },
         )
         await coordinator.create_cluster(new)
@@ -85,8 +89,10 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def cluster(partition_count: int = 1, **settings: Any) -> AsyncIterator[tuple[World, Server]]:
-    world = World()
+async def cluster(
+    partition_count: int = 1, *, world: World | None = None, **settings: Any
+) -> AsyncIterator[tuple[World, Server]]:
+    world = World() if world is None else world
     await world.start(partition_count)
     async with asyncio.TaskGroup() as tasks:
         server = await world.serve(tasks, **settings)
@@ -101,7 +107,7 @@ async def cluster(partition_count: int = 1, **settings: Any) -> AsyncIterator[tu
         finally:
             for stop in world.stops:
                 stop.set()
-    for storage in world.storages:
+    for storage in (*world.storages, *world.originals):
         await storage.stop()
 
 

@@ -298,7 +298,7 @@ async def test_a_dial_to_somebody_of_another_language_is_a_protocol_error():
     with pytest.raises(RemoteProtocolError, match="expected a frame of surface 'H'"):
         await dial_somebody_who_says(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(RemoteProtocolError, match="no common version"):
-        await dial_somebody_who_says(codec.encode_hello(Hello((0,), "Waltz Storage Server")))
+        await dial_somebody_who_says(codec.encode_hello(Hello((9,), "Waltz Storage Server")))
 
 
 @on_loop

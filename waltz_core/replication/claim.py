@@ -13,7 +13,8 @@ Rules (correctness.md 2.1 A and B, rows 15, 17 and 36; interop.md 4.7):
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from waltz_core.cluster.model import (
     MarkerState,
@@ -21,9 +22,11 @@ from waltz_core.cluster.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.record import Generation, ReplicaId, SessionId, TransactionId
+from waltz_core.record import Chain, Generation, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.recovery import Origin, origin_of, states_to_claim
+
+_NONE: Final[Mapping[TransactionId, Chain]] = MappingProxyType({})
 
 
 class View(NamedTuple):
@@ -49,11 +52,15 @@ class View(NamedTuple):
 
 
 class InDoubt(NamedTuple):
-    """What was submitted to an earlier session and is not final: ids above `committed`."""
+    """What was submitted to an earlier session and is not final: ids above `committed`.
+
+    `identities`: what each of them is known by where no lineage tells (`originals.py`).
+    """
 
     session_id: SessionId
     committed: TransactionId
     last: TransactionId
+    identities: Mapping[TransactionId, Chain] = _NONE
 
 
 @dataclass(frozen=True, slots=True)

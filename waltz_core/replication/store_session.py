@@ -30,20 +30,11 @@ from waltz_core.errors import (
     from_code,
 )
 from waltz_core.machine import Report
-from waltz_core.record import (
-    PartitionId,
-    ReplicaId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.claim import Claim
-from waltz_core.replication.events import (
-    Batch,
-    Committed,
-    Effect,
-    SessionOpened,
-)
+from waltz_core.replication.events import Batch, Committed, Effect, SessionOpened
 from waltz_core.replication.limits import Limits
+from waltz_core.replication.originals import MIXED, Kinds
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.recovery import NO_STORAGE_ID, Recovery
@@ -143,6 +134,7 @@ class StoreSession:
         self._proving = Proving(claim.assigned, outbox=outbox, limits=limits)
         self._settling: Settling | None = None
         self._rivals: list[ReplicaId] = []
+        self.kinds = Kinds(claim.session_id, facts.partition_id, claim.assigned, facts.storage_ids)
 
     # -----------------------------------------------------------------------------------------
     # what the owner asks
@@ -204,7 +196,7 @@ class StoreSession:
             each.dial()
         self._advance(now_ms)
 
-    def opened(self, replica: ReplicaId, now_ms: int) -> None:
+    def opened(self, replica: ReplicaId, now_ms: int, *, is_original: bool = False) -> None:
         """A connection stands: fence."""
         each = self.replicas.get(replica)
         if each is None or each.stage is not Stage.DIALLING:
@@ -212,7 +204,13 @@ class StoreSession:
         if each.is_tainted:
             self._returned(each, now_ms)
             return
+        has_begun = any(each.is_marked for each in self.replicas.values())
+        if self.kinds.refuses(is_original=is_original, has_begun=has_begun):
+            self._refuse(each, MIXED, now_ms)
+            return
         each.stage = Stage.PREPARING
+        if is_original:
+            self._met_original(each, now_ms)
         facts = self._facts
         storage_id = facts.storage_ids.get(replica, NO_STORAGE_ID)
         identity = (storage_id, facts.cluster_key, facts.partition_count)
@@ -234,8 +232,8 @@ class StoreSession:
         try:
             if isinstance(answer, messages.DamageFound):
                 self.repairs.damage_found(each, answer)
-            else:
-                self._answered(each, each.take(answer), answer, now_ms)
+            elif (told := each.heard(answer)) is not None:
+                self._answered(each, each.take(told), told, now_ms)
         except (RemoteProtocolError, Damaged) as error:
             self._refuse(each, str(error), now_ms)
         self._advance(now_ms)
@@ -409,6 +407,13 @@ class StoreSession:
             return
         each.lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
 
+    def _met_original(self, each: ReplicaSession, now_ms: int) -> None:
+        """It is a session of originals: none of ours takes part (originals.py)."""
+        each.original = self.kinds.translator(self.recovery.states.get(each.replica))
+        for other in self.replicas.values():
+            if other.is_connected and other.original is None:
+                self._refuse(other, MIXED, now_ms)
+
     # -----------------------------------------------------------------------------------------
     # answers
 
@@ -482,10 +487,13 @@ class StoreSession:
                 self._refuse(each, reason, now_ms)
             return
         self.recovery.heard(each.replica, answer, registered)
+        if each.original is not None and self.recovery.is_credible(each.replica):
+            self.recovery.keep_up_to(TransactionId(answer.low_water_mark))
         if each.replica in self.recovery.unknown:
             self._report("replica.unknown", replica=each.replica, last=answer.synced_max)
         each.stage = Stage.REPAIRING
-        each.repair = Repair(answer)
+        trusted = None if each.original is None else each.original.trusted
+        each.repair = Repair(answer, trusted=trusted)
 
     # -----------------------------------------------------------------------------------------
     # recovery, until the session opens

@@ -67,6 +67,11 @@ class Window:
         return next(iter(self._flights), TransactionId(self.last + 1))
 
     @property
+    def uncommitted(self) -> list[Batch]:
+        """The batches in flight, in order."""
+        return [flight.batch for flight in self._uncommitted]
+
+    @property
     def oldest_ms(self) -> int | None:
         """When the oldest batch in flight was submitted."""
         return self._uncommitted[0].submitted_ms if self._uncommitted else None

@@ -82,7 +82,7 @@ class Surface(Enum):
     HELLO = ("H", (0,), (0,), "", "")
     # Of the original's versions 3 is the first whose servers can say that a client is ahead.
     CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 6), "Waltz Server", "Waltz Client")
-    STORAGE = ("S", (0, 1), (1,), "Waltz Storage Server", "Waltz Storage Client")
+    STORAGE = ("S", (0, 1), (0, 1), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
     def __init__(

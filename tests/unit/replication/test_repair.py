@@ -6,8 +6,16 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
+from waltz_core import raw_records
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
-from waltz_core.record import GENESIS_CHAIN, MADE_UP, LineageEntry, next_chain
+from waltz_core.record import (
+    GENESIS_CHAIN,
+    MADE_UP,
+    ORIGINAL,
+    LineageEntry,
+    identity_chain,
+    next_chain,
+)
 from waltz_core.replication.repair import (
     Append,
     Cut,
@@ -508,3 +516,29 @@ def test_a_cut_that_cut_elsewhere_is_refused():
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
         repair.cut(4, bytes(16), step)
+
+
+def test_an_originals_stretch_leads_to_the_identity_of_its_last_record():
+    answer = range_of(storage(*OLD), 0, 2)
+    lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
+    headers = raw_records.headers_of(answer.records, lengths)
+    identity = identity_chain(headers[-28:])
+    entry = LineageEntry(0, answer.count - 1, ORIGINAL, 0, identity)
+    assert verify_batches(changed(answer, lineage=(entry,)), GENESIS_CHAIN) == identity
+    other = entry._replace(chain=identity_chain(headers[:28]))
+    with pytest.raises(ChecksumMismatch, match="another chain"):
+        verify_batches(changed(answer, lineage=(other,)), GENESIS_CHAIN)
+
+
+def test_what_nobody_vouches_for_is_cut_and_copied_anew_though_it_looks_alike():
+    one, source = storage(*OLD), storage(*OLD)
+    answer = prepared(one)
+    bound = source.disk.entries[0].lineage
+    repair = Repair(answer, trusted=bound.last)
+    goal = Goal(answer.synced_max, source.chain)
+    assert not repair.reaches(goal), "nobody copies from it either"
+    steps = walk(repair, one, source, goal)
+    assert Cut(bound.last, bound.last, bound.chain) in steps
+    assert any(isinstance(step, Append) for step in steps)
+    assert repair.is_set
+    assert repair.reaches(goal)

@@ -73,3 +73,9 @@ def test_what_somebody_needs_is_kept_up_to_the_limit():
     assert window.first == 2
     window.trim(3, size)
     assert window.first == 3 == window.last + 1
+
+
+def test_what_is_in_flight_is_told_in_order():
+    window = filled(2, 1, 3)
+    window.commit(1)
+    assert [(batch.first, batch.last) for batch in window.uncommitted] == [(2, 2), (3, 5)]

@@ -3,17 +3,30 @@
 import asyncio
 import contextlib
 import socket
+import struct
+import zlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from tests.loops import on_loop, until
+from tests.original_storage import OriginalStorage
 from waltz_core import net
-from waltz_core.errors import Unreachable
+from waltz_core.errors import BadRequest, UnknownPartition, Unreachable
 from waltz_core.record import GENESIS_CHAIN, ReplicaId
+from waltz_core.replication.repair import verify_records
 from waltz_core.server import replicas
 from waltz_core.server.replicas import ReadLinks
-from waltz_core.wire.messages import OpenRequest, RangeBytes, RangeForm, RangeRaw, Surface
+from waltz_core.wire.messages import (
+    LockBlocks,
+    LockBlocksRequest,
+    OpenRequest,
+    RangeBytes,
+    RangeForm,
+    RangeRaw,
+    Surface,
+)
 
 KEY = bytes(16)
 
@@ -117,3 +130,36 @@ async def test_who_waits_for_somebody_elses_dial_is_told_in_time():
             for sequence in (1, 2, 3):
                 tasks.create_task(fetch(sequence))
         assert told == [f"{replica}: no answer within 0.05 s"] * 3
+
+
+@on_loop
+async def test_a_storage_of_the_original_is_read_in_its_own_words():
+    model = OriginalStorage(KEY, 4)
+    held = model.partitions[3]
+    for at in range(5):
+        data = bytes([at]) * at
+        head = struct.pack(">qiiiii", at, 1, 2, 3, at, 9)
+        crc = struct.pack(">I", zlib.crc32(data))
+        held.records.append(head + struct.pack(">i", at) + data + crc)
+    await model.start()
+    replica, links = ReplicaId(model.address), ReadLinks(KEY, 4)
+    whole = RangeRaw(-1, 7, 3, 1, 9, 100, RangeForm.WHOLE, False, True)
+    found = await links.fetch(replica, whole)
+    assert isinstance(found, RangeBytes)
+    assert (found.sequence, found.first, found.count) == (7, 1, 3)
+    verify_records(found, first=1, last=9)
+    headers = await links.fetch(replica, replace(whole, form=RangeForm.HEADERS, last=4))
+    assert isinstance(headers, RangeBytes)
+    assert headers.records == b"".join(map(held.header, range(1, 5)))
+    blocks = await links.fetch(replica, LockBlocksRequest(-1, 8, 3, 1 << 20))
+    assert blocks == LockBlocks(-1, 8, 3, b"")
+    with pytest.raises(BadRequest, match="no id 5 yet"):
+        await links.fetch(replica, replace(whole, first=5))
+    with pytest.raises(UnknownPartition, match="not assigned"):
+        await links.fetch(replica, replace(whole, partition_id=9))
+    links.close()
+    # One of another cluster answers no reader.
+    stranger = ReadLinks(b"another cluster!", 4)
+    with pytest.raises(Unreachable, match="cluster key"):
+        await stranger.fetch(replica, whole)
+    await model.stop()
