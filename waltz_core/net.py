@@ -146,8 +146,7 @@ async def listen(
     """Listen and call `on_connection` with every link once both sides have said hello.
 
     Port 0 takes a free one; `Listener.port` tells which. With `ssl` (`tls.listening`) whoever does
-    not speak TLS is told so, and the log, too. Raises BadConfig when the address cannot
-    be listened on.
+    not speak TLS is told so. Raises BadConfig when the address cannot be listened on.
     """
     listener = Listener(surface, on_connection, links_max)
     try:

@@ -1,8 +1,7 @@
 """The client for asyncio: everything an application asks of the log.
 
-Why it stands alone: it is the public face. What it promises is kept below: outcomes by `stream.py`,
-retries by `contexts.py`, the feed by `subscriptions.py`, ranges by `ranges.py`; here it is put
-together.
+Why it stands alone: it is the public face, where what is below is put together: outcomes are kept
+by `stream.py`, retries by `contexts.py`, the feed by `subscriptions.py`, ranges by `ranges.py`.
 
 Rules:
     1. A client belongs to one process and one event loop; a forked child gets a UsageError.
@@ -308,8 +307,7 @@ class AsyncWaltzClient(OpenedByConnect):
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
         """Return what `replicas` does of many partitions (all by default), asked at once."""
-        wanted = self._all_or(partitions)
-        near = self.config.group if group is None else group
+        wanted, near = self._all_or(partitions), self.config.group if group is None else group
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
     async def has_original(self, partitions: Iterable[int] | None = None) -> bool:
