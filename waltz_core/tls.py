@@ -77,11 +77,13 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
     """
     try:
         listening(config)  # a new one: half of a pair of files must not get into those in use
+        chosen = _effective(config, place_in(config.connect))
     except BadConfig as error:
         _log.error("tls.not_renewed error=%s", error)
         return
-    chosen = _effective(config, place_in(config.connect))
-    assert chosen is not None
+    if chosen is None:
+        _log.error("tls.not_renewed error=tls: expected it to be on, as it was at the start")
+        return
     for context in filter(None, contexts):
         _load_certificate(context, chosen)
         if chosen.tls_authorities and context.verify_mode is not ssl.CERT_NONE:
@@ -107,7 +109,10 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
     """
     chosen = _effective(config, place_in(config.connect))
     if chosen is None:
-        if config.tls != "off" and not _is_loopback(config.listen_host):
+        is_meant = config.tls == "off"
+        if isinstance(config, ServerConfig) and config.tls_require_certificate and not is_meant:
+            raise BadConfig('tls: expected "on" beside tls_require_certificate = true')
+        if not is_meant and not _is_loopback(config.listen_host):
             _log.warning(
                 "tls.off host=%s: whoever reaches it may read along, and is asked for nothing; "
                 'expected tls = "on" with tls_certificate, or tls = "off" in a private network',

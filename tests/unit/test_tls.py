@@ -137,6 +137,22 @@ def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
     assert tls.listening(storage(**without, tls_require_certificate=False)) is not None
 
 
+def test_who_wants_certificates_does_not_listen_in_the_clear_by_mistake():
+    with pytest.raises(BadConfig, match='tls: expected "on" beside tls_require_certificate'):
+        tls.listening(server(tls_require_certificate=True))
+    assert tls.listening(server(tls="off", tls_require_certificate=True)) is None
+
+
+def test_a_file_that_has_tls_off_is_told_to_who_speaks_it(files, tmp_path, caplog):
+    file = tmp_path / "tls.toml"
+    file.write_text(render_toml("tls", files.settings))
+    config = server(connect=f"{CONNECT}?tls={file}")
+    context = tls.listening(config)
+    file.write_text('tls = "off"\n')
+    tls.renew(config, context)
+    assert "tls.not_renewed error=tls: expected it to be on" in caplog.text
+
+
 def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
     both = tmp_path / "both.pem"
     both.write_text(Path(files.key).read_text() + Path(files.certificate).read_text())
