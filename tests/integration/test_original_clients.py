@@ -114,6 +114,24 @@ def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_conne
     run(main())
 
 
+def test_a_client_that_counts_its_connections_anew_climbs_until_it_is_let_in() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            earlier = await original.Wire.open(server.address)
+            mount = Req(9, 1, 0, 1)
+            earlier.send(original.MOUNT_REQUEST, mount, struct.pack(">qq", -1, 3))
+            kind, *_ = await earlier.receive()
+            assert kind == original.MOUNT_RESPONSE
+            # Its server's node was away for a moment: the client begins with 0, as for a new one.
+            async with model_of(9, server) as (client, state):
+                await client.submit(0, lambda: state.count_up("a"))
+                assert client.stream.reconnects == 4
+                await until(lambda: state.values == {"a": 1})
+            earlier.close()
+
+    run(main())
+
+
 def test_a_reader_goes_on_when_its_server_has_given_the_partition_up_and_has_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -268,7 +268,7 @@ class Clients:
     def _end(self, connection: ConnectionId, reason: str) -> None:
         """End a connection when what it was told before is out."""
         client = self._clients.get(connection)
-        if client is not None:
+        if client is not None and not client.link.is_closed:
             _log.info("client.ended address=%s reason=%s", client.link.address, reason)
             self._empty_outbox(client)
             client.link.close(reason)

@@ -54,7 +54,7 @@ MARK_WAIT_S: Final = 5.0
 _NOT_FOUND: Final = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
 _NOT_HERE: Final = "partition not ready"
 
-# The rows of these are not in the log, and until its next mount nothing of the client will be.
+# What is refused for these is not in the log, and its client had better mount before it goes on.
 _ENDS_MOUNT: Final = frozenset(
     (Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED, Reason.GENERATION, Reason.NO_SPACE)
 )

@@ -9,7 +9,7 @@ from waltz_core import errors
 from waltz_core.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.events import Answer, ConnectionId, refusal
 from waltz_core.server.originals import MARK_WAIT_S, End, Frames, Original, Unheard
-from waltz_core.wire import messages
+from waltz_core.wire import codec, messages
 from waltz_core.wire.feed_frames import feed_frames
 from waltz_core.wire.messages import ClientMessage, MountResponse, Reason
 from waltz_core.wire.original_messages import MountOutcome
@@ -253,3 +253,53 @@ def test_other_answers_are_told_as_they_are() -> None:
         messages.PartitionsHealthResponse(req(0), ((0, True),)),
     ):
         assert told(mounted(), answer) is answer
+
+
+# --- whatever comes
+
+
+def all_errors() -> list[errors.WaltzError]:
+    found = [each for each in vars(errors).values() if isinstance(each, type)]
+    return [each("why") for each in found if issubclass(each, errors.WaltzError)]
+
+
+def questions_of(version: int) -> list[ClientMessage]:
+    asked: list[ClientMessage] = [
+        messages.MountRequest(req(1), -1, 0),
+        messages.FeedRequest(req(1), -1),
+        append(2),
+        messages.FlushRequest(req(2)),
+        messages.HighWaterMarkRequest(req(3)),
+        messages.TransactionDataRequest(req(4), 7),
+        messages.AddPreferredRequest(req(0), (1,)),
+        messages.RemovePreferredRequest(req(0), (1,)),
+    ]
+    return [each for each in asked if each.since <= version]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_whatever_a_client_is_told_can_be_said_in_its_version(version: int) -> None:
+    said: list[Any] = [told(mounted(version), result(2, reason, 3)) for reason in Reason]
+    for question in questions_of(version):
+        for error in all_errors():
+            said.append(refused(mounted(version), question, error))
+            said.append(refused(Original(version), question, error))
+    assert len(all_errors()) > 30
+    for each in said:
+        assert not isinstance(each, messages.ErrorResponse)
+        if isinstance(each, ClientMessage):
+            assert codec.encode(each, version)
+        else:
+            assert each is None or isinstance(each, End | Unheard)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_refusal_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) -> None:
+    mount, feed, _, _, mark, data, *_ = questions_of(version)
+    for error in all_errors():
+        original = Original(version)
+        original.ask(mount)
+        assert refused(original, mount, error) is not None
+        assert refused(mounted(version), feed, error) is not None
+        assert refused(Original(version), mark, error) is not None
+        assert refused(Original(version), data, error) is not None
