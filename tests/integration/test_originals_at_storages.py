@@ -490,6 +490,35 @@ def test_what_one_storage_got_from_an_original_alone_is_taken_over(tmp_path, cap
         check_equal(found, log, capsys)
 
 
+def test_logs_that_a_killed_server_of_ours_has_left_unequal(tmp_path, capsys):
+    """An original cuts one of them, and fills another one up; all get the same batches."""
+    log = []
+
+    async def main(found):
+        world = Both(found)
+        await world.start(PARTITION_COUNT)
+        for address, batches in zip(found.addresses, (4, 3, 1), strict=True):
+            async with session(address, 3) as ours:
+                await ours.prepare()
+                await ours.engage()
+                for count in (7, 5, 6, 8)[:batches]:
+                    assert isinstance(await ours.ask(ours.owner.append(count)), Appended)
+        states = dict.fromkeys(found.addresses, State(3))
+        first = await asyncio.to_thread(found.session, Metadata(0, 3, states))
+        assert (first.mark, len(first.ready)) == (17, 3)
+        log.extend(first.links[found.addresses[2]].records(first.number, 0, 0, 100))
+        assert len(log) == 18
+        append(first, log, 9)
+        first.close()
+        await world.leave(first.metadata)
+        await world.our_turn(log, 4)
+        await world.our_turn(log, 0)
+
+    with storages(tmp_path) as found:
+        on_loop(main(found))
+        check_equal(found, log, capsys)
+
+
 def test_a_directory_that_an_original_has_left_goes_on_under_one(tmp_path, capsys):
     log = many(0, 2_500)
     infos = [layout.Structure(-1, -1, -1, 1, 0)] * PARTITION_COUNT

@@ -145,7 +145,7 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
     is_overtaken = info is not None and (
         info.sequence > current.original_sequence or -1 < current.last_session < info.session
     )
-    is_adopted = is_overtaken or current.acked_chain == UNBATCHED
+    is_adopted = is_overtaken or _is_through_us(current)
     vouched = current.acked
     if is_overtaken:
         assert info is not None
@@ -201,7 +201,7 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
     """Say where the log and what the control files say of it do not fit."""
     info = entry.info if entry is not None else None
     of_original = findings.in_file(CONTROL_NAME)
-    is_through_us = belief.slot is not None and belief.slot.acked_chain == UNBATCHED
+    is_through_us = belief.slot is not None and _is_through_us(belief.slot)
     is_the_originals = belief.slot is None or (belief.is_adopted and not is_through_us)
     if is_the_originals and info is not None and info.local_low_water_mark > seen.last:
         of_original.wrong(
@@ -232,7 +232,7 @@ def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> No
     # An original sets its mark before it has filled the log up (rule 4).
     if one.flags & PROVISIONAL and any(one.nonce):
         marks.append(("provisional low-water mark", one.provisional_mark))
-    if not belief.is_adopted:
+    if not belief.is_adopted or _is_through_us(one):
         marks.append(("acked id", one.acked))
     for what, mark in marks:
         if mark > seen.last:
@@ -251,6 +251,11 @@ def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> No
         said.wrong(
             None, f"closed with the acked id {one.acked}, and the log goes on to {seen.last}"
         )
+
+
+def _is_through_us(one: Slot) -> bool:
+    """Tell if an original's server has written last, and the storage was ours (rule 4)."""
+    return one.acked_chain == UNBATCHED
 
 
 def _compare_damage(one: Slot, seen: LogSeen, said: InFile) -> None:

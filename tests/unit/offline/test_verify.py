@@ -20,7 +20,7 @@ from tests.property.storage_model import ROOT
 from tests.property.storage_model import record as make_record
 from waltz_core.errors import BadRequest, DiskFailed
 from waltz_core.offline.files import OpenFile, kept_still
-from waltz_core.offline.layout import crc32
+from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage.disk import RealDisk
@@ -269,6 +269,19 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
     wrong, notes = found(storage)
     assert wrong == []
     assert notes == ["waltz-storage.ctl: partition 2: expected session 5, as in the slot, found 1"]
+
+
+def test_what_an_originals_server_has_written_here_needs_no_batches(storage):
+    """The marker vouches for records all the same."""
+    write_slot(storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=Mark(1, 50))
+    path = seg(storage, 2, ".chn")
+    path.write_bytes(path.read_bytes()[:64])
+    writes = "an original's server has written here; the next start makes batches"
+    ends = f"{THREE}.chn: the batches end without records 23..35"
+    assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
+    write_slot(storage, acked=Marker(36, UNBATCHED))
+    said = f"{SLOTS}: expected a log up to the acked id 36, found it to end at 35"
+    assert found(storage)[0] == [said]
 
 
 def test_slots_in_each_others_place_are_none(storage):
