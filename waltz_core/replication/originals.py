@@ -171,6 +171,8 @@ class Kinds:
         registered: Mapping[ReplicaId, bytes],
     ) -> None:
         self.are_originals = False
+        # Until then all that were engaged are heard: what one has marked cannot be taken back.
+        self.decides_at_ms = 0
         self._ids = session_id, partition_id
         self._live = LiveBatches(session_id)
         self._assigned = assigned

@@ -33,7 +33,13 @@ from typing import NamedTuple, TypeAlias
 
 from waltz_core import raw_records
 from waltz_core.checksum import crc32
-from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
+from waltz_core.errors import (
+    BadFormat,
+    ChecksumMismatch,
+    DataLoss,
+    RemoteProtocolError,
+    Unavailable,
+)
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -126,6 +132,8 @@ class Repair:
         self.is_set = False
         # Above it a log that has no real chain is cut, whatever its records look like.
         self._trusted = self.last if trusted is None else trusted
+        # Nor does such a storage take a mark below the one that it has.
+        self._least_mark = BEFORE_FIRST if trusted is None else answer.low_water_mark
         # A mark that is not confirmed protects nothing; the one below it is not told.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._floor = TransactionId(confirmed)
@@ -162,6 +170,11 @@ class Repair:
         return OwnLineage(self.last, self.last) if self._wants_newest else step
 
     def _step(self, goal: Goal, *, can_mend: CanMend) -> Step | None:
+        if goal.mark < self._least_mark:
+            raise Unavailable(
+                f"it takes no mark below {self._least_mark}, decided was {goal.mark}: a session "
+                "that begins above it takes it in"
+            )
         if self.last > min(goal.mark, self._trusted):
             return self._shorten(min(goal.mark, self._trusted))
         if goal.chain is None:

@@ -178,7 +178,7 @@ class StoreSession:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         times += self._proving.deadlines()
         # What only changes `wanted_states` is looked at in every step; the past needs no step.
-        gates = list(self.claim.held.values())
+        gates = [*self.claim.held.values(), self.kinds.decides_at_ms]
         if self._enough_since_ms is not None and self.window is None:
             gates.append(self._enough_since_ms + self._limits.grace_ms)
         times += [at_ms for at_ms in gates if at_ms > now_ms]
@@ -410,6 +410,7 @@ class StoreSession:
     def _met_original(self, each: ReplicaSession, now_ms: int) -> None:
         """It is a session of originals: none of ours takes part (originals.py)."""
         each.original = self.kinds.translator(self.recovery.states.get(each.replica))
+        self.kinds.decides_at_ms = self.kinds.decides_at_ms or now_ms + self._limits.grace_ms
         for other in self.replicas.values():
             if other.is_connected and other.original is None:
                 self._refuse(other, MIXED, now_ms)
@@ -500,7 +501,7 @@ class StoreSession:
 
     def _advance(self, now_ms: int) -> None:
         """Do whatever has become possible."""
-        if self.ended is not None or not self._is_decided():
+        if self.ended is not None or not self._is_decided(now_ms):
             return
         self.repairs.advance(now_ms)
         if self.repairs.contradiction is not None and self.window is None:
@@ -512,9 +513,11 @@ class StoreSession:
                 if each.stage in MARKED:
                     self._feed(each, now_ms)
 
-    def _is_decided(self) -> bool:
+    def _is_decided(self, now_ms: int) -> bool:
         if self.repairs.goal is not None:
             return True
+        if now_ms < self.kinds.decides_at_ms and not self.recovery.is_complete:
+            return False
         mark = self.recovery.decide()
         if mark is None:
             if self.recovery.is_complete and not self._is_waiting_reported:

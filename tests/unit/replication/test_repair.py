@@ -7,7 +7,13 @@ import pytest
 
 from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
 from waltz_core import raw_records
-from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
+from waltz_core.errors import (
+    BadFormat,
+    ChecksumMismatch,
+    DataLoss,
+    RemoteProtocolError,
+    Unavailable,
+)
 from waltz_core.record import (
     GENESIS_CHAIN,
     MADE_UP,
@@ -542,3 +548,11 @@ def test_what_nobody_vouches_for_is_cut_and_copied_anew_though_it_looks_alike():
     assert any(isinstance(step, Append) for step in steps)
     assert repair.is_set
     assert repair.reaches(goal)
+
+
+def test_nothing_is_cut_from_a_log_that_takes_no_mark_so_low():
+    one, source = storage(*OLD, mark=2), storage(*OLD)
+    repair = Repair(prepared(one), trusted=0)
+    with pytest.raises(Unavailable, match="takes no mark below 2, decided was 1"):
+        repair.next_step(Goal(1, source.chain), can_mend=nobody)
+    assert isinstance(repair.next_step(Goal(2, source.chain), can_mend=nobody), OwnLineage)
