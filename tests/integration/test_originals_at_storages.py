@@ -14,7 +14,7 @@ from tests import original_server as original
 from tests.crash import layout
 from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_server_daemon import ALICE, ROOT, Client, World, ids
-from tests.integration.test_storage_daemon import StorageProcess, on_loop, session
+from tests.integration.test_storage_daemon import StorageProcess, session
 from tests.loops import until
 from tests.original_server import Link, Metadata, Refused, Session, State, record_of
 from tests.ports import free_port
@@ -26,10 +26,21 @@ from waltz_core.record import PartitionId, ReplicaId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Appended, Nack, RangeForm, Surface
 
+STORY_S_MAX = 100
 METADATA = f"{ROOT}/store/partition/0"
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire" / "storage_v0.json"
 CONFLICT = "com.wepay.waltz.storage.exception.ConcurrentUpdateException: session id has changed to "
 STORAGE_ERROR = "com.wepay.waltz.storage.exception.StorageException: "
+
+
+def on_loop(main):
+    """Run a story; it starts storages and servers, which a busy machine takes long for."""
+
+    async def bounded():
+        async with asyncio.timeout(STORY_S_MAX):
+            await main
+
+    net.run(bounded())
 
 
 class Storages:

@@ -156,10 +156,10 @@ def test_all_appends_that_wait_are_synced_once(bench):
 
 def test_a_group_is_no_larger_than_it_may_be(bench):
     bench.hear(1, append(0, 0))
-    data = bytes(GROUP_BYTES_MAX // 2)
-    bench.tell(1, *(append(0, 1 + each, data=data) for each in range(4)))
+    data = bytes(GROUP_BYTES_MAX // 4)
+    bench.tell(1, *(append(0, 1 + each, data=data) for each in range(6)))
     assert bench.finish() > 2
-    assert bench.log.max_id == 4
+    assert bench.log.max_id == 6
 
 
 def test_what_is_not_assigned_is_not_what_is_not_available(tmp_path):
