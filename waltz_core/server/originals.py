@@ -13,6 +13,9 @@ Rules:
     3. A connection ends where the original ends it, and where a mark cannot be told: the client
        comes back with the next connection sequence, mounts again, and asks again.
     4. What was asked under a mount that is no longer the connection's latest is not answered.
+    5. CLIENT_AHEAD is told on a connection where the partition never was READY. Where it was, the
+       client goes on to hold it for mounted, and its application would hear of nothing: so that
+       connection ends, and it is told on the next one.
 """
 
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from typing import Final, TypeAlias
 
 from waltz_core import errors
 from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId
-from waltz_core.server.answers import NOT_READY, READY
+from waltz_core.server.answers import CLIENT_AHEAD, NOT_READY, READY
 from waltz_core.server.events import Answer
 from waltz_core.values import value
 from waltz_core.wire.feed_frames import feed_frames
@@ -110,12 +113,13 @@ class _Mount:
 class Original:
     """One connection of an original; see the module's rules."""
 
-    __slots__ = ("_ends_soon", "_mounts", "_version")
+    __slots__ = ("_ends_soon", "_mounts", "_version", "_were_ready")
 
     def __init__(self, version: int) -> None:
         assert version <= VERSION_MAX
         self._version = version
         self._mounts: dict[PartitionId, _Mount] = {}
+        self._were_ready: set[PartitionId] = set()  # at any time (rule 5)
         self._ends_soon = False
 
     # -----------------------------------------------------------------------------------------
@@ -171,11 +175,16 @@ class Original:
 
     def _mount_answered(self, req_id: ReqId, state: int) -> Told | None:
         mount = self._mounts.get(req_id.partition_id)
+        partition_id = req_id.partition_id
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
         mount.is_ready = state == READY
-        if not mount.is_ready:
-            del self._mounts[req_id.partition_id]
+        if mount.is_ready:
+            self._were_ready.add(partition_id)
+        else:
+            del self._mounts[partition_id]
+        if state == CLIENT_AHEAD and partition_id in self._were_ready:
+            return End(f"the client's mark of partition {partition_id} is above the log's")
         return self._mount_state(req_id, state)
 
     def _mount_ended(self, partition_id: PartitionId) -> Told | None:
