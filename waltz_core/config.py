@@ -97,15 +97,17 @@ class TlsConfig(Config):
         "A PEM file: the authorities whose certificates are believed. Empty: those of the system.",
     )
     tls_verify: str = setting(
-        "name",
+        "",
         'What is checked of whom we dial: "name", that an authority has signed his certificate for '
-        'the host that was dialled; "chain", any that it has signed; "nothing".',
+        'the host that was dialled; "chain", any that it has signed; "nothing". Empty: as ?tls= '
+        "says, else the name; also where ?tls=unverified meets `tls_authorities`.",
     )
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
         self._among("tls", TLS_WORDS)
-        self._among("tls_verify", TLS_CHECKS)
+        if self.tls_verify:
+            self._among("tls_verify", TLS_CHECKS)
         if self.tls_key and not self.tls_certificate:
             raise BadConfig("tls_key: expected tls_certificate beside it, found none")
         super().validate()

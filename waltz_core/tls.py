@@ -6,7 +6,8 @@ certificates are files that somebody has made (docs/operations.md, "TLS").
 
 Rules:
     1. `tls = "off"` wins over everything, the connect string's ?tls= over a default, and each
-       setting that is given over what ?tls= says of it.
+       setting that is given over what ?tls= says of it. Who names authorities means them: a
+       ?tls=unverified that a whole cluster has does not keep him from asking them.
     2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
        beside it. ?tls=on believes the system's authorities, ?tls=unverified anybody.
     3. TLS 1.2 is the least: an original speaks nothing newer.
@@ -219,7 +220,7 @@ def _words(reason: str) -> str:
 
 def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
     """Return the settings that hold (rule 1); None: no TLS."""
-    said = _read(place) if place else TlsConfig()
+    said = _read(ON if place == UNVERIFIED and config.tls_authorities else place)
     given = {
         each.name: getattr(config, each.name)
         for each in fields(TlsConfig)
@@ -235,8 +236,10 @@ def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
 
 def _read(place: str) -> TlsConfig:
     """Return the settings that ?tls= names (rule 2)."""
+    if not place:
+        return TlsConfig()
     if place in (ON, UNVERIFIED):
-        return TlsConfig(tls=ON, tls_verify="nothing" if place == UNVERIFIED else "name")
+        return TlsConfig(tls=ON, tls_verify="nothing" if place == UNVERIFIED else "")
     if not place.endswith(".toml"):
         return TlsConfig(tls=ON, tls_authorities=place)
     found = load(TlsConfig, path=place).config
@@ -249,7 +252,7 @@ def _read(place: str) -> TlsConfig:
 def _client_context(chosen: TlsConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = chosen.tls_verify == "name"
+    context.check_hostname = chosen.tls_verify in ("", "name")
     if chosen.tls_verify == "nothing":
         context.verify_mode = ssl.CERT_NONE
     elif chosen.tls_authorities:

@@ -123,6 +123,46 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
     assert len(listening.get_ca_certs()) == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "mode", "is_name_checked"),
+    [
+        ({}, ssl.CERT_NONE, False),
+        ({"tls": "on"}, ssl.CERT_NONE, False),
+        ({"tls_verify": "name"}, ssl.CERT_REQUIRED, True),
+        ({"tls_verify": "chain"}, ssl.CERT_REQUIRED, False),
+        ({"tls_authorities": "{authorities}"}, ssl.CERT_REQUIRED, True),
+        ({"tls_authorities": "{authorities}", "tls_verify": "nothing"}, ssl.CERT_NONE, False),
+    ],
+)
+def test_a_connect_string_that_believes_anybody_weakens_no_setting(
+    files, settings, mode, is_name_checked
+):
+    given = {name: each.format(authorities=files.authorities) for name, each in settings.items()}
+    context = tls.dialling(ClientConfig(**given), f"{CONNECT}?tls=unverified")
+    assert context is not None
+    assert context.verify_mode is mode
+    assert context.check_hostname is is_name_checked
+
+
+def test_a_file_of_settings_that_checks_less_weakens_no_setting(tmp_path):
+    file = tmp_path / "tls.toml"
+    file.write_text('tls_verify = "nothing"\n')
+    context = tls.dialling(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
+    assert context is not None
+    assert context.check_hostname
+
+
+def test_what_is_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
+    made = make(tmp_path)
+    file = tmp_path / "tls.toml"
+    file.write_text(render_toml("tls", made.settings))
+    config = server(connect=f"{CONNECT}?tls={file}")
+    listening = tls.listening(config)
+    file.write_text('tls = "off"\n')
+    tls.renew(config, listening)
+    assert "tls.not_renewed error=" in caplog.text
+
+
 def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
     open_to_all = tls.listening(server(**files.settings))
     assert open_to_all is not None

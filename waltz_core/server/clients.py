@@ -233,7 +233,7 @@ class Clients:
         if client.original is None:
             self._tell(connection, client, effect.message)
         else:
-            told = client.original.tell(effect)
+            told = client.original.tell(effect, self._loop.time())
             if told is not None:
                 self._tell_original(connection, client, told)
         self._flow.answered(connection, effect.cost_bytes)
@@ -338,9 +338,11 @@ class Clients:
         if client is None or client.link.is_closed:
             return
         message = request.message
-        if client.original is not None and (end := client.original.ask(message)):
-            self._end(connection, end.reason)
-            return
+        if client.original is not None:
+            end = client.original.ask(message, self._loop.time())
+            if end is not None:
+                self._end(connection, end.reason)
+                return
         if not isinstance(message, _TO_A_PARTITION):
             self._serve(connection, request)
             return

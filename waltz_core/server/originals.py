@@ -13,6 +13,11 @@ Rules:
     3. A connection ends where the original ends it, and where a mark cannot be told: the client
        comes back with the next connection sequence, mounts again, and asks again.
     4. What was asked under a mount that is no longer the connection's latest is not answered.
+    5. CLIENT_AHEAD is told on a connection where the partition never was READY. Where it was, the
+       client goes on to hold it for mounted, and its application would hear of nothing: so that
+       connection ends, and it is told on the next one.
+    6. Who goes on as if his mount had not ended, `MOUNT_WAIT_S` after he was told, did not take it
+       in: his connection ends.
 """
 
 from dataclasses import dataclass
@@ -20,7 +25,7 @@ from typing import Final, TypeAlias
 
 from waltz_core import errors
 from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId
-from waltz_core.server.answers import NOT_READY, READY
+from waltz_core.server.answers import CLIENT_AHEAD, NOT_READY, READY
 from waltz_core.server.events import Answer
 from waltz_core.values import value
 from waltz_core.wire.feed_frames import feed_frames
@@ -50,6 +55,8 @@ VERSION_MAX: Final = 4
 _OUTCOMES_UP_TO: Final = 2  # of versions: the mount's answer is a bool
 # So long a question for a mark stays open that cannot be answered.
 MARK_WAIT_S: Final = 5.0
+# A client mounts again half a second after it was told to (interop.md 2.2).
+MOUNT_WAIT_S: Final = 5.0
 # The original's words, which its clients know.
 _NOT_FOUND: Final = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
 _NOT_HERE: Final = "partition not ready"
@@ -110,23 +117,32 @@ class _Mount:
 class Original:
     """One connection of an original; see the module's rules."""
 
-    __slots__ = ("_ends_soon", "_mounts", "_version")
+    __slots__ = ("_ended_s", "_ends_soon", "_mounts", "_version", "_were_ready")
 
     def __init__(self, version: int) -> None:
         assert version <= VERSION_MAX
         self._version = version
         self._mounts: dict[PartitionId, _Mount] = {}
+        self._were_ready: set[PartitionId] = set()  # at any time (rule 5)
+        # When the client was told last that its mount has ended, where it has none now (rule 6).
+        self._ended_s: dict[PartitionId, float] = {}
         self._ends_soon = False
 
     # -----------------------------------------------------------------------------------------
     # what it asks
 
-    def ask(self, message: ClientMessage) -> End | None:
-        """Note a request before it is dealt with; return the end that the original makes of it."""
+    def ask(self, message: ClientMessage, now_s: float) -> End | None:
+        """Note a request before it is dealt with; return the end that is made of it, if any."""
+        partition_id = message.req_id.partition_id
+        if isinstance(message, AppendRequest | FeedRequest):
+            ended_s = self._ended_s.get(partition_id)
+            if ended_s is not None and now_s - ended_s > MOUNT_WAIT_S:
+                return End(f"the mount of partition {partition_id} has ended, and it goes on")
         if isinstance(message, MountRequest):
+            self._ended_s.pop(partition_id, None)
             if message.client_high_water_mark < BEFORE_FIRST:
                 return End(f"a mount with the mark {message.client_high_water_mark}")
-            self._mounts[message.req_id.partition_id] = _Mount(message.req_id)
+            self._mounts[partition_id] = _Mount(message.req_id)
         if isinstance(message, AddPreferredRequest | RemovePreferredRequest):
             return None if message.partitions else End("a preference for no partition")
         return None
@@ -134,8 +150,16 @@ class Original:
     # -----------------------------------------------------------------------------------------
     # what it is told
 
-    def tell(self, answer: Answer) -> Told | None:
+    def tell(self, answer: Answer, now_s: float) -> Told | None:
         """Return what an answer becomes."""
+        told = self._told(answer)
+        if isinstance(told, MountResponse | MountOutcome):
+            partition_id = told.req_id.partition_id
+            if partition_id not in self._mounts:
+                self._ended_s[partition_id] = now_s
+        return told
+
+    def _told(self, answer: Answer) -> Told | None:
         message = answer.message
         match message:
             case AppendResult():
@@ -171,11 +195,16 @@ class Original:
 
     def _mount_answered(self, req_id: ReqId, state: int) -> Told | None:
         mount = self._mounts.get(req_id.partition_id)
+        partition_id = req_id.partition_id
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
         mount.is_ready = state == READY
-        if not mount.is_ready:
-            del self._mounts[req_id.partition_id]
+        if mount.is_ready:
+            self._were_ready.add(partition_id)
+        else:
+            del self._mounts[partition_id]
+        if state == CLIENT_AHEAD and partition_id in self._were_ready:
+            return End(f"the client's mark of partition {partition_id} is above the log's")
         return self._mount_state(req_id, state)
 
     def _mount_ended(self, partition_id: PartitionId) -> Told | None:
