@@ -13,10 +13,7 @@ Rules:
     3. A connection ends where the original ends it, and where a mark cannot be told: the client
        comes back with the next connection sequence, mounts again, and asks again.
     4. What was asked under a mount that is no longer the connection's latest is not answered.
-    5. CLIENT_AHEAD is told on a connection where the partition never was READY. Where it was, the
-       client goes on to hold it for mounted, and its application would hear of nothing: so that
-       connection ends, and it is told on the next one.
-    6. Who goes on as if his mount had not ended, `MOUNT_WAIT_S` after he was told, did not take it
+    5. Who goes on as if his mount had not ended, `MOUNT_WAIT_S` after he was told, did not take it
        in: his connection ends.
 """
 
@@ -25,7 +22,7 @@ from typing import Final, TypeAlias
 
 from waltz_core import errors
 from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId
-from waltz_core.server.answers import CLIENT_AHEAD, NOT_READY, READY
+from waltz_core.server.answers import NOT_READY, READY
 from waltz_core.server.events import Answer
 from waltz_core.values import value
 from waltz_core.wire.feed_frames import feed_frames
@@ -117,14 +114,13 @@ class _Mount:
 class Original:
     """One connection of an original; see the module's rules."""
 
-    __slots__ = ("_ended_s", "_ends_soon", "_mounts", "_version", "_were_ready")
+    __slots__ = ("_ended_s", "_ends_soon", "_mounts", "_version")
 
     def __init__(self, version: int) -> None:
         assert version <= VERSION_MAX
         self._version = version
         self._mounts: dict[PartitionId, _Mount] = {}
-        self._were_ready: set[PartitionId] = set()  # at any time (rule 5)
-        # When the client was told last that its mount has ended, where it has none now (rule 6).
+        # When the client was told last that its mount has ended, where it has none now (rule 5).
         self._ended_s: dict[PartitionId, float] = {}
         self._ends_soon = False
 
@@ -199,12 +195,8 @@ class Original:
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
         mount.is_ready = state == READY
-        if mount.is_ready:
-            self._were_ready.add(partition_id)
-        else:
+        if not mount.is_ready:
             del self._mounts[partition_id]
-        if state == CLIENT_AHEAD and partition_id in self._were_ready:
-            return End(f"the client's mark of partition {partition_id} is above the log's")
         return self._mount_state(req_id, state)
 
     def _mount_ended(self, partition_id: PartitionId) -> Told | None:

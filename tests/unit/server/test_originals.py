@@ -125,18 +125,6 @@ def test_requests_that_the_original_cannot_stand_end_the_connection() -> None:
     assert refused(Original(4), answer, wrong) == End(str(wrong))
 
 
-def test_who_is_ahead_is_told_so_where_he_does_not_hold_the_partition_for_mounted() -> None:
-    # NOT_READY leaves the client's own "mounted" as it is, and CLIENT_AHEAD as well: only another
-    # connection has it wait for the mount, and its application hear of the answer.
-    original = mounted()
-    assert told(original, result(2, Reason.AHEAD)) == MountResponse(req(1), NOT_READY)
-    for sequence, partition in ((3, 0), (4, 1)):
-        original.ask(messages.MountRequest(req(sequence, partition), 99, 0), 0.0)
-    assert isinstance(told(original, MountResponse(req(3), CLIENT_AHEAD)), End)
-    ahead = MountResponse(req(4, partition=1), CLIENT_AHEAD)
-    assert told(original, ahead) == ahead
-
-
 # --- appends
 
 
