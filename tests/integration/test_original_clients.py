@@ -233,3 +233,31 @@ def test_a_partition_moves_away_and_back_and_clients_hear_of_it_late() -> None:
             check_told(world, [client for client, _ in models])
 
     run(main())
+
+
+def test_whose_mark_is_above_the_log_is_told_so_also_where_his_mount_had_ended() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            generation = int(server.hosts[PartitionId(0)].partition.generation)
+
+            async def mount(wire: original.Wire, sequence: int, mark: int, connection: int) -> int:
+                req = Req(9, generation, 0, sequence)
+                wire.send(original.MOUNT_REQUEST, req, struct.pack(">qq", mark, connection))
+                kind, answered, body = await wire.receive()
+                assert (kind, answered) == (original.MOUNT_RESPONSE, req)
+                return original.mount_state(wire.version, body)
+
+            wire = await original.Wire.open(server.address)
+            assert await mount(wire, 1, -1, 0) == original.READY
+            req = Req(9, generation, 0, 2)
+            wire.send(original.APPEND_REQUEST, req, original.append_body(4, 99, b"x"))
+            kind, answered, body = await wire.receive()
+            assert (kind, answered.sequence) == (original.MOUNT_RESPONSE, 1)
+            assert original.mount_state(4, body) == original.NOT_READY
+            assert await mount(wire, 3, 99, 0) == original.CLIENT_AHEAD
+            wire.close()
+            wire = await original.Wire.open(server.address)
+            assert await mount(wire, 4, 99, 1) == original.CLIENT_AHEAD
+            wire.close()
+
+    run(main())

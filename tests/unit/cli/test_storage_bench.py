@@ -43,9 +43,9 @@ def test_openings_are_measured_over_as_many_segments_as_were_asked_for(capsys, t
 def test_what_cannot_be_read_back_is_told_as_lost(capsys, tmp_path, monkeypatch):
     append = PartitionLog.append
 
-    def forgetful(log, session, first, *rest, **how):
+    def forgetful(log, session, first, *rest, **options):
         if first < 5_000:
-            append(log, session, first, *rest, **how)
+            append(log, session, first, *rest, **options)
 
     monkeypatch.setattr(PartitionLog, "append", forgetful)
     code, told = bench(capsys, tmp_path, "storage-append")
