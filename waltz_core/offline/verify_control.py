@@ -9,9 +9,9 @@ Rules:
        its marks above it, as a truncation does not lower them. Only a later session is an
        original's, but where the slot has had none: that log was begun anew after it was written.
     3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
-    4. The session of an original's server has no nonce. Its mark may be above the log, and loses its
-       session when an owner of ours comes after it. What it has appended has no batches: the marker
-       has a word in place of its chain then.
+    4. The session of an original's server has no nonce. Its mark may be above the log, and loses
+       its session when an owner of ours comes after it. What it has appended has no batches: the
+       marker has a word in place of its chain then.
 """
 
 from pathlib import Path

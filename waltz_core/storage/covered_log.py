@@ -175,7 +175,16 @@ class CoveredLog(PartitionLog):
         self._write_slot(replace(self.slot, acked=Marker(self.synced_max, self.chain)))
 
     def set_low_water_mark(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
-        """Store session and mark durably; see `PartitionLog.set_low_water_mark`."""
+        """Store session and mark durably; see `PartitionLog.set_low_water_mark`.
+
+        Raises:
+            NoSpace: for cutting what was covered: call it once more when there is room.
+        """
+        intent = self.slot.truncate if self._is_half_cut else None
+        if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
+            self._truncate(mark)
+            self.chain = self._segments.chain
+            self._settle()
         if self._covered_end is not None:
             self._check_session(session)
             if (self.max_id, self.chain) == (mark, chain):
