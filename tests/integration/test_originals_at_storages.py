@@ -530,6 +530,33 @@ def test_logs_that_a_killed_server_of_ours_has_left_unequal(tmp_path, capsys):
         check_equal(found, log, capsys)
 
 
+def test_what_the_first_storage_got_from_an_original_is_given_to_those_of_our_own(tmp_path, capsys):
+    """The original opens and appends nothing: the others end with our batches, and its mark."""
+    log = []
+
+    async def main(found):
+        world = Both(found)
+        await world.start(PARTITION_COUNT)
+        await world.our_turn(log, 10)
+        await world.our_turn(log, 0)
+        found.end(0)
+        await world.our_turn(log, 30)
+        await world.our_turn(log, 5)
+        found.start(0)
+        second = await asyncio.to_thread(found.session, await world.metadata())
+        assert len(second.ready) == 3
+        second.close()
+        await world.leave(second.metadata)
+        found.end(2)  # so that the log of the first one is the goal
+        await world.our_turn(log, 10)
+        found.start(2)
+        await world.our_turn(log, 0)
+
+    with storages(tmp_path) as found:
+        on_loop(main(found))
+        check_equal(found, log, capsys)
+
+
 def test_a_directory_that_an_original_has_left_goes_on_under_one(tmp_path, capsys):
     log = many(0, 2_500)
     infos = [layout.Structure(-1, -1, -1, 1, 0)] * PARTITION_COUNT

@@ -9,8 +9,9 @@ Rules:
        its marks above it, as a truncation does not lower them. Only a later session is an
        original's, but where the slot has had none: that log was begun anew after it was written.
     3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
-    4. The session of an original's server has no nonce. Its mark may be above the log, and what it
-       has appended has no batches: the marker has a word in place of its chain then.
+    4. The session of an original's server has no nonce. Its mark may be above the log, and loses
+       its session when an owner of ours comes after it. What it has appended has no batches: the
+       marker has a word in place of its chain then.
 """
 
 from pathlib import Path
@@ -230,7 +231,7 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
 def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> None:
     marks = [("low-water mark", one.low_water_mark)]
     # An original sets its mark before it has filled the log up (rule 4).
-    if one.flags & PROVISIONAL and any(one.nonce):
+    if one.flags & PROVISIONAL and any(one.nonce) and one.provisional_session >= 0:
         marks.append(("provisional low-water mark", one.provisional_mark))
     if not belief.is_adopted or _is_through_us(one):
         marks.append(("acked id", one.acked))

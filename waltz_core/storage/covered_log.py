@@ -11,7 +11,9 @@ compared with what lies there. As far as it is the same, only the batches are wr
 
 Rules (decision 021):
     1. A cut covers where the newest batch is an original's. The confirmed mark is none to an owner
-       then: it speaks of records, and not of batches (`mark_confirmed` of PREPARED).
+       then: it speaks of records, and not of batches (`mark_confirmed` of PREPARED). So it does
+       where an original has set the last mark, and appended nothing: this replica has its batches
+       still, but another one may have got the same records, and other batches, from the original.
     2. Before a batch is taken away it is durable that there are records without: an opening gives
        them batches again, and nothing is covered any more.
     3. Records are cut in earnest when others take their place, or when the decided mark is below
@@ -59,6 +61,10 @@ class CoveredLog(PartitionLog):
             return end is not None and end.session_id == NO_SESSION
         return False
 
+    def _has_an_originals_mark(self) -> bool:
+        provisional = self.slot.provisional
+        return provisional is not None and provisional.session_id == NO_SESSION
+
     def truncate(
         self,
         session: SessionId,
@@ -69,7 +75,8 @@ class CoveredLog(PartitionLog):
         """Cut everything after an id, or cover it; see `PartitionLog.truncate`."""
         if self._covered_end is not None and last_to_keep < self._covered_end:
             raise BadRequest(f"partition {self.partition_id}: expected one cut in a session")
-        if self._is_half_cut or last_to_keep >= self.max_id or not self._is_an_originals():
+        covers = self._is_an_originals() or self._has_an_originals_mark()
+        if self._is_half_cut or last_to_keep >= self.max_id or not covers:
             return super().truncate(session, last_to_keep, base, base_chain)
         self._check_session(session)
         if base > last_to_keep or self.chain_at(base) != base_chain:
@@ -168,7 +175,16 @@ class CoveredLog(PartitionLog):
         self._write_slot(replace(self.slot, acked=Marker(self.synced_max, self.chain)))
 
     def set_low_water_mark(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
-        """Store session and mark durably; see `PartitionLog.set_low_water_mark`."""
+        """Store session and mark durably; see `PartitionLog.set_low_water_mark`.
+
+        Raises:
+            NoSpace: for cutting what was covered: call it once more when there is room.
+        """
+        intent = self.slot.truncate if self._is_half_cut else None
+        if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
+            self._truncate(mark)
+            self.chain = self._segments.chain
+            self._settle()
         if self._covered_end is not None:
             self._check_session(session)
             if (self.max_id, self.chain) == (mark, chain):

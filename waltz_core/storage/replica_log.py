@@ -16,6 +16,8 @@ Rules (interop.md 3.1, correctness.md "Room for our rules"; decision 021 says wh
        that is away may have had anything.
     6. A log that does not reach the mark of its last session tells no session in PREPARED: it is
        unknown, not short.
+    7. A provisional mark of an original has no session any more once an owner of ours has come
+       after it: that is how a cut knows of it (`covered_log.py`, rule 1).
 """
 
 from collections.abc import Callable, Sequence
@@ -94,6 +96,12 @@ class ReplicaLog(CoveredLog):
             if self._failed:
                 self._go_on_in_new_segment()
             self._make_batches()
+        provisional = self.slot.provisional
+        is_an_originals = self.slot.nonce == NO_NONCE and session > self.promised
+        if provisional is not None and is_an_originals and not self.is_broken:
+            # Nothing confirms it any more; whose it is has to be known for longer (rule 7).
+            mark = provisional._replace(session_id=NO_SESSION)
+            self._write_slot(replace(self.slot, provisional=mark))
         return super().prepare(session, nonce)
 
     def state(self) -> Prepared:

@@ -28,8 +28,9 @@ def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slo
     """
     cut, end = cut_of(segments, last_to_keep)
     provisional = slot.provisional
-    if provisional is not None and provisional.low_water_mark > last_to_keep:
+    if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last:
         provisional = None  # the log will not reach it any more, so nothing may confirm it
+    # One that it never reached is an original's, and goes on telling that the log is short.
     return replace(
         slot,
         truncate=TruncateIntent(last_to_keep, cut),

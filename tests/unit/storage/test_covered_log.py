@@ -1,12 +1,15 @@
 """An owner's cut of what an original has written: batches go, records stay."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from tests.property.test_original_crash import other_batches
 from tests.unit.storage.test_replica_log import NONCE, World, records, whole
 from waltz_core import raw_records
-from waltz_core.errors import BadRequest, DataLoss, DiskFailed
+from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
+from waltz_core.storage import truncation
 
 
 @pytest.fixture
@@ -71,6 +74,20 @@ def test_a_cut_in_the_middle_of_a_batch(world):
     assert on_disk(world) == world.content() == whole(7)
     assert world.bounds() == [(0, 5), (6, 7)]
     assert world.log.chain_at(7) == chain
+
+
+def test_what_there_was_no_room_to_cut_is_cut_when_the_mark_is_set_again(world, monkeypatch):
+    _, chain = cover(world, 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(truncation, "carry_out", Mock(side_effect=NoSpace("full")))
+        with pytest.raises(NoSpace):
+            world.log.set_low_water_mark(2, 7, chain)
+    world.log.set_low_water_mark(2, 7, chain)
+    world.log.engage(2, 7)
+    assert on_disk(world) == world.content() == whole(7)
+    world.crash()
+    assert world.log.chain == chain
+    assert not world.log.suspect
 
 
 def test_what_follows_the_last_record_is_appended(world):

@@ -4,6 +4,7 @@ import pytest
 
 from tests.storage_owner import Owner
 from tests.unit.storage.test_service import KEY, Bench, open_request, prepare
+from waltz_core.cli.main import main as command
 from waltz_core.errors import DiskFailed, NoSpace, SessionFenced, UnknownPartition
 from waltz_core.record import Record, ReqId
 from waltz_core.storage import effects, originals, service
@@ -222,3 +223,12 @@ def test_texts_are_those_of_java_exceptions():
     ):
         assert originals.failure(message, error, 7) == FailureResponse(4, 1, 0, text, ())
     assert originals.failure(open_request(), NoSpace("no"), 7).partition_id == -1
+
+
+def test_a_mark_that_an_original_has_set_above_the_log_is_no_fault_of_the_files(tmp_path, capsys):
+    bench = OriginalsBench(tmp_path)
+    bench.hear(1, append(0, 0, 3))
+    bench.hear(1, SetLowWaterMarkRequest(1, 1, 0, 20, False))
+    bench.owned(2, connection=2, engaged=False)
+    bench.engine.close()
+    assert command(["disk", "verify", str(tmp_path)]) == 0, capsys.readouterr().out

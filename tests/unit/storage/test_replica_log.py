@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.property.test_original_crash import other_batches
 from tests.unit.storage.test_service import KEY, MoodyDisk
 from waltz_core.errors import (
     BadRequest,
@@ -254,3 +255,48 @@ def test_batches_that_cannot_be_made_break_the_log_until_it_is_opened(begun):
         begun.log.promise(2)
     begun.open()
     assert begun.log.prepare(2, NONCE).synced_max == 3
+
+
+def of_an_owner(world, last_of_first, last):
+    """Two batches of session 2; return the appends."""
+    world.log.prepare(2, NONCE)
+    found = list(other_batches(records(0, last + 1), (last_of_first + 1, last - last_of_first), 2))
+    for fields in found:
+        world.log.append(2, *fields)
+    world.log.sync()
+    return found
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_an_owner_has_written_stays_when_it_is_cut_after_an_originals_mark(world, restarts):
+    """Another replica has other batches of it, from an original: both would vote for the cut."""
+    first, _ = of_an_owner(world, 5, 9)
+    world.log.promise(6)
+    world.log.set_original_mark(6, 9)
+    assert world.log.prepare(7, NONCE).last_session == 6
+    if restarts:
+        world.crash()
+        world.log.prepare(8, NONCE)
+    chain = first[-1][0].chain
+    assert world.log.truncate(world.log.promised, 5, 5, chain) == (5, chain)
+    world.crash()
+    found = world.log.prepare(9, NONCE)
+    assert (found.synced_max, found.last_session) == (9, 6)
+    assert world.content() == whole(9)
+
+
+def test_other_records_make_no_log_credible_that_never_reached_an_originals_mark(world):
+    first, _ = of_an_owner(world, 5, 9)
+    world.log.promise(6)
+    world.log.set_original_mark(6, 20)
+    assert world.log.prepare(7, NONCE).last_session == NO_SESSION
+    chain = first[-1][0].chain
+    assert world.log.truncate(7, 5, 5, chain) == (5, chain)
+    other = [*records(0, 6), *records(6, 2, b"else")]
+    world.log.append(7, *list(other_batches(other, (6, 2), 2))[1])
+    world.crash()
+    found = world.log.prepare(8, NONCE)
+    assert found.synced_max < 9
+    assert (found.last_session, found.mark_confirmed) == (NO_SESSION, False)
+    world.log.set_low_water_mark(8, found.synced_max, found.chain)
+    assert world.log.state().last_session == 8
