@@ -1,6 +1,5 @@
 """Tests of `waltz_core.batches`."""
 
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import reduce
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.call_counting import counted_calls
 from waltz_core import batches, checksum, raw_records
 from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, TooLarge
@@ -476,18 +476,9 @@ def test_a_wild_stamp_does_no_harm(stamp_ms: int) -> None:
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    calls = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
+    with counted_calls() as calls:
         work()
-    finally:
-        sys.setprofile(None)
-    return calls
+    return len(calls)
 
 
 def test_calls_do_not_grow_with_the_rows() -> None:

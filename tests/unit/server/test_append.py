@@ -1,13 +1,13 @@
 """The way of appends: judged, joined, sent as batches, and answered when they are final."""
 
 import struct
-import sys
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from tests.call_counting import counted_calls
 from waltz_core import errors, raw_records
 from waltz_core.batches import encode_append
 from waltz_core.lock_blocks import LogEnd, encode
@@ -881,22 +881,13 @@ def test_the_calls_for_ten_thousand_rows_are_at_most_twice_those_for_a_hundred(l
         world = World(Limits(lock_slot_count=1_048_573))
         write = [[row] * locks for row in range(row_count)]
         payloads = [bytes(512)] * row_count
-        counted = 0
-
-        def count(_frame: object, event: str, _arg: object) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
         world.batch(payloads, write=write)
-        sys.setprofile(count)
-        try:
+        with counted_calls() as counted:
             world.turn()
             out = world.commit()
-        finally:
-            sys.setprofile(None)
         ((_, rows),) = results(out).items()
         assert len(rows) == row_count
-        return counted
+        return len(counted)
 
     calls(10_000)  # builds tables that are kept
     assert calls(10_000) <= 2 * calls(100)

@@ -1,10 +1,9 @@
 """Tests of `waltz_core.server.locks`."""
 
-import sys
-
 import numpy as np
 import pytest
 
+from tests.call_counting import counted_calls
 from waltz_core.batches import LockColumn
 from waltz_core.record import TransactionId
 from waltz_core.server.locks import (
@@ -259,21 +258,12 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
         none = LockColumn(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
         requests = Requests(LockColumn(np.arange(count + 1), locks), none, none, 0)
         table = table_at(0)
-        calls = 0
-
-        def count_call(_frame: object, event: str, _argument: object) -> None:
-            nonlocal calls
-            calls += event in ("call", "c_call")
-
-        sys.setprofile(count_call)
-        try:
+        with counted_calls() as calls:
             found = table.judge(
                 requests, high_water_mark=TransactionId(0), next_id=TransactionId(1)
             )
-        finally:
-            sys.setprofile(None)
         assert found.accepted_count == (1 if hot else found.accepted_count)
-        counts.append(calls)
+        counts.append(len(calls))
     assert counts[1] <= 2 * counts[0]
 
 

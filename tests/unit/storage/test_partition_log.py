@@ -1,11 +1,11 @@
 """One partition's log over a disk that crashes: what was acknowledged is there, and no more."""
 
 import random
-import sys
 
 import numpy as np
 import pytest
 
+from tests.call_counting import counted_calls
 from waltz_core.checksum import crc32
 from waltz_core.errors import (
     BadFormat,
@@ -719,18 +719,9 @@ def test_a_marker_does_not_move_over_an_index_whose_sync_has_failed(world):
 
 
 def calls(work):
-    counted = 0
-
-    def count(_frame, event, _arg):
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
+    with counted_calls() as counted:
         work()
-    finally:
-        sys.setprofile(None)
-    return counted
+    return len(counted)
 
 
 def test_the_calls_for_ten_thousand_records_are_at_most_twice_those_for_a_hundred(tmp_path):

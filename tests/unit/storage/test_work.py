@@ -1,13 +1,12 @@
 """One outcome for each request, whatever the log says."""
 
 import dataclasses
-import sys
 import zlib
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.call_counting import counted_calls
 from tests.storage_owner import Owner, records_of
 from waltz_core import raw_records
 from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
@@ -198,23 +197,6 @@ def test_where_records_lie_is_told_to_readers_and_counted_as_read(log):
     assert isinstance(refused, BadRequest)
     (beyond,) = run(log, owner.make(RangeRaw, 3, 9, 1 << 20, PLACES, False, True)).outcomes
     assert beyond.count == 0
-
-
-@contextmanager
-def counted_calls():
-    """Count the calls of functions, those in C too, and the reads of `.seg` files."""
-    calls = []
-
-    def note(frame, event, _):
-        if event in {"call", "c_call"}:
-            calls.append(frame.f_code.co_name)
-
-    previous = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(previous)
 
 
 @pytest.mark.parametrize(
