@@ -62,6 +62,7 @@ SLOTS = st.builds(
     damaged=damaged_ranges(),
     dirty=st.booleans(),
     suspect=st.booleans(),
+    opened=st.booleans(),
 )
 SEGMENT_HEADERS = st.builds(SegmentHeader, INT64, B16, INT32, IDS)
 

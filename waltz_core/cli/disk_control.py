@@ -14,6 +14,7 @@ from waltz_core.offline.layout import (
     CUT,
     DIRTY,
     ID_NAME,
+    OPENED,
     PROVISIONAL,
     SLOTS_NAME,
     SUSPECT,
@@ -32,6 +33,7 @@ _SLOT_FLAGS = {
     PROVISIONAL: "provisional",
     TRUNCATE: "truncating",
     CUT: "cuts a batch",
+    OPENED: "engaged",
 }
 
 

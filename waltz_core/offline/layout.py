@@ -41,7 +41,7 @@ RECORD_FRAME_BYTES: Final = 40  # a record without its data
 GENESIS: Final = bytes(16)
 
 AVAILABLE, ASSIGNED = 1, 4
-DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT = 1, 2, 4, 8, 16
+DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT, OPENED = 1, 2, 4, 8, 16, 32
 # In place of a chain: an original's server has written through the storage.
 UNBATCHED: Final = b"\xff" * 16
 MADE_UP: Final = -2  # the session of a batch that stands for others which could not be read
@@ -209,8 +209,8 @@ def slot(data: Bytes, place: int) -> Slot:
     acked, acked_chain, truncate_to = struct.unpack_from(">q16sq", body, 88)
     cut = struct.unpack_from(">qqqq16s", body, 120)
     _expect(wrong, "version", 0, version)
-    if flags & ~(DIRTY | SUSPECT | PROVISIONAL | TRUNCATE | CUT):
-        wrong.append(f"expected flags below {2 * CUT:#x}, found {flags:#x}")
+    if flags & ~(2 * OPENED - 1):
+        wrong.append(f"expected flags below {2 * OPENED:#x}, found {flags:#x}")
     if sequence % 2 == place:
         wrong.append(f"expected {'an odd' if place == 0 else 'an even'} sequence, found {sequence}")
     if not 0 <= count <= _DAMAGED_MAX:

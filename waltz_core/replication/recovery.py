@@ -10,6 +10,8 @@ Rules (correctness.md 2.1, C to E and G):
     3. Otherwise the mark is the highest id that a quorum could have acknowledged.
     4. A partition without history is taken for one only if its marker says so and nobody who
        answers has anything.
+    5. A replica that was engaged in a session later than all that ZooKeeper has says that its data
+       was rolled back: what was told in that session is not to be found in older ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,6 +139,18 @@ class Recovery:
     def is_foreign(self, answer: Prepared) -> bool:
         """Whether a replica has records where there can be none (rule 4)."""
         return self.origin is not Origin.RECORDED and answer.synced_max != BEFORE_FIRST
+
+    def objection(self, replica: ReplicaId, answer: Prepared) -> str | None:
+        """Return why there can be no session where a replica says this (rules 4 and 5), or None."""
+        if self.is_foreign(answer):
+            return f"has ids up to {answer.synced_max} of a partition without history"
+        is_known = answer.last_session <= self.newest_session
+        if is_known or not answer.session_opened or replica not in self.engaged:
+            return None
+        return (
+            f"was engaged in session {answer.last_session}, but of those that opened ZooKeeper "
+            f"knows {self.newest_session} as the last: its data was rolled back"
+        )
 
     def heard(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Take in what a replica says after the fence and a sync."""

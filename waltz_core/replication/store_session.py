@@ -480,8 +480,8 @@ class StoreSession:
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
             self._refuse(each, "another storage answers at this address", now_ms)
             return
-        if self.recovery.is_foreign(answer):
-            reason = f"has ids up to {answer.synced_max} of a partition without history"
+        reason = self.recovery.objection(each.replica, answer)
+        if reason is not None:
             if self.window is None:
                 self.end(Ending(Cause.REFUSED, f"replica {each.replica} {reason}", each.replica))
             else:

@@ -13,7 +13,7 @@ golden bytes in `tests/golden/disk/`.
     <p>/<first>.chn     ours: one entry for each batch that ends in the segment
 
 Rules:
-    1. All integers are big-endian; ids and marks are 64 bits wide; each file begins with a version.
+    1. All integers are big-endian, ids and marks of 64 bits; each file begins with a version.
     2. Any bytes decode to a value, or to `BadFormat` (impossible) or `ChecksumMismatch` (changed).
     3. Reserved bytes are zero, in what is written and in what is read.
     4. CRC-32 as zlib has it, over all that is before it in its structure.
@@ -383,9 +383,9 @@ def decode_storage_id(data: Bytes) -> bytes:
 #   508  CRC
 #
 # A slot is one sector, which a disk writes as a whole or not at all: a slot that is wrong has not
-# been torn by a crash, it has rotted, and the promise in it may be lost. So then the other slot
-# counts and the replica is suspect; when both are wrong, the partition refuses to open. What
-# follows a sector in its block is zero and is not read.
+# been torn by a crash, it has rotted, and the promise in it may be lost. So then the other one
+# counts and the replica is suspect; with both wrong the partition refuses to open. What follows
+# a sector in its block is zero and is not read.
 
 _SLOT = struct.Struct(">iiiiqqq16sqqqqq16sqqqqq16s")
 SLOT_BYTES: Final = 512
@@ -395,7 +395,7 @@ DAMAGED_MAX: Final = 21
 _RANGE = struct.Struct(">qq")
 assert _SLOT.size == 168
 assert _SLOT.size + DAMAGED_MAX * _RANGE.size + _CRC.size <= SLOT_BYTES
-_DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
+_DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT, _OPENED = 1, 2, 4, 8, 16, 32
 NO_NONCE: Final = bytes(16)
 # Of a session that may have been promised to somebody whose name is lost.
 NOBODYS_NONCE: Final = b"\xff" * 16
@@ -436,8 +436,7 @@ class IdRange(NamedTuple):
 class Slot:
     """What a replica remembers of a partition beside its log.
 
-    `original_sequence` is that of the structure that we wrote last in `waltz-storage.ctl`, or were
-    about to write: see `is_overtaken`.
+    `original_sequence`: of the structure in `waltz-storage.ctl` that we wrote last, or were to.
     """
 
     partition_id: PartitionId
@@ -453,6 +452,7 @@ class Slot:
     damaged: tuple[IdRange, ...] = ()
     dirty: bool = False
     suspect: bool = False
+    opened: bool = False  # ZooKeeper has had this replica as engaged in the last session
 
     def is_overtaken(self, info: PartitionInfo) -> bool:
         """Tell if the original has run on this directory since: its sequence or session says so."""
@@ -491,6 +491,7 @@ class Slot:
             | _PROVISIONAL * (self.provisional is not None)
             | _TRUNCATE * (self.truncate is not None)
             | _CUT * (self.truncate is not None and self.truncate.cut is not None)
+            | _OPENED * self.opened
         )
 
     @staticmethod
@@ -501,7 +502,7 @@ class Slot:
         version, flags, partition, damaged_count, sequence, original = fields[:6]
         promised, nonce, last_session, low_water_mark = fields[6:10]
         check_version(version, "control slot")
-        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _CUT:
+        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _OPENED:
             raise BadFormat(
                 f"control slot: impossible damaged count {damaged_count} or flags {flags:x}"
             )
@@ -523,6 +524,7 @@ class Slot:
             damaged=_damaged(body[_SLOT.size : used]),
             dirty=bool(flags & _DIRTY),
             suspect=bool(flags & _SUSPECT),
+            opened=bool(flags & _OPENED),
         )
 
 

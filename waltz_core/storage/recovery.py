@@ -163,6 +163,7 @@ def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot
             last_session=info.session_id,
             low_water_mark=info.low_water_mark,
             provisional=None,
+            opened=False,
         )
     if slots.fell_back:
         slot = _promised_to_nobody(slot, max(slot.last_session, info.session_id))

@@ -175,7 +175,7 @@ class ReplicaLog(CoveredLog):
         self._leave_batches()
         provisional = self.slot.provisional
         if provisional is not None and ids[0] > provisional.low_water_mark:
-            self._confirm(session)
+            self._confirm(session, opened=False)  # perhaps ZooKeeper has not heard of it yet
         before = (self.max_id, self.chain)
         encoded = b"".join(map(encoded_record, records))
         lengths = np.array(

@@ -364,6 +364,7 @@ def _prepare(log: ReplicaLog, message: Prepare, storage_id: bytes) -> Prepared:
         chain=found.chain,
         suspect=found.suspect,
         damaged=np.array(found.damaged, dtype=">i8").tobytes(),
+        session_opened=found.session_opened,
     )
 
 

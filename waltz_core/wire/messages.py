@@ -608,7 +608,8 @@ class Prepare(StorageMessage):
 class Prepared(StorageMessage):
     """What the replica has on disk, read after the fence and a sync.
 
-    `damaged` holds pairs first, last of ids whose records cannot be read.
+    `damaged` holds pairs first, last of ids whose records cannot be read. `session_opened`: the
+    replica was engaged in its last session, so ZooKeeper has known of that one.
     """
 
     code = 65
@@ -621,6 +622,7 @@ class Prepared(StorageMessage):
     chain: Raw16
     suspect: Bool
     damaged: PackedInt64s
+    session_opened: Bool = False
 
 
 @value(frozen=True, slots=True)

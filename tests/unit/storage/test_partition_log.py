@@ -248,8 +248,12 @@ def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
     world.log.set_low_water_mark(1, 5, world.log.chain)
     world.log.prepare(2, NONCE)
     assert world.log.truncate(2, 2, 2, world.log.chain_at(2)) == (2, world.log.chain)
+    # The mark is gone with its records, and that its session never opened stays so.
+    assert (world.log.state().mark_confirmed, world.log.state().session_opened) == (True, False)
     world.log.set_low_water_mark(2, 2, world.log.chain)
+    assert not world.log.state().session_opened
     world.log.engage(2, 2)
+    assert world.log.state().session_opened
     assert world.log.is_engaged(2)
     assert not world.log.is_engaged(1)
     world.log.prepare(3, NONCE)
