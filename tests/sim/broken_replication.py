@@ -279,7 +279,8 @@ def connections_are_replaced() -> Patches:
     """A connection with unanswered changes is replaced within the session.
 
     And nothing is asked before a cut: that question gives what the old connection has still on its
-    way the time to arrive, and then 3,000 seeds do not show the fault.
+    way the time to arrive, and then 3,000 seeds do not show the fault. Nor is a storage heeded that
+    was engaged in a session of which ZooKeeper does not know, where the fault halts the partition.
     """
 
     def _forget(self):
@@ -290,8 +291,12 @@ def connections_are_replaced() -> Patches:
     def _next_step(self, goal, *, can_mend):
         return None if self.is_set else self._step(goal, can_mend=can_mend)
 
+    def objection(self, _replica, answer):
+        return "has records of a partition without history" if self.is_foreign(answer) else None
+
     yield instead(ReplicaSession, "_forget", _forget)
     yield instead(Repair, "next_step", _next_step)
+    yield instead(Recovery, "objection", objection)
 
 
 @switch
