@@ -1,5 +1,6 @@
 """Schedules of seeds that found a fault of ours which no told story shows: kept, and shortened."""
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from waltz_core.replication.recovery import Recovery
 from waltz_core.sim.run import run
 from waltz_core.sim.schedule import Schedule
+from waltz_core.storage import record_search
 
 pytestmark = pytest.mark.sim
 KEPT = Path(__file__).parent / "kept"
@@ -18,3 +20,21 @@ def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log
     assert run(schedule).is_good
     monkeypatch.setattr(Recovery, "objection", lambda _self, _replica, _answer: None)
     assert run(schedule).rule == "OutcomeTruth"
+
+
+def test_good_records_in_the_wrong_place_do_not_keep_a_replica_from_being_mended(monkeypatch):
+    """A misdirected page of later records made a hole that no right records fitted into."""
+    schedule = Schedule.from_json((KEPT / "520000203.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good
+
+    def first_found(self, hole, offset, size):
+        data = self._file.pread(size - offset - 1, offset + 1)
+        for at in record_search._candidates(data, hole, len(data)):
+            (found,) = struct.unpack_from(">q", data, at)
+            place = offset + 1 + at
+            if record_search.scan(self._file, place, found, size=size, stop_id=found + 1)[0].size:
+                return (found, place) if found <= self._last else None
+        return None
+
+    monkeypatch.setattr(record_search.HoleSearch, "behind", first_found)
+    assert run(schedule).rule == "Converged"

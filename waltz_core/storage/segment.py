@@ -10,34 +10,21 @@ Rules:
        for, by the acked marker, a later segment or a later batch's entry; otherwise they are
        damage, and stay (correctness.md 2.5). A crash may leave any sectors of what was not synced,
        so that a valid record behind torn ones proves nothing.
-    4. Damaged ids keep their place in the index, so that the bytes can be filled in again.
+    4. Damaged ids keep their place in the index, so that the bytes can be filled in again. It is
+       asked first where they end (record_search.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.raw_records import (
-    FEW,
-    RECORD_BYTES_MAX,
-    first_bad_record,
-    lengths_between,
-    offsets_of,
-)
-from waltz_core.record import (
-    RECORD_OVERHEAD_BYTES,
-    RECORD_PREFIX,
-    Chain,
-    LineageEntry,
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.raw_records import FEW, lengths_between, offsets_of
+from waltz_core.record import Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.disk import Disk, File, create_durably
 from waltz_core.storage.format import (
     SEGMENT_HEADER_BYTES,
@@ -48,13 +35,10 @@ from waltz_core.storage.format import (
     segment_name,
 )
 from waltz_core.storage.index import LineageFile, OffsetIndex
+from waltz_core.storage.record_search import SCAN_BYTES, HoleSearch, record_end, scan
 
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
-_SCAN_BYTES: Final = 8 * 1024 * 1024
-_STEP_BYTES: Final = 64 * 1024
-_STATED_PLACE: Final = 28  # where a record states the length of its data
-assert _SCAN_BYTES > RECORD_BYTES_MAX
 
 
 class Recovered(NamedTuple):
@@ -342,8 +326,8 @@ class Segment:
         file, index, lineage = self._opened()
         if first < self.next_id:
             start = int(self.bounds(first, first)[0])
-            for at in range(start, self.size_bytes, _SCAN_BYTES):
-                file.pwrite([file.pread(min(_SCAN_BYTES, self.size_bytes - at), at)], at)
+            for at in range(start, self.size_bytes, SCAN_BYTES):
+                file.pwrite([file.pread(min(SCAN_BYTES, self.size_bytes - at), at)], at)
         index_first = first if index_first is None else min(first, index_first)
         if index_first < self.next_id:
             place = index_first - self.first
@@ -391,7 +375,7 @@ class Segment:
             return self.size_bytes == SEGMENT_HEADER_BYTES
         file, index, _ = self._opened()
         start = int(index.read(self.last - self.first, 1)[0])
-        return _record_end(file, start, self.last, self.size_bytes) == self.size_bytes
+        return record_end(file, start, self.last, self.size_bytes) == self.size_bytes
 
     def starts_with(self, transaction_id: TransactionId) -> bool:
         """Tell if the index knows where the record of an id begins, and it does begin there."""
@@ -399,13 +383,13 @@ class Segment:
             return False
         file, index, _ = self._opened()
         start = int(index.read(transaction_id - self.first, 1)[0])
-        return _record_end(file, start, transaction_id, self.size_bytes) is not None
+        return record_end(file, start, transaction_id, self.size_bytes) is not None
 
     def has_place_for(self, transaction_id: TransactionId) -> bool:
         """Tell if the index and the record of an id agree on where it begins and ends."""
         start, end = self.bounds(transaction_id, transaction_id).tolist()
         file = self._opened()[0]
-        return bool(_record_end(file, start, transaction_id, self.size_bytes) == end)
+        return bool(record_end(file, start, transaction_id, self.size_bytes) == end)
 
     def recover(
         self, start_id: TransactionId, must_reach: TransactionId, *, is_last: bool
@@ -425,14 +409,15 @@ class Segment:
         damaged: list[IdRange] = []
         lost = False
         next_id = start_id
+        search = HoleSearch(file, index, self.first, last=TransactionId(must_reach + 1))
         while True:
             starts, offset = scan(file, offset, next_id, size=file_size, stop_id=stop_id)
             self._mend(next_id, starts)
             next_id = TransactionId(next_id + int(starts.size))
             if next_id > must_reach:
                 break  # what follows is torn, whatever it looks like: none of it was synced
-            found = find_record(file, offset + 1, next_id, size=file_size)
-            if found is not None and found[0] <= must_reach + 1:
+            found = search.behind(next_id, offset, file_size)
+            if found is not None:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
                 damaged.append(self._hole(hole, offset, found[1]))
                 next_id, offset = found
@@ -477,98 +462,8 @@ class Segment:
         return bool(start.size and start[0] < file_size)
 
 
-# ---------------------------------------------------------------------------------------------
-# finding records in bytes; runs after a crash, and record by record
-
-
-def _record_end(file: File, start: int, transaction_id: int, size: int) -> int | None:
-    """Return where the record at an offset ends, or None when it is not that of the id."""
-    if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
-        return None
-    found, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
-    end = start + RECORD_OVERHEAD_BYTES + length
-    if found != transaction_id or length < 0 or end > size:
-        return None
-    return int(end)
-
-
-def scan(
-    file: File, offset: int, first: TransactionId, *, size: int, stop_id: TransactionId | None
-) -> tuple[I64, int]:
-    """Return where the valid records from an offset on start, and where the last of them ends."""
-    all_starts: list[I64] = []
-    next_id = int(first)
-    while offset < size and next_id != stop_id:
-        data = file.pread(min(_SCAN_BYTES, size - offset), offset)
-        lengths = _walk(data, next_id, stop_id)
-        if not lengths.size:
-            break
-        run = memoryview(data)[: int(lengths.sum())]
-        bad = first_bad_record(run, lengths)
-        good = lengths[:bad] if bad is not None else lengths
-        all_starts.append(offsets_of(good)[:-1] + offset)
-        offset += int(good.sum())
-        next_id += int(good.size)
-        if bad is not None:
-            break
-    starts = np.concatenate(all_starts) if all_starts else np.zeros(0, dtype=np.int64)
-    return starts, offset
-
-
-def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
-    """Return the lengths of what looks like records with the ids that are due, and is whole."""
-    lengths = []
-    at = 0
-    while at + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
-        found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
-        length = RECORD_OVERHEAD_BYTES + data_bytes
-        if found != next_id or data_bytes < 0 or at + length > len(data):
-            break
-        lengths.append(length)
-        at += length
-        next_id += 1
-    return np.array(lengths, dtype=np.int64)
-
-
 def _is_rising(offsets: I64) -> bool:
     if offsets.size <= FEW:
         plain = offsets.tolist()
         return bool(plain == sorted(plain))  # a third of what arrays take for so few
     return not bool((offsets[1:] < offsets[:-1]).any())
-
-
-def find_record(
-    file: File, offset: int, after: TransactionId, *, size: int
-) -> tuple[TransactionId, int] | None:
-    """Return the first valid record with an id above `after` at or behind an offset, and where."""
-    while offset + RECORD_OVERHEAD_BYTES <= size:
-        data = file.pread(min(_SCAN_BYTES, size - offset), offset)
-        for at in _candidates(data, after, size - offset):
-            found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
-            length = RECORD_OVERHEAD_BYTES + data_bytes
-            record = file.pread(length, offset + at)
-            if len(record) == length and int.from_bytes(record[-4:], "big") == crc32(record[:-4]):
-                return TransactionId(found), offset + at
-        offset += max(1, len(data) - RECORD_PREFIX.size + 1)
-    return None
-
-
-def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:
-    """Return where in the bytes a record's id and length look possible, in order.
-
-    The arrays for this are many times as large as the bytes, so it goes step by step.
-    """
-    # Each id takes at least 40 bytes, so that none can be far above the one that is due.
-    id_max = after + room // RECORD_OVERHEAD_BYTES + 1_000_000
-    count = len(data) - RECORD_PREFIX.size + 1
-    for start in range(0, count, _STEP_BYTES):
-        size = min(_STEP_BYTES, count - start)
-        ids: I64 = np.ndarray((size,), dtype=">i8", buffer=data, offset=start, strides=(1,))
-        stated: I64 = np.ndarray(
-            (size,), dtype=">i4", buffer=data, offset=start + _STATED_PLACE, strides=(1,)
-        )
-        (places,) = ((ids > after) & (ids <= id_max)).nonzero()
-        lengths = stated[places].astype(np.int64)
-        places += start
-        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + places <= room)
-        yield from places[fits].tolist()

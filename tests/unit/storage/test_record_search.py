@@ -1,0 +1,149 @@
+"""Records are found in bytes by what they say, and behind holes first where the index has them."""
+
+import tracemalloc
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.unit.storage.logs import ROOT, fill_segment, make_run, new_disk, new_segment
+from waltz_core.record import GENESIS_CHAIN, RECORD_PREFIX
+from waltz_core.storage import record_search
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
+from waltz_core.storage.index import OffsetIndex
+from waltz_core.storage.record_search import HoleSearch, _candidates, find_record, scan
+
+SEG, IDX = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx"))
+MIB = 1 << 20
+RECORD_BYTES = 60  # of a record as `fill_segment` makes them
+NOWHERE = np.zeros(0, dtype=np.int64)
+
+
+def offset_of(transaction_id):
+    return SEGMENT_HEADER_BYTES + RECORD_BYTES * transaction_id
+
+
+def test_a_scan_stops_at_the_first_wrong_record_and_a_search_finds_the_next_good_one():
+    disk = new_disk()
+    fill_segment(new_segment(disk, chain=GENESIS_CHAIN), [6])
+    disk.flip(SEG, offset_of(2) + 50)
+    file, size = disk.open(SEG), len(disk.content(SEG))
+    starts, end = scan(file, SEGMENT_HEADER_BYTES, 0, size=size, stop_id=None)
+    assert (starts.tolist(), end) == ([offset_of(0), offset_of(1)], offset_of(2))
+    starts, end = scan(file, offset_of(3), 3, size=size, stop_id=5)
+    assert (starts.tolist(), end) == ([offset_of(3), offset_of(4)], offset_of(5))
+    starts, end = scan(file, offset_of(3), 4, size=size, stop_id=None)
+    assert (starts.size, end) == (0, offset_of(3))
+    for hole, behind in ((0, 1), (1, 3), (2, 3), (4, 5)):
+        found = find_record(file, offset_of(hole), hole, size=size, starts=NOWHERE)
+        assert found == (behind, offset_of(behind))
+    assert find_record(file, offset_of(5), 5, size=size, starts=NOWHERE) is None
+    assert find_record(file, size, 0, size=size, starts=NOWHERE) is None
+
+
+def search_of(disk, *, last=19):
+    index = OffsetIndex(disk.open(IDX))
+    search = HoleSearch(disk.open(SEG), index, 0, last=last)
+    return lambda hole: search.behind(hole, offset_of(hole), len(disk.content(SEG)))
+
+
+def with_later_records(there):
+    """Twenty records, of which 2 is damaged; those from 10 on lie at another place as well."""
+    disk = new_disk()
+    fill_segment(new_segment(disk), [20])
+    disk.flip(SEG, offset_of(2) + 40)
+    disk.overwrite(SEG, there, disk.content(SEG)[offset_of(10) : offset_of(13) + 20])
+    for transaction_id in range(3, (there - SEGMENT_HEADER_BYTES) // RECORD_BYTES):
+        disk.flip(SEG, offset_of(transaction_id) + 40)
+    return disk
+
+
+def test_a_hole_ends_where_the_index_and_a_record_agree():
+    # From the middle of 8 to the middle of 12; there would be room for those before.
+    assert search_of(with_later_records(offset_of(8) + 30))(2) == (12, offset_of(12))
+
+
+def test_what_the_index_does_not_know_is_found_all_the_same():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [20])
+    disk.flip(SEG, offset_of(3) + 40)
+    for transaction_id in (4, 5):  # that of 6 is right
+        disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * transaction_id + 7)
+    assert search_of(disk)(3) == (6, offset_of(6))
+    disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
+    assert search_of(disk)(3) == (4, offset_of(4))
+
+
+def test_without_an_index_a_record_before_which_there_is_no_room_ends_no_hole():
+    disk = with_later_records(offset_of(2) + 30)
+    disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
+    # Eight records before the tenth need 320 bytes.
+    assert search_of(disk)(2) == (6, offset_of(6))
+
+
+def test_a_record_above_the_last_that_was_vouched_for_ends_no_hole():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [20])
+    disk.flip(SEG, offset_of(6) + 40)
+    assert search_of(disk, last=7)(6) == (7, offset_of(7))
+    assert search_of(disk, last=6)(6) is None
+
+
+def test_an_index_that_knows_nothing_is_searched_for_once(monkeypatch):
+    disk = new_disk()
+    fill_segment(new_segment(disk), [20])
+    disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES] + bytes(8 * 20))
+    asked = []
+    search = record_search.find_record
+
+    def counted(*args, starts, **named):
+        asked.append(starts.size)
+        return search(*args, starts=starts, **named)
+
+    monkeypatch.setattr(record_search, "find_record", counted)
+    behind = search_of(disk)
+    assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
+    assert asked == [17, 0, 0]
+
+
+def possible_places(data, after, room):
+    """Say where a record may begin, byte by byte."""
+    id_max = after + room // 40 + 1_000_000
+    for place in range(len(data) - 36 + 1):
+        found, _, _, stated, _ = RECORD_PREFIX.unpack_from(data, place)
+        if after < found <= id_max and 0 <= stated <= room - place - 40:
+            yield place
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 1 << 16])
+def test_the_places_of_records_are_found_whatever_the_steps(monkeypatch, step):
+    monkeypatch.setattr(record_search, "_STEP_BYTES", step)
+    rng = Random(step)
+    found = 0
+    for size in (0, 35, 36, 37, 200, 1000):
+        for fill in (0, 1, 255):
+            # Small numbers in all places, so that many of them look like ids and lengths.
+            data = bytes(rng.choice((0, 0, 0, fill, rng.randrange(40))) for _ in range(size))
+            for after in (0, 5, 1 << 40):
+                for room in (size, 40, 3000):
+                    expected = list(possible_places(data, after, room))
+                    assert list(_candidates(data, after, room)) == expected
+                    found += len(expected)
+    assert found > 50
+
+
+def test_a_search_after_damage_takes_little_more_memory_than_it_reads_at_once():
+    disk = new_disk()
+    records, lengths = make_run(9, [500_000])
+    path = ROOT / "rotten"
+    file = disk.open(path, create=True)
+    file.pwrite([Random(1).randbytes(9 * MIB), records], 0)
+    tracemalloc.start()
+    try:
+        found = find_record(file, 0, 3, size=file.size(), starts=NOWHERE)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == (9, 9 * MIB)
+    assert int(lengths[0]) == len(records)
+    assert peak < 24 * MIB

@@ -1,0 +1,164 @@
+"""Finding records in the bytes of a `.seg` file; it runs after a crash, and record by record.
+
+Why it stands alone: how bytes look like records is one thing, what becomes of a log by it another.
+
+Rules:
+    1. A record is one when its id, its length and its CRC say so; a position alone says nothing.
+    2. Behind a hole the first record that lies where the index has it comes before any that was
+       found earlier: a misdirected write leaves good records where they do not belong, and a
+       record's data may hold others.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.checksum import crc32
+from waltz_core.raw_records import RECORD_BYTES_MAX, first_bad_record, offsets_of
+from waltz_core.record import RECORD_OVERHEAD_BYTES, RECORD_PREFIX, TransactionId
+from waltz_core.storage.disk import File
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES
+from waltz_core.storage.index import OffsetIndex
+
+I64 = npt.NDArray[np.int64]
+_NONE: Final = np.zeros(0, dtype=np.int64)
+SCAN_BYTES: Final = 8 * 1024 * 1024
+_STEP_BYTES: Final = 64 * 1024
+_STATED_PLACE: Final = 28  # where a record states the length of its data
+assert SCAN_BYTES > RECORD_BYTES_MAX
+
+
+def record_end(file: File, start: int, transaction_id: int, size: int) -> int | None:
+    """Return where the record at an offset ends, or None when it is not that of the id."""
+    if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
+        return None
+    found, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
+    end = start + RECORD_OVERHEAD_BYTES + length
+    if found != transaction_id or length < 0 or end > size:
+        return None
+    return int(end)
+
+
+def scan(
+    file: File, offset: int, first: TransactionId, *, size: int, stop_id: TransactionId | None
+) -> tuple[I64, int]:
+    """Return where the valid records from an offset on start, and where the last of them ends."""
+    all_starts: list[I64] = []
+    next_id = int(first)
+    while offset < size and next_id != stop_id:
+        data = file.pread(min(SCAN_BYTES, size - offset), offset)
+        lengths = _walk(data, next_id, stop_id)
+        if not lengths.size:
+            break
+        run = memoryview(data)[: int(lengths.sum())]
+        bad = first_bad_record(run, lengths)
+        good = lengths[:bad] if bad is not None else lengths
+        all_starts.append(offsets_of(good)[:-1] + offset)
+        offset += int(good.sum())
+        next_id += int(good.size)
+        if bad is not None:
+            break
+    starts = np.concatenate(all_starts) if all_starts else np.zeros(0, dtype=np.int64)
+    return starts, offset
+
+
+def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
+    """Return the lengths of what looks like records with the ids that are due, and is whole."""
+    lengths = []
+    at = 0
+    while at + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
+        found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
+        length = RECORD_OVERHEAD_BYTES + data_bytes
+        if found != next_id or data_bytes < 0 or at + length > len(data):
+            break
+        lengths.append(length)
+        at += length
+        next_id += 1
+    return np.array(lengths, dtype=np.int64)
+
+
+class HoleSearch:
+    """Finds the records with which the log goes on behind holes, in one file, hole by hole."""
+
+    def __init__(
+        self, file: File, index: OffsetIndex, first: TransactionId, *, last: TransactionId
+    ) -> None:
+        self._file = file
+        self._index = index
+        self._first = first  # of the segment
+        self._last = last  # no record above it says anything
+        self._starts: I64 | None = None
+
+    def behind(
+        self, hole: TransactionId, offset: int, size: int
+    ) -> tuple[TransactionId, int] | None:
+        """Return the first record behind the hole that begins with an id at an offset, and where.
+
+        None when there is no record up to `last` that could be it.
+        """
+        if self._starts is None:
+            # Of before the first hole: what is found is written into the index.
+            self._starts = self._index.known(0, self._last + 1 - self._first)
+        starts = self._starts[hole + 1 - self._first :]
+        found = find_record(self._file, offset, hole, size=size, starts=starts)
+        if found is None or found[0] > self._last:
+            return None
+        between = found[0] - hole - 1
+        if between >= starts.size or starts[between] != found[1]:
+            self._starts = _NONE  # all of it has been searched for nothing; not for each hole
+        return found
+
+
+def find_record(
+    file: File, hole: int, first: TransactionId, *, size: int, starts: I64
+) -> tuple[TransactionId, int] | None:
+    """Return the first record behind a hole, and where; one that lies where it should, if any.
+
+    The hole begins at offset `hole` with the record `first`; `starts` is where those after `first`
+    should lie.
+    """
+    found = None
+    offset = hole + 1
+    while offset + RECORD_OVERHEAD_BYTES <= size:
+        data = file.pread(min(SCAN_BYTES, size - offset), offset)
+        for at in _candidates(data, first, size - offset):
+            found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
+            start, between = offset + at, found_id - first - 1
+            if start - hole < RECORD_OVERHEAD_BYTES * (between + 1):
+                continue  # those in the hole would have no room
+            is_known = between < starts.size and starts[between] == start
+            if not is_known and found is not None:
+                continue
+            record = file.pread(RECORD_OVERHEAD_BYTES + data_bytes, start)
+            if int.from_bytes(record[-4:], "big") != crc32(record[:-4]):
+                continue
+            found = (TransactionId(found_id), start)
+            if is_known:
+                return found
+        if found is not None and not starts.size:
+            break
+        offset += max(1, len(data) - RECORD_PREFIX.size + 1)
+    return found
+
+
+def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:
+    """Return where in the bytes a record's id and length look possible, in order.
+
+    The arrays for this are many times as large as the bytes, so it goes step by step.
+    """
+    # Each id takes at least 40 bytes, so that none can be far above the one that is due.
+    id_max = after + room // RECORD_OVERHEAD_BYTES + 1_000_000
+    count = len(data) - RECORD_PREFIX.size + 1
+    for start in range(0, count, _STEP_BYTES):
+        size = min(_STEP_BYTES, count - start)
+        ids: I64 = np.ndarray((size,), dtype=">i8", buffer=data, offset=start, strides=(1,))
+        stated: I64 = np.ndarray(
+            (size,), dtype=">i4", buffer=data, offset=start + _STATED_PLACE, strides=(1,)
+        )
+        (places,) = ((ids > after) & (ids <= id_max)).nonzero()
+        lengths = stated[places].astype(np.int64)
+        places += start
+        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + places <= room)
+        yield from places[fits].tolist()
