@@ -129,7 +129,7 @@ def test_slots_are_read_as_they_are_written(slot):
     assert (read.acked, read.acked_chain) == slot.acked
     assert read.damaged == slot.damaged
     assert (read.is_dirty, read.is_suspect) == (slot.dirty, slot.suspect)
-    assert bool(read.flags & layout.OPENED) == slot.opened
+    assert read.engaged == slot.engaged
     provisional = (read.provisional_session, read.provisional_mark)
     assert (provisional if read.flags & layout.PROVISIONAL else None) == slot.provisional
     assert (read.truncate_to if read.flags & layout.TRUNCATE else None) == (

@@ -1,5 +1,7 @@
 """Every structure on disk: any value comes back, and nothing but what was written does."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,13 +64,14 @@ SLOTS = st.builds(
     damaged=damaged_ranges(),
     dirty=st.booleans(),
     suspect=st.booleans(),
-    opened=st.booleans(),
 )
 SEGMENT_HEADERS = st.builds(SegmentHeader, INT64, B16, INT32, IDS)
 
 
-@given(SLOTS)
-def test_slots(slot):
+@given(SLOTS, st.none() | st.integers(0, (1 << 32) - 2))
+def test_slots(slot, back):
+    if back is not None and back <= slot.last_session:
+        slot = replace(slot, engaged=slot.last_session - back)
     assert len(slot.encode()) == SLOT_BYTES
     assert Slot.decode(slot.encode()) == slot
 

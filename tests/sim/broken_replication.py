@@ -291,7 +291,7 @@ def connections_are_replaced() -> Patches:
     def _next_step(self, goal, *, can_mend):
         return None if self.is_set else self._step(goal, can_mend=can_mend)
 
-    def objection(self, _replica, answer):
+    def objection(self, answer):
         return "has records of a partition without history" if self.is_foreign(answer) else None
 
     yield instead(ReplicaSession, "_forget", _forget)
@@ -318,16 +318,10 @@ def empty_metadata_taken_as_new() -> Patches:
     def origin_of(metadata, marker):
         return Origin.RECORDED if metadata is not None and metadata.states else Origin.NEW
 
-    def is_foreign(self, answer):
-        return False
-
-    def refusal(view, replicas, promised):
-        return None
-
     for module in (partition_store, claim, recovery):
         yield instead(module, "origin_of", origin_of)
-    yield instead(partition_store, "refusal", refusal)
-    yield instead(Recovery, "is_foreign", is_foreign)
+    yield instead(partition_store, "refusal", nothing)
+    yield instead(Recovery, "objection", nothing)
 
 
 @switch

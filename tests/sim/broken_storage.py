@@ -9,7 +9,7 @@ from waltz_core.storage import (
     damage,
     partition_log,
     reading,
-    segment,
+    record_search,
     segments,
     service,
     truncation,
@@ -245,7 +245,7 @@ def session_kept_at_mark_only_when_engaged() -> Patches:
 @switch
 def torn_record_accepted() -> Patches:
     """After a crash the records are not held against their checksums."""
-    yield instead(segment, "first_bad_record", nothing)
+    yield instead(record_search, "first_bad_record", nothing)
     # Else the batch that a torn record lies in would be found out, and cut.
     yield instead(segments, "first_wrong", nothing)
 

@@ -1,6 +1,7 @@
 """Schedules of seeds that found a fault of ours which no told story shows: kept, and shortened."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from waltz_core.replication.recovery import Recovery
 from waltz_core.sim.run import run
 from waltz_core.sim.schedule import Schedule
 from waltz_core.storage import record_search
+from waltz_core.storage.partition_log import PartitionLog
 
 pytestmark = pytest.mark.sim
 KEPT = Path(__file__).parent / "kept"
@@ -18,7 +20,24 @@ def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log
     """What was told as lost in it lies on a replica that it had left out, and stays lost."""
     schedule = Schedule.from_json((KEPT / "510002228.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
-    monkeypatch.setattr(Recovery, "objection", lambda _self, _replica, _answer: None)
+    monkeypatch.setattr(Recovery, "objection", lambda _self, _answer: None)
+    assert run(schedule).rule == "OutcomeTruth"
+
+
+def test_what_a_replica_knows_of_a_forgotten_session_outlives_a_later_mark(monkeypatch):
+    """One was left out by what ZooKeeper was rolled back to; the other was given a mark meanwhile
+    by a session that never opened."""
+    schedule = Schedule.from_json((KEPT / "530014798.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good
+    write = PartitionLog._write_mark
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            PartitionLog,
+            "_write_mark",
+            lambda self, slot, *mark: write(self, replace(slot, engaged=-1), *mark),
+        )
+        assert run(schedule).rule == "OutcomeTruth"
+    monkeypatch.setattr(Recovery, "objection", lambda _self, _answer: None)
     assert run(schedule).rule == "OutcomeTruth"
 
 

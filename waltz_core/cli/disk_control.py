@@ -14,7 +14,6 @@ from waltz_core.offline.layout import (
     CUT,
     DIRTY,
     ID_NAME,
-    OPENED,
     PROVISIONAL,
     SLOTS_NAME,
     SUSPECT,
@@ -33,7 +32,6 @@ _SLOT_FLAGS = {
     PROVISIONAL: "provisional",
     TRUNCATE: "truncating",
     CUT: "cuts a batch",
-    OPENED: "engaged",
 }
 
 
@@ -236,6 +234,7 @@ def _slot_texts(one: Slot, *, is_current: bool) -> dict[str, str]:
         "promised session": str(one.promised),
         "nonce": one.nonce.hex(),
         "last session": str(one.last_session),
+        "engaged session": str(one.engaged),
         "low-water mark": str(one.low_water_mark),
         "provisional mark": provisional,
         "acked id": str(one.acked),

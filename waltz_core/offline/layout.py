@@ -41,7 +41,7 @@ RECORD_FRAME_BYTES: Final = 40  # a record without its data
 GENESIS: Final = bytes(16)
 
 AVAILABLE, ASSIGNED = 1, 4
-DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT, OPENED = 1, 2, 4, 8, 16, 32
+DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT = 1, 2, 4, 8, 16
 # In place of a chain: an original's server has written through the storage.
 UNBATCHED: Final = b"\xff" * 16
 MADE_UP: Final = -2  # the session of a batch that stands for others which could not be read
@@ -181,6 +181,7 @@ class Slot(NamedTuple):
     truncate_to: int
     cut: tuple[int, int, int, int, bytes]
     damaged: tuple[tuple[int, int], ...]
+    engaged: int  # the last session in which the replica was engaged
     wrong: tuple[str, ...]
 
     @property
@@ -209,8 +210,8 @@ def slot(data: Bytes, place: int) -> Slot:
     acked, acked_chain, truncate_to = struct.unpack_from(">q16sq", body, 88)
     cut = struct.unpack_from(">qqqq16s", body, 120)
     _expect(wrong, "version", 0, version)
-    if flags & ~(2 * OPENED - 1):
-        wrong.append(f"expected flags below {2 * OPENED:#x}, found {flags:#x}")
+    if flags & ~(2 * CUT - 1):
+        wrong.append(f"expected flags below {2 * CUT:#x}, found {flags:#x}")
     if sequence % 2 == place:
         wrong.append(f"expected {'an odd' if place == 0 else 'an even'} sequence, found {sequence}")
     if not 0 <= count <= _DAMAGED_MAX:
@@ -218,7 +219,10 @@ def slot(data: Bytes, place: int) -> Slot:
         count = 0
     end = 168 + 16 * count
     damaged = tuple(struct.iter_unpack(">qq", body[168:end]))
-    _expect_zero(wrong, body[end:-4], end)
+    _expect_zero(wrong, body[end:-8], end)
+    (back,) = struct.unpack_from(">I", body, SLOT_BYTES - 8)
+    if back > last_session + 1:
+        wrong.append(f"expected at most {last_session + 1} sessions back, found {back}")
     wrong += _wrong_slot_values(promised, last_session, mark, acked, damaged)
     return Slot(
         version,
@@ -237,6 +241,7 @@ def slot(data: Bytes, place: int) -> Slot:
         truncate_to,
         cut,
         damaged,
+        last_session + 1 - back if back else -1,
         tuple(wrong),
     )
 

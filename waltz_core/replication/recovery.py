@@ -11,7 +11,8 @@ Rules (correctness.md 2.1, C to E and G):
     4. A partition without history is taken for one only if its marker says so and nobody who
        answers has anything.
     5. A replica that was engaged in a session later than all that ZooKeeper has says that its data
-       was rolled back: what was told in that session is not to be found in older ones.
+       was rolled back: what was told in that session is not to be found in older ones. So there
+       is no session with such a replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -140,17 +141,24 @@ class Recovery:
         """Whether a replica has records where there can be none (rule 4)."""
         return self.origin is not Origin.RECORDED and answer.synced_max != BEFORE_FIRST
 
-    def objection(self, replica: ReplicaId, answer: Prepared) -> str | None:
-        """Return why there can be no session where a replica says this (rules 4 and 5), or None."""
+    def objection(self, answer: Prepared) -> str | None:
+        """Return why no session can have a replica that says this (rules 4 and 5), or None."""
         if self.is_foreign(answer):
             return f"has ids up to {answer.synced_max} of a partition without history"
-        is_known = answer.last_session <= self.newest_session
-        if is_known or not answer.session_opened or replica not in self.engaged:
+        if answer.engaged_session <= self.newest_session:
             return None
         return (
-            f"was engaged in session {answer.last_session}, but of those that opened ZooKeeper "
+            f"was engaged in session {answer.engaged_session}, but of those that opened ZooKeeper "
             f"knows {self.newest_session} as the last: its data was rolled back"
         )
+
+    def is_needed(self, replica: ReplicaId) -> bool:
+        """Tell whether nothing can be decided against what a replica says.
+
+        One that ZooKeeper's last session has left out has nothing to say of that one. If it knows a
+        later one, those of its quorum do too, and there is none without them.
+        """
+        return self.origin is not Origin.RECORDED or replica in self.engaged
 
     def heard(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Take in what a replica says after the fence and a sync."""

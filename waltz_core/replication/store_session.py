@@ -480,9 +480,9 @@ class StoreSession:
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
             self._refuse(each, "another storage answers at this address", now_ms)
             return
-        reason = self.recovery.objection(each.replica, answer)
+        reason = self.recovery.objection(answer)
         if reason is not None:
-            if self.window is None:
+            if self.window is None and self.recovery.is_needed(each.replica):
                 self.end(Ending(Cause.REFUSED, f"replica {each.replica} {reason}", each.replica))
             else:
                 self._refuse(each, reason, now_ms)

@@ -17,7 +17,11 @@ import numpy.typing as npt
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.record import TransactionId
 from waltz_core.storage.batch_checks import check_repaired
-from waltz_core.storage.format import IdRange, Slot, with_damage, without_damage
+from waltz_core.storage.format import (
+    IdRange,
+    Slot,
+)
+from waltz_core.storage.id_ranges import with_damage, without_damage
 from waltz_core.storage.segments import Segments, first_wrong
 
 I64 = npt.NDArray[np.int64]

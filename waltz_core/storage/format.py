@@ -22,7 +22,6 @@ Rules:
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -379,7 +378,7 @@ def decode_storage_id(data: Bytes) -> bytes:
 #    88  acked id, chain there                      int64, 16 bytes
 #   112  truncate to, entry of the batch that is cut   int64, 48 bytes
 #   168  damaged ranges, first and last id          21 x 2 x int64
-#   504  zero
+#   504  how many sessions before the last one it was engaged, and 1; 0: never   uint32
 #   508  CRC
 #
 # A slot is one sector, which a disk writes as a whole or not at all: a slot that is wrong has not
@@ -394,8 +393,9 @@ SLOT_COUNT: Final = 2
 DAMAGED_MAX: Final = 21
 _RANGE = struct.Struct(">qq")
 assert _SLOT.size == 168
-assert _SLOT.size + DAMAGED_MAX * _RANGE.size + _CRC.size <= SLOT_BYTES
-_DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT, _OPENED = 1, 2, 4, 8, 16, 32
+assert _SLOT.size + DAMAGED_MAX * _RANGE.size + 4 + _CRC.size <= SLOT_BYTES
+_SESSIONS_BACK = struct.Struct(">I")
+_DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)
 # Of a session that may have been promised to somebody whose name is lost.
 NOBODYS_NONCE: Final = b"\xff" * 16
@@ -452,7 +452,7 @@ class Slot:
     damaged: tuple[IdRange, ...] = ()
     dirty: bool = False
     suspect: bool = False
-    opened: bool = False  # ZooKeeper has had this replica as engaged in the last session
+    engaged: SessionId = NO_SESSION  # the last one in which ZooKeeper had this replica as engaged
 
     def is_overtaken(self, info: PartitionInfo) -> bool:
         """Tell if the original has run on this directory since: its sequence or session says so."""
@@ -482,7 +482,13 @@ class Slot:
             *(truncate.cut or (0, 0, 0, 0, GENESIS_CHAIN)),
         )
         ranges = b"".join(_RANGE.pack(*one) for one in self.damaged)
-        return with_crc((body + ranges).ljust(SLOT_BYTES - _CRC.size, b"\0"))
+        tail = _SESSIONS_BACK.pack(self._sessions_back())
+        return with_crc((body + ranges).ljust(SLOT_BYTES - _CRC.size - len(tail), b"\0") + tail)
+
+    def _sessions_back(self) -> int:
+        back = self.last_session - self.engaged + 1
+        assert back > 0
+        return 0 if self.engaged == NO_SESSION or back >= 1 << 32 else back
 
     def _flags(self) -> int:
         return (
@@ -491,7 +497,6 @@ class Slot:
             | _PROVISIONAL * (self.provisional is not None)
             | _TRUNCATE * (self.truncate is not None)
             | _CUT * (self.truncate is not None and self.truncate.cut is not None)
-            | _OPENED * self.opened
         )
 
     @staticmethod
@@ -502,14 +507,17 @@ class Slot:
         version, flags, partition, damaged_count, sequence, original = fields[:6]
         promised, nonce, last_session, low_water_mark = fields[6:10]
         check_version(version, "control slot")
-        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _OPENED:
+        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _CUT:
             raise BadFormat(
                 f"control slot: impossible damaged count {damaged_count} or flags {flags:x}"
             )
         if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
             raise BadFormat("control slot: expected sessions and marks of at least -1")
         used = _SLOT.size + damaged_count * _RANGE.size
-        _zero(body[used:], "control slot")
+        _zero(body[used : -_SESSIONS_BACK.size], "control slot")
+        (back,) = _SESSIONS_BACK.unpack_from(body, len(body) - _SESSIONS_BACK.size)
+        if back > last_session + 1:
+            raise BadFormat(f"control slot: engaged {back - 1} before session {last_session}")
         return Slot(
             PartitionId(partition),
             sequence,
@@ -524,7 +532,7 @@ class Slot:
             damaged=_damaged(body[_SLOT.size : used]),
             dirty=bool(flags & _DIRTY),
             suspect=bool(flags & _SUSPECT),
-            opened=bool(flags & _OPENED),
+            engaged=SessionId(last_session + 1 - back) if back else NO_SESSION,
         )
 
 
@@ -554,47 +562,3 @@ def _damaged(data: bytes) -> tuple[IdRange, ...]:
         ranges.append(IdRange(TransactionId(first), TransactionId(last)))
         previous = last
     return tuple(ranges)
-
-
-def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
-    """Return the ranges with one more, in order and merged; at most `DAMAGED_MAX` of them.
-
-    When there are too many, the two that are nearest to each other become one: what lies between
-    them is called damaged too, which costs a repair and never a wrong answer.
-    """
-    merged: list[IdRange] = []
-    for one in sorted((*damaged, added)):
-        if merged and one.first <= merged[-1].last + 1:
-            merged[-1] = IdRange(merged[-1].first, max(merged[-1].last, one.last))
-        else:
-            merged.append(one)
-    while len(merged) > DAMAGED_MAX:
-        gaps = [after.first - before.last for before, after in pairwise(merged)]
-        place = gaps.index(min(gaps))
-        merged[place : place + 2] = [IdRange(merged[place].first, merged[place + 1].last)]
-    return tuple(merged)
-
-
-def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
-    """Return the ranges without the ids of `removed`."""
-    left: list[IdRange] = []
-    for first, last in damaged:
-        before = IdRange(first, min(last, TransactionId(removed.first - 1)))
-        after = IdRange(max(first, TransactionId(removed.last + 1)), last)
-        left.extend(one for one in (before, after) if one.first <= one.last)
-    return tuple(left[:DAMAGED_MAX]) if len(left) <= DAMAGED_MAX else damaged
-
-
-def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
-    """Return the ranges as they are in a log that ends at an id."""
-    return tuple(IdRange(one.first, min(one.last, last)) for one in damaged if one.first <= last)
-
-
-def count_of(ranges: tuple[IdRange, ...]) -> int:
-    """Return how many ids there are in ranges that do not overlap."""
-    return sum(last - first + 1 for first, last in ranges)
-
-
-def in_words(ranges: tuple[IdRange, ...]) -> str:
-    """Return ranges as a log line tells them."""
-    return ",".join(f"{first}..{last}" for first, last in ranges)

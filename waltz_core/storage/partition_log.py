@@ -84,7 +84,7 @@ class Prepared(NamedTuple):
     chain: Chain
     suspect: bool
     damaged: tuple[IdRange, ...]
-    session_opened: bool
+    engaged_session: SessionId
 
 
 class PartitionLog:
@@ -196,7 +196,7 @@ class PartitionLog:
             self._synced_chain,
             slot.suspect,
             slot.damaged,
-            slot.opened,
+            slot.engaged,
         )
 
     # ---- sessions
@@ -256,7 +256,7 @@ class PartitionLog:
     def _write_mark(self, slot: Slot, session: SessionId, mark: TransactionId) -> None:
         """Write session and provisional mark into a slot, and then where the original has them."""
         info = self._control.info(self.partition_id)
-        slot = replace(slot, last_session=session, provisional=Mark(session, mark), opened=False)
+        slot = replace(slot, last_session=session, provisional=Mark(session, mark))
         self._write_slot(replace(slot, original_sequence=info.sequence + 1))
         try:
             self._control.set_marks(self.partition_id, session, mark, self.max_id)
@@ -276,14 +276,14 @@ class PartitionLog:
                 f"partition {self.partition_id}: expected mark {self.low_water_mark} of session "
                 f"{self.slot.last_session}, found {mark} of {session}"
             )
-        self._confirm(session, opened=True)
+        self._confirm(session, engaged=session)
         self._engaged = session
 
-    def _confirm(self, session: SessionId, *, opened: bool) -> None:
+    def _confirm(self, session: SessionId, *, engaged: SessionId) -> None:
         provisional = self.slot.provisional
         if provisional is not None and provisional.session_id == session:
             mark = provisional.low_water_mark
-            slot = replace(self.slot, low_water_mark=mark, provisional=None, opened=opened)
+            slot = replace(self.slot, low_water_mark=mark, provisional=None, engaged=engaged)
             self._write_slot(slot)
 
     def _check_session(self, session: SessionId) -> None:
@@ -336,7 +336,7 @@ class PartitionLog:
                 f"chain {self.chain.hex()}, found one at {first} after {chain_before.hex()}"
             )
         check_batches(first, lengths, records, chain_before, entries, records_crc)
-        self._confirm(session, opened=True)
+        self._confirm(session, engaged=session)
         before = (self.max_id, self.chain)
         try:
             self._write_batches(lengths, memoryview(records).cast("B"), entries)

@@ -25,7 +25,11 @@ from waltz_core import raw_records
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
 from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.control_file import SlotFile
-from waltz_core.storage.format import IdRange, Slot, with_damage
+from waltz_core.storage.format import (
+    IdRange,
+    Slot,
+)
+from waltz_core.storage.id_ranges import with_damage
 from waltz_core.storage.segments import Segments, first_wrong
 from waltz_core.wire.places import Place
 

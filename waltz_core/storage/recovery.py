@@ -64,11 +64,10 @@ from waltz_core.storage.format import (
     PartitionInfo,
     SegmentHeader,
     Slot,
-    damage_until,
     first_of_name,
     segment_name,
-    with_damage,
 )
+from waltz_core.storage.id_ranges import damage_until, with_damage
 from waltz_core.storage.index import LineageFile
 from waltz_core.storage.rebatching import chain_before, drop_batches, relink
 from waltz_core.storage.segment import Segment
@@ -163,7 +162,6 @@ def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot
             last_session=info.session_id,
             low_water_mark=info.low_water_mark,
             provisional=None,
-            opened=False,
         )
     if slots.fell_back:
         slot = _promised_to_nobody(slot, max(slot.last_session, info.session_id))

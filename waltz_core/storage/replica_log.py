@@ -175,7 +175,8 @@ class ReplicaLog(CoveredLog):
         self._leave_batches()
         provisional = self.slot.provisional
         if provisional is not None and ids[0] > provisional.low_water_mark:
-            self._confirm(session, opened=False)  # perhaps ZooKeeper has not heard of it yet
+            # Perhaps ZooKeeper has not heard of it yet.
+            self._confirm(session, engaged=self.slot.engaged)
         before = (self.max_id, self.chain)
         encoded = b"".join(map(encoded_record, records))
         lengths = np.array(

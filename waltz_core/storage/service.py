@@ -57,7 +57,11 @@ from waltz_core.storage.effects import (
     ResumeReading,
     RunWork,
 )
-from waltz_core.storage.format import NO_NONCE, NOBODYS_NONCE, in_words
+from waltz_core.storage.format import (
+    NO_NONCE,
+    NOBODYS_NONCE,
+)
+from waltz_core.storage.id_ranges import in_words
 from waltz_core.storage.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.partition_log import MARKER_INTERVAL_MS
 from waltz_core.storage.replica_log import ReplicaLog

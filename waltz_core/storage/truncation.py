@@ -15,7 +15,12 @@ from dataclasses import replace
 
 from waltz_core.errors import ChecksumMismatch
 from waltz_core.record import GENESIS_CHAIN, LineageEntry, TransactionId, next_chain
-from waltz_core.storage.format import Marker, Slot, TruncateIntent, damage_until
+from waltz_core.storage.format import (
+    Marker,
+    Slot,
+    TruncateIntent,
+)
+from waltz_core.storage.id_ranges import damage_until
 from waltz_core.storage.segments import Segments
 from waltz_core.storage.unbatched import marker
 

@@ -41,7 +41,10 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.storage import original_work
-from waltz_core.storage.format import IdRange, without_damage
+from waltz_core.storage.format import (
+    IdRange,
+)
+from waltz_core.storage.id_ranges import without_damage
 from waltz_core.storage.reading import PlacesRead
 from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.room import Room, append_bytes
@@ -364,7 +367,7 @@ def _prepare(log: ReplicaLog, message: Prepare, storage_id: bytes) -> Prepared:
         chain=found.chain,
         suspect=found.suspect,
         damaged=np.array(found.damaged, dtype=">i8").tobytes(),
-        session_opened=found.session_opened,
+        engaged_session=found.engaged_session,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
-from waltz_core.record import LineageEntry, Record, RecordHeader, ReqId
+from waltz_core.record import NO_SESSION, LineageEntry, Record, RecordHeader, ReqId
 from waltz_core.values import value
 
 Buffer: TypeAlias = bytes | memoryview
@@ -608,8 +608,8 @@ class Prepare(StorageMessage):
 class Prepared(StorageMessage):
     """What the replica has on disk, read after the fence and a sync.
 
-    `damaged` holds pairs first, last of ids whose records cannot be read. `session_opened`: the
-    replica was engaged in its last session, so ZooKeeper has known of that one.
+    `damaged` holds pairs first, last of ids whose records cannot be read. `engaged_session`:
+    the last one in which the replica was engaged, so that ZooKeeper has known of it; -1 for none.
     """
 
     code = 65
@@ -622,7 +622,7 @@ class Prepared(StorageMessage):
     chain: Raw16
     suspect: Bool
     damaged: PackedInt64s
-    session_opened: Bool = False
+    engaged_session: Int64 = NO_SESSION
 
 
 @value(frozen=True, slots=True)

@@ -216,12 +216,13 @@ def test_control_files_are_shown_with_what_counts(storage, capsys):
     assert partition["partition"] == 2
     assert [one["counts"] for one in partition["structures"]].count(True) == 1
     current = next(one for one in partition["slots"] if one["counts"])
-    assert (current["acked"], current["low_water_mark"], current["flags"]) == (35, -1, ["engaged"])
+    assert (current["acked"], current["low_water_mark"], current["flags"]) == (35, -1, [])
+    assert (current["last_session"], current["engaged"]) == (1, 1)
     assert value["storage_id"] == {"id": "00010203-0405-0607-0809-0a0b0c0d0e0f", "wrong": []}
     flip(storage / "2" / "waltz-x.ctl", 20)
     flip(storage / "2" / "waltz-x.ctl", 4096 + 20)
     out = printed(capsys, "dump-control-file", storage / "2")
-    assert "expected CRC 344c8043, found 2019f596" in out
+    assert "expected CRC b25c4fb2, found a6093a67" in out
     assert out.splitlines()[2].split() == ["counts", "no", "no"]
 
 

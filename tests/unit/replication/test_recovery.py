@@ -169,8 +169,8 @@ def test_an_adoption_is_remembered_until_it_is_done():
 def test_records_where_there_can_be_none_are_noticed(origin):
     recovery = Recovery(origin, {})
     assert recovery.is_foreign(prepared(0))
-    assert "ids up to 0 of a partition without history" in recovery.objection(A, prepared(0))
-    assert recovery.objection(A, prepared(-1)) is None
+    assert "ids up to 0 of a partition without history" in recovery.objection(prepared(0))
+    assert recovery.objection(prepared(-1)) is None
     assert not recovery.is_foreign(prepared(-1))
     assert not Recovery(Origin.RECORDED, engaged(A)).is_foreign(prepared(0))
 
@@ -227,10 +227,11 @@ def test_more_than_can_have_been_acknowledged_may_be_kept_but_never_less():
 
 def test_a_replica_that_was_engaged_later_than_zookeeper_knows_tells_of_a_rollback():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, session=5))
-    later = replace(prepared(9, session=6), session_opened=True)
-    assert "was engaged in session 6" in recovery.objection(A, later)
+    later = replace(prepared(9, session=6), engaged_session=6)
+    assert "was engaged in session 6" in recovery.objection(later)
     # One that has set a mark in a session that never opened has told nobody anything; what
-    # ZooKeeper has, and who was not in its last session, is as ever.
-    assert recovery.objection(A, prepared(9, session=6)) is None
-    assert recovery.objection(A, replace(later, last_session=5)) is None
-    assert recovery.objection(C, later) is None
+    # ZooKeeper has is as ever.
+    assert recovery.objection(prepared(9, session=6)) is None
+    assert recovery.objection(replace(later, engaged_session=5)) is None
+    # Who was not in ZooKeeper's last session cannot keep those that were from another one.
+    assert [recovery.is_needed(each) for each in (A, B, C)] == [True, True, False]

@@ -177,6 +177,36 @@ def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_believed():
     assert "its data was rolled back" in bench.reports("partition.refused")[-1]["reason"]
 
 
+@pytest.mark.parametrize("is_left_out", [True, False])
+def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_out):
+    """One that ZooKeeper has as left out cannot keep the others from theirs: if there has been a
+    later session, one of them knows it, too."""
+    bench = Bench()
+    bench.open()
+    if is_left_out:
+        restart(bench, down=[C])
+        bench.reopen()
+    restart(bench)
+    tell = bench.storages[C]._prepare
+
+    def tell_of_later(prefix, message):
+        return replace(tell(prefix, message), engaged_session=9)
+
+    monkeypatch.setattr(bench.storages[C], "_prepare", tell_of_later)
+    bench.step(events.Own(2, bench.names))
+    bench.run()
+    bench.wait(LIMITS.grace_ms)
+    bench.run()
+    why = "was engaged in session 9, but of those that opened ZooKeeper knows"
+    if is_left_out:
+        assert bench.store.readable_replicas == [A, B]
+        assert bench.reports("replica.refused")[0]["replica"] == C
+        assert why in bench.reports("replica.refused")[0]["reason"]
+    else:
+        assert bench.store.open_session is None
+        assert f"replica {C} {why}" in bench.reports("partition.refused")[-1]["reason"]
+
+
 @pytest.mark.parametrize(
     ("error", "wait_ms"),
     [

@@ -3,7 +3,6 @@
 import struct
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,6 @@ from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.record import LineageEntry
 from waltz_core.storage import format as disk_format
 from waltz_core.storage.format import (
-    DAMAGED_MAX,
     ControlHeader,
     IdRange,
     LineageHeader,
@@ -23,11 +21,7 @@ from waltz_core.storage.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
-    count_of,
-    in_words,
     with_crc,
-    with_damage,
-    without_damage,
 )
 from waltz_core.storage.removal import Wipe
 
@@ -40,6 +34,8 @@ SLOT = Slot(
     truncate=TruncateIntent(4, ENTRY),
     damaged=(IdRange(0, 3),),
     dirty=True,
+    last_session=8,
+    engaged=6,
 )
 STRUCTURES = {
     "control": (ControlHeader(5, KEY, 4).encode(), ControlHeader.decode),
@@ -86,31 +82,12 @@ def test_every_flipped_bit_is_seen(name):
                 decode(bytes(raw))
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6), st.booleans()), max_size=20))
-def test_damaged_ranges_hold_what_was_added_and_not_removed(steps):
-    ranges = ()
-    model = set()
-    for first, more, add in steps:
-        one = IdRange(first, first + more)
-        ids = set(range(first, first + more + 1))
-        ranges = (with_damage if add else without_damage)(ranges, one)
-        model = model | ids if add else model - ids
-        assert {i for a, b in ranges for i in range(a, b + 1)} == model
-        assert all(a.last + 1 < b.first for a, b in pairwise(ranges))
-
-
-def test_too_many_damaged_ranges_grow_together_and_lose_none():
-    ranges = ()
-    for place in range(2 * DAMAGED_MAX):
-        ranges = with_damage(ranges, IdRange(10 * place, 10 * place + 1))
-    assert len(ranges) == DAMAGED_MAX
-    covered = {i for a, b in ranges for i in range(a, b + 1)}
-    assert all({10 * place, 10 * place + 1} <= covered for place in range(2 * DAMAGED_MAX))
-    slot = Slot(0, damaged=ranges)
-    assert Slot.decode(slot.encode()) == slot
-
-
-def test_ranges_are_counted_and_told():
-    ranges = (IdRange(3, 3), IdRange(7, 11))
-    assert (count_of(ranges), count_of(())) == (6, 0)
-    assert (in_words(ranges), in_words(())) == ("3..3,7..11", "")
+def test_a_slot_tells_how_long_ago_a_replica_was_engaged():
+    for last, engaged in ((-1, -1), (7, -1), (7, 0), (7, 7), (1 << 40, (1 << 40) - 9)):
+        slot = Slot(0, last_session=last, engaged=engaged)
+        assert Slot.decode(slot.encode()) == slot
+    # So long ago that it says nothing any more, and a number that would be before all sessions.
+    assert Slot.decode(Slot(0, last_session=1 << 40, engaged=3).encode()).engaged == -1
+    body = Slot(0, last_session=7, engaged=0).encode()[:-8] + (9).to_bytes(4, "big")
+    with pytest.raises(BadFormat, match="engaged 8 before session 7"):
+        Slot.decode(with_crc(body))

@@ -249,11 +249,11 @@ def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
     world.log.prepare(2, NONCE)
     assert world.log.truncate(2, 2, 2, world.log.chain_at(2)) == (2, world.log.chain)
     # The mark is gone with its records, and that its session never opened stays so.
-    assert (world.log.state().mark_confirmed, world.log.state().session_opened) == (True, False)
+    assert (world.log.state().mark_confirmed, world.log.state().engaged_session) == (True, -1)
     world.log.set_low_water_mark(2, 2, world.log.chain)
-    assert not world.log.state().session_opened
+    assert world.log.state().engaged_session == -1
     world.log.engage(2, 2)
-    assert world.log.state().session_opened
+    assert world.log.state().engaged_session == 2
     assert world.log.is_engaged(2)
     assert not world.log.is_engaged(1)
     world.log.prepare(3, NONCE)
@@ -261,6 +261,11 @@ def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
     with pytest.raises(DataLoss):
         world.log.truncate(3, 1, BEFORE_FIRST, GENESIS_CHAIN)
     assert world.log.max_id == 2
+    # A session that has set its mark and never opened has not made that one unhappen.
+    world.log.set_low_water_mark(3, 2, world.log.chain)
+    world.crash()
+    state = world.log.state()
+    assert (state.last_session, state.mark_confirmed, state.engaged_session) == (3, False, 2)
 
 
 def test_the_first_append_of_a_session_confirms_its_mark_and_of_a_later_one_does_not(world):

@@ -1,0 +1,52 @@
+"""Ranges of ids hold what was added and not removed, few as they are."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.storage.format import DAMAGED_MAX, IdRange, Slot
+from waltz_core.storage.id_ranges import (
+    count_of,
+    damage_until,
+    in_words,
+    with_damage,
+    without_damage,
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6), st.booleans()), max_size=20))
+def test_damaged_ranges_hold_what_was_added_and_not_removed(steps):
+    ranges = ()
+    model = set()
+    for first, more, add in steps:
+        one = IdRange(first, first + more)
+        ids = set(range(first, first + more + 1))
+        ranges = (with_damage if add else without_damage)(ranges, one)
+        model = model | ids if add else model - ids
+        assert {i for a, b in ranges for i in range(a, b + 1)} == model
+        assert all(a.last + 1 < b.first for a, b in pairwise(ranges))
+
+
+def test_too_many_damaged_ranges_grow_together_and_lose_none():
+    ranges = ()
+    for place in range(2 * DAMAGED_MAX):
+        ranges = with_damage(ranges, IdRange(10 * place, 10 * place + 1))
+    assert len(ranges) == DAMAGED_MAX
+    covered = {i for a, b in ranges for i in range(a, b + 1)}
+    assert all({10 * place, 10 * place + 1} <= covered for place in range(2 * DAMAGED_MAX))
+    slot = Slot(0, damaged=ranges)
+    assert Slot.decode(slot.encode()) == slot
+
+
+def test_ranges_are_counted_and_told():
+    ranges = (IdRange(3, 3), IdRange(7, 11))
+    assert (count_of(ranges), count_of(())) == (6, 0)
+    assert (in_words(ranges), in_words(())) == ("3..3,7..11", "")
+
+
+def test_a_shorter_log_has_no_damage_behind_its_end():
+    ranges = (IdRange(3, 3), IdRange(7, 11))
+    assert damage_until(ranges, 8) == (IdRange(3, 3), IdRange(7, 8))
+    assert damage_until(ranges, 6) == (IdRange(3, 3),)
+    assert damage_until(ranges, 2) == ()
