@@ -488,6 +488,15 @@ def test_an_answer_of_another_kind_is_refused():
         one.take(wire.SuccessResponse(4, asked.sequence, 0))
 
 
+def test_headers_of_other_transactions_are_no_answer():
+    one = translator()
+    (asked,) = one.ask(wire.RangeRaw(4, 1, 0, 5, 9, 1 << 20, 0, whole_batches=False, reader=False))
+    assert (asked.first, asked.count_max) == (4, 1)
+    other = (RecordHeader(3, ReqId(1, 1, 0, 3), 0),)
+    with pytest.raises(RemoteProtocolError, match="expected transaction 4, found 3"):
+        one.take(original.RecordHeaderListResponse(4, asked.sequence, 0, other))
+
+
 def test_what_an_original_does_not_have_is_refused():
     one = translator()
     (asked,) = one.ask(wire.Repair(4, 1, 0, 0, b"", b"", 0))

@@ -20,7 +20,7 @@ from waltz_core.client.following import FOLLOW
 from waltz_core.record import NO_SESSION, PartitionId, ReqId
 from waltz_core.server import following
 from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE_MS_MIN
-from waltz_core.server.events import Answer
+from waltz_core.server.events import Answer, Limits
 from waltz_core.server.following import GATHER_MS
 from waltz_core.server.outcomes import Ahead, Reached
 from waltz_core.wire.messages import AppendFollowing, Predecessors
@@ -104,6 +104,20 @@ def test_what_is_gathered_goes_in_one_batch_when_what_is_in_flight_has_landed():
     assert not world.wants_turn
     world.commit()
     (batch,) = world.turns()
+    assert (batch.first, batch.last) == (1, 3)
+
+
+def test_no_more_is_gathered_than_a_slice():
+    world = Authors(Limits(lock_slot_count=1009, slice_bytes_max=5_000))
+    world.follow(data=b"first")
+    world.turn()
+    for number in range(3):
+        world.follow(BOB)
+        assert told(world.turn())
+        assert len(world.submitted) == 1
+        world.after(number, client=BOB, data=bytes(2_000))
+        world.turn()
+    (_, batch) = world.submitted
     assert (batch.first, batch.last) == (1, 3)
 
 

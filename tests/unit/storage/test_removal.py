@@ -1,5 +1,6 @@
 """What a removal leaves, what it does not touch, and what it refuses to finish."""
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import removal
 from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import create_durably
-from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot
+from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot, with_crc
 from waltz_core.storage.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
 from waltz_core.storage.removal import WIPE_NAME, Wipe
 
@@ -117,3 +118,9 @@ def test_an_intent_that_is_not_this_partitions_removes_nothing(disk, control, co
     with pytest.raises(error):
         removal.finish(disk, HOME, control, 2)
     assert disk.files() == before
+
+
+@pytest.mark.parametrize("fields", [(2, 2, 9), (2, -1, 9), (2, 1, -2)])
+def test_an_intent_of_impossible_values_is_refused(fields):
+    with pytest.raises(BadFormat, match="impossible flag"):
+        Wipe.decode(with_crc(struct.pack(">iiiq16s", 0, *fields, NONCE)))
