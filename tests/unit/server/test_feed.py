@@ -228,6 +228,9 @@ def test_giving_up_returns_who_still_waits() -> None:
     waiting = each.abandon()
     assert [type(question.message) for question in waiting] == [MountRequest, FeedRequest]
     assert [question.connection for question in waiting] == [1, 3]
+    assert each.count == 0
+    each.advanced(SessionId(2), TransactionId(9))
+    assert turns(each) == []
 
 
 def test_a_feed_request_that_is_not_granted_is_told_why() -> None:

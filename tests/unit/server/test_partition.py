@@ -131,9 +131,10 @@ class World:
             replication.Settled(session_id, TransactionId(mark if settled is None else settled)),
         )
 
-    def close(self) -> None:
+    def close(self, error_code: int = 0) -> None:
         self.store.readable_replicas = ()
-        self.say(replication.SessionClosed(SessionId(self.session), "a replica was lost"))
+        reason = "a replica was lost"
+        self.say(replication.SessionClosed(SessionId(self.session), reason, error_code))
 
     def commit(self, count: int | None = None) -> None:
         """Commit what was submitted in this session and not committed yet; so many batches."""
@@ -280,6 +281,15 @@ def test_a_lost_session_is_settled_before_its_appends_are_told() -> None:
     behind = world.append()
     world.run()
     assert world.reason(behind) is Reason.NOT_MOUNTED
+
+
+def test_an_append_that_is_lost_to_a_full_disk_is_told_so() -> None:
+    world = ready()
+    lost = world.append()
+    world.run()
+    world.close(errors.NoSpace.code)
+    world.open(-1, settled=-1)
+    assert world.reason(lost) is Reason.NO_SPACE
 
 
 def test_a_log_that_is_shorter_than_told_is_not_served() -> None:
