@@ -98,8 +98,9 @@ def _of_server(server: ServerFacts, standings: Sequence[Standing]) -> Iterator[F
 def _of_storage(storage: StorageFacts, standings: Sequence[Standing]) -> Iterator[Failed]:
     address, its = storage.address, [each for each in standings if storage.address in each.assigned]
     wanted = tuple(each.partition_id for each in its)
-    if storage.registered_id is None:
-        text = f"storage {address} has never started: nothing is registered for it"
+    # An original registers nothing, and does not say who it is.
+    if storage.registered_id is None and (storage.trouble or storage.storage_id is not None):
+        text = f"storage {address} has never started, or is an original: nothing is registered"
         yield Failed("storage", text, wanted)
     if storage.trouble:
         yield Failed("storage", f"storage {address} does not answer: {storage.trouble}", wanted)

@@ -189,7 +189,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-never-started",
-            "storage {storage} has never started: nothing is registered for it",
+            "storage {storage} has never started, or is an original: nothing is registered for it",
             _START,
         ),
         _row(

@@ -69,9 +69,15 @@ def test_a_server_that_does_not_answer_or_serve(case):
 
 
 def test_a_storage_that_does_not_answer_for_itself(case):
-    case.storage(A, registered_id=None)
-    assert text(case) == f"storage {A} has never started: nothing is registered for it"
-    case.storage(A, registered_id="aa", admin_trouble="refused", replicas={})
+    never = f"storage {A} has never started, or is an original: nothing is registered"
+    case.storage(A, registered_id=None, storage_id="aa")
+    assert text(case) == never
+    case.storage(A, storage_id=None)
+    assert failed(case) == []  # an original, and a well one
+    case.storage(A, trouble="refused")
+    both = [each.text for each in check(case.facts.cluster, (0, 1))]
+    assert both == [never, f"storage {A} does not answer: refused"]
+    case.storage(A, trouble="", registered_id="aa", admin_trouble="refused", replicas={})
     assert text(case) == f"storage {A} does not answer at its admin port: refused"
     case.storage(A, is_of_cluster=False)
     assert failed(case) == [("storage", (0, 1))]
