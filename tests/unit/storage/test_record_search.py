@@ -11,7 +11,7 @@ from waltz_core.record import GENESIS_CHAIN, RECORD_PREFIX
 from waltz_core.storage import record_search
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
 from waltz_core.storage.index import OffsetIndex
-from waltz_core.storage.record_search import HoleSearch, _candidates, find_record, scan
+from waltz_core.storage.record_search import HoleSearch, _candidates, find_record, record_end, scan
 
 SEG, IDX = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx"))
 MIB = 1 << 20
@@ -39,6 +39,19 @@ def test_a_scan_stops_at_the_first_wrong_record_and_a_search_finds_the_next_good
         assert found == (behind, offset_of(behind))
     assert find_record(file, offset_of(5), 5, size=size, starts=NOWHERE) is None
     assert find_record(file, size, 0, size=size, starts=NOWHERE) is None
+
+
+def test_a_record_ends_where_it_says_if_that_is_in_the_file():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [3])
+    file, size = disk.open(SEG), len(disk.content(SEG))
+    assert record_end(file, offset_of(2), 2, size) == offset_of(3) == size
+    assert record_end(file, offset_of(2), 1, size) is None
+    assert record_end(file, offset_of(2), 2, size - 1) is None
+    assert record_end(file, offset_of(3) - 39, 2, size) is None
+    assert record_end(file, 0, 2, size) is None
+    disk.overwrite(SEG, offset_of(2) + 28, (-1).to_bytes(4, "big", signed=True))
+    assert record_end(file, offset_of(2), 2, size) is None
 
 
 def search_of(disk, *, last=19):
