@@ -4,7 +4,8 @@ Why it stands alone: it translates. What may be done is `replica_log.py`'s, and 
 what becomes of a failure, `work.py`'s.
 
 Rules (interop.md 3.1):
-    1. The session of a request is durable before anything is done in it.
+    1. The session of a request is durable before anything is done in it. What only reads may be
+       asked in the session of an owner of ours, too.
     2. What is read was checked by its CRC. A record that is damaged is an error, and none that is
        not there is.
     3. A list is no longer than `LIST_BYTES_MAX`, but for a single record that is: whoever asked for
@@ -46,6 +47,14 @@ from waltz_core.wire.original_messages import (
     TruncateRequest,
 )
 
+# What changes nothing, and does not open a session.
+READS: Final = (
+    MaxTransactionIdRequest,
+    RecordHeaderListRequest,
+    RecordHeaderRequest,
+    RecordListRequest,
+    RecordRequest,
+)
 _Prefix: TypeAlias = tuple[int, int, int]
 LIST_BYTES_MAX: Final = 4 * 1024 * 1024
 
@@ -57,7 +66,7 @@ def serve(log: ReplicaLog, message: StorageMessage) -> StorageMessage:
         WaltzError: why it was not done.
     """
     prefix = (message.session_id, message.sequence, message.partition_id)
-    log.promise(SessionId(message.session_id))
+    log.promise(SessionId(message.session_id), only_reads=isinstance(message, READS))
     read = _read(log, message, prefix)
     return _change(log, message, prefix) if read is None else read
 
