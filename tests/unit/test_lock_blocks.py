@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from waltz_core.checksum import crc32
 from waltz_core.lock_blocks import LOCKS_BYTES_MAX, TRAILER_BYTES, Block, Blocks, LogEnd, encode
 
 START = LogEnd(-1, bytes(16))
@@ -103,6 +104,15 @@ def test_what_is_no_block_ends_it(count):
     data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
     expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
     assert believed(data, end(1)) == expected
+
+
+@pytest.mark.parametrize(("mark", "first", "last"), [(b"WLB3", 1, 1), (b"WLB1", 2, 1)])
+def test_what_has_a_right_crc_and_is_no_block_ends_it(mark, first, last):
+    fields = (first, last, end(0).chain, end(last).chain, 0)
+    body = mark + struct.pack(">qq16s16si", *fields)
+    made = body + crc32(body).to_bytes(4, "big")
+    assert len(made) == TRAILER_BYTES
+    assert believed(block(0, 0, 7) + made, end(last)) == []
 
 
 @given(data=st.binary(max_size=300), last=st.integers(-1, 5))

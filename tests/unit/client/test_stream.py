@@ -658,5 +658,6 @@ def test_news_of_the_assignment_also_end_a_dial_that_hangs():
     first = story.opening
     assert story.tell(events.Moved(1)) == [events.OpenLink(2, ())]
     assert story.tell(events.Linked(first.attempt, 1, 0, 1)) == []
+    assert story.tell(events.LinkFailed(first.attempt, errors.Unreachable("gone"))) == []
     assert story.stream.phase is Phase.LINKING
     assert isinstance(story.link(number=2, generation=1), m.MountWriter)
