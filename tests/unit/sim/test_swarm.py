@@ -1,14 +1,6 @@
-"""Many seeds: what is added up, what is left behind, and what an interrupt leaves."""
+"""Many seeds in one process: what is added up, and what is left behind."""
 
 import gc
-import os
-import signal
-import subprocess
-import sys
-import time
-
-import psutil
-import pytest
 
 from waltz_core.sim.swarm import sweep
 
@@ -21,68 +13,3 @@ def test_one_process_adds_up_and_leaves_the_collector_as_it_was():
     assert sums.steps >= 200
     assert sums.cpu_s > 0
     assert sums.steps_per_cpu_s == sums.steps / sums.cpu_s
-
-
-def started():
-    run = subprocess.Popen(
-        [sys.executable, "-m", "waltz_core", "simulate", "--seeds", "100000", "--jobs", "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert run.stdout is not None
-    return run
-
-
-def are_at_work(processes):
-    return sum(sum(each.cpu_times()[:2]) > 1.5 for each in processes) >= 2
-
-
-def interrupted_when(has_come):
-    """Interrupt a run of the command as a terminal does; return its exit code and what it said."""
-    run = started()
-    said = run.stdout.readline()
-    deadline = time.monotonic() + 60
-    while not has_come(psutil.Process(run.pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    children = psutil.Process(run.pid).children()
-    os.killpg(run.pid, signal.SIGINT)
-    said += run.communicate(timeout=60)[0]
-    _, living = psutil.wait_procs(children, timeout=60)
-    assert not living
-    return run.returncode, said
-
-
-@pytest.mark.parametrize(
-    "has_come",
-    [
-        pytest.param(lambda all_: len(all_) >= 3, id="while its processes start"),
-        pytest.param(are_at_work, id="while they run"),
-    ],
-)
-def test_an_interrupt_ends_all_processes_and_is_told_in_a_line(has_come):
-    code, said = interrupted_when(has_come)
-    began, *progress, ended = said.splitlines()
-    assert began == "seeds from 0 on, 2 processes"
-    assert all(" of 100000 seeds, " in line for line in progress)
-    assert ended.startswith("interrupted after ")
-    assert ended.endswith(" s: 0 broke a rule")
-    assert code == 130
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_killed_leaves_no_process(number):
-    run = started()
-    deadline = time.monotonic() + 60
-    while not are_at_work(children := psutil.Process(run.pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    run.send_signal(number)
-    assert run.wait(60) == -number
-    _, living = psutil.wait_procs(children, timeout=20)
-    for each in living:
-        each.kill()
-    run.communicate(timeout=60)
-    assert not living
