@@ -4,8 +4,7 @@ Why it stands alone: it translates. What may be done is `replica_log.py`'s, and 
 what becomes of a failure, `work.py`'s.
 
 Rules (interop.md 3.1):
-    1. The session of a request is durable before anything is done in it. What only reads may be
-       asked in the session of an owner of ours, too.
+    1. The session of a request is durable before anything is done in it.
     2. What is read was checked by its CRC. A record that is damaged is an error, and none that is
        not there is.
     3. A list is no longer than `LIST_BYTES_MAX`, but for a single record that is: whoever asked for
@@ -47,14 +46,6 @@ from waltz_core.wire.original_messages import (
     TruncateRequest,
 )
 
-# What changes nothing, and does not open a session.
-READS: Final = (
-    MaxTransactionIdRequest,
-    RecordHeaderListRequest,
-    RecordHeaderRequest,
-    RecordListRequest,
-    RecordRequest,
-)
 _Prefix: TypeAlias = tuple[int, int, int]
 LIST_BYTES_MAX: Final = 4 * 1024 * 1024
 
@@ -66,7 +57,7 @@ def serve(log: ReplicaLog, message: StorageMessage) -> StorageMessage:
         WaltzError: why it was not done.
     """
     prefix = (message.session_id, message.sequence, message.partition_id)
-    log.promise(SessionId(message.session_id), only_reads=isinstance(message, READS))
+    log.promise(SessionId(message.session_id))
     read = _read(log, message, prefix)
     return _change(log, message, prefix) if read is None else read
 

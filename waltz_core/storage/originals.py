@@ -7,8 +7,7 @@ Rules (interop.md 3.1 and 3.3, correctness.md "Room for our rules"):
     1. A request with a higher session raises the partition's, whoever sends it and whatever it is.
        It is promised before it is answered (`replica_log.py`).
     2. A request of the session that is promised is served, on whatever connection it comes. One of
-       a lower session is refused, and so is one of a session that an owner of ours has; but for
-       what only reads records, as a tool does (`READS`): no original's server begins with it.
+       a lower session is refused, and so is one of a session that an owner of ours has.
     3. One connection serves all partitions of a server, so it is not closed when one of them gets
        another owner. Whatever was queued in the older session is refused.
     4. Reads and writes of a partition are answered in the order in which they were asked.
@@ -30,7 +29,6 @@ from waltz_core.errors import (
 from waltz_core.record import PartitionId, SessionId
 from waltz_core.storage.format import NO_NONCE
 from waltz_core.storage.lane import SESSION_JUMP_MAX, Lane
-from waltz_core.storage.original_work import READS
 from waltz_core.wire.messages import OpenRequest, StorageMessage
 from waltz_core.wire.original_messages import (
     AppendRecordsRequest,
@@ -68,8 +66,7 @@ def check_session(lane: Lane, message: StorageMessage) -> bool:
     session = message.session_id
     if session > lane.promised + SESSION_JUMP_MAX:
         raise BadRequest(f"session {session}: expected one soon after {lane.promised}")
-    is_an_owners = session == lane.promised and lane.nonce != NO_NONCE
-    if session < lane.promised or (is_an_owners and not isinstance(message, READS)):
+    if session < lane.promised or (session == lane.promised and lane.nonce != NO_NONCE):
         raise SessionFenced(str(session), lane.promised)
     return session > lane.promised
 

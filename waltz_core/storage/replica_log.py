@@ -110,10 +110,8 @@ class ReplicaLog(CoveredLog):
         is_short = state.synced_max < state.low_water_mark
         return state._replace(last_session=NO_SESSION) if is_short else state
 
-    def promise(self, session: SessionId, *, only_reads: bool = False) -> None:
+    def promise(self, session: SessionId) -> None:
         """Promise a session of an original durably, if that is new, and sync the log (rule 1).
-
-        Whoever `only_reads` may do so in a session that was promised to an owner of ours.
 
         Raises:
             SessionFenced: a later session was promised, or this one to an owner of ours.
@@ -129,7 +127,7 @@ class ReplicaLog(CoveredLog):
             if self._failed:
                 self._go_on_in_new_segment()
             self.sync()
-        elif session < slot.promised or not (slot.nonce == NO_NONCE or only_reads):
+        elif session < slot.promised or slot.nonce != NO_NONCE:
             raise SessionFenced(
                 f"partition {self.partition_id}: expected a session above {slot.promised}, "
                 f"found {session}",

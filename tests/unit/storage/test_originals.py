@@ -10,7 +10,7 @@ from waltz_core.record import Record, ReqId
 from waltz_core.storage import effects, originals, service
 from waltz_core.storage.lane import GROUP_BYTES_MAX
 from waltz_core.storage.work import Request
-from waltz_core.wire.messages import Appended, Engage, Nack, Prepared, SuccessResponse
+from waltz_core.wire.messages import Engage, Nack, Prepared, SuccessResponse
 from waltz_core.wire.original_messages import (
     AppendRecordsRequest,
     FailureResponse,
@@ -102,23 +102,6 @@ def test_a_lower_session_and_one_of_an_owner_of_ours_are_refused(bench):
     for session in (5, 6):
         assert bench.why(1, info(session)) == f"{CONFLICT}6, but request context contains {session}"
     assert "expected one soon after" in bench.why(1, info(7 + (1 << 32)))
-
-
-def test_a_tool_may_read_in_the_session_of_an_owner_of_ours(bench):
-    owner = bench.owned(6, connection=2)
-    bench.send(2, owner.append())
-    bench.finish()
-    assert bench.hear(1, MaxTransactionIdRequest(6, 1, 0, False)).transaction_id == 0
-    (record,) = bench.hear(1, RecordListRequest(6, 2, 0, 0, 9)).records
-    assert bench.hear(1, RecordRequest(6, 3, 0, 0)).record == record
-    for change in (append(6, 1), TruncateRequest(6, 4, 0, -1, False)):
-        assert bench.why(1, change) == f"{CONFLICT}6, but request context contains 6"
-    # It is still the owner's.
-    bench.send(2, owner.append())
-    bench.finish()
-    assert isinstance(bench.answers(2)[-1], Appended)
-    assert bench.hear(1, MaxTransactionIdRequest(6, 5, 0, False)).transaction_id == 1
-    assert bench.log.promised == 6
 
 
 def test_it_ends_a_session_of_s_1_whose_connection_is_closed(bench):
