@@ -156,7 +156,8 @@ class Recovery:
         """Tell whether nothing can be decided against what a replica says.
 
         One that ZooKeeper's last session has left out has nothing to say of that one. If it knows a
-        later one, those of its quorum do too, and there is none without them.
+        later one, so do those of its quorum that have synced an append there; where they are the
+        replicas of now, too, there is no session without one of them.
         """
         return self.origin is not Origin.RECORDED or replica in self.engaged
 

@@ -452,7 +452,7 @@ class Slot:
     damaged: tuple[IdRange, ...] = ()
     dirty: bool = False
     suspect: bool = False
-    engaged: SessionId = NO_SESSION  # the last one in which ZooKeeper had this replica as engaged
+    engaged: SessionId = NO_SESSION  # the last one that had opened, and that this replica was in
 
     def is_overtaken(self, info: PartitionInfo) -> bool:
         """Tell if the original has run on this directory since: its sequence or session says so."""

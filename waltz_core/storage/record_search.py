@@ -5,8 +5,8 @@ Why it stands alone: how bytes look like records is one thing, what becomes of a
 Rules:
     1. A record is one when its id, its length and its CRC say so; a position alone says nothing.
     2. Behind a hole the first record that lies where the index has it comes before any that was
-       found earlier: a misdirected write leaves good records where they do not belong, and a
-       record's data may hold others.
+       found earlier, unless that one leads there, record by record: a misdirected write leaves
+       good records where they do not belong, and a record's data may hold others.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from waltz_core.storage.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.index import OffsetIndex
 
 I64 = npt.NDArray[np.int64]
+_ID_MAX: Final = TransactionId((1 << 63) - 1)
 _NONE: Final = np.zeros(0, dtype=np.int64)
 SCAN_BYTES: Final = 8 * 1024 * 1024
 _STEP_BYTES: Final = 64 * 1024
@@ -89,7 +90,8 @@ class HoleSearch:
         self._index = index
         self._first = first  # of the segment
         self._last = last  # no record above it says anything
-        self._starts: I64 | None = None
+        self._starts: I64 | None = None  # of the ids from `_from` on
+        self._from = first
 
     def behind(
         self, hole: TransactionId, offset: int, size: int
@@ -99,11 +101,12 @@ class HoleSearch:
         None when there is no record up to `last` that could be it.
         """
         if self._starts is None:
-            # Of before the first hole: what is found is written into the index.
-            self._starts = self._index.known(0, self._last + 1 - self._first)
-        starts = self._starts[hole + 1 - self._first :]
-        found = find_record(self._file, offset, hole, size=size, starts=starts)
-        if found is None or found[0] > self._last:
+            # As it was before: what is found behind a hole is written into the index.
+            self._from = TransactionId(hole + 1)
+            self._starts = self._index.known(self._from - self._first, self._last - hole)
+        starts = self._starts[hole + 1 - self._from :]
+        found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
+        if found is None:
             return None
         between = found[0] - hole - 1
         if between >= starts.size or starts[between] != found[1]:
@@ -112,35 +115,50 @@ class HoleSearch:
 
 
 def find_record(
-    file: File, hole: int, first: TransactionId, *, size: int, starts: I64
+    file: File,
+    hole: int,
+    first: TransactionId,
+    *,
+    size: int,
+    starts: I64,
+    last: TransactionId = _ID_MAX,
 ) -> tuple[TransactionId, int] | None:
-    """Return the first record behind a hole, and where; one that lies where it should, if any.
+    """Return the first record behind a hole, up to an id, and where (rule 2); None without one.
 
     The hole begins at offset `hole` with the record `first`; `starts` is where those after `first`
     should lie.
     """
-    found = None
+    found: tuple[TransactionId, int] | None = None
     offset = hole + 1
     while offset + RECORD_OVERHEAD_BYTES <= size:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
         for at in _candidates(data, first, size - offset):
             found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
             start, between = offset + at, found_id - first - 1
-            if start - hole < RECORD_OVERHEAD_BYTES * (between + 1):
-                continue  # those in the hole would have no room
+            if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (between + 1):
+                continue  # it is not vouched for, or those in the hole would have no room
             is_known = between < starts.size and starts[between] == start
             if not is_known and found is not None:
                 continue
             record = file.pread(RECORD_OVERHEAD_BYTES + data_bytes, start)
             if int.from_bytes(record[-4:], "big") != crc32(record[:-4]):
                 continue
-            found = (TransactionId(found_id), start)
+            here = (TransactionId(found_id), start)
             if is_known:
-                return found
+                return found if found is not None and _leads_to(file, found, here, size) else here
+            found = here
         if found is not None and not starts.size:
             break
         offset += max(1, len(data) - RECORD_PREFIX.size + 1)
     return found
+
+
+def _leads_to(
+    file: File, start: tuple[TransactionId, int], end: tuple[TransactionId, int], size: int
+) -> bool:
+    """Tell if good records lie between two, without a gap."""
+    starts, offset = scan(file, start[1], start[0], size=size, stop_id=end[0])
+    return (start[0] + starts.size, offset) == end
 
 
 def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:

@@ -108,7 +108,9 @@ class ReplicaLog(CoveredLog):
         """Return what PREPARED tells, as of now (rule 6)."""
         state = super().state()
         is_short = state.synced_max < state.low_water_mark
-        return state._replace(last_session=NO_SESSION) if is_short else state
+        if is_short:
+            return state._replace(last_session=NO_SESSION, engaged_session=NO_SESSION)
+        return state
 
     def promise(self, session: SessionId) -> None:
         """Promise a session of an original durably, if that is new, and sync the log (rule 1).

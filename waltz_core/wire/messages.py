@@ -609,7 +609,7 @@ class Prepared(StorageMessage):
     """What the replica has on disk, read after the fence and a sync.
 
     `damaged` holds pairs first, last of ids whose records cannot be read. `engaged_session`:
-    the last one in which the replica was engaged, so that ZooKeeper has known of it; -1 for none.
+    the last one that had opened with the replica in it, so that ZooKeeper has known of it; or -1.
     """
 
     code = 65

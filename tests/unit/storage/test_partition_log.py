@@ -274,11 +274,13 @@ def test_the_first_append_of_a_session_confirms_its_mark_and_of_a_later_one_does
     world.log.prepare(2, NONCE)
     world.append([1], session=2)
     assert not world.log.state().mark_confirmed
+    assert world.log.state().engaged_session == -1
     world.log.set_low_water_mark(2, 2, world.log.chain)
     world.append([1], session=2)
     world.crash()
     state = world.log.state()
     assert (state.mark_confirmed, state.low_water_mark, state.last_session) == (True, 2, 2)
+    assert state.engaged_session == 2
 
 
 # ---- appending

@@ -80,9 +80,12 @@ def test_what_the_index_does_not_know_is_found_all_the_same():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip(SEG, offset_of(3) + 40)
-    for transaction_id in (4, 5):  # that of 6 is right
+    for transaction_id in (4, 5):  # that of 6 is right, and 4 leads there
         disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * transaction_id + 7)
+    assert search_of(disk)(3) == (4, offset_of(4))
+    disk.flip(SEG, offset_of(5) + 40)
     assert search_of(disk)(3) == (6, offset_of(6))
+    disk.flip(SEG, offset_of(5) + 40)
     disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
     assert search_of(disk)(3) == (4, offset_of(4))
 
@@ -92,6 +95,14 @@ def test_without_an_index_a_record_before_which_there_is_no_room_ends_no_hole():
     disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
     # Eight records before the tenth need 320 bytes.
     assert search_of(disk)(2) == (6, offset_of(6))
+
+
+def test_a_record_above_the_last_hides_none_behind_it():
+    disk = with_later_records(offset_of(8) + 30)
+    disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
+    assert search_of(disk, last=9)(2) is None
+    disk.overwrite(SEG, offset_of(14), make_run(7, [20])[0])
+    assert search_of(disk, last=9)(2) == (7, offset_of(14))
 
 
 def test_a_record_above_the_last_that_was_vouched_for_ends_no_hole():

@@ -300,3 +300,18 @@ def test_other_records_make_no_log_credible_that_never_reached_an_originals_mark
     assert (found.last_session, found.mark_confirmed) == (NO_SESSION, False)
     world.log.set_low_water_mark(8, found.synced_max, found.chain)
     assert world.log.state().last_session == 8
+
+
+def test_in_which_session_an_owner_had_it_engaged_is_kept_beside_an_originals(world):
+    of_an_owner(world, 5, 9)
+    world.log.set_low_water_mark(2, 9, world.log.chain)
+    world.log.engage(2, 9)
+    world.log.promise(6)
+    world.log.set_original_mark(6, 10)
+    # It does not reach its mark: whoever decides without it, or by it, is told of no session.
+    assert (world.log.state().last_session, world.log.state().engaged_session) == (-1, -1)
+    for first in (10, 11):  # the second one confirms the mark
+        world.log.append_records(6, records(first, 1))
+    world.log.sync_records()
+    state = world.log.state()
+    assert (state.last_session, state.mark_confirmed, state.engaged_session) == (6, True, 2)
