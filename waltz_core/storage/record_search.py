@@ -10,7 +10,7 @@ Rules:
 """
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +80,14 @@ def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
     return np.array(lengths, dtype=np.int64)
 
 
+class Found(NamedTuple):
+    """A record and where it lies; `is_confirmed`: the index has it, or one that it leads to."""
+
+    transaction_id: TransactionId
+    offset: int
+    is_confirmed: bool
+
+
 class HoleSearch:
     """Finds the records with which the log goes on behind holes, in one file, hole by hole."""
 
@@ -108,10 +116,9 @@ class HoleSearch:
         found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
         if found is None:
             return None
-        between = found[0] - hole - 1
-        if between >= starts.size or starts[between] != found[1]:
+        if not found.is_confirmed:
             self._starts = _NONE  # all of it has been searched for nothing; not for each hole
-        return found
+        return found.transaction_id, found.offset
 
 
 def find_record(
@@ -122,13 +129,13 @@ def find_record(
     size: int,
     starts: I64,
     last: TransactionId = _ID_MAX,
-) -> tuple[TransactionId, int] | None:
-    """Return the first record behind a hole, up to an id, and where (rule 2); None without one.
+) -> Found | None:
+    """Return the first record behind a hole, up to an id (rule 2); None without one.
 
     The hole begins at offset `hole` with the record `first`; `starts` is where those after `first`
     should lie.
     """
-    found: tuple[TransactionId, int] | None = None
+    found: Found | None = None
     offset = hole + 1
     while offset + RECORD_OVERHEAD_BYTES <= size:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
@@ -143,9 +150,10 @@ def find_record(
             record = file.pread(RECORD_OVERHEAD_BYTES + data_bytes, start)
             if int.from_bytes(record[-4:], "big") != crc32(record[:-4]):
                 continue
-            here = (TransactionId(found_id), start)
+            here = Found(TransactionId(found_id), start, is_known)
             if is_known:
-                return found if found is not None and _leads_to(file, found, here, size) else here
+                leads = found is not None and _leads_to(file, found, here, size)
+                return found._replace(is_confirmed=True) if found is not None and leads else here
             found = here
         if found is not None and not starts.size:
             break
@@ -153,12 +161,11 @@ def find_record(
     return found
 
 
-def _leads_to(
-    file: File, start: tuple[TransactionId, int], end: tuple[TransactionId, int], size: int
-) -> bool:
+def _leads_to(file: File, begin: Found, end: Found, size: int) -> bool:
     """Tell if good records lie between two, without a gap."""
-    starts, offset = scan(file, start[1], start[0], size=size, stop_id=end[0])
-    return (start[0] + starts.size, offset) == end
+    first, stop_id = begin.transaction_id, end.transaction_id
+    starts, offset = scan(file, begin.offset, first, size=size, stop_id=stop_id)
+    return (first + starts.size, offset) == (stop_id, end.offset)
 
 
 def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:

@@ -36,7 +36,7 @@ def test_a_scan_stops_at_the_first_wrong_record_and_a_search_finds_the_next_good
     assert (starts.size, end) == (0, offset_of(3))
     for hole, behind in ((0, 1), (1, 3), (2, 3), (4, 5)):
         found = find_record(file, offset_of(hole), hole, size=size, starts=NOWHERE)
-        assert found == (behind, offset_of(behind))
+        assert found == (behind, offset_of(behind), False)
     assert find_record(file, offset_of(5), 5, size=size, starts=NOWHERE) is None
     assert find_record(file, size, 0, size=size, starts=NOWHERE) is None
 
@@ -116,7 +116,8 @@ def test_a_record_above_the_last_that_was_vouched_for_ends_no_hole():
 def test_an_index_that_knows_nothing_is_searched_for_once(monkeypatch):
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
-    disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES] + bytes(8 * 20))
+    known = disk.content(IDX)
+    disk.put(IDX, known[:SEGMENT_HEADER_BYTES] + bytes(8 * 20))
     asked = []
     search = record_search.find_record
 
@@ -128,6 +129,14 @@ def test_an_index_that_knows_nothing_is_searched_for_once(monkeypatch):
     behind = search_of(disk)
     assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
     assert asked == [17, 0, 0]
+    # One that knows what the found ones lead to is asked again.
+    disk.put(
+        IDX,
+        known[: SEGMENT_HEADER_BYTES + 8 * 3] + bytes(8) + known[SEGMENT_HEADER_BYTES + 8 * 4 :],
+    )
+    behind = search_of(disk)
+    assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
+    assert asked[3:] == [17, 14, 12]
 
 
 def possible_places(data, after, room):
@@ -168,6 +177,6 @@ def test_a_search_after_damage_takes_little_more_memory_than_it_reads_at_once():
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found == (9, 9 * MIB)
+    assert found == (9, 9 * MIB, False)
     assert int(lengths[0]) == len(records)
     assert peak < 24 * MIB
