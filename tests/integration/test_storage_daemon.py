@@ -190,6 +190,20 @@ def test_what_was_answered_is_there_after_a_kill(tmp_path):
         assert storage.line.startswith("storage ready")
 
 
+def test_a_server_that_knows_less_is_told_less(tmp_path, monkeypatch):
+    async def told(address, session_id):
+        async with session(address, session_id) as owner:
+            found = await owner.prepare()
+            await owner.engage()
+            return owner.link.version, found.last_session, found.engaged_session
+
+    with running(tmp_path) as storage:
+        assert on_loop(told(storage.address, 5)) == (2, -1, -1)
+        assert on_loop(told(storage.address, 6)) == (2, 5, 5)
+        monkeypatch.setattr(Surface.STORAGE, "versions_offered", (0, 1))
+        assert on_loop(told(storage.address, 7)) == (1, 6, -1)
+
+
 def test_another_cluster_another_process_and_a_broken_file_are_refused(tmp_path):
     with running(tmp_path) as storage:
         assert storage.line.startswith("storage ready ")

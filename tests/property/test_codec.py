@@ -60,7 +60,7 @@ VALUES = {
 }
 CASES = [
     (surface, version)
-    for surface, version_max in ((Surface.CLIENT, 5), (Surface.STORAGE, 1), (Surface.ADMIN, 1))
+    for surface, version_max in ((Surface.CLIENT, 6), (Surface.STORAGE, 2), (Surface.ADMIN, 1))
     for version in range(version_max + 1)
 ]
 
@@ -71,7 +71,9 @@ def message_of(message_class, version):
     for field in dataclasses.fields(message_class):
         kind = hints[field.name].__metadata__[0]
         is_there = field.metadata.get("since", 0) <= version
-        values[field.name] = VALUES[kind] if is_there else st.just(fields.EMPTY[kind])
+        is_extra = field.metadata.get("is_extra", False)
+        absent = field.default if is_extra else fields.EMPTY.get(kind)
+        values[field.name] = VALUES[kind] if is_there else st.just(absent)
     return st.builds(message_class, **values)
 
 

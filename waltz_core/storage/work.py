@@ -41,9 +41,7 @@ from waltz_core.record import (
     TransactionId,
 )
 from waltz_core.storage import original_work
-from waltz_core.storage.format import (
-    IdRange,
-)
+from waltz_core.storage.format import IdRange
 from waltz_core.storage.id_ranges import without_damage
 from waltz_core.storage.reading import PlacesRead
 from waltz_core.storage.replica_log import ReplicaLog

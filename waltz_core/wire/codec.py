@@ -8,7 +8,8 @@ A plan is made once for each message class and version. It joins neighbouring fi
 into one `struct` call and has one function for each field of variable size.
 
 Rules:
-    1. `decode(encode(m)) == m` for whatever both versions can carry; no field is skipped silently.
+    1. `decode(encode(m)) == m` for whatever both versions can carry; no field is skipped silently
+       but those that messages.py marks `is_extra`.
     2. Bytes left over after the last field are an error.
     3. Large byte fields are never copied: encoding hands out the caller's buffers, decoding hands
        out views of the frame.
@@ -215,7 +216,7 @@ def _make_plan(message_class: type[Message], version: int) -> _Plan:
         kind: FieldKind = hints[field.name].__metadata__[0]
         if field.metadata.get("since", 0) > version:
             end_run()
-            write, read = _absent(field.name, kind)
+            write, read = _absent(field, kind)
         elif kind in FIXED:
             run.append((field.name, kind))
             continue
@@ -282,16 +283,20 @@ def _variable(name: str, kind: FieldKind) -> tuple[_Writer, Reader]:
     return write, read
 
 
-def _absent(name: str, kind: FieldKind) -> tuple[_Writer, Reader]:
-    """Return a field that this version does not have: only its empty value can be sent."""
-    assert kind in EMPTY, f"{kind} has no value that means absent"
-    empty = EMPTY[kind]
-    get = attrgetter(name)
+def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, Reader]:
+    """Return a field that this version does not have: only its empty value can be sent.
+
+    Of one that is extra any value can be, and none arrives.
+    """
+    is_extra = field.metadata.get("is_extra", False)
+    empty = field.default if is_extra else EMPTY[kind]
+    get = attrgetter(field.name)
 
     def write(message: Message, _out: Out) -> None:
-        if get(message) != empty:
+        if not is_extra and get(message) != empty:
             raise LocalProtocolError(
-                f"{type(message).__name__}.{name} cannot be sent to a peer of this older version"
+                f"{type(message).__name__}.{field.name} cannot be sent to a peer of this older "
+                "version"
             )
 
     def read(_view: memoryview, at: int, values: list[Any]) -> int:

@@ -6,7 +6,9 @@ place. `codec.py` derives the bytes from the declarations here and adds nothing.
 
 Rules:
     1. Fields are written in declaration order, big-endian, with the layouts of `FieldKind`.
-    2. `since` and `until` say in which versions of its surface a message or a field exists.
+    2. `since` and `until` say in which versions of its surface a message or a field exists. What a
+       peer of an older version cannot be told is refused here, unless it is marked `is_extra`: the
+       peer does without it, and who reads the older version has the field's default.
     3. A code is never reused; our own codes start at 64.
     4. Large byte fields are decoded as views of the frame: whoever keeps one keeps the frame.
     5. A payload that is shorter or longer than its message is an error of the peer.
@@ -82,7 +84,7 @@ class Surface(Enum):
     HELLO = ("H", (0,), (0,), "", "")
     # Of the original's versions 3 is the first whose servers can say that a client is ahead.
     CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 6), "Waltz Server", "Waltz Client")
-    STORAGE = ("S", (0, 1), (0, 1), "Waltz Storage Server", "Waltz Storage Client")
+    STORAGE = ("S", (0, 1, 2), (0, 1, 2), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
     def __init__(
@@ -609,7 +611,8 @@ class Prepared(StorageMessage):
     """What the replica has on disk, read after the fence and a sync.
 
     `damaged` holds pairs first, last of ids whose records cannot be read. `engaged_session`:
-    the last one that had opened with the replica in it, so that ZooKeeper has known of it; or -1.
+    the last one that had opened with the replica in it, so that ZooKeeper has known of it; or -1,
+    also from a storage that does not tell it (S 1).
     """
 
     code = 65
@@ -622,7 +625,7 @@ class Prepared(StorageMessage):
     chain: Raw16
     suspect: Bool
     damaged: PackedInt64s
-    engaged_session: Int64 = NO_SESSION
+    engaged_session: Int64 = field(default=NO_SESSION, metadata={"since": 2, "is_extra": True})
 
 
 @value(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Frames, versions and refusals of the codec."""
 
+import dataclasses
 import struct
 
 import pytest
@@ -19,6 +20,7 @@ from waltz_core.wire.messages import (
     Mounted,
     Nack,
     OpenRequest,
+    Prepared,
     ServerPartitionsResponse,
     SuccessResponse,
     Surface,
@@ -81,6 +83,7 @@ def test_every_message_of_the_table_has_a_plan_in_each_version_it_exists_in():
                 assert message_class.magic == surface.magic
     assert len(codec._plans(Surface.CLIENT, 5)) == 33
     assert len(codec._plans(Surface.STORAGE, 1)) == 21
+    assert len(codec._plans(Surface.STORAGE, 2)) == 21
     assert len(codec._plans(Surface.STORAGE, 0)) == 18
     assert [len(codec._plans(Surface.CLIENT, version)) for version in range(5)] == [
         13,
@@ -122,6 +125,16 @@ def test_fields_of_a_later_version_are_empty_when_they_were_not_sent():
     with pytest.raises(LocalProtocolError, match=r"AppendRequest\.read_locks"):
         codec.encode(locked, 0)
     assert codec.decode(Surface.CLIENT, 1, payload(locked, 1)) == locked
+
+
+def test_an_extra_field_is_not_told_to_who_does_not_know_it():
+    told = Prepared(
+        *(9, 1, 0, bytes(16), 8, 99, True, 120, bytes(16), False, b""), engaged_session=7
+    )
+    assert codec.decode(Surface.STORAGE, 2, payload(told, 2)) == told
+    assert len(payload(told, 1)) == len(payload(told, 2)) - 8
+    untold = codec.decode(Surface.STORAGE, 1, payload(told, 1))
+    assert untold == dataclasses.replace(told, engaged_session=-1)
 
 
 @pytest.mark.parametrize(

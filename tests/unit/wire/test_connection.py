@@ -30,7 +30,7 @@ def pair(**more):
     dialler, listener = storage(is_listener=False, **more), storage(is_listener=True, **more)
     dialler.receive(listener.first_bytes())
     listener.receive(dialler.first_bytes())
-    assert dialler.version == listener.version == 1
+    assert dialler.version == listener.version == 2
     return dialler, listener
 
 
@@ -60,7 +60,7 @@ def test_the_highest_common_version_is_spoken():
 def test_no_common_version_ends_the_connection():
     listener = storage(is_listener=True)
     text = failure(listener, codec.encode_hello(Hello((7, 8), "Waltz Storage Client")))
-    assert "we speak [0, 1]" in text
+    assert "we speak [0, 1, 2]" in text
     assert "speaks [7, 8]" in text
 
 
@@ -96,7 +96,7 @@ def test_a_second_hello_ends_the_connection():
 @pytest.mark.parametrize("start", [b"L\x00\x01", b"S\x00\x00", b"GET", b"\x16\x03\x01"])
 def test_a_frame_of_another_language_ends_the_connection(start):
     _, listener = pair()
-    assert "expected a frame of surface 'S' version 1" in failure(listener, start + bytes(4))
+    assert "expected a frame of surface 'S' version 2" in failure(listener, start + bytes(4))
 
 
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
@@ -104,7 +104,7 @@ def test_a_peer_that_speaks_tls_is_told_as_that(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
     # Later it would be anything, and is told as it is.
     _, listener = pair()
-    assert "expected a frame of surface 'S' version 1" in failure(listener, start + bytes(2))
+    assert "expected a frame of surface 'S' version 2" in failure(listener, start + bytes(2))
 
 
 def test_messages_before_a_failure_are_handed_out():
@@ -130,7 +130,7 @@ def test_after_a_failure_nothing_goes_in_or_out():
 @pytest.mark.parametrize("length", [-1, -(2**31), 2**31 - 1, 16 * 1024 * 1024])
 def test_a_length_out_of_bounds_ends_the_connection_before_memory_is_taken(length):
     _, listener = pair()
-    header = codec.FRAME_HEADER.pack(ord("S"), 1, length)
+    header = codec.FRAME_HEADER.pack(ord("S"), 2, length)
     assert "found a length of" in failure(listener, header)
 
 
