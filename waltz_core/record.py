@@ -50,7 +50,10 @@ assert TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES < FRAME_BYTES_MAX
 
 
 class ReqId(NamedTuple):
-    """The identity of one append (or of one request), unique in the life of the cluster."""
+    """The identity of one append (or of one request): no two transactions in the log share one.
+
+    What is known as lost gives its own free: a Spark task goes on behind what the log has.
+    """
 
     client_id: ClientId
     generation: Generation

@@ -57,3 +57,13 @@ def test_good_records_in_the_wrong_place_do_not_keep_a_replica_from_being_mended
 
     monkeypatch.setattr(record_search.HoleSearch, "behind", first_found)
     assert run(schedule).rule == "Converged"
+
+
+def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatch):
+    """It lay under the last record of an older segment, and another replica had been replaced."""
+    schedule = Schedule.from_json((KEPT / "560002262.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good
+    monkeypatch.setattr(
+        record_search.Salvaged, "pread", lambda self, *where: self._file.pread(*where)
+    )
+    assert run(schedule).rule == "Converged"

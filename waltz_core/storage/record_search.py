@@ -7,15 +7,17 @@ Rules:
     2. Behind a hole the first record that lies where the index has it comes before any that was
        found earlier, unless that one leads there, record by record: a misdirected write leaves
        good records where they do not belong, and a record's data may hold others.
+    3. Where nothing is cut, what the disk does not give is a hole like any other (`Salvaged`).
 """
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from waltz_core.checksum import crc32
+from waltz_core.errors import ReadFailed
 from waltz_core.raw_records import RECORD_BYTES_MAX, first_bad_record, offsets_of
 from waltz_core.record import RECORD_OVERHEAD_BYTES, RECORD_PREFIX, TransactionId
 from waltz_core.storage.disk import File
@@ -28,10 +30,45 @@ _NONE: Final = np.zeros(0, dtype=np.int64)
 SCAN_BYTES: Final = 8 * 1024 * 1024
 _STEP_BYTES: Final = 64 * 1024
 _STATED_PLACE: Final = 28  # where a record states the length of its data
+# What a drive that has lost a sector still gives is asked for in pieces of its own unit.
+_PIECE_BYTES: Final = 4096
 assert SCAN_BYTES > RECORD_BYTES_MAX
 
 
-def record_end(file: File, start: int, transaction_id: int, size: int) -> int | None:
+class Readable(Protocol):
+    """What is asked of a file here."""
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+
+
+class Salvaged:
+    """A file with zeros for what the disk does not give (rule 3)."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+        try:
+            return self._file.pread(size, offset)
+        except ReadFailed:
+            end = min(offset + size, self._file.size())
+        parts = []
+        while offset < end:
+            piece_end = min(end, offset - offset % _PIECE_BYTES + _PIECE_BYTES)
+            parts.append(self._piece(piece_end - offset, offset))
+            offset = piece_end
+        return b"".join(parts)
+
+    def _piece(self, size: int, offset: int) -> bytes:
+        try:
+            return self._file.pread(size, offset)
+        except ReadFailed:
+            return bytes(size)
+
+
+def record_end(file: Readable, start: int, transaction_id: int, size: int) -> int | None:
     """Return where the record at an offset ends, or None when it is not that of the id."""
     if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
         return None
@@ -43,7 +80,7 @@ def record_end(file: File, start: int, transaction_id: int, size: int) -> int | 
 
 
 def scan(
-    file: File, offset: int, first: TransactionId, *, size: int, stop_id: TransactionId | None
+    file: Readable, offset: int, first: TransactionId, *, size: int, stop_id: TransactionId | None
 ) -> tuple[I64, int]:
     """Return where the valid records from an offset on start, and where the last of them ends."""
     all_starts: list[I64] = []
@@ -92,7 +129,7 @@ class HoleSearch:
     """Finds the records with which the log goes on behind holes, in one file, hole by hole."""
 
     def __init__(
-        self, file: File, index: OffsetIndex, first: TransactionId, *, last: TransactionId
+        self, file: Readable, index: OffsetIndex, first: TransactionId, *, last: TransactionId
     ) -> None:
         self._file = file
         self._index = index
@@ -122,7 +159,7 @@ class HoleSearch:
 
 
 def find_record(
-    file: File,
+    file: Readable,
     hole: int,
     first: TransactionId,
     *,
@@ -161,7 +198,7 @@ def find_record(
     return found
 
 
-def _leads_to(file: File, begin: Found, end: Found, size: int) -> bool:
+def _leads_to(file: Readable, begin: Found, end: Found, size: int) -> bool:
     """Tell if good records lie between two, without a gap."""
     first, stop_id = begin.transaction_id, end.transaction_id
     starts, offset = scan(file, begin.offset, first, size=size, stop_id=stop_id)

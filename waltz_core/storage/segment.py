@@ -35,7 +35,14 @@ from waltz_core.storage.format import (
     segment_name,
 )
 from waltz_core.storage.index import LineageFile, OffsetIndex
-from waltz_core.storage.record_search import SCAN_BYTES, HoleSearch, record_end, scan
+from waltz_core.storage.record_search import (
+    SCAN_BYTES,
+    HoleSearch,
+    Readable,
+    Salvaged,
+    record_end,
+    scan,
+)
 
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
@@ -370,20 +377,28 @@ class Segment:
     # ---- after a crash
 
     def is_plausible(self) -> bool:
-        """Tell if the index and the size of `.seg` agree on where the last record ends."""
+        """Tell if the index and the size of `.seg` agree on where the last record ends.
+
+        They do not where the disk does not give one of them: this is asked of older segments.
+        """
         if self.next_id == self.first:
             return self.size_bytes == SEGMENT_HEADER_BYTES
         file, index, _ = self._opened()
-        start = int(index.read(self.last - self.first, 1)[0])
-        return record_end(file, start, self.last, self.size_bytes) == self.size_bytes
-
-    def starts_with(self, transaction_id: TransactionId) -> bool:
-        """Tell if the index knows where the record of an id begins, and it does begin there."""
-        if not self.first <= transaction_id < self.next_id:
+        start = index.known(self.last - self.first, 1)
+        if not start.size:
             return False
-        file, index, _ = self._opened()
-        start = int(index.read(transaction_id - self.first, 1)[0])
-        return record_end(file, start, transaction_id, self.size_bytes) is not None
+        end = record_end(Salvaged(file), int(start[0]), self.last, self.size_bytes)
+        return end == self.size_bytes
+
+    def _where_from(
+        self, transaction_id: TransactionId, reader: Readable
+    ) -> tuple[TransactionId, int]:
+        """Return an id, and where its record begins: the first one if the index is wrong there."""
+        if self.first < transaction_id < self.next_id:
+            start = self.index.known(transaction_id - self.first, 1)
+            if start.size and record_end(reader, int(start[0]), transaction_id, self.size_bytes):
+                return transaction_id, int(start[0])
+        return self.first, SEGMENT_HEADER_BYTES
 
     def has_place_for(self, transaction_id: TransactionId) -> bool:
         """Tell if the index and the record of an id agree on where it begins and ends."""
@@ -401,17 +416,16 @@ class Segment:
         """
         file, index, _ = self._opened()
         file_size = file.size()
-        if start_id == self.first or not self.starts_with(start_id):
-            start_id, offset = self.first, SEGMENT_HEADER_BYTES
-        else:
-            offset = int(index.read(start_id - self.first, 1)[0])
+        # Of the last one a tail is cut, which a disk that does not give it says nothing of.
+        reader = file if is_last else Salvaged(file)
+        start_id, offset = self._where_from(start_id, reader)
         stop_id = None if is_last else TransactionId(must_reach + 1)
         damaged: list[IdRange] = []
         lost = False
         next_id = start_id
-        search = HoleSearch(file, index, self.first, last=TransactionId(must_reach + 1))
+        search = HoleSearch(reader, index, self.first, last=TransactionId(must_reach + 1))
         while True:
-            starts, offset = scan(file, offset, next_id, size=file_size, stop_id=stop_id)
+            starts, offset = scan(reader, offset, next_id, size=file_size, stop_id=stop_id)
             self._mend(next_id, starts)
             next_id = TransactionId(next_id + int(starts.size))
             if next_id > must_reach:

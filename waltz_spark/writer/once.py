@@ -49,7 +49,7 @@ class Already:
         own: the records that earlier attempts of this task have brought in, by row key; each by
             the key with its partition and by the one without.
         others: the row keys of what other tasks of earlier runs have, both kinds.
-        next_sequences: by partition, the first request number that no earlier attempt has used.
+        next_sequences: by partition, the first request number behind those that the log has.
         keys: makes row keys; those of the records were made by the same.
     """
 

@@ -20,6 +20,7 @@ from waltz_core.errors import (
     BadFormat,
     DiskFailed,
     MissingSegment,
+    ReadFailed,
 )
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION, LineageEntry
 from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
@@ -626,6 +627,61 @@ def test_five_thousand_segments_are_opened_and_read_with_64_descriptors_and_100_
 
 
 # ---- batches that are lost, or left over
+
+
+@pytest.mark.parametrize("acked", [1, 3])
+@pytest.mark.parametrize("lost", [(9, 9), (100, 100), (150, 170), (199, 199)])
+def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked):
+    """Whether its last record begins in them or not, and whether it is read again or not."""
+    disk = new_disk()
+    _, records, entries = written(disk, [100, 100], [4], acked=acked)
+    path = path_of(0, ".seg")
+    first, last = lost
+    start = SEGMENT_HEADER_BYTES + RECORD_BYTES * first
+    disk.make_unreadable(path, start, start + RECORD_BYTES * (last - first))
+    segments, slots = opened(disk)
+    assert segments.last == 203
+    assert list(segments.entries_from(0)) == entries
+    assert not slots.slot.suspect
+    (damage,) = slots.slot.damaged or (None,)
+    if damage is None:
+        assert last < 99 or (last < 199 and acked > 1), "it was read"
+    else:  # nothing but what shares a page with it is missed
+        assert damage.first <= first
+        assert last <= damage.last
+        assert damage.last - damage.first <= last - first + 2 * (4096 // RECORD_BYTES + 1)
+        assert len(disk.content(path)) == SEGMENT_HEADER_BYTES + 200 * RECORD_BYTES
+        around = ((0, damage.first - 1), (damage.last + 1, 203))
+        for low, high in around:
+            found = segments.read(low, high)[0] if low <= high else b""
+            assert found == records[low * RECORD_BYTES : (high + 1) * RECORD_BYTES]
+    slots.close()
+    again = opened(disk)[1].slot
+    assert (again.damaged, again.suspect) == (slots.slot.damaged, False)
+
+
+def test_what_an_index_cannot_tell_of_an_older_segment_is_read_in_its_records():
+    disk = new_disk()
+    _, records, _ = written(disk, [100, 100], [4])
+    path = path_of(0, ".idx")
+    size = len(disk.content(path))
+    disk.make_unreadable(path, size - 1, size - 1)
+    segments, slots = opened(disk)
+    assert content(segments) == records
+    assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
+
+
+def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
+    """What is not vouched for is cut where it is not whole; a drive that stutters tells nothing."""
+    disk = new_disk()
+    written(disk, [3], [20, 20], acked=2)
+    path = path_of(3, ".seg")
+    before = disk.content(path)
+    start = SEGMENT_HEADER_BYTES + 25 * RECORD_BYTES
+    disk.make_unreadable(path, start, start)
+    with pytest.raises(ReadFailed, match="a sector cannot be read"):
+        opened(disk)
+    assert disk.content(path) == before
 
 
 def test_lost_batches_at_the_end_of_an_older_segment_are_made_up():
