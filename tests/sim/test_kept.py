@@ -9,7 +9,7 @@ import pytest
 from waltz_core.replication.recovery import Recovery
 from waltz_core.sim.run import run
 from waltz_core.sim.schedule import Schedule
-from waltz_core.storage import record_search
+from waltz_core.storage import damage, record_search
 from waltz_core.storage.partition_log import PartitionLog
 
 pytestmark = pytest.mark.sim
@@ -66,4 +66,12 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
     monkeypatch.setattr(
         record_search.Salvaged, "pread", lambda self, *where: self._file.pread(*where)
     )
+    assert run(schedule).rule == "Converged"
+
+
+def test_records_whose_batch_has_rotted_with_them_are_mended(monkeypatch):
+    """Their chain was to be checked against the batch, which can be made anew from them only."""
+    schedule = Schedule.from_json((KEPT / "1001913.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good
+    monkeypatch.setattr(damage, "_has_batches", lambda *_: True)
     assert run(schedule).rule == "Converged"

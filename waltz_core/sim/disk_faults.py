@@ -205,12 +205,14 @@ def rot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
-    """A page reads as zeros, or not at all where it is one of old records."""
+    """A page reads as zeros, or not at all where it is one of old records or of their index."""
 
     def wipe(storage: SimStorage, path: Path, size: int) -> None:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
-        segments = [each for each in _files(storage) if each.suffix == ".seg"]
-        if path not in segments or path == max(segments) or size % 2:
+        stems = (each.stem for each in _files(storage) if each.suffix == ".seg")
+        newest = max(stems, default="")  # without one the file is the daemon's own
+        is_old = path.suffix in {".seg", ".idx"} and path.stem != newest
+        if not is_old or size % 2:
             storage.disk.overwrite(path, page, bytes(PAGE_BYTES))
             return
         # What its header is in can be read: nobody would open it otherwise.

@@ -9,18 +9,18 @@ Rules:
     3. The damage is forgotten last, and not before the chain of each batch that is whole again is
        what it was: a record of the right id may still be that of another history. One beside it
        that is found wrong by that is noted as damaged: it is no fault of what was repaired.
+    4. Where batches cannot be read either, their records come first: from these they are made anew.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
 from waltz_core.record import TransactionId
 from waltz_core.storage.batch_checks import check_repaired
-from waltz_core.storage.format import (
-    IdRange,
-    Slot,
-)
+from waltz_core.storage.format import IdRange, Slot
 from waltz_core.storage.id_ranges import with_damage, without_damage
 from waltz_core.storage.segments import Segments, first_wrong
 
@@ -56,6 +56,24 @@ def fill(
     segments.fill(first, lengths, memoryview(records).cast("B"), hole)
     filled = IdRange(first, last)
     left = without_damage(slot.damaged, filled)
+    if not _has_batches(segments, filled, left):
+        return left
     for found in check_repaired(segments, filled, left):  # rule 3
         left = with_damage(left, found)
     return left
+
+
+def _has_batches(segments: Segments, filled: IdRange, damaged: Sequence[IdRange]) -> bool:
+    """Tell if the batches of what was filled are there; make them anew when they can be (rule 4).
+
+    Raises:
+        ChecksumMismatch, ReadFailed: only another opening can tell what they were.
+    """
+    try:
+        segments.entries(*filled, filled.last - filled.first + 1)
+    except (BadFormat, ChecksumMismatch, ReadFailed):
+        for lost in segments.lost_batches(*filled):
+            if any(one.first <= lost.last and lost.first <= one.last for one in damaged):
+                return False
+        segments.mend(*filled)
+    return True

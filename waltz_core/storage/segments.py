@@ -192,11 +192,7 @@ class Segments:
         Return the damage that came to light.
         """
         damaged: list[IdRange] = []
-        try:
-            last_index = self._last_index_of(last)
-        except ReadFailed:
-            last_index = min(self._index_of(last) + 1, len(self.all) - 1)
-        for index in range(max(0, self._index_of(first)), last_index + 1):
+        for index in self._indices_around(first, last):
             segment = self.all[index]
             low, high = max(first, segment.first), min(last, segment.last)
             try:
@@ -208,6 +204,29 @@ class Segments:
             for run in segment.lineage.unreadable():
                 self._mend_batches(index, *run)
         return tuple(damaged)
+
+    def lost_batches(self, first: TransactionId, last: TransactionId) -> list[IdRange]:
+        """Return the ids around first..last whose batches cannot be read, and could be mended.
+
+        Raises:
+            ChecksumMismatch, ReadFailed: what stands between them cannot be read either.
+        """
+        found = []
+        for index in self._indices_around(first, last):
+            lineage = self.all[index].lineage
+            for low, high in lineage.unreadable():
+                if high < lineage.count:
+                    begin = TransactionId(self._entry_before(index, low).last + 1)
+                    found.append(IdRange(begin, TransactionId(lineage.entry(high).first - 1)))
+        return found
+
+    def _indices_around(self, first: TransactionId, last: TransactionId) -> range:
+        """Return the segments that hold first..last and their batches."""
+        try:
+            last_index = self._last_index_of(last)
+        except ReadFailed:
+            last_index = min(self._index_of(last) + 1, len(self.all) - 1)
+        return range(max(0, self._index_of(first)), last_index + 1)
 
     def _mend_batches(self, index: int, low: int, high: int) -> None:
         """Write anew the entries of places low..high-1, of which the neighbours are known.

@@ -5,8 +5,16 @@ import pytest
 
 from tests.unit.storage.logs import ROOT, make_batches, make_run, make_segments, new_disk
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch
+from waltz_core.record import MADE_UP
 from waltz_core.storage import damage
-from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
+from waltz_core.storage.format import (
+    LINEAGE_ENTRY_BYTES,
+    LINEAGE_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    IdRange,
+    Slot,
+    segment_name,
+)
 
 RECORD_BYTES = 60
 HOLE = Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6)))
@@ -82,3 +90,43 @@ def test_records_of_another_length_do_not_fit(log):
     run, lengths = make_run(1, [21])
     with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
         damage.fill(HOLE, log.segments, 1, lengths, run)
+
+
+def spoil_batch(log, place):
+    path = ROOT / segment_name(0, ".chn")
+    log.disk.flip(path, LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * place + 8)
+
+
+def test_a_batch_that_rotted_with_its_records_is_made_anew_from_them(log):
+    spoil_batch(log, 1)
+    left = log.fill(4, 5)
+    assert left == (IdRange(1, 1), IdRange(6, 6)), "what is left of it is waited for"
+    with pytest.raises(ChecksumMismatch):
+        log.segments.entries(4, 4, 1)
+    assert log.fill(6, 6, slot=Slot(2, damaged=left)) == (IdRange(1, 1),)
+    assert log.segments.entries(0, 9, 9)[1] == tuple(log.entries)
+
+
+def test_what_is_repaired_beside_a_batch_that_rotted_waits_for_it_not(log):
+    spoil_batch(log, 1)
+    assert log.fill(1, 1) == (IdRange(4, 6),)
+    assert log.segments.read(0, 2)[0] == log.records[: 3 * RECORD_BYTES]
+
+
+def test_batches_that_rotted_together_are_made_up_from_repaired_records(log):
+    spoil_batch(log, 0)
+    spoil_batch(log, 1)
+    left = log.fill(4, 6)
+    assert left == (IdRange(1, 1),)
+    assert log.fill(1, 1, slot=Slot(2, damaged=left)) == ()
+    entries = log.segments.entries(0, 9, 9)[1]
+    assert [each.session_id for each in entries] == [MADE_UP, MADE_UP, 1]
+    assert log.segments.read(0, 9)[0] == log.records
+    assert entries[-1] == log.entries[-1]
+
+
+def test_the_last_batch_is_told_by_another_opening_only(log):
+    spoil_batch(log, 2)
+    log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
+    with pytest.raises(ChecksumMismatch, match="the last 1 of 3 batches"):
+        log.fill(8, 8, slot=Slot(2, damaged=(IdRange(8, 8),)))
