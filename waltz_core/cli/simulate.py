@@ -23,7 +23,7 @@ from waltz_core.errors import BadConfig
 from waltz_core.sim.coverage import Coverage
 from waltz_core.sim.faults import KINDS
 from waltz_core.sim.report import report_of
-from waltz_core.sim.run import Verdict, run, run_seed, schedule_for
+from waltz_core.sim.run import Drawing, Verdict, run, run_seed
 from waltz_core.sim.schedule import STEPS, Schedule
 from waltz_core.sim.shrink import shrink
 from waltz_core.sim.swarm import sweep
@@ -48,6 +48,9 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--steps", type=int, metavar="K", help=f"heal a world after so many steps ({STEPS})"
     )
+    command.add_argument(
+        "--rough", action="store_true", help="seeds whose disks fail again and again"
+    )
     command.add_argument("--jobs", type=int, metavar="J", help="processes (one for each core)")
     command.add_argument("--trace", action="store_true", help="print all that happens in one run")
     command.add_argument("--shrink", action="store_true", help="shorten one run that fails")
@@ -61,7 +64,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.schedule is not None:
         return _one(_read(arguments.schedule), arguments)
     if arguments.seed is not None:
-        return _one(schedule_for(arguments.seed, _steps(arguments)), arguments)
+        return _one(_drawing(arguments).schedule_of(arguments.seed), arguments)
     return _many(arguments)
 
 
@@ -84,15 +87,17 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("trace", "shrink"):
         if getattr(arguments, name) and not is_one:
             raise BadConfig(f"--{name}: expected with --seed or --schedule, found alone")
-    if arguments.steps is not None and arguments.schedule is not None:
-        raise BadConfig("--steps: expected with --seeds or --seed, found with --schedule")
+    for name in ("steps", "rough"):
+        if getattr(arguments, name) and arguments.schedule is not None:
+            raise BadConfig(f"--{name}: expected with --seeds or --seed, found with --schedule")
     for name in ("first", "minutes", "jobs", "report"):
         if getattr(arguments, name) is not None and is_one:
             raise BadConfig(f"--{name}: expected with --seeds, found with one run")
 
 
-def _steps(arguments: argparse.Namespace) -> int:
-    return STEPS if arguments.steps is None else int(arguments.steps)
+def _drawing(arguments: argparse.Namespace) -> Drawing:
+    steps_max = STEPS if arguments.steps is None else int(arguments.steps)
+    return Drawing(steps_max, is_rough=arguments.rough)
 
 
 def _read(path: Path) -> Schedule:
@@ -182,6 +187,7 @@ def _many(arguments: argparse.Namespace) -> int:
     elif seed_count is None:
         seed_count = SEEDS
     first = first or 0
+    drawing = _drawing(arguments)
     say(f"seeds from {first} on, {jobs} processes")
     began_s = time.monotonic()
     sums = Coverage()
@@ -191,12 +197,12 @@ def _many(arguments: argparse.Namespace) -> int:
             seed_count,
             jobs=jobs,
             seconds=seconds,
-            steps_max=_steps(arguments),
+            drawing=drawing,
             told=_progress(seed_count),
             sums=sums,
         )
         took_s = time.monotonic() - began_s
-        files = _tell_failures(sums, _steps(arguments))
+        files = _tell_failures(sums, drawing)
     except KeyboardInterrupt:
         say(_so_far(sums, first, time.monotonic() - began_s))
         raise
@@ -204,9 +210,11 @@ def _many(arguments: argparse.Namespace) -> int:
     for name in missing:
         say(f"never came to pass in {sums.seeds} seeds: {name}")
     if arguments.report is not None:
-        _write_report(arguments.report, report_of(sums, first=first, seconds=took_s))
+        _write_report(
+            arguments.report, report_of(sums, first=first, seconds=took_s, drawing=drawing)
+        )
     if arguments.json:
-        show_json(_json_of(sums, first, took_s, files, steps_max=_steps(arguments)))
+        show_json(_json_of(sums, first, took_s, files, drawing))
     else:
         show(
             f"{sums.seeds} seeds from {first} on in {took_s:.0f} s: {len(sums.failures)} broke a "
@@ -244,21 +252,15 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
     return told
 
 
-def _tell_failures(sums: Coverage, steps_max: int) -> dict[int, Path]:
+def _tell_failures(sums: Coverage, drawing: Drawing) -> dict[int, Path]:
     """Rule 2."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
         say(f"seed {failure.seed} broke {failure.rule}: {_sentence(failure.text)}")
-        say(f"  {replay(failure.seed, steps_max)}")
+        say(f"  {drawing.command(failure.seed)}")
         if len(files) < SHRUNK_MAX:
-            files[failure.seed] = _shorten(run_seed(failure.seed, steps_max))
+            files[failure.seed] = _shorten(run_seed(failure.seed, drawing))
     return files
-
-
-def replay(seed: int, steps_max: int) -> str:
-    """Return the command that runs a seed again."""
-    steps = "" if steps_max == STEPS else f" --steps {steps_max}"
-    return f"waltz-core simulate --seed {seed}{steps}"
 
 
 def _write_report(path: Path, text: str) -> None:
@@ -271,12 +273,12 @@ def _write_report(path: Path, text: str) -> None:
 
 
 def _json_of(
-    sums: Coverage, first: int, seconds: float, files: dict[int, Path], *, steps_max: int
+    sums: Coverage, first: int, seconds: float, files: dict[int, Path], drawing: Drawing
 ) -> dict[str, object]:
     failures: Sequence[dict[str, object]] = [
         {
             **failure._asdict(),
-            "command": replay(failure.seed, steps_max),
+            "command": drawing.command(failure.seed),
             "schedule": str(files[failure.seed]) if failure.seed in files else None,
         }
         for failure in sums.failures

@@ -8,6 +8,9 @@ Rules:
     2. What a replica had promised is taken away only within a budget (`budget.py`).
     3. A kind of fault that has struck is counted, so that a batch in which it never does can be
        refused (`striking.py`).
+    4. A rough run has a theme: a few kinds of trouble with disks, ZooKeeper's data or assignments
+       come again and again, half of the time with hardly anything else, over small segments. What
+       only a meeting of rare faults shows, it shows sooner.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from typing import Final
 
 from waltz_core.sim import disk_faults, network_faults, process_faults, zookeeper_faults
 from waltz_core.sim.cluster import SimCluster
-from waltz_core.sim.schedule import Fault, Schedule
+from waltz_core.sim.schedule import Fault, Schedule, schedule_of
 from waltz_core.sim.striking import Strike
 from waltz_core.sim.world import chance_of
 
@@ -129,3 +132,61 @@ WEIGHTS: Final[dict[str, int]] = {
     "slow_apply": 2,
     "duplicate_connect": 2,
 }
+
+# What a theme is made of (rule 4), and what else there is where nothing else is to be.
+THEMES: Final = (
+    "all_power",
+    "change_replicas",
+    "clone_disk",
+    "crash_storage_at",
+    "cut_file",
+    "delete_nodes",
+    "empty_disk",
+    "failing_call",
+    "failing_disk",
+    "failing_read",
+    "full_disk",
+    "kill_storage",
+    "lying_disk",
+    "misdirected_write",
+    "power_loss",
+    "power_loss_at_a_step",
+    "restart_loop",
+    "roll_back_disk",
+    "roll_back_nodes",
+    "rot",
+    "spoiled_slot",
+    "stale_page",
+    "strand_owner",
+    "swap_disks",
+    "take_snapshot",
+    "zeroed_page",
+)
+_BESIDE: Final = (
+    "change_replicas",
+    "crash_server_at",
+    "cut_link",
+    "kill_server",
+    "kill_storage",
+    "move_partition",
+    "power_loss",
+    "restart_loop",
+    "take_snapshot",
+)
+assert KINDS.keys() >= {*THEMES, *_BESIDE}
+
+
+def rough_schedule_of(seed: int) -> Schedule:
+    """Draw a rough run from its seed (rule 4)."""
+    rng = chance_of(seed ^ 0x20064)
+    theme = rng.sample(THEMES, rng.randint(3, 6))
+    weights = {kind: rng.choice((16, 30)) if kind in theme else 3 for kind in WEIGHTS}
+    only = None if rng.random() < 0.5 else {*theme, *_BESIDE}
+    schedule = schedule_of(seed, weights, only=only)
+    if rng.random() < 0.6:
+        schedule = schedule.with_setup(segment_bytes_max=rng.choice((600, 1_200, 2_048)))
+    if rng.random() < 0.3:
+        schedule = schedule.with_setup(replicas=5)
+    if rng.random() < 0.3:
+        schedule = schedule.with_setup(checkpoint_interval_count=rng.choice((10, 30)))
+    return schedule

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from waltz_core.sim.coverage import Coverage
+from waltz_core.sim.run import PLAIN, Drawing
 
 # Promises and the rules that are broken when one is: each stands in the report with its count.
 PROMISES: Final = (
@@ -22,7 +23,7 @@ PROMISES: Final = (
 )
 
 
-def report_of(sums: Coverage, *, first: int, seconds: float) -> str:
+def report_of(sums: Coverage, *, first: int, seconds: float, drawing: Drawing = PLAIN) -> str:
     """Return the whole report."""
     rate = sums.seeds / seconds if seconds else 0.0
     faults, steps = sums.faults, f"{sums.steps_per_cpu_s:,.0f}"
@@ -46,7 +47,7 @@ def report_of(sums: Coverage, *, first: int, seconds: float) -> str:
         parts.append("## Never came to pass\n\n" + "".join(f"- {name}\n" for name in missing))
     if sums.failures:
         rows = [
-            (f"`waltz-core simulate --seed {each.seed}`", each.rule, _first_line(each.text))
+            (f"`{drawing.command(each.seed)}`", each.rule, _first_line(each.text))
             for each in sums.failures
         ]
         parts.append("## Seeds that broke a rule\n\n" + _table(("replay", "rule", "found"), rows))

@@ -7,9 +7,11 @@ same way, and mean the same by "failed".
 import traceback
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Final
 
 from waltz_core.sim import faults
 from waltz_core.sim.cluster import MS, SimCluster
+from waltz_core.sim.faults import WEIGHTS
 from waltz_core.sim.history import Violation
 from waltz_core.sim.schedule import STEPS, Schedule, schedule_of
 
@@ -40,14 +42,34 @@ class Verdict:
         return self.rule is None
 
 
-def schedule_for(seed: int, steps_max: int = STEPS) -> Schedule:
-    """Draw the schedule of a seed; after `steps_max` steps it is over, and all heals."""
-    return schedule_of(seed, faults.WEIGHTS).with_setup(steps_max=steps_max)
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What seeds mean: after `steps_max` steps a run is over and all heals; rough ones have themes.
+
+    See rule 4 of `faults.py`.
+    """
+
+    steps_max: int = STEPS
+    is_rough: bool = False
+
+    def schedule_of(self, seed: int) -> Schedule:
+        """Draw the schedule of a seed."""
+        drawn = faults.rough_schedule_of(seed) if self.is_rough else schedule_of(seed, WEIGHTS)
+        return drawn.with_setup(steps_max=self.steps_max)
+
+    def command(self, seed: int) -> str:
+        """Return the command that runs a seed again."""
+        rough = " --rough" if self.is_rough else ""
+        steps = "" if self.steps_max == STEPS else f" --steps {self.steps_max}"
+        return f"waltz-core simulate --seed {seed}{rough}{steps}"
 
 
-def run_seed(seed: int, steps_max: int = STEPS, *, is_traced: bool = False) -> Verdict:
+PLAIN: Final = Drawing()
+
+
+def run_seed(seed: int, drawing: Drawing = PLAIN, *, is_traced: bool = False) -> Verdict:
     """Draw a schedule from a seed and run it."""
-    return run(schedule_for(seed, steps_max), is_traced=is_traced)
+    return run(drawing.schedule_of(seed), is_traced=is_traced)
 
 
 def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> Verdict:

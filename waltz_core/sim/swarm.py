@@ -27,8 +27,7 @@ from multiprocessing import active_children, get_context, parent_process
 from typing import Final
 
 from waltz_core.sim.coverage import Coverage, covered
-from waltz_core.sim.run import run_seed
-from waltz_core.sim.schedule import STEPS
+from waltz_core.sim.run import PLAIN, Drawing, run_seed
 
 CHUNK_SEEDS: Final = 8
 TOLD_EVERY_S: Final = 5.0
@@ -47,13 +46,12 @@ def sweep(  # noqa: PLR0913 - what to run, how, and who hears of it
     *,
     jobs: int,
     seconds: float | None = None,
-    steps_max: int = STEPS,
+    drawing: Drawing = PLAIN,
     told: Told | None = None,
     sums: Coverage | None = None,
 ) -> Coverage:
     """Run `seed_count` seeds from `first` on, or as many as there is time for; on the main thread.
 
-    Each is healed after `steps_max` steps, if not sooner.
     `told` hears now and then how far it is, and after how many seconds. What is found is added to
     `sums`, if given, so that whoever is interrupted has what was found until then.
     """
@@ -62,7 +60,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and who hears of it
     end_s = None if seconds is None else began_s + seconds
     chunks = _chunks(first, seed_count, end_s)
     sums = Coverage() if sums is None else sums
-    with closing(_run_all(chunks, jobs, partial(run_chunk, steps_max=steps_max))) as parts:
+    with closing(_run_all(chunks, jobs, partial(run_chunk, drawing=drawing))) as parts:
         for part in parts:
             sums.merge(part)
             now_s = time.monotonic()
@@ -189,9 +187,9 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def run_chunk(seeds: range, *, steps_max: int = STEPS) -> Coverage:
+def run_chunk(seeds: range, *, drawing: Drawing = PLAIN) -> Coverage:
     """Run some seeds one after the other, and count what time of a core that took."""
     began_s = time.process_time()
-    sums = covered(run_seed(seed, steps_max) for seed in seeds)
+    sums = covered(run_seed(seed, drawing) for seed in seeds)
     sums.cpu_s = time.process_time() - began_s
     return sums

@@ -1,12 +1,15 @@
 """`waltz-core simulate`: what it refuses, and what it says of a seed."""
 
 import json
+from collections import Counter
 
 import pytest
 
 from waltz_core.cli import simulate
 from waltz_core.cli.main import INTERRUPTED, main
 from waltz_core.sim.coverage import Coverage, Failure
+from waltz_core.sim.faults import THEMES
+from waltz_core.sim.run import Drawing
 from waltz_core.sim.schedule import Fault, Schedule, Setup
 
 
@@ -17,6 +20,7 @@ from waltz_core.sim.schedule import Fault, Schedule, Setup
         (["--seed", "-1"], "--seed: expected a number from 0"),
         (["--steps", "0"], "--steps: expected a number from 1"),
         (["--steps", "9", "--schedule", "x"], "--steps: expected with --seeds or --seed"),
+        (["--rough", "--schedule", "x"], "--rough: expected with --seeds or --seed"),
         (["--jobs", "0"], "--jobs: expected a number from 1"),
         (["--minutes", "0"], "--minutes: expected more than 0, found 0.0"),
         (["--minutes", "nan"], "--minutes: expected more than 0, found nan"),
@@ -98,7 +102,24 @@ def test_after_fewer_steps_a_world_is_healed(capsys):
     assert main(words) == 0
     whole = json.loads(capsys.readouterr().out)
     assert 300 < short["steps"] < whole["steps"]
-    assert simulate.replay(3, 300) == "waltz-core simulate --seed 3 --steps 300"
+    assert Drawing(300).command(3) == "waltz-core simulate --seed 3 --steps 300"
+
+
+def test_a_rough_seed_is_another_run_and_is_told_as_one(capsys):
+    words = ["simulate", "--seed", "4", "--json"]
+    assert main([*words, "--rough"]) == 0
+    rough = json.loads(capsys.readouterr().out)
+    assert main(words) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert rough["trace"] != plain["trace"]
+    assert (
+        Drawing(300, is_rough=True).command(3) == "waltz-core simulate --seed 3 --rough --steps 300"
+    )
+    kinds = [Drawing(is_rough=True).schedule_of(seed) for seed in range(20)]
+    for schedule in kinds:
+        counts = Counter(fault.kind for fault in schedule.faults).most_common(6)
+        assert {kind for kind, _ in counts} & set(THEMES)
+    assert {each.setup.segment_bytes_max for each in kinds} >= {600, 1_200, 2_048}
 
 
 def test_what_a_core_did_is_told(capsys):

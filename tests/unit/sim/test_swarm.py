@@ -2,12 +2,13 @@
 
 import gc
 
+from waltz_core.sim.run import Drawing
 from waltz_core.sim.swarm import sweep
 
 
 def test_one_process_adds_up_and_leaves_the_collector_as_it_was():
     before = gc.get_threshold()
-    sums = sweep(3, 2, jobs=1, steps_max=100)
+    sums = sweep(3, 2, jobs=1, drawing=Drawing(100))
     assert gc.get_threshold() == before
     assert (sums.seeds, sums.failures) == (2, [])
     assert sums.steps >= 200
