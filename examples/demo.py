@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from flights import ROW_COUNT, SCHEMA, flights
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -194,6 +195,26 @@ def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
     return figures
 
 
+def end(spark: SparkSession) -> None:
+    """Stop Spark, and its idle Python workers first.
+
+    It would only close their pipes, and now and then one of them prints a traceback about that.
+    """
+    below = psutil.Process().children(recursive=True)
+    workers = [each for each in below if any("pyspark.daemon" in word for word in _words(each))]
+    for each in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.terminate()
+    psutil.wait_procs(workers, timeout=10)
+    spark.stop()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
 def main() -> int:
     """Run the demo; return the exit code."""
     parser = argparse.ArgumentParser(description="A year of flights through Waltz and Spark.")
@@ -206,7 +227,7 @@ def main() -> int:
             connect = given or stack.enter_context(waltz_core.local.cluster())
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             spark = waltz_spark.session("waltz demo", master="local[2]", **SETTINGS)
-            stack.callback(spark.stop)
+            stack.callback(end, spark)
             say(f"   {connect}")
             figures = run(spark, connect, scratch)
     except (Failed, WaltzError) as error:
