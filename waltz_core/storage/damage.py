@@ -56,15 +56,22 @@ def fill(
     segments.fill(first, lengths, memoryview(records).cast("B"), hole)
     filled = IdRange(first, last)
     left = without_damage(slot.damaged, filled)
-    if not _has_batches(segments, filled, left):
+    beside = _batches_anew(segments, filled, left)
+    if beside is None:
         return left
+    for found in beside:
+        left = with_damage(left, found)
     for found in check_repaired(segments, filled, left):  # rule 3
         left = with_damage(left, found)
     return left
 
 
-def _has_batches(segments: Segments, filled: IdRange, damaged: Sequence[IdRange]) -> bool:
-    """Tell if the batches of what was filled are there; make them anew when they can be (rule 4).
+def _batches_anew(
+    segments: Segments, filled: IdRange, damaged: Sequence[IdRange]
+) -> tuple[IdRange, ...] | None:
+    """Make the batches of what was filled anew if they cannot be read (rule 4).
+
+    Return the damage that came to light by that; None if they have to wait for other records.
 
     Raises:
         ChecksumMismatch, ReadFailed: only another opening can tell what they were.
@@ -74,6 +81,6 @@ def _has_batches(segments: Segments, filled: IdRange, damaged: Sequence[IdRange]
     except (BadFormat, ChecksumMismatch, ReadFailed):
         for lost in segments.lost_batches(*filled):
             if any(one.first <= lost.last and lost.first <= one.last for one in damaged):
-                return False
-        segments.mend(*filled)
-    return True
+                return None
+        return segments.mend(*filled)
+    return ()

@@ -107,6 +107,13 @@ def test_a_batch_that_rotted_with_its_records_is_made_anew_from_them(log):
     assert log.segments.entries(0, 9, 9)[1] == tuple(log.entries)
 
 
+def test_damage_that_comes_to_light_with_a_batch_made_anew_is_known_from_then_on(log, monkeypatch):
+    spoil_batch(log, 1)
+    monkeypatch.setattr(log.segments, "mend", lambda *_: (IdRange(9, 9),))
+    monkeypatch.setattr(damage, "check_repaired", lambda *_: ())
+    assert log.fill(4, 6) == (IdRange(1, 1), IdRange(9, 9))
+
+
 def test_what_is_repaired_beside_a_batch_that_rotted_waits_for_it_not(log):
     spoil_batch(log, 1)
     assert log.fill(1, 1) == (IdRange(4, 6),)
