@@ -125,7 +125,7 @@ class OriginalReads:
         except TimeoutError as error:
             raise errors.Unreachable(
                 f"{reader.owner.address}: partition {reader.partition_id} was not fed within "
-                f"{reader.timeout_s} s"
+                f"{reader.timeout_s:.3g} s"
             ) from error
         finally:  # also when whoever asks is cancelled
             self._leave(reader.partition_id, feed, is_over=is_over)

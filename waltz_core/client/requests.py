@@ -6,8 +6,9 @@ each of them has to live through a server that has died, moved or is busy in the
 Rules:
     1. What is asked here changes nothing, so it may be asked any number of times.
     2. Retriable errors are retried with a pause that doubles, and ZooKeeper is asked again where
-       the partition is; the last error is told when the request timeout has passed, and the one
-       before where the last was that ZooKeeper did not answer in what was left of the time.
+       the partition is; the last error is told when the request timeout has passed. It is the one
+       before where the last try had hardly any time left, and what ZooKeeper had said before where
+       it did not answer in what was left.
     3. Which replicas are nearby is a preference: where it cannot be found out, none is.
     4. An original server is asked in what it knows (`original_reads.py`). Its mark is proven not to
        be stale by ZooKeeper: whoever owned the partition when it answered, and does so afterwards,
@@ -23,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from waltz_core import errors
 from waltz_core.client.connections import ServerLink, ServerLinks
@@ -53,6 +54,8 @@ UNANSWERED_S: dict[type[ClientMessage], float] = {
 }
 # Who only asks needs no client id of his own (interop.md 2.1).
 NO_CLIENT_ID = -1
+# A try with less than this part of the request timeout has not failed when that is over (rule 2).
+_TRY_PART_MIN: Final = 0.1
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ToldT = TypeVar("ToldT")
@@ -111,7 +114,8 @@ class Requests:
     ) -> ToldT:
         """Ask the owner until it answers; raises as `ask` does."""
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._config.request_timeout_ms / 1000
+        whole_s = self._config.request_timeout_ms / 1000
+        deadline_s = loop.time() + whole_s
         pause_s = self._config.retry_interval_ms_min / 1000
         before: errors.Unavailable | None = None
         while True:
@@ -121,11 +125,14 @@ class Requests:
                     partition_id, ask, is_bulk=is_bulk, timeout_s=timeout_s, before=before
                 )
             except errors.Unavailable as error:
-                if loop.time() + pause_s >= deadline_s:
+                now_s = loop.time()
+                if now_s + pause_s >= deadline_s:
+                    was_cut = now_s >= deadline_s and timeout_s < whole_s * _TRY_PART_MIN
+                    told = before if was_cut and before is not None else error
                     raise errors.from_code(
-                        error.code,
+                        told.code,
                         f"partition {partition_id}: no answer within "
-                        f"{self._config.request_timeout_ms} ms: {error}",
+                        f"{self._config.request_timeout_ms} ms: {told}",
                     ) from error
                 before = error
             await asyncio.sleep(pause_s * (0.5 + self._random.random() / 2))

@@ -49,6 +49,9 @@ class Link:
         found = self.cluster.answers[self.address](request)
         if isinstance(found, Exception):
             raise found
+        if found is SILENCE:
+            await asyncio.sleep(timeout_s)
+            raise errors.Unreachable("it says nothing")
         await self.cluster.may_answer.wait()
         return found
 
@@ -80,6 +83,9 @@ def mark(number):
                 )
 
     return answer
+
+
+SILENCE = object()
 
 
 def gone(_request):
@@ -154,3 +160,25 @@ def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_told():
     told = r"not said who owns it; before that: no ZooKeeper answered at zk1: refused$"
     with pytest.raises(errors.CoordinatorUnavailable, match=told):
         asyncio.run(cluster.requests.high_water_mark(0, linearizable=False))
+
+
+@pytest.mark.parametrize(
+    ("silent_after_s", "told"), [(0.96, errors.NotOwned), (0.0, errors.Unreachable)]
+)
+def test_a_last_try_that_had_no_time_does_not_hide_why_the_others_failed(silent_after_s, told):
+    async def story():
+        silent_at_s = asyncio.get_running_loop().time() + silent_after_s
+
+        def answer(request):
+            is_silent = asyncio.get_running_loop().time() >= silent_at_s
+            return SILENCE if is_silent and len(cluster.asked) > 1 else gone(request)
+
+        cluster = Cluster(owner=answer)
+        cluster.requests._config = ClientConfig(
+            retry_interval_ms_min=1, retry_interval_ms_max=1, request_timeout_ms=1_000
+        )
+        with pytest.raises(errors.Unavailable, match="no answer within 1000 ms: it") as raised:
+            await cluster.requests.high_water_mark(0, linearizable=False)
+        return type(raised.value)
+
+    assert asyncio.run(story()) is told
