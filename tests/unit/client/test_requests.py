@@ -1,6 +1,7 @@
 """Questions to a partition's owner: where they go, and which answers are not the last word."""
 
 import asyncio
+import contextlib
 from random import Random
 
 import pytest
@@ -50,7 +51,8 @@ class Link:
         if isinstance(found, Exception):
             raise found
         if found is SILENCE:
-            await asyncio.sleep(timeout_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
             raise errors.Unreachable("it says nothing")
         await self.cluster.may_answer.wait()
         return found
