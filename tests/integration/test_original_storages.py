@@ -277,7 +277,9 @@ def test_the_frames_are_those_that_were_captured() -> None:
             model = models[0]
             await until(lambda: last_of(model) == 2)
             # Versions 0 to 2 are offered, and the text is the original's.
-            assert model.hellos[0] == struct.pack(">ihhhi", 3, 0, 1, 2, 20) + b"Waltz Storage Client"
+            assert (
+                model.hellos[0] == struct.pack(">ihhhi", 3, 0, 1, 2, 20) + b"Waltz Storage Client"
+            )
             opening = captured[1][0]
             assert model.requests[0] == PREFIX.pack(1, NONE, NONE, NONE) + CLUSTER_KEY.bytes + (
                 struct.pack(">i", 1)

@@ -9,8 +9,9 @@ import pytest
 from waltz_core.replication.recovery import Recovery
 from waltz_core.sim.run import run
 from waltz_core.sim.schedule import Schedule
-from waltz_core.storage import damage, record_search
+from waltz_core.storage import record_search
 from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.segments import Segments
 
 pytestmark = pytest.mark.sim
 KEPT = Path(__file__).parent / "kept"
@@ -73,5 +74,5 @@ def test_records_whose_batch_has_rotted_with_them_are_mended(monkeypatch):
     """Their chain was to be checked against the batch, which can be made anew from them only."""
     schedule = Schedule.from_json((KEPT / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
-    monkeypatch.setattr(damage, "_batches_anew", lambda *_: ())
+    monkeypatch.setattr(Segments, "prove", lambda *_: False)
     assert run(schedule).rule == "Converged"

@@ -28,7 +28,7 @@ def report_of(sums: Coverage, *, first: int, seconds: float, drawing: Drawing = 
     rate = sums.seeds / seconds if seconds else 0.0
     faults, steps = sums.faults, f"{sums.steps_per_cpu_s:,.0f}"
     figures = [
-        ("seeds", f"{sums.seeds:,} from {first} on"),
+        ("seeds", f"{sums.seeds:,} from {first} on{drawing.options}"),
         ("real time", f"{seconds:,.0f} s, {rate:.1f} seeds a second"),
         ("virtual time", f"{sums.virtual_ms / 3_600_000:,.1f} h"),
         ("steps", f"{sums.steps:,} of worlds, {sums.disk_steps:,} of disks"),

@@ -57,11 +57,15 @@ class Drawing:
         drawn = faults.rough_schedule_of(seed) if self.is_rough else schedule_of(seed, WEIGHTS)
         return drawn.with_setup(steps_max=self.steps_max)
 
+    @property
+    def options(self) -> str:
+        """What is said of it on the command line, each with a space before it."""
+        rough = " --rough" if self.is_rough else ""
+        return rough + ("" if self.steps_max == STEPS else f" --steps {self.steps_max}")
+
     def command(self, seed: int) -> str:
         """Return the command that runs a seed again."""
-        rough = " --rough" if self.is_rough else ""
-        steps = "" if self.steps_max == STEPS else f" --steps {self.steps_max}"
-        return f"waltz-core simulate --seed {seed}{rough}{steps}"
+        return f"waltz-core simulate --seed {seed}{self.options}"
 
 
 PLAIN: Final = Drawing()

@@ -91,14 +91,13 @@ def check_repaired(
         ChecksumMismatch: the records are not those that a batch was made of.
     """
     found: list[IdRange] = []
-    for entry in segments.entries(*repaired, repaired.last - repaired.first + 1)[1]:
+    for chain, entry in _batches(segments, repaired):
         is_damaged = any(one.first <= entry.last and entry.first <= one.last for one in damaged)
         if is_damaged or entry.first > repaired.last:  # then those of what was repaired are gone
             continue
         before = entry_before(segments, entry.first)
         if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
             continue  # Its chain is not made of these records, nor is that of the next.
-        chain, _ = segments.entries(entry.last, entry.last, 1)
         crcs = _crcs(segments, entry.first, entry.last)
         beside = () if crcs is not None else _wrong_beside(segments, entry, repaired)
         found += beside
@@ -110,6 +109,15 @@ def check_repaired(
                 f"{entry.first}..{entry.last} was made of"
             )
     return tuple(found)
+
+
+def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry]]:
+    """Return the batches that touch ids, each with the chain before it; those that can be read."""
+    try:
+        found = segments.entries(*ids, ids.last - ids.first + 1)[1]
+        return [(segments.entries(each.last, each.last, 1)[0], each) for each in found]
+    except (BadFormat, ChecksumMismatch, ReadFailed):
+        return segments.readable_batches(*ids)
 
 
 def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> bytes | None:

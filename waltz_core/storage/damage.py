@@ -9,10 +9,13 @@ Rules:
     3. The damage is forgotten last, and not before the chain of each batch that is whole again is
        what it was: a record of the right id may still be that of another history. One beside it
        that is found wrong by that is noted as damaged: it is no fault of what was repaired.
-    4. Where batches cannot be read either, their records come first: from these they are made anew.
+    4. Where one batch cannot be read either, its records come first, and those of the next batch:
+       both together have to prove, by the next one's chain, what it was. Of several, or the last of
+       a segment, nothing proves it: nothing is let in.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -56,31 +59,26 @@ def fill(
     segments.fill(first, lengths, memoryview(records).cast("B"), hole)
     filled = IdRange(first, last)
     left = without_damage(slot.damaged, filled)
-    beside = _batches_anew(segments, filled, left)
-    if beside is None:
-        return left
-    for found in beside:
-        left = with_damage(left, found)
+    _prove_lost_batches(segments, filled, left)
     for found in check_repaired(segments, filled, left):  # rule 3
         left = with_damage(left, found)
     return left
 
 
-def _batches_anew(
-    segments: Segments, filled: IdRange, damaged: Sequence[IdRange]
-) -> tuple[IdRange, ...] | None:
-    """Make the batches of what was filled anew if they cannot be read (rule 4).
-
-    Return the damage that came to light by that; None if they have to wait for other records.
+def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[IdRange]) -> None:
+    """Make the batches of what was filled anew if they cannot be read and can be by now (rule 4).
 
     Raises:
-        ChecksumMismatch, ReadFailed: only another opening can tell what they were.
+        ChecksumMismatch, ReadFailed: the records do not prove what they were.
     """
-    try:
+    with suppress(BadFormat, ChecksumMismatch, ReadFailed):
         segments.entries(*filled, filled.last - filled.first + 1)
-    except (BadFormat, ChecksumMismatch, ReadFailed):
-        for lost in segments.lost_batches(*filled):
-            if any(one.first <= lost.last and lost.first <= one.last for one in damaged):
-                return None
-        return segments.mend(*filled)
-    return ()
+        return
+    for lost in segments.lost_batches(*filled):
+        waits = any(one.first <= lost.ids.last and lost.ids.first <= one.last for one in damaged)
+        is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
+        if is_touched and not (waits and lost.may_be_proven) and not segments.prove(lost):
+            raise ChecksumMismatch(
+                f"records {filled.first}..{filled.last} do not prove what the batch was that "
+                f"they belong to: it cannot be read (one of {lost.ids.first}..{lost.ids.last})"
+            )

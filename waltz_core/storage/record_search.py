@@ -7,10 +7,12 @@ Rules:
     2. Behind a hole the first record that lies where the index has it comes before any that was
        found earlier, unless that one leads there, record by record: a misdirected write leaves
        good records where they do not belong, and a record's data may hold others.
-    3. Where nothing is cut, what the disk does not give is a hole like any other (`Salvaged`).
+    3. Where nothing is cut, what the disk does not give is a hole like any other (`Salvaged`), as
+       long as the index can be read: what looks like a record behind it may lie in one's data.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -43,17 +45,24 @@ class Readable(Protocol):
 
 
 class Salvaged:
-    """A file with zeros for what the disk does not give (rule 3)."""
+    """A file with zeros for what the disk does not give (rule 3); nothing is asked for twice."""
 
     def __init__(self, file: File) -> None:
         self._file = file
+        self._lost: set[int] = set()  # pieces, by number
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether anything was not given."""
+        return bool(self._lost)
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
-        try:
-            return self._file.pread(size, offset)
-        except ReadFailed:
-            end = min(offset + size, self._file.size())
+        pieces = range(offset // _PIECE_BYTES, -(-(offset + size) // _PIECE_BYTES))
+        if self._lost.isdisjoint(pieces):
+            with suppress(ReadFailed):
+                return self._file.pread(size, offset)
+        end = min(offset + size, self._file.size())
         parts = []
         while offset < end:
             piece_end = min(end, offset - offset % _PIECE_BYTES + _PIECE_BYTES)
@@ -62,10 +71,13 @@ class Salvaged:
         return b"".join(parts)
 
     def _piece(self, size: int, offset: int) -> bytes:
-        try:
-            return self._file.pread(size, offset)
-        except ReadFailed:
-            return bytes(size)
+        number = offset // _PIECE_BYTES
+        if number not in self._lost:
+            try:
+                return self._file.pread(size, offset)
+            except ReadFailed:
+                self._lost.add(number)
+        return bytes(size)
 
 
 def record_end(file: Readable, start: int, transaction_id: int, size: int) -> int | None:
@@ -144,11 +156,16 @@ class HoleSearch:
         """Return the first record behind the hole that begins with an id at an offset, and where.
 
         None when there is no record up to `last` that could be it.
+
+        Raises:
+            ReadFailed: neither all records nor their index can be read.
         """
         if self._starts is None:
             # As it was before: what is found behind a hole is written into the index.
             self._from = TransactionId(hole + 1)
-            self._starts = self._index.known(self._from - self._first, self._last - hole)
+            is_hurt = isinstance(self._file, Salvaged) and self._file.has_lost
+            read = self._index.read if is_hurt else self._index.known  # rule 3
+            self._starts = read(self._from - self._first, self._last - hole)
         starts = self._starts[hole + 1 - self._from :]
         found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
         if found is None:

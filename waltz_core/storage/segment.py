@@ -444,7 +444,7 @@ class Segment:
             break
         self.next_id, self.size_bytes = next_id, offset
         index.cut(next_id - self.first)
-        if offset < file_size:
+        if offset < file_size and (is_last or not damaged):  # else it may be records that lie there
             file.truncate(offset)
             self._records_dirty = True
         if not is_last:

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import ChecksumMismatch, DiskFailed, ReadFailed
+from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed, ReadFailed
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -40,6 +40,18 @@ from waltz_core.wire.places import Place
 
 I64 = npt.NDArray[np.int64]
 _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
+
+
+class LostBatches(NamedTuple):
+    """Entries that cannot be read, in a segment from a place on; `ids` are theirs and the next's.
+
+    A single one with another behind it may be proven.
+    """
+
+    segment_index: int
+    place: int
+    ids: IdRange
+    may_be_proven: bool
 
 
 class Segments:
@@ -205,19 +217,46 @@ class Segments:
                 self._mend_batches(index, *run)
         return tuple(damaged)
 
-    def lost_batches(self, first: TransactionId, last: TransactionId) -> list[IdRange]:
-        """Return the ids around first..last whose batches cannot be read, and could be mended.
+    def lost_batches(self, first: TransactionId, last: TransactionId) -> list[LostBatches]:
+        """Return the batches around first..last that cannot be read.
 
         Raises:
-            ChecksumMismatch, ReadFailed: what stands between them cannot be read either.
+            ChecksumMismatch, ReadFailed: what stands before them cannot be read either.
+        """
+        found = []
+        for index in self._indices_around(first, last):
+            segment = self.all[index]
+            for low, high in segment.lineage.unreadable():
+                begin = TransactionId(self._entry_before(index, low).last + 1)
+                is_end = high == segment.lineage.count
+                end = segment.last if is_end else segment.lineage.entry(high).last
+                may_be_proven = high == low + 1 and not is_end
+                found.append(LostBatches(index, low, IdRange(begin, end), may_be_proven))
+        return found
+
+    def prove(self, lost: LostBatches) -> bool:
+        """Make a lost batch anew if its records, and the batch behind it, prove what it was."""
+        made = self._proven(lost.segment_index, lost.place) if lost.may_be_proven else None
+        if made is None:
+            return False
+        self.all[lost.segment_index].lineage.rewrite(lost.place, [made])
+        return True
+
+    def readable_batches(
+        self, first: TransactionId, last: TransactionId
+    ) -> list[tuple[Chain, LineageEntry]]:
+        """Return the batches that touch first..last and can be read, each with the chain before it.
+
+        It reads all entries of the segments around.
         """
         found = []
         for index in self._indices_around(first, last):
             lineage = self.all[index].lineage
-            for low, high in lineage.unreadable():
-                if high < lineage.count:
-                    begin = TransactionId(self._entry_before(index, low).last + 1)
-                    found.append(IdRange(begin, TransactionId(lineage.entry(high).first - 1)))
+            for place in range(lineage.count):
+                with suppress(BadFormat, ChecksumMismatch, ReadFailed):
+                    entry = lineage.entry(place)
+                    if first <= entry.last and entry.first <= last:
+                        found.append((lineage.chain_at(place), entry))
         return found
 
     def _indices_around(self, first: TransactionId, last: TransactionId) -> range:
@@ -245,17 +284,26 @@ class Segments:
         before = self._entry_before(index, low)
         places = high - low
         ends = [before.last + one for one in range(1, places)] + [after.first - 1]
-        if places == 1 and 0 <= before.session_id <= after.session_id <= before.session_id + 100:
-            for session in range(before.session_id, after.session_id + 1):
-                made = self._made_up(before, after.first - 1, SessionId(session))
-                if self._made_up(made, after.last, after.session_id).chain == after.chain:
-                    lineage.rewrite(low, [made])
-                    return
+        made = self._proven(index, low) if places == 1 else None
+        if made is not None:
+            lineage.rewrite(low, [made])
+            return
         entries: list[LineageEntry] = []
         for end in ends:
             entries.append(self._made_up(before, end, MADE_UP))
             before = entries[-1]
         lineage.rewrite(low, entries)
+
+    def _proven(self, index: int, place: int) -> LineageEntry | None:
+        """Return what a lost batch was by the chain of the next; None where nothing fits."""
+        before, after = self._entry_before(index, place), self.all[index].lineage.entry(place + 1)
+        if not 0 <= before.session_id <= after.session_id <= before.session_id + 100:
+            return None
+        for session in range(before.session_id, after.session_id + 1):
+            made = self._made_up(before, after.first - 1, SessionId(session))
+            if self._made_up(made, after.last, after.session_id).chain == after.chain:
+                return made
+        return None
 
     def _entry_before(self, index: int, place: int) -> LineageEntry:
         while index >= 0:

@@ -5,7 +5,6 @@ import pytest
 
 from tests.unit.storage.logs import ROOT, make_batches, make_run, make_segments, new_disk
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch
-from waltz_core.record import MADE_UP
 from waltz_core.storage import damage
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
@@ -107,33 +106,57 @@ def test_a_batch_that_rotted_with_its_records_is_made_anew_from_them(log):
     assert log.segments.entries(0, 9, 9)[1] == tuple(log.entries)
 
 
-def test_damage_that_comes_to_light_with_a_batch_made_anew_is_known_from_then_on(log, monkeypatch):
+def test_the_batch_behind_a_lost_one_is_waited_for(log):
+    spoil_batch(log, 0)
+    left = log.fill(4, 5)
+    left = log.fill(1, 1, slot=Slot(2, damaged=left))
+    assert left == (IdRange(6, 6),)
+    with pytest.raises(ChecksumMismatch):
+        log.segments.entries(0, 0, 1)
+    assert log.fill(6, 6, slot=Slot(2, damaged=left)) == ()
+    assert [each[1:3] for each in log.segments.entries(0, 9, 9)[1]] == [
+        each[1:3] for each in log.entries
+    ]
+    assert log.segments.read(0, 9)[0] == log.records
+
+
+def foreign(first, last):
+    run, lengths, _ = make_batches(first, [last - first + 1], seed=8)
+    return first, lengths, run
+
+
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_records_of_another_history_prove_no_batch(log, spoiled):
+    spoil_batch(log, spoiled)
+    slot = Slot(2, damaged=(IdRange(4, 6),))
+    log.fill(1, 1, slot=Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6))))
+    before = log.disk.content(ROOT / segment_name(0, ".chn"))
+    with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not prove what the batch was"):
+        damage.fill(slot, log.segments, *foreign(4, 6))
+    assert log.disk.content(ROOT / segment_name(0, ".chn")) == before
+    assert log.fill(4, 6, slot=slot) == ()
+    assert log.segments.read(0, 9)[0] == log.records
+
+
+def test_a_whole_batch_is_held_against_its_records_beside_a_lost_one(log):
     spoil_batch(log, 1)
-    monkeypatch.setattr(log.segments, "mend", lambda *_: (IdRange(9, 9),))
-    monkeypatch.setattr(damage, "check_repaired", lambda *_: ())
-    assert log.fill(4, 6) == (IdRange(1, 1), IdRange(9, 9))
+    slot = Slot(2, damaged=(IdRange(1, 6),))
+    with pytest.raises(ChecksumMismatch, match=r"not those that batch 0\.\.2 was made of"):
+        damage.fill(slot, log.segments, *foreign(1, 4))
 
 
 def test_what_is_repaired_beside_a_batch_that_rotted_waits_for_it_not(log):
     spoil_batch(log, 1)
     assert log.fill(1, 1) == (IdRange(4, 6),)
-    assert log.segments.read(0, 2)[0] == log.records[: 3 * RECORD_BYTES]
-
-
-def test_batches_that_rotted_together_are_made_up_from_repaired_records(log):
-    spoil_batch(log, 0)
-    spoil_batch(log, 1)
-    left = log.fill(4, 6)
-    assert left == (IdRange(1, 1),)
-    assert log.fill(1, 1, slot=Slot(2, damaged=left)) == ()
-    entries = log.segments.entries(0, 9, 9)[1]
-    assert [each.session_id for each in entries] == [MADE_UP, MADE_UP, 1]
-    assert log.segments.read(0, 9)[0] == log.records
-    assert entries[-1] == log.entries[-1]
-
-
-def test_the_last_batch_is_told_by_another_opening_only(log):
     spoil_batch(log, 2)
+    assert log.fill(1, 1) == (IdRange(4, 6),), "nor does it look at the log's end"
+
+
+@pytest.mark.parametrize("spoiled", [(0, 1), (2,)])
+def test_nothing_proves_several_lost_batches_nor_the_last_one(log, spoiled):
+    for place in spoiled:
+        spoil_batch(log, place)
     log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
-    with pytest.raises(ChecksumMismatch, match="the last 1 of 3 batches"):
-        log.fill(8, 8, slot=Slot(2, damaged=(IdRange(8, 8),)))
+    first, last = (8, 8) if spoiled == (2,) else (4, 5)
+    with pytest.raises(ChecksumMismatch, match="do not prove what the batch was"):
+        log.fill(first, last, slot=Slot(2, damaged=(*HOLE.damaged, IdRange(8, 8))))

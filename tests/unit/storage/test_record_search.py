@@ -11,7 +11,14 @@ from waltz_core.record import GENESIS_CHAIN, RECORD_PREFIX
 from waltz_core.storage import record_search
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
 from waltz_core.storage.index import OffsetIndex
-from waltz_core.storage.record_search import HoleSearch, _candidates, find_record, record_end, scan
+from waltz_core.storage.record_search import (
+    HoleSearch,
+    Salvaged,
+    _candidates,
+    find_record,
+    record_end,
+    scan,
+)
 
 SEG, IDX = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx"))
 MIB = 1 << 20
@@ -180,3 +187,20 @@ def test_a_search_after_damage_takes_little_more_memory_than_it_reads_at_once():
     assert found == (9, 9 * MIB, False)
     assert int(lengths[0]) == len(records)
     assert peak < 24 * MIB
+
+
+def test_what_the_disk_does_not_give_is_zeros_and_is_asked_for_once():
+    disk = new_disk()
+    content = Random(3).randbytes(20_000)
+    disk.put(SEG, content)
+    disk.make_unreadable(SEG, 5_000, 5_000)
+    file = Salvaged(disk.open(SEG))
+    assert file.pread(4_096, 0) == content[:4_096]
+    assert not file.has_lost
+    expected = content[:4_096] + bytes(4_096) + content[8_192:]
+    assert file.pread(30_000, 0) == expected
+    assert file.has_lost
+    before = disk.read_count
+    assert file.pread(100, 4_100) == bytes(100)
+    assert disk.read_count == before
+    assert file.pread(300, 8_000) == expected[8_000:8_300]

@@ -671,6 +671,21 @@ def test_what_an_index_cannot_tell_of_an_older_segment_is_read_in_its_records():
     assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
 
 
+def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
+    """Nothing would tell a record behind the hole from one that lies in another one's data."""
+    disk = new_disk()
+    written(disk, [200, 200], [4], acked=1)
+    path = path_of(0, ".seg")
+    before = disk.content(path)
+    start = SEGMENT_HEADER_BYTES + 250 * RECORD_BYTES
+    disk.make_unreadable(path, start, start)
+    end = len(disk.content(path_of(0, ".idx"))) - 1
+    disk.make_unreadable(path_of(0, ".idx"), end, end)
+    with pytest.raises(ReadFailed, match=r"\.idx: a sector cannot be read"):
+        opened(disk)
+    assert disk.content(path) == before
+
+
 def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
     """What is not vouched for is cut where it is not whole; a drive that stutters tells nothing."""
     disk = new_disk()

@@ -245,6 +245,18 @@ def test_in_an_older_segment_all_that_is_missing_is_damage():
     assert segment.last == 5
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_bytes_behind_an_older_segment_are_cut_only_where_all_of_it_was_found(is_damaged):
+    disk = new_disk()
+    fill_segment(new_segment(disk), [6])
+    disk.put(SEG, disk.content(SEG) + b"more")
+    if is_damaged:
+        disk.flip(SEG, offset_of(2) + 40)
+    damaged = (IdRange(2, 2),) if is_damaged else ()
+    assert open_segment(disk).recover(0, 5, is_last=False) == (damaged, False)
+    assert disk.content(SEG).endswith(b"more") == is_damaged
+
+
 def test_an_index_that_lies_is_seen_and_mended():
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
