@@ -126,6 +126,7 @@ class RecordingFile:
         self._number = number
         self._path = path
         self.pread = file.pread
+        self.give_up_lost = file.give_up_lost
         self.size = file.size
         self.lock_range = file.lock_range
         self.lock_whole = file.lock_whole

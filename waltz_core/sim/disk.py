@@ -14,7 +14,8 @@ Rules:
     5. Every call that changes something is a step. A fault is planned for a step by its number, or
        for the next step of a kind, or for a read; whoever has planned it is told when it strikes.
     6. A disk that lies says that it has synced what it has not.
-    7. A sector that cannot be read stays so until something is written there: a drive has others.
+    7. A sector that cannot be read stays so until it is given up, cut away or written whole: not
+       in part, as a system would have to read the rest of it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -87,13 +88,23 @@ class _Inode:
         else:
             self.dirty.update(range(first, last + 1))
         if self.unreadable:
-            self.unreadable.difference_update(range(first, last + 1))
+            self.unreadable.difference_update(range(-(-start // SECTOR_BYTES), end // SECTOR_BYTES))
+
+    def up_to_lost(self, offset: int, data: bytes) -> bytes:
+        """Return how much of a write goes through (rule 7)."""
+        end = offset + len(data)
+        ends = {offset // SECTOR_BYTES, (end - 1) // SECTOR_BYTES} & self.unreadable
+        for start in sorted(sector * SECTOR_BYTES for sector in ends):
+            if start < offset or end < start + SECTOR_BYTES:
+                return data[: max(0, start - offset)]
+        return data
 
     def resize(self, size: int) -> None:
         old = len(self.seen)
         if size < old:
             del self.seen[size:]
             self.dirty = {one for one in self.dirty if one * SECTOR_BYTES < size}
+            self.unreadable = {one for one in self.unreadable if one * SECTOR_BYTES < size}
         else:
             self.seen.extend(bytes(size - old))
             # What is grown over reads as zeros on the platter too, whatever lay there before.
@@ -186,14 +197,28 @@ class SimFile:
             if room < 0:
                 data = data[: max(0, size + room)]
                 fault = Fault.DISK_FULL
+        wanted = len(data)
+        data = inode.up_to_lost(offset, data) if inode.unreadable else data
         if data:
             if len(inode.seen) < offset:
                 inode.resize(offset)
             end = offset + len(data)
             inode.seen[offset:end] = data
             inode.touch(offset, end)
+        if len(data) < wanted:
+            raise DiskFailed(f"writing {self._path}: a sector cannot be read")
         if fault is not None:
             disk.strike(fault, "write", self._path)
+
+    def give_up_lost(self, offset: int, size: int) -> None:
+        """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""
+        self._check()
+        inode = self._inode
+        ends = {offset // SECTOR_BYTES, (offset + max(size, 1) - 1) // SECTOR_BYTES}
+        for start in (sector * SECTOR_BYTES for sector in ends & inode.unreadable):
+            lost = slice(start, start + SECTOR_BYTES)
+            inode.seen[lost] = bytes(len(inode.seen[lost]))
+            inode.touch(lost.start, lost.stop)
 
     def sync(self) -> None:
         """Make the file's bytes and size durable (rules 1 and 4)."""
@@ -436,8 +461,7 @@ class SimDisk:
 
     def make_unreadable(self, path: Path, first: int, last: int) -> None:
         """Let the sectors of some bytes be lost, which whoever reads there is told (rule 7)."""
-        sectors = range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1)
-        self._names[path].unreadable.update(sectors)
+        self._names[path].unreadable.update(range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1))
 
     def cut(self, path: Path, size: int) -> None:
         """Let a file be shorter than it was, unseen by anybody."""

@@ -215,8 +215,8 @@ def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
         if not is_old or size % 2:
             storage.disk.overwrite(path, page, bytes(PAGE_BYTES))
             return
-        # What its header is in can be read: nobody would open it otherwise.
-        start = max(page, SECTOR_BYTES)
+        # What the header of records is in can be read: nobody would open them otherwise.
+        start = max(page, SECTOR_BYTES) if path.suffix == ".seg" else page
         end = min(page + PAGE_BYTES, size)
         if start < end:
             storage.disk.overwrite(path, start, bytes(end - start))

@@ -320,6 +320,7 @@ class SlotFile:
         slot = replace(slot, sequence=self.slot.sequence + 1)
         place = 1 - self._place
         assert place == _block_of(slot.sequence), "rule 4"
+        self._file.give_up_lost(SLOT_BLOCK_BYTES * place, SLOT_BYTES)
         self._file.pwrite([slot.encode()], SLOT_BLOCK_BYTES * place)
         self._file.sync()
         self.slot, self.older, self._place = slot, self.slot, place

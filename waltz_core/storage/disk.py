@@ -20,8 +20,11 @@ Rules:
        ended: the system would give the number to the next file that is opened.
     7. What is said to be read soon (`will_read`) is a hint: the system fetches it from the disk
        while others are still being named, many at a time. Nothing depends on it.
+    8. Of a block that the disk does not give no part can be written either: the system would have
+       to read the rest. `give_up_lost` is the one call that takes what is left of such a block.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -36,6 +39,7 @@ from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
 _VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
+_PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 OPEN_FILES_MAX: Final = 64
 # What `will_read` asks for: of small files all, of others these much of the beginning and the end.
 _SMALL_FILE_BYTES: Final = 64 * 1024
@@ -51,6 +55,12 @@ class File(Protocol):
 
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
         """Write the parts one after the other from `offset` on."""
+
+    def give_up_lost(self, offset: int, size: int) -> None:
+        """Let the blocks at the ends of a range be zeros where they cannot be read (rule 8).
+
+        For what is known to be damaged, and is to be written over.
+        """
 
     def sync(self) -> None:
         """Make the file's bytes and size durable (fdatasync)."""
@@ -322,6 +332,23 @@ class RealFile:
         finally:
             self._leave()
 
+    def give_up_lost(self, offset: int, size: int) -> None:
+        """Punch the blocks at the ends of a range out that cannot be read; others are left alone.
+
+        A file system that cannot do that leaves them, and the write tells.
+        """
+        fd = self._use()
+        try:
+            unit = os.fstat(fd).st_blksize
+            for start in {offset // unit * unit, (offset + max(size, 1) - 1) // unit * unit}:
+                if not _gives(fd, start, unit):
+                    self._is_unsynced = True
+                    _punch(fd, start, unit)
+        except OSError as error:
+            raise _typed(error, "looking at", self._path) from error
+        finally:
+            self._leave()
+
     def sync(self) -> None:
         """Wait for fdatasync. One that finds no room has lost what it was to write (rule 1)."""
         fd = self._use()
@@ -441,6 +468,22 @@ def _after(parts: list[memoryview], written: int) -> list[memoryview]:
             return [part[written:], *parts[place + 1 :]]
         written -= len(part)
     return []
+
+
+def _gives(fd: int, offset: int, size: int) -> bool:
+    """Tell whether the disk gives some bytes, in one of two tries."""
+    for _ in range(2):
+        with suppress(OSError):
+            os.pread(fd, size, offset)
+            return True
+    return False
+
+
+def _punch(fd: int, offset: int, size: int) -> None:
+    """Take blocks out of a file, which keeps its size; does nothing where that cannot be done."""
+    call = getattr(ctypes.CDLL(None), "fallocate", None)
+    if call is not None:
+        call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
 
 
 def _advise(path: str) -> None:

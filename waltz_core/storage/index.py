@@ -12,6 +12,7 @@ Rules:
 
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -42,10 +43,11 @@ assert _OFFSET.size == OFFSET_BYTES
 
 
 class OffsetIndex:
-    """Where each record of a segment starts in its `.seg` file."""
+    """Where each record of a segment starts in its `.seg` file; `header` is that of both files."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, header: SegmentHeader) -> None:
         self._file = file
+        self._header = header
         self.count = max(0, (file.size() - SEGMENT_HEADER_BYTES) // OFFSET_BYTES)
         self.is_dirty = False  # written to, by us, since its last sync
 
@@ -63,6 +65,15 @@ class OffsetIndex:
             self.is_dirty = True
             self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_place(place))
             self.count = max(self.count, place + int(offsets.size))
+
+    def write_over(self, place: int, offsets: I64) -> None:
+        """Write offsets as `write` does, in place of some that may not be readable."""
+        if offsets.size:
+            self._file.give_up_lost(_offset_place(place), OFFSET_BYTES * int(offsets.size))
+            with suppress(ReadFailed):
+                if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # in a block given up
+                    self._file.pwrite([self._header.encode()], 0)
+        self.write(place, offsets)
 
     def add(self, offset: int) -> None:
         """Write the offset of one more record: for so few, arrays cost more than they save."""
@@ -84,7 +95,7 @@ class OffsetIndex:
         except ReadFailed:
             is_right = False
         if not is_right:
-            self.write(place, offsets)
+            self.write_over(place, offsets)
 
     def cut(self, count: int) -> None:
         """Keep the first `count` offsets."""

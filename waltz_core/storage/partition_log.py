@@ -556,10 +556,10 @@ class PartitionLog:
         """Fill damaged records with good ones, durably.
 
         Raises:
-            BadRequest: `first` does not begin a damaged range, or the records go beyond it.
-            ChecksumMismatch: a record's CRC does not fit, or its batch's chain does not.
-            BadFormat: the bytes do not fit into the hole.
+            BadRequest, ChecksumMismatch, BadFormat: as `damage.fill`.
         """
+        # Blocks may be given up (disk.py, rule 8): what else was in them was synced, and is missed.
+        self.mark_acked()
         left = damage.fill(self.slot, self._segments, first, lengths, records)
         self._write_slot(replace(self.slot, damaged=left))
 

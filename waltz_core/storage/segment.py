@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
 from waltz_core.raw_records import FEW, lengths_between, offsets_of
 from waltz_core.record import Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.disk import Disk, File, create_durably
@@ -120,7 +120,7 @@ class Segment:
                 )
             segment = cls(disk, directory, header)
             segment.size_bytes = file.size()
-            index = OffsetIndex(segment._open_index())
+            index = OffsetIndex(segment._open_index(), header)
             opened.callback(index.close)
             segment.next_id = TransactionId(first + index.count)
             segment._files = (file, index, lineage or segment._open_lineage())
@@ -132,7 +132,7 @@ class Segment:
     def _opened(self) -> tuple[File, OffsetIndex, LineageFile]:
         if self._files is None:
             with ExitStack() as opened:
-                index = OffsetIndex(self._disk.open(self._path(".idx")))
+                index = OffsetIndex(self._disk.open(self._path(".idx")), self._header)
                 opened.callback(index.close)
                 lineage = self._open_lineage()
                 opened.callback(lineage.close)
@@ -148,24 +148,34 @@ class Segment:
         return lineage
 
     def _open_index(self) -> File:
-        """Open the `.idx`; one that is missing, or not this segment's, is made anew, empty."""
+        """Open the `.idx`; one that is missing, or not this segment's, is made anew, empty.
+
+        Of one that has lost its first block the rest is kept: it may know what the records do not.
+        """
         path = self._path(".idx")
         if self._disk.exists(path):
             file = self._disk.open(path)
             try:
-                if (
-                    SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))[1:]
-                    == self._header[1:]
-                ):
+                if self._has_header(file):
                     return file
-            except BadFormat:
-                pass
             except BaseException:
                 file.close()
                 raise
             file.close()
         create_durably(self._disk, self._directory, [(path.name, self._header.encode())])
         return self._disk.open(path)
+
+    def _has_header(self, file: File) -> bool:
+        """Tell whether it is of this segment; one that cannot be read is written anew."""
+        try:
+            return SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))[1:] == self._header[1:]
+        except BadFormat:
+            return False
+        except ReadFailed:
+            file.give_up_lost(0, SEGMENT_HEADER_BYTES)
+            file.pwrite([self._header.encode()], 0)
+            file.sync()
+            return True
 
     def _path(self, suffix: str) -> Path:
         path = self._paths.get(suffix)
@@ -298,6 +308,7 @@ class Segment:
         start, end = int(offsets[0]), int(offsets[-1])
         filled = start + len(records)
         whole = count == hole.last - hole.first + 1
+        file.give_up_lost(start, len(records))
         if hole.last == self.last:
             self.size_bytes = filled if whole else max(filled, end)
             file.truncate(self.size_bytes)
@@ -309,10 +320,12 @@ class Segment:
         file.pwrite([records], start)
         starts = offsets_of(lengths) + start
         place = hole.first - self.first
-        index.write(place, starts[:-1])
+        index.write_over(place, starts[:-1])
         if not whole and int(offsets[count]) != filled:
             # The index never knew where the rest of the hole begins; now it does.
-            index.write(place + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64))
+            index.write_over(
+                place + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64)
+            )
         file.sync()
         index.sync()
 
@@ -468,7 +481,7 @@ class Segment:
             and (np.diff(starts) > 0).all()
             and starts[-1] < max(end, offset + 1)
         )
-        self.index.write(place, starts if good else np.full(count, offset, dtype=np.int64))
+        self.index.write_over(place, starts if good else np.full(count, offset, dtype=np.int64))
         return hole
 
     def _knows(self, transaction_id: TransactionId, file_size: int) -> bool:

@@ -221,7 +221,7 @@ def test_pages_change_and_files_shrink_unseen_by_the_steps(disk):
     assert disk.step_count == steps
 
 
-def test_sectors_that_cannot_be_read_are_back_when_they_are_written():
+def test_sectors_that_cannot_be_read_are_back_when_they_are_written_whole():
     disk = SimDisk()
     path = Path("/d/f")
     disk.put(path, bytes(2_000))
@@ -233,13 +233,50 @@ def test_sectors_that_cannot_be_read_are_back_when_they_are_written():
             file.pread(size, offset)
     assert file.pread(0, 600) == b""
     assert len(file.pread(400, 1_536)) == 400
-    file.pwrite([b"x"], 700)
-    assert file.pread(1, 700) == b"x"
+    file.pwrite([b"x" * 512], 512)
+    assert file.pread(512, 512) == b"x" * 512
     with pytest.raises(ReadFailed):
         file.pread(1, 1_024)
     disk.power_loss(Survival.NOTHING, Random(1))
     with pytest.raises(ReadFailed):
         disk.open(path).pread(1, 1_024)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "written"),
+    [(700, 1, 0), (500, 100, 12), (512, 511, 0), (513, 511, 0), (400, 1_000, 624), (1_100, 100, 0)],
+)
+def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, written):
+    disk = SimDisk()
+    path = Path("/d/f")
+    disk.put(path, bytes(2_000))
+    disk.make_unreadable(path, 600, 1_100)
+    file = disk.open(path)
+    with pytest.raises(DiskFailed, match="writing /d/f"):
+        file.pwrite([b"x" * size], offset)
+    assert disk.content(path) == bytes(offset) + b"x" * written + bytes(2_000 - offset - written)
+
+
+def test_sectors_that_cannot_be_read_are_zeros_when_they_are_given_up_or_cut_away():
+    disk = SimDisk()
+    path = Path("/d/f")
+    disk.put(path, b"a" * 2_000)
+    disk.make_unreadable(path, 512, 1_999)
+    file = disk.open(path)
+    file.give_up_lost(600, 1_000)  # that between them is to be written whole
+    assert file.pread(512, 512) == bytes(512)
+    assert file.pread(512, 1_536) == bytes(2_000 - 1_536)
+    assert file.size() == 2_000
+    with pytest.raises(ReadFailed):
+        file.pread(1, 1_024)
+    file.pwrite([b"b" * 1_000], 600)
+    assert file.pread(2_000, 0) == b"a" * 512 + bytes(88) + b"b" * 1_000 + bytes(400)
+    file.give_up_lost(0, 2_000)
+    assert file.pread(512, 0) == b"a" * 512
+    disk.make_unreadable(path, 1_024, 1_999)
+    file.truncate(1_024)
+    file.truncate(2_000)
+    assert file.pread(976, 1_024) == bytes(976)
 
 
 def test_what_is_free_is_what_the_capacity_leaves():

@@ -12,11 +12,12 @@ import pytest
 from tests.unit.storage.logs import KEY, ROOT, new_disk
 from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, ReadFailed
 from waltz_core.record import NO_SESSION
-from waltz_core.sim.disk import Fault, PowerLoss, Survival
+from waltz_core.sim.disk import Fault, PowerLoss, SimFile, Survival
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.format import (
     SLOT_BLOCK_BYTES,
+    SLOT_BYTES,
     IdRange,
     Slot,
     partition_entry_offset,
@@ -327,3 +328,16 @@ def test_slots_that_cannot_be_read_leave_no_file_open():
             SlotFile.open(disk, ROOT, 2)
         assert disk.open_count == before
     SlotFile.open(disk, ROOT, 2).close()
+
+
+def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
+    disk = new_disk()
+    slots = SlotFile.create(disk, ROOT, Slot(2))
+    given_up = []
+    monkeypatch.setattr(SimFile, "give_up_lost", lambda _, *place: given_up.append(place))
+    for _ in range(2):
+        slots.write(Slot(2))
+        place = SLOT_BLOCK_BYTES * (slots.slot.sequence % 2 == 0)
+        assert disk.content(SLOTS)[place : place + SLOT_BYTES] == slots.slot.encode()
+        assert given_up.pop() == (place, SLOT_BYTES)
+    assert given_up == []

@@ -160,3 +160,70 @@ def test_nothing_proves_several_lost_batches_nor_the_last_one(log, spoiled):
     first, last = (8, 8) if spoiled == (2,) else (4, 5)
     with pytest.raises(ChecksumMismatch, match="do not prove what the batch was"):
         log.fill(first, last, slot=Slot(2, damaged=(*HOLE.damaged, IdRange(8, 8))))
+
+
+# ---- blocks that the disk does not give (512 bytes on this one)
+
+
+class Lost(Log):
+    """Batches 0..29 and 30..59 in one segment, and 60..69 in the next; nothing has rotted."""
+
+    def __init__(self):
+        self.disk = new_disk()
+        self.segments, self.records, self.entries = make_segments(self.disk, [30, 30], [10])
+        self.path = ROOT / segment_name(0, ".seg")
+
+
+@pytest.mark.parametrize("pieces", [(39,), (26, 39), (22, 31, 33, 39), tuple(range(21, 40))])
+def test_lost_blocks_are_written_over_in_pieces(pieces):
+    """However much of a block a piece has: the rest of it reads as zeros, until its turn comes."""
+    log = Lost()
+    first, last = SEGMENT_HEADER_BYTES + RECORD_BYTES * 21, SEGMENT_HEADER_BYTES + RECORD_BYTES * 40
+    log.disk.make_unreadable(log.path, first + 30, last - 30)
+    damaged = (IdRange(21, 39),)
+    at = 21
+    for end in pieces:
+        damaged = log.fill(at, end, slot=Slot(2, damaged=damaged))
+        at = end + 1
+    beside = [one for one in damaged if one.last < 21 or one.first > 39]
+    assert len(beside) == len(damaged), "none of what was filled is damaged"
+    for one in beside:  # it shared a block with them
+        assert 12 < one.first <= one.last < 49
+        log.fill(*one, slot=Slot(2, damaged=(one,)))
+    assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
+
+
+def test_the_block_in_which_an_older_segment_ends_is_written_over():
+    log = Lost()
+    end = len(log.disk.content(log.path))
+    log.disk.make_unreadable(log.path, end - 1, end - 1)
+    left = log.fill(58, 59, slot=Slot(2, damaged=(IdRange(58, 59),)))
+    assert len(log.disk.content(log.path)) == end
+    for one in left:
+        log.fill(*one, slot=Slot(2, damaged=(one,)))
+    assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
+
+
+@pytest.mark.parametrize("place", [0, SEGMENT_HEADER_BYTES + 8 * 50])
+def test_lost_blocks_of_an_index_are_made_anew(place):
+    log = Lost()
+    path = log.path.with_suffix(".idx")
+    content = log.disk.content(path)
+    log.segments.close()
+    log.disk.make_unreadable(path, place, place)
+    assert log.segments.mend(0, 59) == ()
+    assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
+    log.segments.close()
+    assert log.disk.open(path).pread(10_000, 0) == content
+
+
+def test_lost_blocks_of_batches_are_made_anew():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [1] * 40, [1])
+    path = ROOT / segment_name(0, ".chn")
+    disk.make_unreadable(path, 600, 600)
+    segments.mend(0, 39)
+    found = list(segments.entries_from(0))
+    is_lost = [one != other for one, other in zip(found, entries, strict=True)]
+    assert 1 < sum(is_lost) <= 512 // LINEAGE_ENTRY_BYTES + 1
+    assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]

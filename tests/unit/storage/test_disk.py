@@ -14,6 +14,7 @@ from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.sim.crash import Platter, RecordingDisk, survivals
 from waltz_core.sim.disk import Fault, SimDisk
+from waltz_core.storage import disk as disk_module
 from waltz_core.storage.disk import RealDisk, create_durably, remove_temporary
 
 
@@ -46,6 +47,65 @@ def test_many_parts_are_more_than_one_call_takes(tmp_path):
     file.pwrite(parts, 7)
     assert file.pread(10_000, 7) == b"".join(parts)
     file.close()
+
+
+def no_reading_of(monkeypatch, lost):
+    """Let the real disk not give some blocks, by their number."""
+    pread = os.pread
+
+    def failing(fd, size, offset):
+        if size and lost & set(range(offset // 4096, -(-(offset + size) // 4096))):
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+
+
+def test_blocks_that_the_disk_does_not_give_are_taken_out_of_a_real_file(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    path.write_bytes(b"a" * 20_000)
+    if path.stat().st_blksize != 4096:
+        pytest.skip("blocks are of another size here")
+    file = RealDisk().open(path)
+    with monkeypatch.context() as patched:
+        no_reading_of(patched, {1, 3})
+        file.give_up_lost(0, 8_192)  # blocks 0 and 1
+        file.give_up_lost(16_384, 100)  # block 4
+    zeros = bytes(4_096)
+    assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * (20_000 - 8_192)
+    with monkeypatch.context() as patched:
+        no_reading_of(patched, {2, 3, 4})
+        file.give_up_lost(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
+        file.give_up_lost(2 * 4_096 - 1, 0)  # block 1
+    assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * 4_096 + bytes(20_000 - 12_288)
+    assert file.size() == 20_000
+
+
+def test_a_block_that_is_given_at_the_second_try_stays(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    path.write_bytes(b"a" * 100)
+    pread, errors = os.pread, [errno.EIO]
+
+    def failing_once(fd, size, offset):
+        if errors:
+            raise OSError(errors.pop(), "Input/output error")
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", failing_once)
+    RealDisk().open(path).give_up_lost(0, 10)
+    assert not errors
+    assert path.read_bytes() == b"a" * 100
+
+
+def test_a_system_that_cannot_take_blocks_out_leaves_them(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    path.write_bytes(b"a" * 100)
+    file = RealDisk().open(path)
+    monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda _: object())
+    with monkeypatch.context() as patched:
+        no_reading_of(patched, {0})
+        file.give_up_lost(0, 10)
+    assert path.read_bytes() == b"a" * 100
 
 
 def test_names_come_go_and_move(place):

@@ -31,7 +31,23 @@ IDX, CHN = ROOT / "i.idx", ROOT / "c.chn"
 
 def new_index(disk):
     create_durably(disk, ROOT, [(IDX.name, BLANK.encode())])
-    return OffsetIndex(disk.open(IDX))
+    return OffsetIndex(disk.open(IDX), BLANK)
+
+
+def test_what_is_written_over_lost_sectors_keeps_its_header_and_what_can_be_read():
+    disk = new_disk()
+    index = new_index(disk)
+    index.write(0, np.arange(300))
+    index.sync()
+    disk.make_unreadable(IDX, 0, 0)
+    disk.make_unreadable(IDX, 1_024, 1_024)
+    index.write_over(130, np.arange(130, 140))  # in the third sector; the first stays lost
+    assert index.read(130, 170).tolist() == [*range(130, 140), *[0] * 36, *range(176, 300)]
+    index.write_over(3, np.arange(3, 5))
+    assert disk.content(IDX)[:SEGMENT_HEADER_BYTES] == BLANK.encode()
+    assert index.read(0, 60).tolist() == [0, 0, 0, 3, 4, *[0] * 43, *range(48, 60)]
+    index.write_over(0, np.arange(300))
+    assert index.read(0, 300).tolist() == list(range(300))
 
 
 def new_lineage(disk, chain_before=GENESIS_CHAIN):
@@ -87,19 +103,19 @@ def test_only_what_was_synced_of_an_index_is_left():
     index.write(2, np.array([260]))
     index.cut(1)
     disk.power_loss(Survival.NOTHING, Random(1))
-    index = OffsetIndex(disk.open(IDX))
+    index = OffsetIndex(disk.open(IDX), BLANK)
     assert index.read(0, 9).tolist() == [128, 170]
     index.cut(1)
     index.sync()
     disk.power_loss(Survival.NOTHING, Random(1))
-    assert OffsetIndex(disk.open(IDX)).count == 1
+    assert OffsetIndex(disk.open(IDX), BLANK).count == 1
 
 
 def test_half_an_offset_at_the_end_is_none(tmp_path):
     path = tmp_path / "i.idx"
     path.write_bytes(BLANK.encode() + (128).to_bytes(8, "big") + b"\0\0\0")
     assert path.stat().st_size == SEGMENT_HEADER_BYTES + 11
-    index = OffsetIndex(RealDisk().open(path))
+    index = OffsetIndex(RealDisk().open(path), BLANK)
     assert (index.count, index.read(0, 2).tolist()) == (1, [128])
     index.close()
 

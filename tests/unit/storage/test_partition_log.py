@@ -380,6 +380,21 @@ def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world, at):
     assert world.everything() == written
 
 
+def test_whatever_is_lost_beside_what_is_repaired_is_missed_after_a_crash(world):
+    """Its block may be given up for the repair, with what else was in it."""
+    written = b"".join(world.append([3, 4]) for _ in range(20))
+    flip(world, 130, 44)
+    world.log.read_range(125, 131, 1 << 20, whole_batches=False)
+    world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
+    path = max((world.directory / "0").glob("*.seg"))
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 120)
+        file.write(bytes(120))
+    world.crash()
+    assert world.log.max_id == 139
+    assert world.log.damaged == (IdRange(138, 139),)
+
+
 # ---- after a crash
 
 

@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.unit.storage.logs import ROOT, fill_segment, make_run, new_disk, new_segment
+from tests.unit.storage.logs import BLANK, ROOT, fill_segment, make_run, new_disk, new_segment
 from waltz_core.record import GENESIS_CHAIN, RECORD_PREFIX
 from waltz_core.storage import record_search
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
@@ -62,7 +62,7 @@ def test_a_record_ends_where_it_says_if_that_is_in_the_file():
 
 
 def search_of(disk, *, last=19):
-    index = OffsetIndex(disk.open(IDX))
+    index = OffsetIndex(disk.open(IDX), BLANK)
     search = HoleSearch(disk.open(SEG), index, 0, last=last)
     return lambda hole: search.behind(hole, offset_of(hole), len(disk.content(SEG)))
 
