@@ -12,6 +12,14 @@ import pytest
 pytestmark = pytest.mark.sim
 
 
+@pytest.fixture(autouse=True)
+def interrupts_are_heard():
+    """Let children take interrupts, though whoever runs the tests in the background may not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def started():
     run = subprocess.Popen(
         [sys.executable, "-m", "waltz_core", "simulate", "--seeds", "100000", "--jobs", "2"],
