@@ -197,25 +197,24 @@ class SimFile:
             if room < 0:
                 data = data[: max(0, size + room)]
                 fault = Fault.DISK_FULL
-        wanted = len(data)
-        data = inode.up_to_lost(offset, data) if inode.unreadable else data
+        whole, data = data, inode.up_to_lost(offset, data) if inode.unreadable else data
         if data:
             if len(inode.seen) < offset:
                 inode.resize(offset)
             end = offset + len(data)
             inode.seen[offset:end] = data
             inode.touch(offset, end)
-        if len(data) < wanted:
-            raise DiskFailed(f"writing {self._path}: a sector cannot be read")
-        if fault is not None:
-            disk.strike(fault, "write", self._path)
+        if fault is None and len(data) < len(whole):
+            fault = Fault.FAILS  # rule 7
+        disk.strike(fault, "write", self._path)
 
     def give_up_lost(self, offset: int, size: int) -> None:
         """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""
         self._check()
         inode = self._inode
         ends = {offset // SECTOR_BYTES, (offset + max(size, 1) - 1) // SECTOR_BYTES}
-        for start in (sector * SECTOR_BYTES for sector in ends & inode.unreadable):
+        for start in sorted(sector * SECTOR_BYTES for sector in ends & inode.unreadable):
+            self._disk.strike(self._disk.step("punch", self._path), "punch", self._path)
             lost = slice(start, start + SECTOR_BYTES)
             inode.seen[lost] = bytes(len(inode.seen[lost]))
             inode.touch(lost.start, lost.stop)

@@ -29,6 +29,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,7 +40,12 @@ from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
 _VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
+# What is given up at once: a block of nearly all file systems. Of a larger one no part is punched.
+_BLOCK_BYTES: Final = 4096
 _PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+# What a disk, or a file system with checksums, says of bytes that it has lost.
+_LOST: Final = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
+_SECOND_TRY_S: Final = 0.5
 OPEN_FILES_MAX: Final = 64
 # What `will_read` asks for: of small files all, of others these much of the beginning and the end.
 _SMALL_FILE_BYTES: Final = 64 * 1024
@@ -339,13 +345,10 @@ class RealFile:
         """
         fd = self._use()
         try:
-            unit = os.fstat(fd).st_blksize
-            for start in {offset // unit * unit, (offset + max(size, 1) - 1) // unit * unit}:
-                if not _gives(fd, start, unit):
+            for block in {offset // _BLOCK_BYTES, (offset + max(size, 1) - 1) // _BLOCK_BYTES}:
+                if not _gives(fd, block * _BLOCK_BYTES):
                     self._is_unsynced = True
-                    _punch(fd, start, unit)
-        except OSError as error:
-            raise _typed(error, "looking at", self._path) from error
+                    _punch(fd, block * _BLOCK_BYTES)
         finally:
             self._leave()
 
@@ -470,20 +473,26 @@ def _after(parts: list[memoryview], written: int) -> list[memoryview]:
     return []
 
 
-def _gives(fd: int, offset: int, size: int) -> bool:
-    """Tell whether the disk gives some bytes, in one of two tries."""
-    for _ in range(2):
-        with suppress(OSError):
-            os.pread(fd, size, offset)
+def _gives(fd: int, offset: int) -> bool:
+    """Tell whether the disk gives a block, now or in a moment; other errors tell nothing of it."""
+    for is_last in (False, True):
+        try:
+            os.pread(fd, _BLOCK_BYTES, offset)
+        except OSError as error:
+            if error.errno not in _LOST:
+                return True
+            if not is_last:
+                time.sleep(_SECOND_TRY_S)
+        else:
             return True
     return False
 
 
-def _punch(fd: int, offset: int, size: int) -> None:
-    """Take blocks out of a file, which keeps its size; does nothing where that cannot be done."""
+def _punch(fd: int, offset: int) -> None:
+    """Take a block out of a file, which keeps its size; does nothing where that cannot be done."""
     call = getattr(ctypes.CDLL(None), "fallocate", None)
-    if call is not None:
-        call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
+    if call is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
+        call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
 
 
 def _advise(path: str) -> None:

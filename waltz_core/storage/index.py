@@ -232,7 +232,10 @@ class LineageFile:
         """Write entries over those from a place on, durably."""
         assert place + len(entries) <= self.count
         parts = self._encoded(entries, BEFORE_FIRST, place)
-        self._file.pwrite(parts, _entry_place(place))
+        if place:
+            self._file.pwrite(parts, _entry_place(place))
+        else:  # with the header: their block can be written as a whole only, if it was lost
+            self._file.pwrite([self._header.encode(), *parts], 0)
         self._file.sync()
 
     def write_again(self, place: int) -> None:

@@ -553,11 +553,9 @@ class PartitionLog:
     # ---- damage
 
     def repair(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
-        """Fill damaged records with good ones, durably.
-
-        Raises:
-            BadRequest, ChecksumMismatch, BadFormat: as `damage.fill`.
-        """
+        """Fill damaged records with good ones, durably; raises what `damage.fill` does."""
+        if self._failed:  # Its marker may not be moved.
+            raise BadRequest(f"partition {self.partition_id}: a write failed in this session")
         # Blocks may be given up (disk.py, rule 8): what else was in them was synced, and is missed.
         self.mark_acked()
         left = damage.fill(self.slot, self._segments, first, lengths, records)

@@ -166,6 +166,9 @@ class HoleSearch:
             is_hurt = isinstance(self._file, Salvaged) and self._file.has_lost
             read = self._index.read if is_hurt else self._index.known  # rule 3
             self._starts = read(self._from - self._first, self._last - hole)
+            if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
+                # They were in a block of the index that was given up (disk.py, rule 8).
+                raise ReadFailed(f"record {hole}: neither it nor the index behind it can be read")
         starts = self._starts[hole + 1 - self._from :]
         found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
         if found is None:

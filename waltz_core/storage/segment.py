@@ -166,16 +166,20 @@ class Segment:
         return self._disk.open(path)
 
     def _has_header(self, file: File) -> bool:
-        """Tell whether it is of this segment; one that cannot be read is written anew."""
+        """Tell whether it is of this segment; one that was in a lost block is written anew."""
         try:
-            return SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))[1:] == self._header[1:]
-        except BadFormat:
-            return False
+            found = file.pread(SEGMENT_HEADER_BYTES, 0)
         except ReadFailed:
             file.give_up_lost(0, SEGMENT_HEADER_BYTES)
+            found = file.pread(SEGMENT_HEADER_BYTES, 0)
+        if len(found) == SEGMENT_HEADER_BYTES and not any(found):
             file.pwrite([self._header.encode()], 0)
             file.sync()
             return True
+        try:
+            return SegmentHeader.decode(found)[1:] == self._header[1:]
+        except BadFormat:
+            return False
 
     def _path(self, suffix: str) -> Path:
         path = self._paths.get(suffix)
@@ -308,15 +312,18 @@ class Segment:
         start, end = int(offsets[0]), int(offsets[-1])
         filled = start + len(records)
         whole = count == hole.last - hole.first + 1
-        file.give_up_lost(start, len(records))
-        if hole.last == self.last:
-            self.size_bytes = filled if whole else max(filled, end)
-            file.truncate(self.size_bytes)
-        elif filled > end or (whole and filled < end):
+        is_at_end = hole.last == self.last
+        if not is_at_end and (filled > end or (whole and filled < end)):
             raise BadFormat(
                 f"records {hole.first}..{hole.last}: expected {end - start} bytes, "
                 f"found {len(records)} for {count} records"
             )
+        file.give_up_lost(start, len(records))
+        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # it was in a block given up
+            file.pwrite([self._header.encode()], 0)
+        if is_at_end:
+            self.size_bytes = filled if whole else max(filled, end)
+            file.truncate(self.size_bytes)
         file.pwrite([records], start)
         starts = offsets_of(lengths) + start
         place = hole.first - self.first

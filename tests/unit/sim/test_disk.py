@@ -252,7 +252,7 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
     disk.put(path, bytes(2_000))
     disk.make_unreadable(path, 600, 1_100)
     file = disk.open(path)
-    with pytest.raises(DiskFailed, match="writing /d/f"):
+    with pytest.raises(DiskFailed, match="write /d/f"):
         file.pwrite([b"x" * size], offset)
     assert disk.content(path) == bytes(offset) + b"x" * written + bytes(2_000 - offset - written)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.unit.storage.logs import ROOT, make_batches, make_run, make_segments, new_disk
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
 from waltz_core.storage import damage
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
@@ -227,3 +227,35 @@ def test_lost_blocks_of_batches_are_made_anew():
     is_lost = [one != other for one, other in zip(found, entries, strict=True)]
     assert 1 < sum(is_lost) <= 512 // LINEAGE_ENTRY_BYTES + 1
     assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]
+
+
+def test_a_lost_block_with_the_batches_header_is_made_anew():
+    disk = new_disk()
+    segments, _, entries = make_segments(disk, [1] * 40, [1])
+    path = ROOT / segment_name(0, ".chn")
+    before = disk.content(path)[:LINEAGE_HEADER_BYTES]
+    disk.make_unreadable(path, 0, 0)
+    segments.mend(0, 39)
+    assert disk.content(path)[:LINEAGE_HEADER_BYTES] == before
+    found = list(segments.entries_from(0))
+    assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]
+
+
+def test_a_segments_header_is_kept_when_its_block_is_given_up():
+    log = Lost()
+    before = log.disk.content(log.path)
+    log.disk.make_unreadable(log.path, 0, 0)
+    damaged = log.fill(0, 6, slot=Slot(2, damaged=(IdRange(0, 6),)))
+    assert log.disk.content(log.path)[: SEGMENT_HEADER_BYTES + 360] == before[: 128 + 360]
+    assert damaged == (), "record 6 ends in the next block"
+
+
+def test_records_that_do_not_fit_give_nothing_up():
+    log = Lost()
+    place = SEGMENT_HEADER_BYTES + RECORD_BYTES * 20
+    log.disk.make_unreadable(log.path, place, place)
+    run, lengths = make_run(20, [500])
+    with pytest.raises(BadFormat):
+        damage.fill(Slot(2, damaged=(IdRange(20, 20),)), log.segments, 20, lengths, run)
+    with pytest.raises(ReadFailed):
+        log.segments.read(20, 20)

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,34 +50,33 @@ def test_many_parts_are_more_than_one_call_takes(tmp_path):
     file.close()
 
 
-def no_reading_of(monkeypatch, lost):
-    """Let the real disk not give some blocks, by their number."""
-    pread = os.pread
+@pytest.fixture
+def lost(monkeypatch):
+    """Blocks, by number, that the real disk does not give, and the error for them."""
+    pread, blocks, number = os.pread, set(), [errno.EIO]
 
     def failing(fd, size, offset):
-        if size and lost & set(range(offset // 4096, -(-(offset + size) // 4096))):
-            raise OSError(errno.EIO, "Input/output error")
+        if size and blocks & set(range(offset // 4096, -(-(offset + size) // 4096))):
+            raise OSError(number[-1], "no")
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", failing)
+    monkeypatch.setattr(disk_module, "_SECOND_TRY_S", 0)
+    return SimpleNamespace(blocks=blocks, number=number)
 
 
-def test_blocks_that_the_disk_does_not_give_are_taken_out_of_a_real_file(tmp_path, monkeypatch):
+def test_blocks_that_the_disk_does_not_give_are_taken_out_of_a_real_file(tmp_path, lost):
     path = tmp_path / "f"
     path.write_bytes(b"a" * 20_000)
-    if path.stat().st_blksize != 4096:
-        pytest.skip("blocks are of another size here")
     file = RealDisk().open(path)
-    with monkeypatch.context() as patched:
-        no_reading_of(patched, {1, 3})
-        file.give_up_lost(0, 8_192)  # blocks 0 and 1
-        file.give_up_lost(16_384, 100)  # block 4
+    lost.blocks |= {1, 3}
+    file.give_up_lost(0, 8_192)  # blocks 0 and 1
+    file.give_up_lost(16_384, 100)  # block 4
     zeros = bytes(4_096)
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * (20_000 - 8_192)
-    with monkeypatch.context() as patched:
-        no_reading_of(patched, {2, 3, 4})
-        file.give_up_lost(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
-        file.give_up_lost(2 * 4_096 - 1, 0)  # block 1
+    lost.blocks |= {2, 4}
+    file.give_up_lost(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
+    file.give_up_lost(2 * 4_096 - 1, 0)  # block 1
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * 4_096 + bytes(20_000 - 12_288)
     assert file.size() == 20_000
 
@@ -97,14 +97,23 @@ def test_a_block_that_is_given_at_the_second_try_stays(tmp_path, monkeypatch):
     assert path.read_bytes() == b"a" * 100
 
 
-def test_a_system_that_cannot_take_blocks_out_leaves_them(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
+def test_an_error_that_tells_nothing_of_the_bytes_gives_nothing_up(tmp_path, lost, number):
+    path = tmp_path / "f"
+    path.write_bytes(b"a" * 100)
+    lost.blocks.add(0)
+    lost.number.append(number)
+    RealDisk().open(path).give_up_lost(0, 10)
+    assert path.read_bytes() == b"a" * 100
+
+
+def test_a_system_that_cannot_take_blocks_out_leaves_them(tmp_path, monkeypatch, lost):
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
     file = RealDisk().open(path)
     monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda _: object())
-    with monkeypatch.context() as patched:
-        no_reading_of(patched, {0})
-        file.give_up_lost(0, 10)
+    lost.blocks.add(0)
+    file.give_up_lost(0, 10)
     assert path.read_bytes() == b"a" * 100
 
 

@@ -395,6 +395,20 @@ def test_whatever_is_lost_beside_what_is_repaired_is_missed_after_a_crash(world)
     assert world.log.damaged == (IdRange(138, 139),)
 
 
+def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
+    """The marker cannot move any more, and so tells of nothing that would be lost beside it."""
+    written = b"".join(world.append([3, 4]) for _ in range(20))
+    flip(world, 130, 44)
+    world.log.read_range(125, 131, 1 << 20, whole_batches=False)
+    world.disk.fail["sync", ".seg"] = DiskFailed
+    with pytest.raises(DiskFailed):
+        world.append([1])
+    world.disk.fail.clear()
+    with pytest.raises(BadRequest, match="a write failed in this session"):
+        world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
+    assert world.log.damaged == (IdRange(130, 130),)
+
+
 # ---- after a crash
 
 

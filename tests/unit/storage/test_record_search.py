@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.unit.storage.logs import BLANK, ROOT, fill_segment, make_run, new_disk, new_segment
+from waltz_core.errors import ReadFailed
 from waltz_core.record import GENESIS_CHAIN, RECORD_PREFIX
 from waltz_core.storage import record_search
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
@@ -95,6 +96,21 @@ def test_what_the_index_does_not_know_is_found_all_the_same():
     disk.flip(SEG, offset_of(5) + 40)
     disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
     assert search_of(disk)(3) == (4, offset_of(4))
+
+
+def test_where_records_are_lost_an_index_that_has_lost_offsets_ends_no_hole():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [20])
+    disk.make_unreadable(SEG, offset_of(3) + 40, offset_of(3) + 40)
+    file = Salvaged(disk.open(SEG))
+    file.pread(60, offset_of(3))
+    size = len(disk.content(SEG))
+    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=19).behind
+    assert behind(3, offset_of(3), size) is not None
+    disk.overwrite(IDX, SEGMENT_HEADER_BYTES + 8 * 12, bytes(8))
+    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=19).behind
+    with pytest.raises(ReadFailed, match="record 3: neither it nor the index behind it"):
+        behind(3, offset_of(3), size)
 
 
 def test_without_an_index_a_record_before_which_there_is_no_room_ends_no_hole():

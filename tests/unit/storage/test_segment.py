@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.storage.logs import (
+    BLANK,
     KEY,
     ROOT,
     fill_segment,
@@ -348,3 +349,21 @@ def test_a_header_that_is_wrong_is_told_with_its_file():
     disk.flip(SEG, 60)
     with pytest.raises(BadFormat, match=rf"{SEG.name}: segment header: expected zero"):
         open_segment(disk)
+
+
+def test_an_index_header_in_a_lost_or_given_up_block_is_written_anew_and_another_is_not_believed():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [100])
+    path = ROOT / segment_name(0, ".idx")
+    before = disk.content(path)
+    disk.make_unreadable(path, 0, 0)
+    assert open_segment(disk).next_id == 100
+    for content in (disk.content(path), bytes(128) + before[128:]):
+        disk.put(path, content)
+        open_segment(disk)
+        assert disk.content(path)[:128] == before[:128]
+        assert len(disk.content(path)) == len(before)
+    disk.put(path, BLANK._replace(first=999).encode() + before[128:])
+    disk.plan_read(2)  # the first of the two reads of its header
+    assert open_segment(disk).next_id == 0
+    assert disk.content(path) == before[:128]
