@@ -100,15 +100,15 @@ def test_what_the_index_does_not_know_is_found_all_the_same():
 
 def test_where_records_are_lost_an_index_that_has_lost_offsets_ends_no_hole():
     disk = new_disk()
-    fill_segment(new_segment(disk), [20])
+    fill_segment(new_segment(disk), [200])
     disk.make_unreadable(SEG, offset_of(3) + 40, offset_of(3) + 40)
     file = Salvaged(disk.open(SEG))
     file.pread(60, offset_of(3))
     size = len(disk.content(SEG))
-    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=19).behind
+    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).behind
     assert behind(3, offset_of(3), size) is not None
-    disk.overwrite(IDX, SEGMENT_HEADER_BYTES + 8 * 12, bytes(8))
-    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=19).behind
+    disk.overwrite(IDX, SEGMENT_HEADER_BYTES + 8 * 150, bytes(8))
+    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).behind
     with pytest.raises(ReadFailed, match="record 3: neither it nor the index behind it"):
         behind(3, offset_of(3), size)
 
