@@ -208,16 +208,19 @@ class SimFile:
             fault = Fault.FAILS  # rule 7
         disk.strike(fault, "write", self._path)
 
-    def give_up_lost(self, offset: int, size: int) -> None:
+    def give_up_lost(self, offset: int, size: int) -> bool:
         """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""
         self._check()
         inode = self._inode
         ends = {offset // SECTOR_BYTES, (offset + max(size, 1) - 1) // SECTOR_BYTES}
-        for start in sorted(sector * SECTOR_BYTES for sector in ends & inode.unreadable):
+        found = sorted(sector * SECTOR_BYTES for sector in ends & inode.unreadable)
+        for start in found:
             self._disk.strike(self._disk.step("punch", self._path), "punch", self._path)
-            lost = slice(start, start + SECTOR_BYTES)
-            inode.seen[lost] = bytes(len(inode.seen[lost]))
-            inode.touch(lost.start, lost.stop)
+            inode.seen[start : start + SECTOR_BYTES] = bytes(
+                min(SECTOR_BYTES, len(inode.seen) - start)
+            )
+            inode.touch(start, start + SECTOR_BYTES)
+        return bool(found)
 
     def sync(self) -> None:
         """Make the file's bytes and size durable (rules 1 and 4)."""

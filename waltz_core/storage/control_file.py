@@ -36,7 +36,7 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.record import PartitionId, SessionId, TransactionId
-from waltz_core.storage.disk import Disk, File, create_durably
+from waltz_core.storage.disk import Disk, File, create_durably, write_over
 from waltz_core.storage.format import (
     CONTROL_HEADER_BYTES,
     NEW_PARTITION_INFOS,
@@ -320,8 +320,7 @@ class SlotFile:
         slot = replace(slot, sequence=self.slot.sequence + 1)
         place = 1 - self._place
         assert place == _block_of(slot.sequence), "rule 4"
-        self._file.give_up_lost(SLOT_BLOCK_BYTES * place, SLOT_BYTES)
-        self._file.pwrite([slot.encode()], SLOT_BLOCK_BYTES * place)
+        write_over(self._file, slot.encode(), SLOT_BLOCK_BYTES * place)
         self._file.sync()
         self.slot, self.older, self._place = slot, self.slot, place
 

@@ -21,7 +21,8 @@ Rules:
     7. What is said to be read soon (`will_read`) is a hint: the system fetches it from the disk
        while others are still being named, many at a time. Nothing depends on it.
     8. Of a block that the disk does not give no part can be written either: the system would have
-       to read the rest. `give_up_lost` is the one call that takes what is left of such a block.
+       to read the rest. `give_up_lost` is the one call that takes what is left of such a block, and
+       is made when a write has failed for it (`write_over`).
 """
 
 import ctypes
@@ -62,10 +63,10 @@ class File(Protocol):
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
         """Write the parts one after the other from `offset` on."""
 
-    def give_up_lost(self, offset: int, size: int) -> None:
+    def give_up_lost(self, offset: int, size: int) -> bool:
         """Let the blocks at the ends of a range be zeros where they cannot be read (rule 8).
 
-        For what is known to be damaged, and is to be written over.
+        Return whether there are any.
         """
 
     def sync(self) -> None:
@@ -163,6 +164,16 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
             disk.sync_directory(directory)
         disk.rename(path, directory / name)
     disk.sync_directory(directory)
+
+
+def write_over(file: File, data: Buffer, offset: int) -> None:
+    """Write in place of bytes that may be lost (rule 8)."""
+    try:
+        file.pwrite([data], offset)
+    except DiskFailed:
+        if not file.give_up_lost(offset, len(data)):
+            raise
+        file.pwrite([data], offset)
 
 
 def remove_temporary(disk: Disk, directory: Path) -> None:
@@ -338,19 +349,21 @@ class RealFile:
         finally:
             self._leave()
 
-    def give_up_lost(self, offset: int, size: int) -> None:
+    def give_up_lost(self, offset: int, size: int) -> bool:
         """Punch the blocks at the ends of a range out that cannot be read; others are left alone.
 
         A file system that cannot do that leaves them, and the write tells.
         """
         fd = self._use()
+        found = False
         try:
             for block in {offset // _BLOCK_BYTES, (offset + max(size, 1) - 1) // _BLOCK_BYTES}:
                 if not _gives(fd, block * _BLOCK_BYTES):
-                    self._is_unsynced = True
+                    self._is_unsynced = found = True
                     _punch(fd, block * _BLOCK_BYTES)
         finally:
             self._leave()
+        return found
 
     def sync(self) -> None:
         """Wait for fdatasync. One that finds no room has lost what it was to write (rule 1)."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
 from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, TransactionId
-from waltz_core.storage.disk import Disk, File
+from waltz_core.storage.disk import Disk, File, write_over
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
@@ -67,13 +67,16 @@ class OffsetIndex:
             self.count = max(self.count, place + int(offsets.size))
 
     def write_over(self, place: int, offsets: I64) -> None:
-        """Write offsets as `write` does, in place of some that may not be readable."""
-        if offsets.size:
-            self._file.give_up_lost(_offset_place(place), OFFSET_BYTES * int(offsets.size))
-            with suppress(ReadFailed):
-                if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # in a block given up
-                    self._file.pwrite([self._header.encode()], 0)
-        self.write(place, offsets)
+        """Write offsets as `write` does, in place of some that may be lost."""
+        assert 0 <= place <= self.count
+        if not offsets.size:
+            return
+        self.is_dirty = True
+        write_over(self._file, offsets.astype(">i8").tobytes(), _offset_place(place))
+        self.count = max(self.count, place + int(offsets.size))
+        with suppress(ReadFailed):
+            if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # it was in a block given up
+                self._file.pwrite([self._header.encode()], 0)
 
     def add(self, offset: int) -> None:
         """Write the offset of one more record: for so few, arrays cost more than they save."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
 from waltz_core.raw_records import FEW, lengths_between, offsets_of
 from waltz_core.record import Chain, LineageEntry, PartitionId, TransactionId
-from waltz_core.storage.disk import Disk, File, create_durably
+from waltz_core.storage.disk import Disk, File, create_durably, write_over
 from waltz_core.storage.format import (
     SEGMENT_HEADER_BYTES,
     IdRange,
@@ -318,13 +318,12 @@ class Segment:
                 f"records {hole.first}..{hole.last}: expected {end - start} bytes, "
                 f"found {len(records)} for {count} records"
             )
-        file.give_up_lost(start, len(records))
-        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # it was in a block given up
-            file.pwrite([self._header.encode()], 0)
         if is_at_end:
             self.size_bytes = filled if whole else max(filled, end)
             file.truncate(self.size_bytes)
-        file.pwrite([records], start)
+        write_over(file, records, start)
+        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # it was in a block given up
+            file.pwrite([self._header.encode()], 0)
         starts = offsets_of(lengths) + start
         place = hole.first - self.first
         index.write_over(place, starts[:-1])
