@@ -212,15 +212,13 @@ class SimFile:
         """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""
         self._check()
         inode = self._inode
-        ends = {offset // SECTOR_BYTES, (offset + max(size, 1) - 1) // SECTOR_BYTES}
-        found = sorted(sector * SECTOR_BYTES for sector in ends & inode.unreadable)
-        for start in found:
+        ends = {offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES} & inode.unreadable
+        for start in sorted(sector * SECTOR_BYTES for sector in ends):
             self._disk.strike(self._disk.step("punch", self._path), "punch", self._path)
-            inode.seen[start : start + SECTOR_BYTES] = bytes(
-                min(SECTOR_BYTES, len(inode.seen) - start)
-            )
-            inode.touch(start, start + SECTOR_BYTES)
-        return bool(found)
+            lost = slice(start, start + SECTOR_BYTES)
+            inode.seen[lost] = bytes(len(inode.seen[lost]))
+            inode.touch(lost.start, lost.stop)
+        return bool(ends)
 
     def sync(self) -> None:
         """Make the file's bytes and size durable (rules 1 and 4)."""

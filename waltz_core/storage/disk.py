@@ -30,7 +30,6 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -357,7 +356,7 @@ class RealFile:
         fd = self._use()
         found = False
         try:
-            for block in {offset // _BLOCK_BYTES, (offset + max(size, 1) - 1) // _BLOCK_BYTES}:
+            for block in {offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES}:
                 if not _gives(fd, block * _BLOCK_BYTES):
                     self._is_unsynced = found = True
                     _punch(fd, block * _BLOCK_BYTES)
@@ -495,7 +494,7 @@ def _gives(fd: int, offset: int) -> bool:
             if error.errno not in _LOST:
                 return True
             if not is_last:
-                time.sleep(_SECOND_TRY_S)
+                threading.Event().wait(_SECOND_TRY_S)
         else:
             return True
     return False
