@@ -98,7 +98,7 @@ NOT_NEEDED = {
     "reading._note_damage#1": "the next read finds it again",
     "repair > covered_log.mark_acked > partition_log.mark_acked#2": "for what is lost "
     "beside a hole: this disk gives all that was synced (test_partition_log.py has another)",
-    "segments.fill > segment.fill#5": "an index that is wrong is mended by the next read",
+    "segments.fill > segment.fill#6": "an index that is wrong is mended by the next read",
 }
 # It is needed, and not before the next one: both are done before anything is told.
 ANY_ORDER = {
@@ -126,7 +126,7 @@ ANY_ORDER = {
     "after two removals finds them in any order, and the intent removes the rest",
     "recovery.open_segments > segment.remove#1": "as at the cut",
     "truncation.carry_out > segment.sync#2": "batches and the index",
-    "segments.fill > segment.fill#4": "records of a hole, whose damage is still noted",
+    "segments.fill > segment.fill#5": "records of a hole, whose damage is still noted",
 }
 
 
