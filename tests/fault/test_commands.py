@@ -31,6 +31,11 @@ COMMAND_S = 60
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     where = tmp_path_factory.mktemp("commands") / "waltz"
     with running(where, server_count=2, partition_count=2) as found:
+        hosts = found.connect.partition("/")[0]
+        # It is up when all partitions answer, which one server may own alone at first.
+        wait_until(
+            "both are there", lambda: done(found, "cluster", "list", hosts)[0]["servers"] == 2
+        )
         yield found
 
 
