@@ -155,6 +155,13 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         least=8,
         most=65_536,
     )
+    cached_bytes_max: int = _bytes(
+        16 * MIB,
+        "Of each file, how much of what was appended last the system's memory keeps once it is "
+        "synced; older bytes are given back. Too small: whoever is a little behind reads from the "
+        "disk. Too large: memory fills with what nobody reads, at the cost of new pages.",
+        least=0,
+    )
     reserve_bytes: int = _bytes(
         64 * MIB,
         "Space set aside, given back when the disk is full, so that repair and marks still work. "

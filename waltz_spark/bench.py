@@ -39,6 +39,7 @@ from waltz_spark.rows import read_schema
 
 PARTITION = 0
 ROUNDS = 3
+TABLE_TASKS_MIN, TABLE_TASK_ROWS = 4, 125_000  # a task's rows fit in memory, however many there are
 BATCH_ROWS, BATCH_BYTES, BATCH_COUNT = 8_192, 8 * 1024 * 1024, 16
 
 
@@ -153,7 +154,9 @@ def _table(spark: SparkSession, load: Load, rows: int | None = None) -> DataFram
     locks = [lock(f"bench{number}", "id") for number in range(load.lock_count)]
     digest = F.sha2(F.col("id").cast("string"), 512)  # 128 characters
     payload = F.substring(F.repeat(digest, load.payload_bytes // 128 + 1), 1, load.payload_bytes)
-    return spark.range(0, rows or load.rows, numPartitions=4).select(
+    count = rows or load.rows
+    tasks = max(TABLE_TASKS_MIN, -(-count // TABLE_TASK_ROWS))
+    return spark.range(0, count, numPartitions=tasks).select(
         payload.cast("binary").alias("data"),
         F.array(*locks).alias("append_locks"),
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from random import Random
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ class Log:
     @contextlib.contextmanager
     def reader(self, session_id=5, last=COUNT - 1):
         replicas = ReplicaSet(KEY.bytes, PARTITION_COUNT, session_id, last, (self.address,))
-        made = ReplicaReader(0, replicas, self.server, timeout_s=10.0, random=Random(1))
+        made = ReplicaReader(0, replicas, self.server, first=0, timeout_s=10.0)
         try:
             yield made
         finally:

@@ -508,8 +508,8 @@ class AsyncWaltzClient(OpenedByConnect):
             partition_id,
             replicas or NO_REPLICAS,
             from_server,
+            first=query.first,
             timeout_s=self.config.dial_timeout_ms / 1000,
-            random=self.random,
             ssl=self._ssl,
         )
         try:

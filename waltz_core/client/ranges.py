@@ -17,6 +17,8 @@ Rules:
        (`nearby.py`); where that fails, it sends them like any other.
     8. To greet takes a storage no disk: one that has not done so within `GREETING_S` may be frozen,
        and another is asked. For the last one, and for records, the whole time is waited.
+    9. Reads from different ids begin at different replicas, and one that is made again begins at
+       the same: it finds in the system's memory what the last one had read from the disk.
 """
 
 import asyncio
@@ -368,8 +370,8 @@ class ReplicaReader:
         replicas: ReplicaSet,
         fallback: Fetch,
         *,
+        first: TransactionId,
         timeout_s: float,
-        random: Random,
         ssl: SSLContext | None = None,
     ) -> None:
         self._partition_id = partition_id
@@ -377,9 +379,9 @@ class ReplicaReader:
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._ssl = ssl
-        # Readers of one range each begin at another replica; rule 6.
+        # Rules 6 and 9.
         self._addresses = list(replicas.replicas)
-        random.shuffle(self._addresses)
+        Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
         self._addresses.sort(key=lambda each: each not in replicas.nearby)
         self._link: ReplicaLink | None = None
         self._nearby: Nearby | None = None  # the storage at the other end, if it is here

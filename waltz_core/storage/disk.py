@@ -10,12 +10,11 @@ Rules:
     2. What is durable is said: only `File.sync` and `sync_directory` make it so.
     3. A write is complete or raises; a short write is carried on.
     4. A file comes into being whole: `create_durably` writes it under another name first.
-    5. A real disk has so many descriptors open as it was told, over all files and threads: the one
-       that was not used for longest is closed, and opened again when its file is used. One whose
-       file is locked stays open, since the lock would go with it; so does one whose file has writes
-       that are not synced, since the error of a failed write-back is told to those only who had the
-       file open. These may be more than it was told. A file that may be lost at any time
-       (`is_dispensable`) is never synced, and is closed like any other: nobody asks for its errors.
+    5. A real disk has so many descriptors open as it was told (`descriptors.py`). One whose file is
+       locked stays open, since the lock would go with it; so does one whose file has writes that
+       are not synced, since the error of a failed write-back is told to those only who had the file
+       open. A file that may be lost at any time (`is_dispensable`) is never synced, and is closed
+       like any other: nobody asks for its errors.
     6. A file that is closed while another thread uses it keeps its descriptor until that call has
        ended: the system would give the number to the next file that is opened.
     7. What is said to be read soon (`will_read`) is a hint: the system fetches it from the disk
@@ -23,6 +22,8 @@ Rules:
     8. Of a block that the disk does not give no part can be written either: the system would have
        to read the rest. `give_up_lost` is the one call that takes what is left of such a block, and
        is made when a write has failed for it (`write_over`).
+    9. Of what was written to a real file and synced, the system's memory keeps the newest part
+       (`page_cache.py`).
 """
 
 import ctypes
@@ -36,6 +37,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
+from waltz_core.storage.descriptors import Descriptors
+from waltz_core.storage.page_cache import KEPT_BYTES, Tail
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
@@ -210,60 +213,6 @@ def _typed(error: OSError, what: str, path: Path, *, may_be_full: bool = True) -
     return DiskFailed(message)
 
 
-class _Descriptors:
-    """The open descriptors of one disk, and which of them may be closed (rule 5).
-
-    Whoever calls has the lock.
-    """
-
-    def __init__(self, count_max: int) -> None:
-        assert count_max > 0
-        self.lock = threading.Lock()
-        self._count = 0
-        self._count_max = count_max
-        self._idle: dict[RealFile, None] = {}  # those that may be closed, the longest unused first
-
-    def open(self, path: Path, flags: int) -> int:
-        """Open one more, which is in use."""
-        self._make_room(1)
-        fd = os.open(path, flags, 0o644)
-        self._count += 1
-        return fd
-
-    def use(self, file: "RealFile") -> None:
-        """Keep a file open until it is left."""
-        self._idle.pop(file, None)
-
-    def leave(self, file: "RealFile", *, is_kept: bool) -> None:
-        """Let a file be closed when another needs its place, unless it is to be kept open."""
-        if not is_kept:
-            self._idle[file] = None
-        self._make_room(0)
-
-    def close(self, file: "RealFile", fd: int) -> None:
-        """Close a file's descriptor."""
-        self._idle.pop(file, None)
-        self._count -= 1
-        os.close(fd)
-
-    @contextmanager
-    def one_beside(self) -> Iterator[None]:
-        """Leave room for one descriptor that is no file's; takes the lock itself."""
-        with self.lock:
-            self._make_room(1)
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._count -= 1
-
-    def _make_room(self, wanted: int) -> None:
-        while self._count + wanted > self._count_max and self._idle:
-            with suppress(OSError):  # all that was written is synced, so nothing can be lost
-                next(iter(self._idle)).release()
-
-
 class RealFile:
     """A file of the operating system. One thread at a time uses it; any may close it meanwhile.
 
@@ -280,6 +229,7 @@ class RealFile:
         "_is_unsynced",
         "_is_used",
         "_path",
+        "_tail",
     )
 
     def __init__(
@@ -287,8 +237,9 @@ class RealFile:
         path: Path,
         *,
         create: bool,
-        descriptors: _Descriptors,
+        descriptors: Descriptors,
         is_dispensable: bool = False,
+        cached_bytes_max: int = KEPT_BYTES,
     ) -> None:
         self._path = path
         self._descriptors = descriptors
@@ -297,6 +248,7 @@ class RealFile:
         self._is_locked = False
         self._is_unsynced = False
         self._is_used = False
+        self._tail = Tail(cached_bytes_max)
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         try:
             with descriptors.lock:
@@ -337,10 +289,12 @@ class RealFile:
             if len(parts) == 1:
                 size = memoryview(parts[0]).nbytes
                 if os.pwritev(fd, parts, offset) == size:
+                    self._tail.wrote(offset, size)
                     return  # it nearly always is so; what was written of more is written again
             left = [memoryview(part).cast("B") for part in parts if len(part)]
             while left:
                 written = os.pwritev(fd, left[:_VECTOR_MAX], offset)
+                self._tail.wrote(offset, written)
                 offset += written
                 left = _after(left, written)
         except OSError as error:
@@ -370,6 +324,9 @@ class RealFile:
         try:
             os.fdatasync(fd)
             self._is_unsynced = False
+            old = self._tail.take_old()
+            if old is not None:
+                _give_back(fd, *old)
         except OSError as error:
             raise _typed(error, "syncing", self._path, may_be_full=False) from error
         finally:
@@ -507,6 +464,12 @@ def _punch(fd: int, offset: int) -> None:
         call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
 
 
+def _give_back(fd: int, start: int, size: int) -> None:
+    """Have the system forget what is on the disk; a file system that cannot do that keeps it."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
+
+
 def _advise(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -523,13 +486,20 @@ def _advise(path: str) -> None:
 class RealDisk:
     """The file system of this machine, with so many of its files open at one time (rule 5)."""
 
-    def __init__(self, open_files_max: int = OPEN_FILES_MAX) -> None:
-        self.descriptors = _Descriptors(open_files_max)
+    def __init__(
+        self, open_files_max: int = OPEN_FILES_MAX, *, cached_bytes_max: int = KEPT_BYTES
+    ) -> None:
+        self.descriptors = Descriptors(open_files_max)
+        self._cached_bytes_max = cached_bytes_max
 
     def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
         """Open a file for reading and writing."""
         return RealFile(
-            path, create=create, descriptors=self.descriptors, is_dispensable=is_dispensable
+            path,
+            create=create,
+            descriptors=self.descriptors,
+            is_dispensable=is_dispensable,
+            cached_bytes_max=self._cached_bytes_max,
         )
 
     def exists(self, path: Path) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Collection
 from dataclasses import replace
-from random import Random
 
 import numpy as np
 import pytest
@@ -252,7 +251,7 @@ def asked_for_a_range(
     nearby: tuple[str, ...],
     *,
     down: Collection[str] = (),
-    seed: int = 0,
+    first: int = 10,
 ) -> list[str]:
     """Return who was asked for 10..14, in order, "server" for the server."""
     asked: list[str] = []
@@ -282,7 +281,7 @@ def asked_for_a_range(
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS, nearby)
-        reader = ReplicaReader(P, replicas, from_server, timeout_s=5, random=Random(seed))
+        reader = ReplicaReader(P, replicas, from_server, first=first, timeout_s=5)
         for _ in range(2):
             assert (await reader.fetch(QUERY)).next == 15
 
@@ -292,12 +291,19 @@ def asked_for_a_range(
 
 
 def test_a_replica_nearby_is_asked_before_the_others(monkeypatch: pytest.MonkeyPatch):
-    for seed in range(20):
-        assert asked_for_a_range(monkeypatch, ("s3:1",), seed=seed) == ["s3:1"]
-    both = {asked_for_a_range(monkeypatch, ("s1:1", "s3:1"), seed=seed)[0] for seed in range(20)}
-    assert both == {"s1:1", "s3:1"}  # they share the work
-    anyone = {asked_for_a_range(monkeypatch, (), seed=seed)[0] for seed in range(40)}
+    for first in range(20):
+        assert asked_for_a_range(monkeypatch, ("s3:1",), first=first) == ["s3:1"]
+    near = ("s1:1", "s3:1")
+    both = {asked_for_a_range(monkeypatch, near, first=first)[0] for first in range(20)}
+    assert both == set(near)  # they share the work
+    anyone = {asked_for_a_range(monkeypatch, (), first=first)[0] for first in range(40)}
     assert anyone == set(REPLICAS)
+
+
+def test_a_read_that_is_made_again_asks_the_same_replica(monkeypatch: pytest.MonkeyPatch):
+    for first in range(20):
+        once = asked_for_a_range(monkeypatch, (), first=first)
+        assert asked_for_a_range(monkeypatch, (), first=first) == once
 
 
 def test_without_those_nearby_the_others_are_asked_and_then_the_server(
@@ -343,7 +349,7 @@ def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
-        reader = ReplicaReader(P, replicas, from_server, timeout_s=2, random=Random(1))
+        reader = ReplicaReader(P, replicas, from_server, first=10, timeout_s=2)
         assert (await reader.fetch(QUERY)).next == 15
 
     monkeypatch.setattr(ReplicaLink, "open", open_link)

@@ -1,6 +1,8 @@
 """The real disk and its twin: the same calls, the same answers, and no error of the system's."""
 
+import ctypes
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from waltz_core.sim.crash import Platter, RecordingDisk, survivals
 from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import disk as disk_module
 from waltz_core.storage.disk import RealDisk, create_durably, remove_temporary
+from waltz_core.storage.page_cache import STEP_BYTES
 
 
 @pytest.fixture(params=["real", "twin"])
@@ -516,3 +519,60 @@ def test_the_last_of_several_files_has_its_name_only_when_the_others_have_theirs
             seen.add(frozenset(names & {"a", "b", "c"}))
             assert "c" not in names or {"a", "b"} <= names
     assert {frozenset("a"), frozenset("b"), frozenset("abc")} <= seen
+
+
+# ---- what the system's memory keeps
+
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize("can_do_it", [True, False])
+def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
+    tmp_path, monkeypatch, can_do_it
+):
+    told = []
+
+    def advise(_, start, size, advice):
+        told.append((start + size, advice))
+        if not can_do_it:
+            raise OSError(errno.EINVAL, "not here")
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    file = RealDisk(cached_bytes_max=4 * MIB).open(tmp_path / "f", create=True)
+    piece = os.urandom(MIB)
+    for number in range(8):
+        file.pwrite([piece[:10], piece[10:]] if number % 2 else [piece], number * MIB)
+        assert len(told) == max(0, number - 4)  # nothing before it is synced
+        file.sync()
+    assert told == [(number * MIB, os.POSIX_FADV_DONTNEED) for number in range(1, 5)]
+    assert file.pread(8 * MIB, 0) == 8 * piece
+    file.close()
+
+
+def test_the_system_does_give_old_parts_back(tmp_path):
+    """In pieces that no folio fits, on the disk that the tests run on."""
+    kept, size = MIB, 1_088_001
+    file = RealDisk(cached_bytes_max=kept).open(tmp_path / "f", create=True)
+    for number in range(32):
+        file.pwrite([os.urandom(size)], number * size)
+        file.sync()
+    file.close()
+    there = pages_in_memory(tmp_path / "f")
+    if all(there):
+        pytest.skip("a file system in memory")
+    assert there[-1]
+    # Less than a step is not given back, nor is a folio in which a step ends.
+    assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
+
+
+def pages_in_memory(path):
+    """Say of each page whether the system has it, without a read that would fetch it."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        first = ctypes.c_char.from_buffer(mapped)
+        found = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        failed = ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), found)
+        del first  # else the mapping could not be closed
+    assert not failed
+    return [bool(each & 1) for each in found]
