@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from waltz_core.record import BEFORE_FIRST
 from waltz_core.replication.recovery import Recovery
 from waltz_core.sim.run import run
 from waltz_core.sim.schedule import Schedule
-from waltz_core.storage import record_search
+from waltz_core.storage import record_search, recovery
 from waltz_core.storage.partition_log import PartitionLog
 from waltz_core.storage.segments import Segments
 
@@ -76,3 +77,17 @@ def test_records_whose_batch_has_rotted_with_them_are_mended(monkeypatch):
     assert run(schedule).is_good
     monkeypatch.setattr(Segments, "prove", lambda *_: False)
     assert run(schedule).rule == "Converged"
+
+
+def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_goes_on(monkeypatch):
+    """A failed sync had ended its file; with it went what two of three had acknowledged."""
+    schedule = Schedule.from_json((KEPT / "610000134.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good
+    recover = recovery._Opening.recover_records
+
+    def by_the_last_file_alone(self, segments):
+        self._passed = BEFORE_FIRST
+        recover(self, segments)
+
+    monkeypatch.setattr(recovery._Opening, "recover_records", by_the_last_file_alone)
+    assert run(schedule).rule == "DecisionCovers"

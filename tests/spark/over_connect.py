@@ -24,7 +24,7 @@ from chispa import assert_df_equality
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
 from tests.fault.load import wait_until
@@ -320,6 +320,20 @@ def test_streams_in_and_out(
     assert (results / "batch=0" / "_SUCCESS").exists()
 
 
+def started(writer: DataStreamWriter) -> StreamingQuery:
+    """Start a query with a Python function; once more where Spark does not get its worker.
+
+    It waits ten seconds for a Python process beside the server, which no setting makes longer: too
+    short for a machine that stands still for a moment.
+    """
+    try:
+        return writer.start()
+    except PySparkException as error:
+        if "Python worker failed to connect back" not in str(error):
+            raise
+    return writer.start()
+
+
 def test_foreach_batch_is_written_once(
     spark: SparkSession, connect: str, marks: dict[int, int], tmp_path: Path
 ) -> None:
@@ -340,7 +354,7 @@ def test_foreach_batch_is_written_once(
         stream = spark.readStream.schema("data string").parquet(str(tmp_path / "in"))
         writer = stream.writeStream.foreachBatch(settle)
         writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
-        return writer.trigger(availableNow=True).start()
+        return started(writer.trigger(availableNow=True))
 
     with pytest.raises(PySparkException, match="after the write"):
         run().awaitTermination(120)

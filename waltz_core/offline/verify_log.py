@@ -67,7 +67,8 @@ class _LogCheck:
         if not self._firsts:
             return self._seen
         if self._belief.slot is not None or has_batches(self._directory):
-            self._vouched = max(self._vouched, self._vouched_by_entries(self._firsts[-1]))
+            by_entries = self._vouched_by_entries(self._firsts[-1])
+            self._vouched = max(self._vouched, by_entries, self._passed_batches())
             slot = self._belief.slot
             if slot is not None and slot.flags & TRUNCATE:
                 # What an entry above the cut says is true, and does not count any more.
@@ -138,6 +139,19 @@ class _LogCheck:
             header = header_of(file)
             entries = (one.batch for one in batches_of(file, header.segment_crc))
             return max((one.synced for one in entries if not one.wrong), default=-1)
+
+    def _passed_batches(self) -> int:
+        """Return the end of the last right batch in an older segment: all there was synced."""
+        for first, next_first in zip(self._firsts[-2::-1], self._firsts[:0:-1], strict=True):
+            path = segment_path(self._directory, first, ".chn")
+            if not path.exists():
+                continue
+            with OpenFile(path) as file:
+                entries = (one.batch for one in batches_of(file, header_of(file).segment_crc))
+                right = [one.last for one in entries if not one.wrong and one.last < next_first]
+            if right:
+                return max(right)
+        return -1
 
     # ---- names
 

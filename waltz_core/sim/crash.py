@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from waltz_core.errors import DiskFailed, NoSpace
-from waltz_core.sim.disk import SECTOR_BYTES, Contents, SimDisk
+from waltz_core.sim.disk import Contents, SimDisk
+from waltz_core.sim.inode import SECTOR_BYTES
 from waltz_core.storage.disk import make_with_parents
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class RecordingFile:
         self._number = number
         self._path = path
         self.pread = file.pread
+        self.drop_cached = file.drop_cached
         self.give_up_lost = file.give_up_lost
         self.size = file.size
         self.lock_range = file.lock_range

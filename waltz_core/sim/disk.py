@@ -16,22 +16,23 @@ Rules:
     6. A disk that lies says that it has synced what it has not.
     7. A sector that cannot be read stays so until it is given up, cut away or written whole: not
        in part, as a system would have to read the rest of it.
+    8. What is not dirty may be forgotten at any time, and is read from the platter from then on.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
+from waltz_core.sim.inode import SECTOR_BYTES, Inode
 
 if TYPE_CHECKING:
     from random import Random
 
     from waltz_core.storage.disk import Buffer, File
 
-SECTOR_BYTES: Final = 512
 FREE_BYTES: Final = 1 << 40  # of a disk without limit
 Struck = Callable[[], None]
 
@@ -69,74 +70,15 @@ class _Plan(NamedTuple):
     struck: Struck | None
 
 
-@dataclass(slots=True, eq=False)
-class _Inode:
-    """One file's contents, seen and on the platter."""
-
-    seen: bytearray = field(default_factory=bytearray)
-    kept: bytearray = field(default_factory=bytearray)
-    dirty: set[int] = field(default_factory=set)
-    unreadable: set[int] = field(default_factory=set)
-    locked_by: "SimFile | None" = None
-
-    def touch(self, start: int, end: int) -> None:
-        if start >= end:
-            return
-        first, last = start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES
-        if first == last:
-            self.dirty.add(first)
-        else:
-            self.dirty.update(range(first, last + 1))
-        if self.unreadable:
-            self.unreadable.difference_update(range(-(-start // SECTOR_BYTES), end // SECTOR_BYTES))
-
-    def up_to_lost(self, offset: int, data: bytes) -> bytes:
-        """Return how much of a write goes through (rule 7)."""
-        end = offset + len(data)
-        ends = {offset // SECTOR_BYTES, (end - 1) // SECTOR_BYTES} & self.unreadable
-        for start in sorted(sector * SECTOR_BYTES for sector in ends):
-            if start < offset or end < start + SECTOR_BYTES:
-                return data[: max(0, start - offset)]
-        return data
-
-    def resize(self, size: int) -> None:
-        old = len(self.seen)
-        if size < old:
-            del self.seen[size:]
-            self.dirty = {one for one in self.dirty if one * SECTOR_BYTES < size}
-            self.unreadable = {one for one in self.unreadable if one * SECTOR_BYTES < size}
-        else:
-            self.seen.extend(bytes(size - old))
-            # What is grown over reads as zeros on the platter too, whatever lay there before.
-            self.touch(old, size)
-
-    def carry_over(self, sectors: Iterable[int], size: int) -> None:
-        """Bring sectors, in any order, and a size to the platter (rule 3)."""
-        kept, seen = self.kept, self.seen
-        if len(kept) < size:
-            kept.extend(bytes(size - len(kept)))
-        elif len(kept) > size:
-            del kept[size:]
-        end_max = min(len(seen), size)
-        for sector in sectors:
-            start = sector * SECTOR_BYTES
-            end = start + SECTOR_BYTES
-            if end > end_max:
-                end = end_max
-                if start >= end:
-                    continue
-            kept[start:end] = seen[start:end]
-
-
 @dataclass(frozen=True, slots=True)
 class _NameChange:
     """A name came, went or moved: `target` is the name of `inode` now, or of nothing."""
 
     target: Path
-    inode: _Inode | None = None
+    inode: Inode | None = None
     source: Path | None = None
 
-    def apply(self, names: dict[Path, _Inode]) -> None:
+    def apply(self, names: dict[Path, Inode]) -> None:
         if self.source is not None:
             names.pop(self.source, None)
         if self.inode is None:
@@ -149,7 +91,7 @@ class SimFile:
     """An open file of a `SimDisk`."""
 
     def __init__(
-        self, disk: "SimDisk", path: Path, inode: _Inode, *, is_dispensable: bool = False
+        self, disk: "SimDisk", path: Path, inode: Inode, *, is_dispensable: bool = False
     ) -> None:
         self._disk = disk
         self._path = path
@@ -207,6 +149,11 @@ class SimFile:
         if fault is None and len(data) < len(whole):
             fault = Fault.FAILS  # rule 7
         disk.strike(fault, "write", self._path)
+
+    def drop_cached(self, offset: int, size: int) -> None:
+        """See what is on the platter, of what is synced (rule 8)."""
+        self._check()
+        self._inode.drop_cached(offset, size)
 
     def give_up_lost(self, offset: int, size: int) -> bool:
         """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""
@@ -301,8 +248,8 @@ class SimDisk:
         self._call_plans: list[tuple[Collection[str], _Plan]] = []
         self.read_plans: dict[int, Struck | None] = {}  # by read
         self.is_off = False
-        self._names: dict[Path, _Inode] = {}
-        self._kept_names: dict[Path, _Inode] = {}
+        self._names: dict[Path, Inode] = {}
+        self._kept_names: dict[Path, Inode] = {}
         self._journal: list[_NameChange] = []  # what is not durable yet, oldest first
         self._directories: set[Path] = set()
 
@@ -316,7 +263,7 @@ class SimDisk:
             if not create:
                 raise DiskFailed(f"opening {path}: no such file")
             self.strike(self.step("create", path), "create", path)
-            inode = _Inode()
+            inode = Inode()
             self._change(_NameChange(path, inode))
         return SimFile(self, path, inode, is_dispensable=is_dispensable)
 
@@ -445,6 +392,17 @@ class SimDisk:
             if offset < len(content):
                 content[offset] ^= mask
 
+    def rot_unseen(self, path: Path, offset: int, mask: int = 1) -> None:
+        """Let bits rot on the platter, whose right content is still in memory (rule 8)."""
+        kept = self._names[path].kept
+        if offset < len(kept):
+            kept[offset] ^= mask
+
+    def drop_all_cached(self) -> None:
+        """Let the system have other use for all its memory (rule 8)."""
+        for inode in self._names.values():
+            inode.drop_cached(0, len(inode.seen))
+
     def stop_lying(self) -> None:
         """Bring to the platter what was said to be there."""
         self.is_lying = False
@@ -481,7 +439,7 @@ class SimDisk:
     def become(self, contents: Contents) -> None:
         """Put a backup, or nothing, in the place of all that is here; nobody has a file open."""
         self._names = {
-            path: _Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
+            path: Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
         }
         self._kept_names = dict(self._names)
         self._directories = set(contents.directories)
@@ -498,7 +456,7 @@ class SimDisk:
     def put(self, path: Path, content: bytes) -> None:
         """Write a file whole and durable, as if it had been there before."""
         self._directories.update(path.parents)
-        inode = _Inode(bytearray(content), bytearray(content))
+        inode = Inode(bytearray(content), bytearray(content))
         self._names[path] = self._kept_names[path] = inode
 
     def files(self) -> dict[Path, bytes]:
@@ -557,7 +515,7 @@ class SimDisk:
         if fault is Fault.FAILS:
             raise DiskFailed(f"{what} {path}: input/output error")
 
-    def room_for(self, inode: _Inode, size: int) -> int:
+    def room_for(self, inode: Inode, size: int) -> int:
         """Return the bytes that would still be free with a file of `size`; below 0 if too few."""
         growth = size - len(inode.seen)
         if self.capacity_bytes is None or growth <= 0:
@@ -582,7 +540,7 @@ def _sector_floor(offset: int) -> int:
     return offset // SECTOR_BYTES * SECTOR_BYTES
 
 
-def _lose(inode: _Inode, survival: Survival, rng: "Random") -> None:
+def _lose(inode: Inode, survival: Survival, rng: "Random") -> None:
     """Settle what is on the platter of one file, and show that."""
     sectors = sorted(inode.dirty)
     sizes = sorted((len(inode.kept), len(inode.seen)))

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.lock_blocks import LogEnd, encode
 from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
 from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.disk import SECTOR_BYTES, Contents, SimDisk, Survival
+from waltz_core.sim.disk import Contents, SimDisk, Survival
 from waltz_core.sim.disk import Fault as DiskFault
+from waltz_core.sim.inode import SECTOR_BYTES
 from waltz_core.sim.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
 from waltz_core.sim.striking import any_storage, counted, keep_down
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME
@@ -202,6 +203,21 @@ def rot(cluster: SimCluster, rng: "Random") -> bool:
             storage.disk.flip(path, rng.randrange(size), 1 << rng.randrange(8))
 
     return _spoil(cluster, rng, flip)
+
+
+def unseen_rot(cluster: SimCluster, rng: "Random") -> bool:
+    """A bit flips on the platter, of what the system has in memory as it was."""
+
+    def flip(storage: SimStorage, path: Path, size: int) -> None:
+        storage.disk.rot_unseen(path, rng.randrange(size), 1 << rng.randrange(8))
+
+    return _spoil(cluster, rng, flip)
+
+
+def memory_pressure(cluster: SimCluster, rng: "Random") -> bool:
+    """The system of a storage forgets all that it can read from the disk again."""
+    any_storage(cluster, rng).disk.drop_all_cached()
+    return True
 
 
 def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:

@@ -83,6 +83,8 @@ KINDS: Final[dict[str, Strike]] = {
         disk_faults.swap_disks,
         disk_faults.lying_disk,
         disk_faults.rot,
+        disk_faults.unseen_rot,
+        disk_faults.memory_pressure,
         disk_faults.zeroed_page,
         disk_faults.misdirected_write,
         disk_faults.stale_page,
@@ -118,6 +120,7 @@ WEIGHTS: Final[dict[str, int]] = {
     "roll_back_disk": 10,
     "lying_disk": 8,
     "rot": 8,
+    "unseen_rot": 8,
     "zeroed_page": 8,
     "misdirected_write": 8,
     "stale_page": 8,
@@ -160,6 +163,7 @@ THEMES: Final = (
     "strand_owner",
     "swap_disks",
     "take_snapshot",
+    "unseen_rot",
     "zeroed_page",
 )
 _BESIDE: Final = (
@@ -168,6 +172,7 @@ _BESIDE: Final = (
     "cut_link",
     "kill_server",
     "kill_storage",
+    "memory_pressure",
     "move_partition",
     "power_loss",
     "restart_loop",

@@ -24,6 +24,8 @@ Rules:
        is made when a write has failed for it (`write_over`).
     9. Of what was written to a real file and synced, the system's memory keeps the newest part
        (`page_cache.py`).
+   10. What is wrong on the disk alone is not seen as long as the system has the right bytes in its
+       memory. So whoever reads to find that has these dropped first (`drop_cached`); a hint, too.
 """
 
 import ctypes
@@ -64,6 +66,9 @@ class File(Protocol):
 
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
         """Write the parts one after the other from `offset` on."""
+
+    def drop_cached(self, offset: int, size: int) -> None:
+        """Have bytes that are synced read from the disk the next time (rule 10)."""
 
     def give_up_lost(self, offset: int, size: int) -> bool:
         """Let the blocks at the ends of a range be zeros where they cannot be read (rule 8).
@@ -299,6 +304,14 @@ class RealFile:
                 left = _after(left, written)
         except OSError as error:
             raise _typed(error, "writing", self._path) from error
+        finally:
+            self._leave()
+
+    def drop_cached(self, offset: int, size: int) -> None:
+        """Give pages back; what was not synced is written first, or stays (rule 10)."""
+        fd = self._use()
+        try:
+            _give_back(fd, offset, size)
         finally:
             self._leave()
 

@@ -11,6 +11,8 @@ Rules:
        good as wrong, and rules 1 to 3 hold for it. Each error is kept until somebody tells it.
     5. A reader of this machine may be told where records lie instead. Then rule 1 is his: what he
        finds wrong he asks for again, and does not get (`client/nearby.py`).
+    6. Whoever reads to find damage has the system drop the records first: what it has in memory
+       may be right where the disk is not.
 """
 
 from collections.abc import Callable, Sequence
@@ -196,9 +198,12 @@ class LogReader:
             self._errors.append(str(error))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Read records from an id on, note damage, return the next id."""
+        """Read records from an id on, off the disk, note damage, return the next id (rule 6)."""
+        last = self._segments.last
+        with suppress(*_WRONG):  # what is wrong with the index is found by the read
+            self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
         try:
-            read = self.read_range(first, self._segments.last, bytes_max, whole_batches=False)
+            read = self.read_range(first, last, bytes_max, whole_batches=False)
         except ChecksumMismatch:
             for one in self._slots.slot.damaged:
                 if one.first <= first <= one.last:

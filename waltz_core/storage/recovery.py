@@ -5,9 +5,9 @@ place where the bytes of a replica are judged without a session.
 
 Rules:
     1. The intent of a truncation is carried out before anything is judged.
-    2. Nothing is ever cut that is known to have been synced: up to the acked marker, and up to what
-       a later batch's entry says. What is wrong there is damage, and what is missing makes the
-       replica suspect.
+    2. Nothing is ever cut that is known to have been synced: up to the acked marker, up to what
+       a later batch's entry says, and up to the last batch of the older segments. What is wrong
+       there is damage, and what is missing makes the replica suspect.
     3. Above that, a record counts when its batch is whole, its entry is there and the chain holds;
        a crash may leave any sectors of the rest, and nobody was told that it is there.
     4. A directory that an original has written to since we did is adopted, and not suspect: its
@@ -221,6 +221,7 @@ class _Opening:
         acked = slot.acked.transaction_id
         self._marker = info.local_low_water_mark if self._is_overtaken else acked
         self._vouched = self._marker
+        self._passed = BEFORE_FIRST  # the end of the last batch in an older segment
 
     def may_fall_back(self) -> bool:
         """Whether it may still be the older slot that counts after a crash in this opening.
@@ -312,6 +313,9 @@ class _Opening:
             # What a file was given up with may be back: its cut was never synced.
             lineage.cut(lineage.place_of(next_first))
             chain = lineage.chain_at(lineage.count)
+            end = lineage.entry(lineage.count - 1) if lineage.count else None
+        if end is not None:
+            self._passed = end.last
         if segment.next_id != next_first or not segment.is_plausible():
             self._implausible.add(segment.first)
         segment.close()
@@ -329,7 +333,8 @@ class _Opening:
         """Read what the marker does not vouch for, cut a torn tail, note damage (rule 2)."""
         lineage = segments.current.lineage
         after = lineage.place_of(TransactionId(self._marker + 1))
-        self._vouched = max(self._marker, lineage.vouched(after))
+        # The marker moves at a roll, but not where a log goes on in a new file after a failure.
+        self._vouched = max(self._marker, self._passed, lineage.vouched(after))
         if self.slot.truncate is not None:
             # What an entry above the cut says is true, and does not count any more (rule 1).
             self._vouched = min(self._vouched, self.slot.truncate.last_to_keep)

@@ -393,6 +393,11 @@ class Segment:
         # Bytes that are missing read as zeros, which are no records: the caller's check tells.
         return data.ljust(size, b"\0"), lengths_between(offsets)
 
+    def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
+        """Have the bytes of records first..last read from the disk the next time."""
+        offsets = self.bounds(first, last)
+        self._opened()[0].drop_cached(int(offsets[0]), int(offsets[-1] - offsets[0]))
+
     # ---- after a crash
 
     def is_plausible(self) -> bool:

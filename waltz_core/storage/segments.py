@@ -342,6 +342,13 @@ class Segments:
             return runs[0], lengths[0]
         return b"".join(runs), np.concatenate(lengths)
 
+    def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
+        """Have the bytes of first..last read from the disk the next time."""
+        while first <= last:
+            segment = self._holding(first)
+            segment.drop_cached(first, min(last, segment.last))
+            first = TransactionId(segment.next_id)
+
     def places(self, first: TransactionId, last: TransactionId) -> tuple[list[Place], I64]:
         """Return where the bytes of first..last lie, and their lengths, by the index alone."""
         places: list[Place] = []

@@ -399,6 +399,25 @@ def test_what_is_vouched_for_in_the_last_segment_is_no_torn_tail(tmp_path):
     assert wrong[0].endswith("; not listed as damaged")
 
 
+def test_a_batch_in_front_of_a_file_in_which_a_log_went_on_is_no_torn_one(tmp_path):
+    """No marker has moved where a failed sync ended the older file; what it holds was synced."""
+    world = some_world(segment_bytes_max=100_000)
+    for _ in range(3):
+        world.append([1])
+        world.sync()
+    world.append([1])
+    world.disk.plan(world.disk.step_count + 1, Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        world.sync()
+    world.log.prepare(world.session + 1, bytes(16))
+    directory = spill(world.disk, tmp_path)
+    assert len(segments(directory)) == 2
+    assert found(directory)[0] == []
+    flip(seg(directory, 0, ".chn"), 64 + 64 * 8 + 5)
+    wrong, _ = found(directory)
+    assert [one.partition(": ")[0] for one in wrong] == [f"{ONE}.chn at {64 + 64 * 8}"]
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_what_is_behind_the_end_of_a_file_is_a_fault_in_a_closed_log_only(tmp_path, is_closed):
     """A file that a failed write has ended may have its tail back: that cut was never synced."""

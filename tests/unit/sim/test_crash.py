@@ -26,7 +26,8 @@ from waltz_core.sim.crash import (
     sync_places,
     without,
 )
-from waltz_core.sim.disk import SECTOR_BYTES, Fault
+from waltz_core.sim.disk import Fault
+from waltz_core.sim.inode import SECTOR_BYTES
 from waltz_core.storage.disk import create_durably
 
 ROOT = Path("/d")

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
-from waltz_core.sim.disk import SECTOR_BYTES, Fault, PowerLoss, SimDisk, Survival
+from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
+from waltz_core.sim.inode import SECTOR_BYTES
 from waltz_core.storage.disk import create_durably
 
 ROOT = Path("/s")

@@ -566,6 +566,22 @@ def test_the_system_does_give_old_parts_back(tmp_path):
     assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
+def test_what_is_dropped_is_read_from_the_disk_the_next_time(tmp_path):
+    file = RealDisk().open(tmp_path / "f", create=True)
+    content = os.urandom(8 * mmap.PAGESIZE)
+    file.pwrite([content], 0)
+    file.sync()
+    file.pwrite([b"z"], 4 * MIB)  # what is not synced is written first, or stays
+    file.drop_cached(0, 5 * MIB)
+    there = pages_in_memory(tmp_path / "f")[:8]
+    assert file.pread(len(content), 0) == content
+    assert file.pread(2, 4 * MIB) == b"z"
+    file.close()
+    if all(there):
+        pytest.skip("a file system in memory")
+    assert not any(there)
+
+
 def pages_in_memory(path):
     """Say of each page whether the system has it, without a read that would fetch it."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:

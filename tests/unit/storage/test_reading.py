@@ -300,3 +300,22 @@ def test_a_wrong_index_is_mended_before_places_are_told(log):
 def test_places_are_never_of_more_records_than_batches_can_be_told_of(log, monkeypatch):
     monkeypatch.setattr(reading, "LINEAGE_ENTRIES_MAX", 2)
     assert placed(log, 0, 11) == 1
+
+
+def test_verifying_finds_what_is_wrong_on_the_disk_and_right_in_memory(large):
+    path = ROOT / segment_name(0, ".seg")
+    for number in (11, 60):
+        large.disk.rot_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)
+    assert large.read(0, 99) == 99  # readers are given what is in memory
+    assert large.slots.slot.damaged == ()
+    at = 0
+    while at < 100:
+        at = large.reader.verify(at, 10 * RECORD_BYTES)
+    assert large.slots.slot.damaged == (IdRange(11, 11), IdRange(60, 60))
+
+
+def test_verifying_drops_no_more_than_it_reads(large):
+    path = ROOT / segment_name(0, ".seg")
+    large.disk.rot_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
+    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large.read(0, 99) == 99

@@ -12,6 +12,7 @@ from tests.unit.storage.logs import (
     KEY,
     ROOT,
     forge_log,
+    make_batches,
     make_segments,
     new_disk,
     open_segment,
@@ -721,3 +722,28 @@ def test_batches_behind_the_last_record_are_cut():
     assert slots.slot.suspect
     assert (segments.last, segments.chain) == (2, entries[0].chain)
     assert content(segments) == records[: 3 * RECORD_BYTES]
+
+
+def test_a_batch_that_rots_before_a_file_in_which_a_log_goes_on_is_not_taken_for_a_torn_one():
+    """After a failed write no marker moves with the roll; that file says what was synced."""
+    disk = new_disk()
+    segments, records, entries = written(disk, [3, 2, 1], acked=1)
+    segments.add(5, entries[-1].chain)
+    disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES + 5)
+    segments, slots = opened(disk)
+    assert slots.slot.suspect
+    assert (content(segments), segments.last) == (records, 5)
+
+
+def test_a_batch_over_the_border_of_two_files_that_is_torn_is_cut_and_nobody_is_suspect():
+    """What lies in the older file was synced there; the batch was not, and nobody was told."""
+    disk = new_disk()
+    segments, records, entries = written(disk, [3, 2], acked=2)
+    more, lengths, _ = make_batches(5, [2], entries[-1].chain)
+    segments.current.append(lengths, more)
+    segments.sync()
+    segments.sync_index()
+    segments.add(5, entries[-1].chain)
+    segments, slots = opened(disk)
+    assert (content(segments), segments.last) == (records, 4)
+    assert not slots.slot.suspect

@@ -1,0 +1,67 @@
+"""One file: what is seen of it, and what is on the platter."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.sim.inode import SECTOR_BYTES, Inode
+
+
+def written(content):
+    """A file that was written and synced."""
+    return Inode(bytearray(content), bytearray(content))
+
+
+def test_what_rotted_on_the_platter_is_seen_when_it_is_dropped():
+    inode = written(b"a" * 3 * SECTOR_BYTES)
+    inode.kept[SECTOR_BYTES + 5] = 0
+    inode.drop_cached(0, SECTOR_BYTES)
+    assert inode.seen == b"a" * 3 * SECTOR_BYTES
+    inode.drop_cached(SECTOR_BYTES + 100, 1)  # any byte of a sector is all of it
+    assert inode.seen[SECTOR_BYTES + 5] == 0
+    assert inode.seen == inode.kept
+
+
+def test_what_is_not_synced_is_never_dropped():
+    inode = written(b"a" * 2 * SECTOR_BYTES)
+    inode.seen[3:5] = b"bb"
+    inode.touch(3, 5)
+    inode.drop_cached(0, 2 * SECTOR_BYTES)
+    assert inode.seen[3:5] == b"bb"
+
+
+def test_what_a_failed_sync_has_lost_reads_as_before_and_grows_by_zeros():
+    inode = written(b"a" * 10)
+    inode.seen[:] = b"b" * 700
+    inode.dirty.clear()
+    inode.drop_cached(0, 10_000)
+    assert inode.seen == b"a" * 10 + bytes(690)
+
+
+def test_whole_writes_bring_lost_sectors_back_and_others_end_before_them():
+    inode = written(bytes(4 * SECTOR_BYTES))
+    inode.unreadable.update((1, 2))
+    assert inode.up_to_lost(0, bytes(2 * SECTOR_BYTES)) == bytes(2 * SECTOR_BYTES)
+    assert inode.up_to_lost(10, bytes(SECTOR_BYTES)) == bytes(SECTOR_BYTES - 10)
+    inode.touch(SECTOR_BYTES - 1, 2 * SECTOR_BYTES)
+    assert inode.unreadable == {2}
+    inode.resize(2 * SECTOR_BYTES)
+    assert inode.unreadable == set()
+
+
+@given(
+    old=st.binary(max_size=1_500),
+    new=st.binary(max_size=1_500),
+    offset=st.integers(0, 1_500),
+    size=st.integers(0, 3_000),
+)
+def test_a_drop_shows_the_platter_in_the_sectors_that_it_meets_and_nothing_else(
+    old, new, offset, size
+):
+    inode = Inode(bytearray(new), bytearray(old))
+    inode.drop_cached(offset, size)
+    assert len(inode.seen) == len(new)
+    platter = old[: len(new)].ljust(len(new), b"\0")
+    end = min(offset + size, len(new))
+    met = set(range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))) if end > offset else set()
+    for at, found in enumerate(inode.seen):
+        assert found == (platter if at // SECTOR_BYTES in met else new)[at]
