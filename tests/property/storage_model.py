@@ -1,11 +1,13 @@
 """A partition log over a disk that loses power, beside a model of what it must still have."""
 
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 from waltz_core import raw_records
 from waltz_core.checksum import crc32
+from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -264,3 +266,28 @@ def run_until_power_loss(world, steps, fault_at):
     except PowerLoss:
         return
     world.disk.forget_plans()
+
+
+def first_error(world, fault):
+    """Do random things with a fault ahead; return the error, and if it was in an open or close."""
+    world.disk.plan(world.disk.step_count + world.rng.randint(1, 60), fault)
+    for _ in range(25):
+        try:
+            world.step()
+        except (DiskFailed, NoSpace) as error:
+            names = {one.name for one in traceback.extract_tb(error.__traceback__)}
+            return error, bool(names & {"open", "close"})
+    world.disk.forget_plans()
+    return None, False
+
+
+def check_after_error(world):
+    """The log in memory holds what was acknowledged and nothing that was not written."""
+    log = world.log
+    if world.cut_to is not None and log.max_id <= world.cut_to:
+        world.cut_model(world.cut_to)
+        world.acked = world.max_id
+    assert log.suspect or world.acked <= log.max_id <= world.max_id
+    world.cut_model(log.max_id)
+    world.acked, world.cut_to = log.max_id, None
+    world.check_content()

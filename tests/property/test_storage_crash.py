@@ -1,11 +1,10 @@
-"""The storage over a disk that loses power, fails, fills up and rots, at any step.
+"""The storage over a disk that loses power, fails and fills up, at any step.
 
 What has to hold: what was acknowledged is there and is what was written, or the replica says itself
 that it is not to be believed. Seeds are fixed; `WALTZ_STORAGE_SEEDS` adds more.
 """
 
 import os
-import traceback
 from random import Random
 
 import pytest
@@ -13,10 +12,12 @@ import pytest
 from tests.property.storage_model import (
     SURVIVALS,
     World,
+    check_after_error,
+    first_error,
     random_world,
     run_until_power_loss,
 )
-from waltz_core.errors import ChecksumMismatch, Damaged, DiskFailed, NoSpace
+from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.record import GENESIS_CHAIN
 from waltz_core.sim.disk import Fault, PowerLoss, Survival
 
@@ -105,31 +106,6 @@ def test_a_large_unsynced_group_of_which_any_sectors_are_left_is_no_damage():
 
 
 # ---- errors
-
-
-def first_error(world, fault):
-    """Do random things with a fault ahead; return the error, and if it was in an open or close."""
-    world.disk.plan(world.disk.step_count + world.rng.randint(1, 60), fault)
-    for _ in range(25):
-        try:
-            world.step()
-        except (DiskFailed, NoSpace) as error:
-            names = {one.name for one in traceback.extract_tb(error.__traceback__)}
-            return error, bool(names & {"open", "close"})
-    world.disk.forget_plans()
-    return None, False
-
-
-def check_after_error(world):
-    """The log in memory holds what was acknowledged and nothing that was not written."""
-    log = world.log
-    if world.cut_to is not None and log.max_id <= world.cut_to:
-        world.cut_model(world.cut_to)
-        world.acked = world.max_id
-    assert log.suspect or world.acked <= log.max_id <= world.max_id
-    world.cut_model(log.max_id)
-    world.acked, world.cut_to = log.max_id, None
-    world.check_content()
 
 
 @pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
@@ -226,71 +202,3 @@ def test_a_full_disk_refuses_appends_and_goes_on_reading():
     world.disk.capacity_bytes = None
     world.go_on()
     world.lose_power(Survival.NOTHING)
-
-
-# ---- rot
-
-
-def rot(world):
-    """Let something on the platter change; the original's control file is not ours to judge."""
-    disk, rng = world.disk, world.rng
-    paths = [path for path, content in sorted(disk.files().items()) if content]
-    path = rng.choice([one for one in paths if one.name != "waltz-storage.ctl"])
-    content = bytearray(disk.content(path))
-    at = rng.randrange(len(content))
-    how = rng.choice(("flip", "zero", "cut"))
-    if how == "flip" or path.suffix == ".ctl":
-        content[at] ^= 1 << rng.randrange(8)
-    elif how == "zero":
-        end = min(len(content), at + rng.choice((8, 100, 512)))
-        content[at:end] = bytes(end - at)
-    else:
-        del content[at:]
-    disk.put(path, bytes(content))
-
-
-def readable(world):
-    """Read everything; whatever is read is what was written. Return the ids that are damaged."""
-    log = world.log
-    at, damaged = 0, set()
-    while at <= log.max_id:
-        try:
-            read = log.read_range(at, log.max_id, 100_000, whole_batches=False)
-        except ChecksumMismatch:
-            hole = next(one for one in log.damaged if one.first <= at <= one.last)
-            damaged.update(range(at, hole.last + 1))
-            at = hole.last + 1
-            continue
-        count = read.lengths.size
-        assert read.records == b"".join(world.records[at : at + count])
-        at += count
-    return damaged
-
-
-@pytest.mark.parametrize("seed", range(6 * len(SEEDS)))
-def test_rot_is_told_and_never_served(seed):
-    world = random_world(seed)
-    run_until_power_loss(world, 20, None)
-    clean = world.rng.random() < 0.5
-    if clean:
-        world.close()
-        safe = world.acked
-    else:
-        world.sync()
-        safe = world.log.slot.acked.transaction_id
-        world.append()
-    world.disk.power_loss(Survival.EVERYTHING, world.rng)
-    for _ in range(world.rng.choice((1, 1, 3))):
-        rot(world)
-    try:
-        world.open()
-    except Damaged:
-        return
-    damaged = readable(world)
-    assert damaged <= {one for first, last in world.log.damaged for one in range(first, last + 1)}
-    if world.log.suspect:
-        return
-    assert world.log.max_id >= safe
-    assert world.log.chain == world.chain_at(world.log.max_id)
-    if damaged:
-        assert world.log.prepare(world.log.promised + 1, bytes(16)).damaged

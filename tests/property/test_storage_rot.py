@@ -1,0 +1,195 @@
+"""The storage over a disk that rots: what it has lost is told, and what is wrong is never served.
+
+Seeds are fixed; `WALTZ_STORAGE_SEEDS` adds more.
+"""
+
+import os
+from collections import Counter
+from random import Random
+
+import pytest
+
+from tests.property.storage_model import (
+    PARTITION,
+    ROOT,
+    World,
+    first_error,
+    random_world,
+    run_until_power_loss,
+)
+from waltz_core.errors import ChecksumMismatch, Damaged, DiskFailed
+from waltz_core.offline.layout import BATCH_BYTES, CHAIN_HEADER_BYTES, batch, chain_header
+from waltz_core.sim.disk import Contents, Fault, SimDisk, Survival
+
+SEEDS = range(25 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
+
+
+def rot(world):
+    """Let something on the platter change; the original's control file is not ours to judge."""
+    disk, rng = world.disk, world.rng
+    paths = [path for path, content in sorted(disk.files().items()) if content]
+    path = rng.choice([one for one in paths if one.name != "waltz-storage.ctl"])
+    content = bytearray(disk.content(path))
+    at = rng.randrange(len(content))
+    how = rng.choice(("flip", "zero", "cut"))
+    if how == "flip" or path.suffix == ".ctl":
+        content[at] ^= 1 << rng.randrange(8)
+    elif how == "zero":
+        end = min(len(content), at + rng.choice((8, 100, 512)))
+        content[at:end] = bytes(end - at)
+    else:
+        del content[at:]
+    disk.put(path, bytes(content))
+
+
+def readable(world):
+    """Read everything; whatever is read is what was written. Return the ids that are damaged."""
+    log = world.log
+    at, damaged = 0, set()
+    while at <= log.max_id:
+        try:
+            read = log.read_range(at, log.max_id, 100_000, whole_batches=False)
+        except ChecksumMismatch:
+            hole = next(one for one in log.damaged if one.first <= at <= one.last)
+            damaged.update(range(at, hole.last + 1))
+            at = hole.last + 1
+            continue
+        count = read.lengths.size
+        assert read.records == b"".join(world.records[at : at + count])
+        at += count
+    return damaged
+
+
+@pytest.mark.parametrize("seed", range(6 * len(SEEDS)))
+def test_rot_is_told_and_never_served(seed):
+    world = random_world(seed)
+    run_until_power_loss(world, 20, None)
+    clean = world.rng.random() < 0.5
+    if clean:
+        world.close()
+        safe = world.acked
+    else:
+        world.sync()
+        safe = world.log.slot.acked.transaction_id
+        world.append()
+    world.disk.power_loss(Survival.EVERYTHING, world.rng)
+    for _ in range(world.rng.choice((1, 1, 3))):
+        rot(world)
+    try:
+        world.open()
+    except Damaged:
+        return
+    damaged = readable(world)
+    assert damaged <= {one for first, last in world.log.damaged for one in range(first, last + 1)}
+    if world.log.suspect:
+        return
+    assert world.log.max_id >= safe
+    assert world.log.chain == world.chain_at(world.log.max_id)
+    if damaged:
+        assert world.log.prepare(world.log.promised + 1, bytes(16)).damaged
+
+
+# ---- what anything still vouches for
+
+
+def world_with_failures(seed):
+    """A log that a failed write or two have ended files of; None where it cannot be believed."""
+    world = random_world(seed)
+    world.prepare()
+    world.set_mark()
+    for _ in range(world.rng.choice((0, 1, 1, 2))):
+        error, at_the_edge = first_error(world, Fault.FAILS)
+        if error is None:
+            continue
+        if at_the_edge or world.cut_to is not None:
+            return None
+        try:
+            world.prepare_after_error()
+        except DiskFailed:
+            return None
+        if world.log.suspect:
+            return None
+        world.cut_model(world.log.max_id)
+        world.acked = world.log.max_id
+        if world.rng.random() < 0.5:
+            world.append()
+    world.sync()
+    return world
+
+
+def vouched(files, marker):
+    """Return the last id that was synced by what can be read of the batches, or by the marker."""
+    last = marker
+    paths = sorted(path.with_suffix(".chn") for path in files if path.suffix == ".seg")
+    for path in paths:
+        crc = chain_header(files[path][:CHAIN_HEADER_BYTES]).segment_crc
+        body = files[path][CHAIN_HEADER_BYTES:]
+        for place in range(len(body) // BATCH_BYTES):
+            one = batch(body[BATCH_BYTES * place : BATCH_BYTES * (place + 1)], place, crc)
+            if not one.wrong:
+                last = max(last, one.synced if path == paths[-1] else one.last)
+    return last
+
+
+def spoiled(rng, files):
+    """Return a path of records, offsets or batches, and it with a byte or a sector spoiled."""
+    kinds = {}
+    for path in sorted(files):
+        if path.parent == ROOT / str(PARTITION) and files[path]:
+            kinds.setdefault(path.suffix, []).append(path)
+    path = rng.choice(kinds[rng.choice((".seg", ".idx", ".chn", ".chn"))])
+    content = bytearray(files[path])
+    at = rng.randrange(len(content))
+    if rng.random() < 0.5:
+        content[at] ^= 1 << rng.randrange(8)
+    else:
+        start = at // 512 * 512
+        content[start : start + 512] = bytes(len(content[start : start + 512]))
+    return path, bytes(content)
+
+
+def opened_with(world, files):
+    """Open what is left of a world's log; None where it is refused."""
+    disk = SimDisk(is_traced=False)
+    disk.become(Contents(files, frozenset({ROOT, ROOT / str(PARTITION)})))
+    try:
+        return World(Random(1), world.segment_bytes_max, disk=disk)
+    except Damaged:
+        return None
+
+
+def judge(world, files, spoiled_path):
+    """Open it, and hold it against all that was vouched for; return how it ended."""
+    marker = world.log.slot.acked.transaction_id
+    after = opened_with(world, files)
+    if after is None:
+        return f"refused for {spoiled_path.suffix}"
+    log = after.log
+    if log.suspect:
+        return "suspect"
+    assert log.max_id >= vouched(files, marker)
+    assert log.chain == world.chain_at(log.max_id)
+    if log.damaged:
+        return "damaged"
+    return "whole" if log.max_id == world.max_id else "cut"
+
+
+@pytest.mark.parametrize("first", range(0, 8 * len(SEEDS), 25))
+def test_what_anything_vouches_for_is_not_cut_without_a_word(first):
+    """One fault of a disk, at the next start after an unclean stop."""
+    ended = Counter()
+    for seed in range(first, first + 25):
+        world = world_with_failures(seed)
+        if world is None:
+            continue
+        world.disk.power_loss(Survival.EVERYTHING, world.rng)
+        whole = world.disk.files()
+        for _ in range(20):
+            path, content = spoiled(world.rng, whole)
+            try:
+                ended[judge(world, {**whole, path: content}, path)] += 1
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, {path}: {error}") from error
+    assert ended["suspect"] > 10
+    assert ended["whole"] > 10
+    assert ended["damaged"] > 0
