@@ -96,6 +96,18 @@ def slow_disk(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
+def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk syncs so slowly for a while that others may lose patience; the process is well."""
+    storage = any_storage(cluster, rng)
+    storage.fsync_us = rng.randrange(300, 5_000) * MS
+
+    def go_on() -> None:
+        storage.fsync_us = 500
+
+    cluster.world.after(rng.randrange(500, 6_000) * MS, go_on)
+    return True
+
+
 # ---- losses that are in the budget
 
 
