@@ -185,7 +185,7 @@ class LockFailed(Superseded):
 
 
 class ConnectionSuperseded(Superseded):
-    """A later connection of the same client has mounted the partition."""
+    """A later connection of the same client has mounted the partition, or of the same owner."""
 
     code = 44
 

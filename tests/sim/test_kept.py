@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from waltz_core.errors import SessionFenced
 from waltz_core.record import BEFORE_FIRST
 from waltz_core.replication.recovery import Recovery
 from waltz_core.sim.run import run
 from waltz_core.sim.schedule import Schedule
-from waltz_core.storage import record_search, recovery
+from waltz_core.storage import record_search, recovery, service
+from waltz_core.storage.effects import CloseConnection
 from waltz_core.storage.partition_log import PartitionLog
 from waltz_core.storage.segments import Segments
 
@@ -91,3 +93,25 @@ def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_goes_on(monk
 
     monkeypatch.setattr(recovery._Opening, "recover_records", by_the_last_file_alone)
     assert run(schedule).rule == "DecisionCovers"
+
+
+def test_what_a_hanging_disk_makes_an_owner_ask_twice_is_no_rival(monkeypatch):
+    """What it had sent on the link that it gave up was read last, and its later question refused
+    as of a session that somebody else had: the partition was halted for good."""
+    schedule = Schedule.from_json((KEPT / "8803332.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good
+    monkeypatch.setattr(service, "ConnectionSuperseded", SessionFenced)
+    admit = service.StorageService._admit_prepare
+
+    def admit_as_the_latest(self, request, message):
+        lane = self._lanes[message.partition_id]
+        owner = lane.owner
+        if owner is None or owner <= request.connection:
+            admit(self, request, message)
+            return
+        lane.owner = None
+        admit(self, request, message)
+        self._effects.append(CloseConnection(owner, "another one has come"))
+
+    monkeypatch.setattr(service.StorageService, "_admit_prepare", admit_as_the_latest)
+    assert run(schedule).rule == "Converged"

@@ -380,7 +380,7 @@ class ReplicaReader:
         self._timeout_s = timeout_s
         self._ssl = ssl
         # Rules 6 and 9.
-        self._addresses = list(replicas.replicas)
+        self._addresses = sorted(replicas.replicas)  # a server names the fastest first
         Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
         self._addresses.sort(key=lambda each: each not in replicas.nearby)
         self._link: ReplicaLink | None = None

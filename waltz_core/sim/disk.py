@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.sim.inode import SECTOR_BYTES, Inode
+from waltz_core.storage.page_cache import blocks_begun
 
 if TYPE_CHECKING:
     from random import Random
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk import Buffer, File
 
 FREE_BYTES: Final = 1 << 40  # of a disk without limit
+_FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # what is forgotten together; `page_cache.py`, rule 4
 Struck = Callable[[], None]
 
 
@@ -151,9 +153,9 @@ class SimFile:
         disk.strike(fault, "write", self._path)
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """See what is on the platter, of what is synced (rule 8)."""
+        """See what is on the platter, of what is synced, in the blocks begun there (rule 8)."""
         self._check()
-        self._inode.drop_cached(offset, size)
+        self._inode.drop_cached(*blocks_begun(offset, size, _FOLIO_BYTES))
 
     def give_up_lost(self, offset: int, size: int) -> bool:
         """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""

@@ -99,10 +99,11 @@ def slow_disk(cluster: SimCluster, rng: "Random") -> bool:
 def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
     """A disk syncs so slowly for a while that others may lose patience; the process is well."""
     storage = any_storage(cluster, rng)
-    storage.fsync_us = rng.randrange(300, 5_000) * MS
+    storage.fsync_us = hung_us = rng.randrange(300, 5_000) * MS
 
     def go_on() -> None:
-        storage.fsync_us = 500
+        if storage.fsync_us == hung_us:
+            storage.fsync_us = 500
 
     cluster.world.after(rng.randrange(500, 6_000) * MS, go_on)
     return True

@@ -25,7 +25,8 @@ Rules:
     9. Of what was written to a real file and synced, the system's memory keeps the newest part
        (`page_cache.py`).
    10. What is wrong on the disk alone is not seen as long as the system has the right bytes in its
-       memory. So whoever reads to find that has these dropped first (`drop_cached`); a hint, too.
+       memory. So whoever reads to find that has them dropped first (`drop_cached`): the blocks that
+       begin within what he reads, as `page_cache.py` has it. A hint, too.
 """
 
 import ctypes
@@ -40,7 +41,7 @@ from typing import Final, Protocol
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
 from waltz_core.storage.descriptors import Descriptors
-from waltz_core.storage.page_cache import KEPT_BYTES, Tail
+from waltz_core.storage.page_cache import KEPT_BYTES, Tail, blocks_begun
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
@@ -68,7 +69,7 @@ class File(Protocol):
         """Write the parts one after the other from `offset` on."""
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Have bytes that are synced read from the disk the next time (rule 10)."""
+        """Have what is synced read from the disk the next time, a block at a time (rule 10)."""
 
     def give_up_lost(self, offset: int, size: int) -> bool:
         """Let the blocks at the ends of a range be zeros where they cannot be read (rule 8).
@@ -308,10 +309,13 @@ class RealFile:
             self._leave()
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Give pages back; what was not synced is written first, or stays (rule 10)."""
+        """Give pages back; what was not synced stays (rule 10)."""
+        start, size = blocks_begun(offset, size)
+        if not size:
+            return
         fd = self._use()
         try:
-            _give_back(fd, offset, size)
+            _give_back(fd, start, size)
         finally:
             self._leave()
 
@@ -349,6 +353,7 @@ class RealFile:
         """Cut the file."""
         fd = self._use()
         self._is_unsynced = True
+        self._tail.cut(size)
         try:
             os.ftruncate(fd, size)
         except OSError as error:

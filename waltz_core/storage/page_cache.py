@@ -10,15 +10,23 @@ Rules:
        costs ten times one into a page that was used before (docs/decisions/024).
     2. What lies before the first byte that was written here is somebody else's, and stays.
     3. It is given back in steps, so that small appends pay nothing for it.
+    4. The system gives back whole folios only, which are up to 2 MiB large and begin at a multiple
+       of their size. So whoever reads a file piece by piece and wants each off the disk has the
+       blocks of that size given back that begin within a piece: once each, before any of it is
+       read. At each piece anew, what was read ahead would go, too.
 """
 
 from typing import Final
 
 KEPT_BYTES: Final = 16 * 1024 * 1024
 STEP_BYTES: Final = 1024 * 1024
-# The system gives back whole folios only. One that a step ends in is given back by a later one,
-# which begins so much earlier: they have up to 2 MiB.
-_FOLIO_BYTES_MAX: Final = 2 * 1024 * 1024
+FOLIO_BYTES_MAX: Final = 2 * 1024 * 1024
+
+
+def blocks_begun(offset: int, size: int, block_bytes: int = FOLIO_BYTES_MAX) -> tuple[int, int]:
+    """Return where the blocks lie that begin within a range: an offset and a size (rule 4)."""
+    start = -(-offset // block_bytes) * block_bytes
+    return start, -(-(offset + size) // block_bytes) * block_bytes - start
 
 
 class Tail:
@@ -33,9 +41,14 @@ class Tail:
 
     def wrote(self, offset: int, size: int) -> None:
         """So many bytes were written."""
-        if self._start < 0:
+        if self._start < 0 or offset > self._end:  # rule 2
             self._first = self._start = offset
         self._end = max(self._end, offset + size)
+
+    def cut(self, size: int) -> None:
+        """The file has so many bytes now."""
+        self._first, self._start = min(self._first, size), min(self._start, size)
+        self._end = min(self._end, size)
 
     def take_old(self) -> tuple[int, int] | None:
         """All that was written is on the disk: return where the old part begins, and its size.
@@ -45,6 +58,7 @@ class Tail:
         stop = self._end - self._kept_bytes
         if stop - self._start < STEP_BYTES:
             return None
-        start = max(self._first, self._start - _FOLIO_BYTES_MAX)
+        # A folio that the last step ended in was not given back by it (rule 4).
+        start = max(self._first, self._start - FOLIO_BYTES_MAX)
         self._start = stop
         return start, stop - start

@@ -445,7 +445,7 @@ class PartitionLog:
         self.chain = chain
 
     def _go_on_in_new_segment(self) -> None:
-        self._segments.renew(self._settings.now_ms(), self.chain)
+        self._segments.renew(self._settings.now_ms(), self.chain, self.slot.acked.transaction_id)
         self._failed = False
 
     # ---- cutting

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import raw_records
-from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, DiskFailed, ReadFailed
 from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import (
@@ -200,7 +200,7 @@ class LogReader:
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
         """Read records from an id on, off the disk, note damage, return the next id (rule 6)."""
         last = self._segments.last
-        with suppress(*_WRONG):  # what is wrong with the index is found by the read
+        with suppress(DiskFailed, *_WRONG):  # a hint: what is wrong is found by the read
             self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
         try:
             read = self.read_range(first, last, bytes_max, whole_batches=False)

@@ -224,9 +224,22 @@ class Segment:
         self._records_dirty = self._lineage_dirty = False
         self.close()
 
-    def copy_index(self) -> None:
-        """Put the index into a new file, durably, in place of one that may have failed."""
-        offsets = self.index.read(0, self.next_id - self.first)
+    def copy_index(self, synced: TransactionId) -> None:
+        """Put the index into a new file, durably, in place of one that may have failed.
+
+        It was synced up to an id. Behind that the records tell: of what a failed sync has lost the
+        system may have forgotten since what was written.
+        """
+        file, index, _ = self._opened()
+        count = self.next_id - self.first
+        known = index.read(0, count)
+        offsets = np.pad(known, (0, count - known.size))
+        start_id, offset = self._where_from(synced, Salvaged(file))
+        starts, _ = scan(
+            Salvaged(file), offset, start_id, size=self.size_bytes, stop_id=self.next_id
+        )
+        place = start_id - self.first
+        offsets[place : place + starts.size] = starts
         content = self._header.encode() + offsets.astype(">i8").tobytes()
         self.close()
         create_durably(self._disk, self._directory, [(segment_name(self.first, ".idx"), content)])
@@ -394,9 +407,10 @@ class Segment:
         return data.ljust(size, b"\0"), lengths_between(offsets)
 
     def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
-        """Have the bytes of records first..last read from the disk the next time."""
+        """Have the bytes of records first..last read from the disk, by whoever reads on."""
         offsets = self.bounds(first, last)
-        self._opened()[0].drop_cached(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        start = 0 if first == self.first else int(offsets[0])  # the header's block is theirs, too
+        self._opened()[0].drop_cached(start, int(offsets[-1]) - start)
 
     # ---- after a crash
 

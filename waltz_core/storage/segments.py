@@ -126,15 +126,18 @@ class Segments:
         self.all.append(Segment.create(self._disk, self._directory, header, chain_before))
         self._firsts.append(first)
 
-    def renew(self, now_ms: int, chain_before: Chain) -> None:
-        """Go on in a new file, and leave the current one alone for good."""
+    def renew(self, now_ms: int, chain_before: Chain, marker: TransactionId) -> None:
+        """Go on in a new file, and leave the current one alone for good.
+
+        Its index was synced up to the marker.
+        """
         with suppress(DiskFailed):
             # Nobody believes it. But it may bring the cut to the disk; an original, which does not
             # cut where the next segment begins, would stumble over what is behind it.
             self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:
-            self.current.copy_index()
+            self.current.copy_index(marker)
             self.add(now_ms, chain_before)
             return
         # It holds nothing; the new files take its name.

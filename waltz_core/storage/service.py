@@ -25,6 +25,8 @@ Rules:
     8. Whoever finds damage, the owner is told of it at once, so that it can be mended while others
        still have what is lost here. The scrub looks for it between the other work.
     9. While appends are refused for want of room, it is looked for again and again.
+   10. An owner has one connection at a time, the latest. What comes late from one that it has given
+       up changes nothing; and nobody is told of a rival that is the owner itself.
 """
 
 from collections import deque
@@ -36,6 +38,7 @@ import numpy as np
 from waltz_core.errors import (
     BadRequest,
     ClusterKeyMismatch,
+    ConnectionSuperseded,
     NotMounted,
     ReplicaSuspect,
     SessionFenced,
@@ -299,9 +302,14 @@ class StorageService:
                 f"partition {message.partition_id}: session {session} comes after "
                 f"{lane.promised} was promised to another owner"
             )
+        why: WaltzError = SessionFenced(f"session {session} was prepared")
+        if session == lane.promised:  # rule 10
+            why = ConnectionSuperseded(f"a later connection of session {session}'s owner is here")
+            if lane.owner is not None and request.connection < lane.owner:
+                raise why
         # First the promise: whoever is refused for it is told of this session, not of his own.
         lane.promised, lane.nonce = session, message.nonce
-        self._fence(lane, SessionFenced(f"session {session} was prepared"), keep=request.connection)
+        self._fence(lane, why, keep=request.connection)
         lane.owner = request.connection
         self._queue(lane, lane.writes, request)
 

@@ -582,6 +582,32 @@ def test_what_is_dropped_is_read_from_the_disk_the_next_time(tmp_path):
     assert not any(there)
 
 
+def test_each_piece_of_a_file_that_is_read_through_comes_from_the_disk(tmp_path):
+    """Whatever it was written by: the system has it in folios that may be larger than a piece."""
+    file, written, piece = RealDisk().open(tmp_path / "f", create=True), 2 * MIB, MIB // 4
+    size = 3 * written
+    for at in range(100, size, written):
+        file.pwrite([os.urandom(written)], at)
+        file.sync()
+    before = bytes_read()
+    for at in (0, *range(144, size, piece)):  # as a segment's pieces lie, behind its header
+        file.drop_cached(at, piece)
+        file.pread(piece, at)
+    from_disk = bytes_read() - before
+    file.drop_cached(0, 2 * size)
+    there = pages_in_memory(tmp_path / "f")
+    file.close()
+    if all(there):
+        pytest.skip("a file system in memory")
+    assert from_disk >= size
+
+
+def bytes_read():
+    """Return what this process has had read from disks."""
+    (line,) = [each for each in Path("/proc/self/io").read_text().splitlines() if "read_b" in each]
+    return int(line.split()[1])
+
+
 def pages_in_memory(path):
     """Say of each page whether the system has it, without a read that would fetch it."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:

@@ -1,6 +1,9 @@
 """Which part of a file is old."""
 
-from waltz_core.storage.page_cache import STEP_BYTES, Tail
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.storage.page_cache import FOLIO_BYTES_MAX, STEP_BYTES, Tail, blocks_begun
 
 MIB = 1024 * 1024
 KEPT = 4 * MIB
@@ -52,3 +55,31 @@ def test_what_is_written_over_does_not_move_the_end():
     assert given_back(tail, KEPT) == []
     tail.wrote(0, MIB)
     assert tail.take_old() is None
+
+
+def test_what_was_cut_does_not_count():
+    tail = Tail(KEPT)
+    assert given_back(tail, 32 * MIB)
+    tail.cut(2 * MIB)
+    assert given_back(tail, KEPT + MIB, start=2 * MIB) == [(0, 3 * MIB)]
+
+
+def test_what_lies_between_a_repair_and_the_end_was_not_written_here():
+    tail = Tail(0)
+    tail.wrote(5 * MIB, 100)
+    tail.wrote(90 * MIB, 2 * MIB)
+    assert tail.take_old() == (90 * MIB, 2 * MIB)
+
+
+@given(st.lists(st.integers(1, 3 * FOLIO_BYTES_MAX), min_size=1), st.integers(0, 200))
+def test_pieces_in_a_row_begin_each_block_once_and_none_is_entered_before(sizes, header):
+    done, at = 0, 0
+    for size in [header + sizes[0], *sizes[1:]]:
+        start, begun = blocks_begun(at, size)
+        at += size
+        if begun:
+            assert start == done
+            done += begun
+        assert done >= at
+        assert done % FOLIO_BYTES_MAX == 0
+    assert done < at + FOLIO_BYTES_MAX

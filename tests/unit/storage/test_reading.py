@@ -3,9 +3,10 @@
 import pytest
 
 from tests.unit.storage.logs import ROOT, make_segments, new_disk
-from waltz_core.errors import BadRequest, ChecksumMismatch
+from waltz_core.errors import BadRequest, ChecksumMismatch, DiskFailed
 from waltz_core.raw_records import headers_of
 from waltz_core.record import GENESIS_CHAIN, MADE_UP
+from waltz_core.sim.disk import SimFile
 from waltz_core.storage import reading
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
@@ -314,8 +315,19 @@ def test_verifying_finds_what_is_wrong_on_the_disk_and_right_in_memory(large):
     assert large.slots.slot.damaged == (IdRange(11, 11), IdRange(60, 60))
 
 
-def test_verifying_drops_no_more_than_it_reads(large):
+def test_verifying_drops_no_block_before_it_comes_to_it(large):
     path = ROOT / segment_name(0, ".seg")
     large.disk.rot_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
     assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
     assert large.read(0, 99) == 99
+
+
+def test_what_cannot_be_dropped_is_read_as_it_is(large, monkeypatch):
+    """A file that cannot be opened again tells it when it is read; the drop is a hint."""
+
+    def refuse(_file, _offset, _size):
+        raise DiskFailed("opening a file: input/output error")
+
+    monkeypatch.setattr(SimFile, "drop_cached", refuse)
+    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large.slots.slot.damaged == ()

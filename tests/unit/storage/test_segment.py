@@ -324,10 +324,27 @@ def test_an_index_that_may_have_failed_is_copied_to_a_new_file():
     disk.plan_call(("sync",), Fault.FAILS)
     with pytest.raises(DiskFailed):
         segment.sync_index()
-    segment.copy_index()
+    segment.copy_index(BEFORE_FIRST)
     disk.power_loss(Survival.NOTHING, Random(1))
     segment = open_segment(disk)
     assert segment.read(0, 2)[0] == records
+
+
+@pytest.mark.parametrize("synced", [BEFORE_FIRST, 0, 1])
+def test_what_a_failed_sync_of_an_index_has_lost_is_told_by_the_records(synced):
+    disk = new_disk()
+    segment = new_segment(disk)
+    records, lengths, _ = make_batches(0, [3])
+    segment.append(lengths[:2], records[: int(lengths[:2].sum())])
+    segment.sync_index()
+    segment.append(lengths[2:], records[int(lengths[:2].sum()) :])
+    segment.sync()
+    disk.plan_call(("sync",), Fault.FAILS)
+    with pytest.raises(DiskFailed):
+        segment.sync_index()
+    disk.drop_all_cached()
+    segment.copy_index(synced)
+    assert open_segment(disk).read(0, 2)[0] == records
 
 
 def test_no_file_beside_a_removed_segment_goes_before_it():

@@ -161,10 +161,10 @@ def test_a_hole_over_a_border_is_filled():
 def test_a_new_file_is_gone_on_in_and_the_old_one_left_alone():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
-    segments.renew(9, entries[-1].chain)
+    segments.renew(9, entries[-1].chain, BEFORE_FIRST)
     assert [segment.first for segment in segments.all] == [0, 3]
     empty = segments.current
-    segments.renew(9, entries[-1].chain)
+    segments.renew(9, entries[-1].chain, BEFORE_FIRST)
     assert [segment.first for segment in segments.all] == [0, 3]
     assert segments.current is not empty
     assert segments.chain == entries[-1].chain

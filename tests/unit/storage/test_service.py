@@ -290,6 +290,31 @@ def test_the_same_owner_may_come_again_on_another_connection(bench):
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
+def test_what_comes_late_from_a_connection_that_an_owner_has_given_up_changes_nothing(bench):
+    """The disk hangs, the owner dials again, and then what it had sent at first is read."""
+    owner = Owner(5)
+    bench.send(2, prepare(owner))
+    bench.send(1, prepare(owner))
+    bench.finish()
+    (late, refused), (later, answer) = bench.answers()
+    assert (late, type(refused), later, type(answer)) == (1, Nack, 2, Prepared)
+    assert refused.error_code == errors.ConnectionSuperseded.code
+    assert isinstance(bench.ask(2, owner.append()), Appended)
+
+
+def test_an_owner_that_comes_again_is_not_told_of_a_rival(bench):
+    """Who is told that this session was promised to another halts its partition for good."""
+    owner = Owner(5)
+    bench.send(1, prepare(owner))
+    bench.send(1, prepare(owner))  # the first one is under way, this one waits
+    bench.send(2, prepare(owner))
+    bench.finish()
+    told = [(each, type(answer)) for each, answer in bench.answers()]
+    assert (2, Prepared) in told
+    codes = {answer.error_code for _, answer in bench.answers() if isinstance(answer, Nack)}
+    assert codes == {errors.ConnectionSuperseded.code}
+
+
 def test_a_connection_may_go_on_with_a_later_session(bench):
     bench.owned(5, connection=1)
     later = bench.owned(6, connection=1)
