@@ -121,7 +121,6 @@ WEIGHTS: Final[dict[str, int]] = {
     "roll_back_disk": 10,
     "lying_disk": 8,
     "rot": 8,
-    "unseen_rot": 8,
     "zeroed_page": 8,
     "misdirected_write": 8,
     "stale_page": 8,
@@ -150,7 +149,6 @@ THEMES: Final = (
     "failing_disk",
     "failing_read",
     "full_disk",
-    "hanging_disk",
     "kill_storage",
     "lying_disk",
     "misdirected_write",
@@ -165,7 +163,6 @@ THEMES: Final = (
     "strand_owner",
     "swap_disks",
     "take_snapshot",
-    "unseen_rot",
     "zeroed_page",
 )
 _BESIDE: Final = (
@@ -174,7 +171,6 @@ _BESIDE: Final = (
     "cut_link",
     "kill_server",
     "kill_storage",
-    "memory_pressure",
     "move_partition",
     "power_loss",
     "restart_loop",

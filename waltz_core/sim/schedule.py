@@ -206,12 +206,16 @@ def _a_few(rng: "Random", duration_us: int) -> Iterator[int]:
         yield rng.randrange(duration_us)
 
 
-def _now_and_then(rng: "Random", duration_us: int) -> Iterator[int]:
-    """Yield times from the beginning on: most worlds are healed long before their time is over."""
-    gap_us = rng.choice((0, 0, 50, 150, 450)) * 1_000
-    at_us = 0
-    while gap_us and (at_us := at_us + rng.randrange(1, 2 * gap_us)) < duration_us:
-        yield at_us
+def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
+    """Draw times from the beginning on: most worlds are healed long before their time is over."""
+
+    def times(rng: "Random", duration_us: int) -> Iterator[int]:
+        gap_us = rng.choice(gaps_ms) * 1_000
+        at_us = 0
+        while gap_us and (at_us := at_us + rng.randrange(1, 2 * gap_us)) < duration_us:
+            yield at_us
+
+    return times
 
 
 class Later(NamedTuple):
@@ -223,5 +227,8 @@ class Later(NamedTuple):
 
 LATER_KINDS: Final[Mapping[str, Later]] = {
     "spoiled_locks": Later(0x10CC5, _a_few),
-    "outlived_link": Later(0x1A7E5, _now_and_then),
+    "outlived_link": Later(0x1A7E5, _every(0, 0, 50, 150, 450)),
+    "hanging_disk": Later(0x4A26, _every(0, 0, 0, 400, 1_500)),
+    "unseen_rot": Later(0x207, _every(0, 0, 150, 450)),
+    "memory_pressure": Later(0x9E55, _every(0, 0, 100, 400)),
 }

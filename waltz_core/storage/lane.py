@@ -31,7 +31,7 @@ from waltz_core.wire.original_messages import (
 SESSION_JUMP_MAX: Final = 1 << 32
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
 # What a request counts for in the queue beside the bytes that it carries or asks for.
-_REQUEST_BYTES: Final = 512
+REQUEST_BYTES: Final = 512
 _RECORD_BYTES: Final = 256  # what a record takes as an object
 
 
@@ -92,12 +92,12 @@ def queue_bytes(message: StorageMessage) -> int:
     """Return what a request holds in memory while it waits, or what its answer will."""
     match message:
         case AppendRaw() | Repair():
-            return _REQUEST_BYTES + len(message.records) + len(message.lengths)
+            return REQUEST_BYTES + len(message.records) + len(message.lengths)
         case RangeRaw() | LockBlocksRequest():
-            return _REQUEST_BYTES + max(0, message.bytes_max)
+            return REQUEST_BYTES + max(0, message.bytes_max)
         case AppendRecordsRequest():
-            return _REQUEST_BYTES + disk_bytes(message) + _RECORD_BYTES * len(message.records)
+            return REQUEST_BYTES + disk_bytes(message) + _RECORD_BYTES * len(message.records)
         case RecordListRequest() | RecordHeaderListRequest():
-            return _REQUEST_BYTES + LIST_BYTES_MAX
+            return REQUEST_BYTES + LIST_BYTES_MAX
         case _:
-            return _REQUEST_BYTES
+            return REQUEST_BYTES

@@ -193,6 +193,13 @@ class StorageService:
         """The partitions that are served, sorted."""
         return tuple(sorted(self._lanes))
 
+    @property
+    def queued_count(self) -> int:
+        """How many requests have no answer yet; `queued_bytes` is what they hold."""
+        lanes = self._lanes.values()
+        waiting = sum(len(lane.writes) + len(lane.reads) for lane in lanes)
+        return waiting + sum(len(lane.work.requests) for lane in lanes if lane.work is not None)
+
     def scrub_states(self, now_ms: int) -> list[ScrubState]:
         """Return how far the scrub is with each partition."""
         return self._scrub.states(now_ms)

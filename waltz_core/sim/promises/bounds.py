@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.replication import events
 from waltz_core.server.refill import UNDER_WAY_MAX
+from waltz_core.storage.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
 
 if TYPE_CHECKING:
@@ -86,11 +87,13 @@ class Bounds:
     def worked(self, storage: "SimStorage") -> None:
         """Look at the queue of a storage."""
         lag_bytes_max = self._witness.cluster.store_limits.lag_bytes_max
+        service = storage.service
+        if service is None:
+            return
+        # The lag is one of records; what else a request holds is counted for each.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES)
-        if storage.service is not None and storage.service.queued_bytes > limit:
-            self._witness.fail(
-                "Bounded", f"{storage.name}: {storage.service.queued_bytes} bytes queued"
-            )
+        if service.queued_bytes - REQUEST_BYTES * service.queued_count > limit:
+            self._witness.fail("Bounded", f"{storage.name}: {service.queued_bytes} bytes queued")
 
     def stepped(self, server: "SimServer") -> None:
         """Look at the queues of a server."""
