@@ -9,7 +9,7 @@ import pytest
 from waltz_core.client import events as client_events
 from waltz_core.client.monitor import BatchOutcome
 from waltz_core.cluster.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
-from waltz_core.errors import ClientAhead, DataLoss, LockFailed, Unreachable
+from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unreachable
 from waltz_core.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
 from waltz_core.replication import events
 from waltz_core.server.events import Answer, refusal
@@ -399,10 +399,21 @@ def test_no_cut_committed(world):
 
 def test_no_cut_that_an_opening_carries_to_its_end(world):
     log = world.storage.log
-    world.checks.replicas._cutting[world.storage.name] = 5
+    world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.checks.log_opened(world.storage, log)
     with fails("NoCutCommitted"):
         world.checks.log_opened(world.storage, SimpleNamespace(max_id=5, slot=log.slot))
+
+
+def test_a_cut_that_an_opening_ends_when_others_have_acknowledged_more(world):
+    """What it has lost by then never counted: it was cut before that."""
+    log, later = world.storage.log, world.history.log[6:]
+    del world.history.log[6:]
+    world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
+    world.history.log.extend(later)
+    cut = SimpleNamespace(max_id=5, slot=log.slot, synced_max=5, suspect=True, damaged=())
+    world.checks.log_opened(world.storage, cut)
+    assert world.checks.replicas.kept[world.storage.name] == 5
 
 
 def test_no_cut_below_the_mark(world):

@@ -66,6 +66,13 @@ class Before(NamedTuple):
     segment_count: int = 0
 
 
+class _Cut(NamedTuple):
+    """A truncation that was asked for: what it keeps, and what was acknowledged at that time."""
+
+    keep: int
+    acked: int
+
+
 _NOTHING: Final = Before()
 
 
@@ -82,7 +89,7 @@ class Replicas:
         self._holds: dict[str, dict[Chain, int]] = {}
         self.rotten: dict[str, None] = {}  # a fault has changed bytes on their platters
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
-        self._cutting: dict[str, int] = {}  # truncations under way, and what they keep
+        self._cutting: dict[str, _Cut] = {}  # truncations under way
         self._work_count = 0
 
     # ---- starting
@@ -93,8 +100,9 @@ class Replicas:
             self.durable.pop(storage.name, None)  # It has fallen back to its older slot.
         self._check_durable(storage.name, log)
         cutting = self._cutting.get(storage.name)
-        if cutting is not None and log.max_id <= cutting:
-            # It failed in the middle of a truncation, which opening has carried to its end.
+        if cutting is not None and log.max_id <= cutting.keep:
+            # It failed in the middle of a truncation, which opening has carried to its end. What
+            # others have acknowledged since, in a later session, it does not count for.
             self._cut(storage, log, cutting)
         kept = self.kept.get(storage.name, BEFORE_FIRST)
         if log.synced_max < kept and not log.suspect:
@@ -135,7 +143,7 @@ class Replicas:
             return _NOTHING
         message, log = work.requests[0].message, work.log
         if isinstance(message, Truncate) and message.session_id == log.promised:
-            self._cutting[storage.name] = message.last_to_keep
+            self._cutting[storage.name] = _Cut(message.last_to_keep, self._witness.history.last)
         if isinstance(message, SetLowWaterMark):
             return Before(synced_max=log.synced_max)
         if isinstance(message, AppendRaw) and _is_catch_up(message):
@@ -155,7 +163,7 @@ class Replicas:
             elif isinstance(message, SetLowWaterMark):
                 self._marked(storage, message, before)
             elif isinstance(message, Truncate):
-                self._cut(storage, work.log, message.last_to_keep)
+                self._cut(storage, work.log, self._cutting[storage.name])
             elif isinstance(message, Repair):
                 is_live = work.log.is_engaged(SessionId(message.session_id))
                 self._witness.counts["damage mended live"] += is_live
@@ -209,13 +217,15 @@ class Replicas:
                 "LwmFull", f"{storage.name}: mark {message.mark} at {before.synced_max}"
             )
 
-    def _cut(self, storage: "SimStorage", log: "PartitionLog", keep: int) -> None:
-        """9. NoCutCommitted: what was cut is not, with the same chain, in the log."""
+    def _cut(self, storage: "SimStorage", log: "PartitionLog", cut: "_Cut") -> None:
+        """9. NoCutCommitted: what was cut was not, with the same chain, in the log."""
+        keep = cut.keep
         self._cutting.pop(storage.name, None)
         chains = self._witness.history.chains
         holds = self._holds.get(storage.name, {})
         for chain, last in [each for each in holds.items() if each[1] > keep]:
-            if chains.get(last) == chain and storage.name not in self.rotten:
+            is_acked = last <= cut.acked and chains.get(last) == chain
+            if is_acked and storage.name not in self.rotten:
                 self._witness.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
             del holds[chain]
         if keep < log.slot.low_water_mark:
