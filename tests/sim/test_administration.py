@@ -38,6 +38,7 @@ class Hands:
         self.cluster = cluster
         self.rng = rng
         self.told = []
+        self.asked_count = 0
         self.is_over = False
         self.again()
 
@@ -75,6 +76,7 @@ class Hands:
 
         if not isinstance(command, MarkSuspect) or self.cluster.budget.allows(storage):
             # To doubt a replica while others have lost something leaves nobody to be believed.
+            self.asked_count += 1
             Operator(self.cluster, storage, told).ask(command)
 
     def put_back(self):
@@ -101,8 +103,9 @@ def run(seed):
         hands.put_back()
         cluster.world.run(100 * MS)
         up = [each.engine for each in cluster.storages.values()]
-        if all(engine is not None and engine.is_available(0) for engine in up):
-            break
+        are_up = all(engine is not None and engine.is_available(0) for engine in up)
+        if are_up and len(hands.told) == hands.asked_count:
+            break  # Else what was asked may still wait for a disk that hung.
     cluster.run_healed()
     return hands
 
