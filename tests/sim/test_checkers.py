@@ -402,7 +402,9 @@ def test_no_cut_that_an_opening_carries_to_its_end(world):
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.checks.log_opened(world.storage, log)
     with fails("NoCutCommitted"):
-        world.checks.log_opened(world.storage, SimpleNamespace(max_id=5, slot=log.slot))
+        world.checks.log_opened(
+            world.storage, SimpleNamespace(max_id=5, slot=log.slot, is_broken=False)
+        )
 
 
 def test_a_cut_that_an_opening_ends_when_others_have_acknowledged_more(world):
@@ -412,6 +414,7 @@ def test_a_cut_that_an_opening_ends_when_others_have_acknowledged_more(world):
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
     world.history.log.extend(later)
     cut = SimpleNamespace(max_id=5, slot=log.slot, synced_max=5, suspect=True, damaged=())
+    cut.is_broken = False
     world.checks.log_opened(world.storage, cut)
     assert world.checks.replicas.kept[world.storage.name] == 5
 

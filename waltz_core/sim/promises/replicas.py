@@ -100,7 +100,7 @@ class Replicas:
             self.durable.pop(storage.name, None)  # It has fallen back to its older slot.
         self._check_durable(storage.name, log)
         cutting = self._cutting.get(storage.name)
-        if cutting is not None and log.max_id <= cutting.keep:
+        if cutting is not None and log.max_id <= cutting.keep and not log.is_broken:
             # It failed in the middle of a truncation, which opening has carried to its end. What
             # others have acknowledged since, in a later session, it does not count for.
             self._cut(storage, log, cutting)
