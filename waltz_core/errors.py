@@ -185,7 +185,7 @@ class LockFailed(Superseded):
 
 
 class ConnectionSuperseded(Superseded):
-    """A later connection of the same client has mounted the partition, or of the same owner."""
+    """A later connection of the same client, or of a partition's same owner, is in its place."""
 
     code = 44
 

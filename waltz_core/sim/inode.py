@@ -1,7 +1,8 @@
 """One file of the simulated disk: what a program sees of it, and what is on the platter.
 
 Why it stands alone: the two contents, and the sectors in which they may differ, are the whole of
-what a power loss can do to a file; names, steps and faults are the disk's (`disk.py`).
+what a power loss can do to a file; names, steps and faults are the disk's. So are the rules that
+are named here (`disk.py`).
 """
 
 from collections.abc import Iterable
@@ -72,7 +73,7 @@ class Inode:
             kept[start:end] = seen[start:end]
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """See of clean sectors what is on the platter: what a sync has lost, and what has rotted.
+        """See of clean sectors what is on the platter (rule 8): what syncs have lost, what rotted.
 
         No file is cut by it: the system knows the size by heart.
         """

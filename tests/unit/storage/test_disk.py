@@ -566,6 +566,22 @@ def test_the_system_does_give_old_parts_back(tmp_path):
     assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
+def test_what_is_written_behind_a_cut_counts_from_the_cut(tmp_path):
+    kept, size = 4 * MIB, 2 * MIB
+    file = RealDisk(cached_bytes_max=kept).open(tmp_path / "f", create=True)
+    for end in (32 * MIB, 30 * MIB):
+        for at in range(file.size(), end, size):
+            file.pwrite([os.urandom(size)], at)
+            file.sync()
+        there = pages_in_memory(tmp_path / "f")
+        file.truncate(size)
+        file.sync()
+    file.close()
+    if all(there):
+        pytest.skip("a file system in memory")
+    assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
+
+
 def test_what_is_dropped_is_read_from_the_disk_the_next_time(tmp_path):
     file = RealDisk().open(tmp_path / "f", create=True)
     content = os.urandom(8 * mmap.PAGESIZE)
