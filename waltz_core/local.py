@@ -12,6 +12,7 @@ Rules:
     4. All that is needed to start again lies in the directory, so killing everything loses nothing.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
@@ -201,7 +203,7 @@ class LocalCluster:
     # -- what it does -----------------------------------------------------------------------
 
     def up(self, timeout_s: float = 60.0) -> str:
-        """Start whatever does not run, wait until every partition takes appends.
+        """Start whatever does not run, wait until all servers are there and all partitions open.
 
         Returns the connect string.
 
@@ -502,16 +504,35 @@ class LocalCluster:
         while time.monotonic() < deadline:
             self._check_alive(self.members)
             try:
-                with WaltzClient(self.connect) as client:
-                    client.high_water_marks()
-                    return
+                # A server that came later would take partitions over that are in use by then.
+                if missing := self._unregistered():
+                    last = f"not registered: {', '.join(sorted(missing))}"
+                else:
+                    with WaltzClient(self.connect) as client:
+                        client.high_water_marks()
+                        return
             except WaltzError as error:
                 last = str(error)
-                time.sleep(0.05)
+            time.sleep(0.05)
         raise Unreachable(
             f"the cluster in {self.directory} was not ready in time: {last}\n"
             f"{self._tail('server-1')}"
         )
+
+    def _unregistered(self) -> set[str]:
+        from waltz_core.cluster import zookeeper  # noqa: PLC0415 - costs start-up time
+
+        async def registered() -> set[str]:
+            async with zookeeper.connected(self.connect) as coordinator:
+                view = await coordinator.read_servers()
+                return {server.address for server in view.servers.values()}
+
+        servers = [self._values(member) for member in self.members if member.kind == "server"]
+        ports = [values.get("advertised_port") or values["port"] for values in servers]
+        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a loop that runs
+            found = thread.submit(asyncio.run, registered()).result()
+        pairs = zip(servers, ports, strict=True)
+        return {f"{values['advertised_host']}:{port}" for values, port in pairs} - found
 
     def _check_alive(self, members: list[Member]) -> None:
         for member in members:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.fault.load import command, wait_until
 from waltz_core.client import WaltzClient
+from waltz_core.errors import Unreachable
 from waltz_core.local import LOOPBACK, LocalCluster, cluster, running
 from waltz_core.local_ports import is_free
 
@@ -169,6 +170,23 @@ def test_taken_ports_are_avoided_but_for_a_storages_own(directory: Path):
             sentence = refused(local(directory, "up", *SMALL))
         assert f"port {storage} of storage-1 is taken by another program" in sentence
         assert up(directory) == connect
+
+
+def test_up_waits_for_every_server(directory: Path):
+    slow = LocalCluster(directory, storage_count=1, server_count=2, partition_count=2)
+    with ExitStack() as stack:
+        stack.callback(slow.down)
+        slow.prepare()
+        slow.start("server-2")
+        slow.kill("server-2", signal.SIGSTOP)  # long before it can have registered itself
+        stack.callback(slow.kill, "server-2", signal.SIGCONT)
+        late = f"not registered: 127.0.0.1:{slow.member('server-2').port}"
+        with pytest.raises(Unreachable, match=late):
+            slow.up(timeout_s=8)
+        slow.kill("server-2", signal.SIGCONT)
+        with WaltzClient(slow.up()) as client:
+            owners = {address for address, _ in client.layout().owners.values()}
+        assert owners == {f"127.0.0.1:{slow.member(f'server-{each}').port}" for each in (1, 2)}
 
 
 def test_a_second_up_at_the_same_time_is_refused(directory: Path):
