@@ -111,6 +111,22 @@ def test_other_records_take_the_place_of_those_above_the_mark_and_of_no_others(w
     assert b"else" in world.content()
 
 
+def test_batches_that_do_not_follow_on_are_refused_and_cover_nothing(world):
+    cover(world)
+    batches = list(other_batches(records(0, 10), (3, 4, 3), 2))
+    first, lengths, data, chain, (entry,) = batches[0]
+    other = b"\1" * len(chain)  # the same records, behind some that are not here
+    crcs = b"".join(data[end - 4 : end] for end in lengths.cumsum())
+    behind = entry._replace(chain=next_chain(other, 0, 2, 2, crcs))
+    for start, before, told in ((1, chain, entry), (first, other, entry), (first, other, behind)):
+        with pytest.raises(BadRequest):
+            world.log.append(2, start, lengths, data, before, (told,))
+        assert world.log.max_id == BEFORE_FIRST
+    for each in batches:
+        append(world, each)
+    assert on_disk(world) == world.content() == whole(9)
+
+
 def test_nothing_below_the_confirmed_mark_is_given_up(world):
     cover(world)
     (wrong,) = other_batches([*records(0, 3), *records(3, 4, b"else")], (7,), 2)

@@ -541,6 +541,8 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
     bench.step(service.Disconnected(1))  # the owner is gone, the log is what it was
     assert bench.ask(7, range_of(Owner(6), 0, 0, reader=True)).count == 1
+    bench.step(service.Disconnected(7))  # nothing is kept for those who are gone
+    assert bench.refusal(7, range_of(Owner(6), 0, 0, reader=True)) is errors.BadRequest
 
 
 def test_lock_blocks_are_told_to_readers_of_the_engaged_session(bench):
