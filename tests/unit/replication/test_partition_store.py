@@ -453,6 +453,18 @@ def test_no_quorum_for_long_releases_the_partition():
     assert bench.store.wake_at_ms is None
 
 
+def test_it_is_released_at_its_time_when_nothing_else_happens():
+    bench = Bench()
+    bench.down = {A, B}
+    begun_ms = bench.now_ms
+    bench.own()
+    while not bench.all_told(Released):
+        bench.run()
+        bench.now_ms = bench.store.wake_at_ms
+        bench.step(events.Wakeup())
+    assert bench.now_ms - begun_ms == bench.limits.quorum_ms_max
+
+
 def test_what_waits_for_its_turn_to_ask_zookeeper_is_not_released():
     bench = Bench()
     bench.own()
@@ -524,6 +536,18 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     bench.step(events.Disown())
     bench.step(events.ProveMark(9))
     assert bench.all_told(MarkUnproved)[-1] == MarkUnproved(9)
+
+
+def test_marks_are_not_proved_before_the_session_is_open():
+    bench = Bench()
+    bench.step(events.ProveMark(6))
+    bench.down = {A, B}
+    bench.own()
+    bench.run()
+    assert bench.store.session is not None
+    assert bench.store.open_session is None
+    bench.step(events.ProveMark(7))
+    assert bench.all_told(MarkUnproved) == [MarkUnproved(6), MarkUnproved(7)]
 
 
 def test_proofs_end_with_the_session():

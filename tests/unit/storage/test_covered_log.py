@@ -49,19 +49,22 @@ def test_an_originals_mark_binds_no_owner(world):
 def test_the_same_records_get_other_batches(world):
     assert cover(world) == (BEFORE_FIRST, GENESIS_CHAIN)
     assert (world.log.max_id, world.log.synced_max) == (BEFORE_FIRST, BEFORE_FIRST)
-    first, second, third = other_batches(records(0, 10), (3, 4, 3), 2)
+    first, second, third, fourth = other_batches(records(0, 12), (3, 4, 3, 2), 2)
     append(world, first)
     assert (world.log.max_id, world.log.synced_max) == (2, 2)
     world.log.mark_acked()
     append(world, second)
     append(world, third)
-    world.log.set_low_water_mark(2, 9, world.log.chain)
-    world.log.engage(2, 9)
-    assert on_disk(world) == world.content() == whole(9)
-    assert world.bounds() == [(0, 2), (3, 6), (7, 9)]
+    world.log.append(2, *fourth)
+    assert (world.log.max_id, world.log.synced_max) == (11, 9), "from here on as in any log"
+    world.log.sync()
+    world.log.set_low_water_mark(2, 11, world.log.chain)
+    world.log.engage(2, 11)
+    assert on_disk(world) == world.content() == whole(11)
+    assert world.bounds() == [(0, 2), (3, 6), (7, 9), (10, 11)]
     assert world.log.state().mark_confirmed
     world.crash()
-    assert world.bounds() == [(0, 2), (3, 6), (7, 9)]
+    assert world.bounds() == [(0, 2), (3, 6), (7, 9), (10, 11)]
     assert not world.log.suspect
 
 

@@ -20,6 +20,7 @@ from waltz_core.raw_records import headers_of, record_crcs
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
+    NO_SESSION,
     RECORD_HEADER,
     RECORD_PREFIX,
     LineageEntry,
@@ -617,9 +618,10 @@ def run_an_original(world, session, mark):
 
 
 def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
-    written = world.append([5])
+    written = world.append([2, 3])
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
+    ours = world.log.lineage(0, 4)[1]
     world.close()
     more = run_an_original(world, 3, 4)
     world.open()
@@ -628,6 +630,10 @@ def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
     assert world.everything() == written + more
     world.crash()
     assert (world.log.max_id, world.log.suspect) == (6, False)
+    # Also the second time: only what was adopted is bounded anew, whatever ends where.
+    *before, adopted = world.log.lineage(0, 6)[1]
+    assert tuple(before) == ours
+    assert (adopted.first, adopted.last, adopted.session_id) == (5, 6, NO_SESSION)
 
 
 @pytest.mark.parametrize("is_opened", [False, True])

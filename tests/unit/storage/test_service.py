@@ -889,6 +889,17 @@ def test_a_log_is_read_again_piece_by_piece(make):
     assert bench.service.wake_at_ms == begun_ms + 60_000
 
 
+def test_of_a_whole_log_the_owner_is_told_nothing_after_a_pass(bench):
+    owner = bench.owned(5)
+    bench.ask(1, owner.append(6))
+    bench.step(service.ScrubNow())
+    bench.finish()
+    while not reports(bench, "scrub_finished"):
+        tick(bench)
+        bench.finish()
+    assert damage_told(bench) == []
+
+
 def test_a_piece_waits_for_work_under_way_and_goes_before_what_waits(make):
     bench = make(scrub=Scrub(bytes_per_s=0))
     owner = bench.owned(5)
