@@ -134,6 +134,22 @@ def test_a_failed_fetch_goes_to_every_replica_and_then_waits() -> None:
     assert isinstance(answer.message, RangeData)
 
 
+@pytest.mark.parametrize("others", range(SHUNNED_FETCHES, SHUNNED_FETCHES + 6))
+def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: int) -> None:
+    each = reads(mark=10_000)
+    fetch = fetch_of(ask(each, 0, 9))
+    tried = [fetch.replica]
+    while outcomes := each.failed(fetch.token, "gone", 0):
+        fetch = fetch_of(outcomes)
+        tried.append(fetch.replica)
+        assert len(set(tried)) == len(tried)
+        # So many others come and go that nobody is shunned any more.
+        for place in range(1, others + 1):
+            other = fetch_of(ask(each, 10 * place, 10 * place + 9, sequence=place + 1))
+            each.fetched(other.token, headers(other, 10), 0)
+    assert sorted(tried) == sorted(REPLICAS)
+
+
 def test_whoever_is_slow_is_given_up_soon_until_all_were_tried() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))

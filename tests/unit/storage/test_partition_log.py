@@ -636,6 +636,18 @@ def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
     assert (adopted.first, adopted.last, adopted.session_id) == (5, 6, NO_SESSION)
 
 
+def test_an_earlier_session_of_an_original_takes_no_later_one_back(world):
+    written = world.append([5])
+    world.log.set_low_water_mark(1, 4, world.log.chain)
+    world.log.engage(1, 4)
+    world.close()
+    more = run_an_original(world, 0, 2)
+    world.open()
+    assert world.everything() == written + more
+    assert (world.log.promised, world.log.last_session) == (1, 1)
+    assert world.log.state().low_water_mark == 4
+
+
 @pytest.mark.parametrize("is_opened", [False, True])
 def test_an_original_is_adopted_though_our_last_mark_never_reached_its_file(
     world, monkeypatch, is_opened
