@@ -88,6 +88,25 @@ def test_states_of_unknown_outcome_are_read_again_before_anything_is_said(outcom
     assert bench.metadata.session_id == 0
 
 
+def test_states_that_zookeeper_did_not_take_are_asked_for_again_after_a_pause():
+    bench = Bench()
+    bench.own()
+    bench.ask_zookeeper()
+    bench.ask_zookeeper()
+    bench.run(questions=False)
+    bench.ask_zookeeper("away")
+    asked_ms = bench.now_ms
+    bench.step(events.Wakeup())
+    bench.lose(C)
+    bench.run(questions=False)
+    assert not bench.questions
+    while not bench.questions:
+        bench.now_ms = bench.store.wake_at_ms
+        bench.step(events.Wakeup())
+    assert bench.now_ms > asked_ms
+    assert len(bench.questions) == 1
+
+
 def test_a_claim_that_somebody_else_won_is_followed_by_another_id():
     bench = Bench()
     bench.own()

@@ -481,6 +481,14 @@ def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
     assert world.pipeline.queued_bytes == 1100
 
 
+def test_each_row_of_a_batch_for_which_there_is_no_room_is_refused() -> None:
+    world = World(Limits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
+    for _ in range(5):
+        world.batch([b"a"] * 100)
+    refused = world.batch([b"a", b"b"])
+    assert results(world.early) == {refused: [(-1, Reason.OVERLOADED, -1)] * 2}
+
+
 LARGE = bytes(LARGE_BYTES)
 
 
