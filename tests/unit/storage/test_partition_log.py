@@ -617,6 +617,23 @@ def run_an_original(world, session, mark):
     return more
 
 
+def test_only_the_mark_that_the_session_has_set_is_engaged(world):
+    world.append([2, 3])
+    with pytest.raises(BadRequest, match="expected mark -1 of session -1, found 4 of 1"):
+        world.log.engage(1, 4)
+    chain = world.log.chain
+    world.log.set_low_water_mark(1, 4, chain)
+    with pytest.raises(BadRequest, match="expected mark 4 of session 1, found 1 of 1"):
+        world.log.engage(1, 1)
+    world.log.prepare(2, NONCE)
+    with pytest.raises(BadRequest, match="expected mark 4 of session 1, found 4 of 2"):
+        world.log.engage(2, 4)
+    assert not world.log.state().mark_confirmed
+    world.log.set_low_water_mark(2, 4, chain)
+    world.log.engage(2, 4)
+    assert world.log.state().mark_confirmed
+
+
 def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
     written = world.append([2, 3])
     world.log.set_low_water_mark(1, 4, world.log.chain)
