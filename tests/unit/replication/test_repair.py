@@ -476,6 +476,8 @@ def test_a_lineage_that_does_not_cover_the_question_is_refused():
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
             repair.heard_source(answer, first=step.first, last=step.last)
+        with pytest.raises(RemoteProtocolError):
+            repair.heard_own(answer, first=step.first, last=step.last)
 
 
 def without_batches(one, first, last):

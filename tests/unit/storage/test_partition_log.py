@@ -898,6 +898,20 @@ def test_a_marker_does_not_move_while_a_truncation_is_half_done(world):
     assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 
 
+def test_a_truncation_that_found_no_room_is_finished_by_its_own_session_and_mark_only(world):
+    world.append([4, 4], size=20)
+    world.log.prepare(2, NONCE)
+    chain = world.log.chain_at(3)
+    world.disk.fail[("write", ".chn")] = NoSpace
+    with pytest.raises(NoSpace):
+        world.log.truncate(2, 5, 3, chain)
+    world.disk.fail.clear()
+    for session, last in ((1, 5), (2, 4), (2, 6)):
+        with pytest.raises(DiskFailed, match="a write failed in this session"):
+            world.log.truncate(session, last, 3, chain)
+    assert world.log.truncate(2, 5, 3, chain) == (5, world.log.chain)
+
+
 def test_a_truncation_that_finds_no_room_twice_waits_for_the_next_opening(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
