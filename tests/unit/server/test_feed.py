@@ -163,6 +163,21 @@ def test_a_congested_client_costs_nothing_and_others_go_on() -> None:
     assert each.lag_max() == 0
 
 
+def test_nothing_is_kept_of_a_congested_client_that_is_gone() -> None:
+    each = feed(-1)
+    for _ in range(2):
+        mount(each, 1, -1, -1)
+        turns(each)
+        assert grant(each, 1, -1)
+        each.congested(ConnectionId(1))
+        each.close(ConnectionId(1))
+    mount(each, 1, -1, -1)
+    turns(each)
+    assert grant(each, 1, -1)
+    each.advanced(SessionId(1), TransactionId(0))
+    assert frames(turns(each), 1) == [(0, 1)]
+
+
 def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
     each = feed(24)
     assert each.lag_max() == 0

@@ -235,6 +235,21 @@ def test_batches_that_cannot_be_read_are_made_up(large):
     ]
 
 
+def test_batches_are_made_up_also_where_records_cannot_be_read(large):
+    large.lose(".chn", 600, 600)
+    for damaged in range(0, 100, 10):
+        large.disk.flip(
+            ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + damaged * RECORD_BYTES
+        )
+    for first in range(1, 100, 10):
+        read = large.reader.read_range(first, 99, 1 << 20, whole_batches=False)
+        assert read.lengths.size == 9
+        assert read.records == large.records[first * RECORD_BYTES : (first + 9) * RECORD_BYTES]
+    entries = large.segments.entries(0, 99, 99)[1]
+    assert any(one.session_id == MADE_UP for one in entries)
+    assert {one for one in entries if one.session_id != MADE_UP} <= set(large.entries)
+
+
 def test_what_was_checked_is_counted(large):
     assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
     assert large.reader.checked_bytes == 10 * RECORD_BYTES

@@ -1,6 +1,7 @@
 """A log that originals' servers write: what is promised, refused, kept, and made of it later."""
 
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from waltz_core.errors import (
     TooLarge,
 )
 from waltz_core.record import BEFORE_FIRST, NO_SESSION, TRANSACTION_BYTES_MAX, Record, ReqId
+from waltz_core.storage import truncation
 from waltz_core.storage.control_file import ControlFile
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.replica_log import INDEX_SYNC_IDS, ReplicaLog, encoded_record
@@ -108,6 +110,19 @@ def test_batches_end_where_ids_and_mark_say_however_often_it_was_opened(begun):
         if session != 3:
             begun.crash()
     assert begun.bounds() == [(0, 1023), (1024, 1299), (1300, 2047), (2048, 2199)]
+
+
+def test_a_cut_that_found_no_room_is_finished_by_its_own_session_and_id_only(begun, monkeypatch):
+    begun.append(1, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(truncation, "carry_out", Mock(side_effect=NoSpace("no room")))
+        with pytest.raises(NoSpace):
+            begun.log.cut_to(1, 5)
+    for session, last in ((0, 5), (1, 4), (1, 6)):
+        with pytest.raises(DiskFailed, match="a write failed in this session"):
+            begun.log.cut_to(session, last)
+    assert begun.log.cut_to(1, 5) == 5
+    assert begun.content() == whole(5)
 
 
 def test_prepare_makes_the_batches_in_place(begun):
