@@ -155,6 +155,8 @@ def test_where_the_history_is(metadata, mark, origin):
 
 def test_an_adoption_is_remembered_until_it_is_done():
     states = states_to_claim(Origin.ADOPTED, {}, [A, B, C])
+    # Whom an earlier claim has written down must answer, whoever is assigned by now.
+    assert states_to_claim(Origin.ADOPTED, states, [A, B]) == states
     metadata = PartitionMetadata(1, 1, states)
     assert origin_of(metadata, marker(MarkerState.NEW)) is Origin.ADOPTED
     recovery = Recovery(Origin.ADOPTED, states)

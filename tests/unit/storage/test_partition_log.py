@@ -628,6 +628,8 @@ def test_only_the_mark_that_the_session_has_set_is_engaged(world):
     world.log.prepare(2, NONCE)
     with pytest.raises(BadRequest, match="expected mark 4 of session 1, found 4 of 2"):
         world.log.engage(2, 4)
+    with pytest.raises(SessionFenced):
+        world.log.engage(1, 4)
     assert not world.log.state().mark_confirmed
     world.log.set_low_water_mark(2, 4, chain)
     world.log.engage(2, 4)
