@@ -76,6 +76,8 @@ def test_appends_are_bounded_by_count_and_by_bytes():
     large = [record(at, bytes(APPEND_BYTES_MAX // 2)) for at in range(4)]
     assert [len(each) for each in chunks_of(large)] == [1, 1, 1, 1]
     assert [each.transaction_id for chunk in chunks_of(large) for each in chunk] == [0, 1, 2, 3]
+    too_large = [record(at, bytes(APPEND_BYTES_MAX + 1)) for at in range(2)]
+    assert [len(each) for each in chunks_of(too_large)] == [1, 1]
 
 
 def test_pages_grow_while_records_are_short():

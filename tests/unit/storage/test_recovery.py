@@ -113,6 +113,18 @@ def test_a_batch_that_is_not_whole_is_cut_with_all_that_follows():
     assert (slots.slot.suspect, slots.slot.damaged) == (False, ())
 
 
+def test_what_is_damaged_elsewhere_vouches_for_no_batch():
+    disk = new_disk()
+    below = (IdRange(1, 1),)
+    _, records, entries = written(disk, [3, 2, 4], acked=1, damaged=below)
+    rot_record(disk, 0, 1)
+    rot_record(disk, 0, 4)
+    segments, slots = opened(disk)
+    assert segments.last == 2
+    assert list(segments.entries_from(0)) == entries[:1]
+    assert (slots.slot.suspect, slots.slot.damaged) == (False, below)
+
+
 def test_records_without_an_entry_are_no_part_of_the_log():
     disk = new_disk()
     _, records, _ = written(disk, [3, 2], acked=1)
