@@ -116,9 +116,9 @@ def test_a_batch_that_is_not_whole_is_cut_with_all_that_follows():
 def test_what_is_damaged_elsewhere_vouches_for_no_batch():
     disk = new_disk()
     below = (IdRange(1, 1),)
-    _, records, entries = written(disk, [3, 2, 4], acked=1, damaged=below)
+    segments, _, entries = written(disk, [3, 2, 4], acked=1, damaged=below)
     rot_record(disk, 0, 1)
-    rot_record(disk, 0, 4)
+    segments.all[0].lineage.rewrite(1, [entries[1]._replace(session_id=7)])  # with another chain
     segments, slots = opened(disk)
     assert segments.last == 2
     assert list(segments.entries_from(0)) == entries[:1]
