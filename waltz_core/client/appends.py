@@ -254,7 +254,8 @@ class Appends:
         # Rows to be sent again, once the parcels up to the barrier are final and the pause is over.
         self._held: list[Row] = []
         self._barrier = 0
-        self._pause: asyncio.TimerHandle | None = None
+        self._pause: asyncio.Handle | None = None
+        self._pause_until_s = 0.0  # uvloop's handles cannot tell it where no time is left
         self._idle: list[asyncio.Future[None]] = []
 
     @property
@@ -456,8 +457,9 @@ class Appends:
         self._barrier = self._token
         until_s = self._loop.time() + pause_s
         if self._pause is not None:
-            until_s = max(until_s, self._pause.when())
+            until_s = max(until_s, self._pause_until_s)
             self._pause.cancel()
+        self._pause_until_s = until_s
         self._pause = self._loop.call_at(until_s, self._pause_ended)
 
     def _pause_ended(self) -> None:

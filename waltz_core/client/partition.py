@@ -22,6 +22,7 @@ from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory, Owner
 from waltz_core.client.events import Phase, StreamSettings
+from waltz_core.client.monitor import Parcel
 from waltz_core.client.outage import QUIET_S, Outage
 from waltz_core.client.stream import PartitionStream
 from waltz_core.config import ClientConfig
@@ -81,7 +82,7 @@ class ClientPartition:
         self.appends = Appends(
             partition_id,
             self.window,
-            lambda parcel: self._driver.post(events.Append(parcel)),
+            self._send,
             batch_rows=min(PARCEL_ROWS, config.batch_rows_max),
             batch_bytes=min(PARCEL_BYTES, config.batch_bytes_max),
         )
@@ -128,8 +129,8 @@ class ClientPartition:
 
     @property
     def is_ready(self) -> bool:
-        """Whether appends flow."""
-        return self.stream.phase is Phase.READY
+        """Whether appends flow; to a stream that has failed nothing does, whatever its phase."""
+        return self.stream.phase is Phase.READY and self._stopped is None
 
     @property
     def mark(self) -> TransactionId:
@@ -208,6 +209,13 @@ class ClientPartition:
         self.appends.abandon(errors.Unreachable("the client was closed before it was sent"))
         if self._link is not None:
             self._link.detach(self.partition_id)
+
+    def _send(self, parcel: Parcel) -> None:
+        if self._driver.is_stopped:  # it would never be heard of again
+            error = self._stopped or errors.Unreachable("the client was closed before it was sent")
+            self.appends.refused(parcel.token, error)
+            return
+        self._driver.post(events.Append(parcel))
 
     # --- the stream's effects
 

@@ -101,6 +101,34 @@ def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
     asyncio.run(story())
 
 
+class LateLoop:
+    """A loop for which it is always too late to wait: uvloop gives plain handles then."""
+
+    def __init__(self):
+        self._loop = asyncio.get_running_loop()
+
+    def __getattr__(self, name):
+        return getattr(self._loop, name)
+
+    def call_at(self, when_s, callback):
+        del when_s
+        return self._loop.call_soon(callback)
+
+
+def test_what_is_held_back_twice_goes_again_also_when_the_loop_is_late():
+    async def story():
+        author = Author()
+        author.appends._loop = LateLoop()
+        for data in (b"one", b"two"):
+            author.append(data)
+        author.lose(1)
+        author.lose(2)
+        await until(lambda: len(author.sent) == 4)
+        assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
+
+    asyncio.run(story())
+
+
 SEEN = Following(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 
 

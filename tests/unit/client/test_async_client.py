@@ -438,6 +438,14 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
                 await future
         assert partition.stream.has_pending
         assert not partition._is_waiting()
+        # What comes later ends, too, and does not wait for a machine that takes nothing more.
+        for future in (
+            await client.append(b"x", partition=0),
+            await client.append_batch(0, batch_of(b"y", b"z"), 2, client_high_water_mark=-1),
+        ):
+            with pytest.raises(errors.WaltzError, match="a bug"):
+                await asyncio.wait_for(future, 30)
+        assert not client.has_pending
 
 
 @told
