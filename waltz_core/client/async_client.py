@@ -361,8 +361,8 @@ class AsyncWaltzClient(OpenedByConnect):
 
         Without a partition it is that of the first lock, or the next one in turn. Without a mark it
         is what this client has applied, or knows of. The future raises LockFailed (with a mark to
-        compute anew from), ClientAhead, TooLarge, OutcomeUnknown, or another Unavailable when it
-        could not be placed in time; only OutcomeUnknown leaves it in doubt.
+        compute anew from), ClientAhead, TooLarge, OutcomeUnknown, another Unavailable when it could
+        not be placed in time, or what ended the stream; only OutcomeUnknown leaves it in doubt.
 
         With `follows` LockFailed may come earlier, and with `following`: what is in flight. Give it
         back as `follows` with what was computed as though that were in the log.
@@ -400,8 +400,8 @@ class AsyncWaltzClient(OpenedByConnect):
         With an `order` rows of its batches enter in the order in which they were appended, also
         over losses; see `BatchOrder`.
 
-        The future raises only when there is no outcome for the rows: TooLarge, BadRequest, or
-        Unavailable (none is in the log), or OutcomeUnknown.
+        The future raises only when there is no outcome for the rows: TooLarge, BadRequest,
+        Unavailable or what has ended the stream (none is in the log), or OutcomeUnknown.
         """
         mark = check_mark(client_high_water_mark)
         chosen = await self._partition(self._checked(partition))

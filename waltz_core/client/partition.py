@@ -346,11 +346,10 @@ class ClientPartition:
 
     def _died(self, error: Exception) -> None:
         """The machine has raised: our own bug, or a log that contradicts itself."""
-        told = error if isinstance(error, errors.WaltzError) else errors.WaltzError(repr(error))
-        self._end(told)
-        self.appends.abandon(
-            errors.OutcomeUnknown(f"partition {self.partition_id}: the stream has failed: {told}")
-        )
+        told = error if isinstance(error, errors.WaltzError) else None
+        why = f"partition {self.partition_id}: the stream has failed: {told or repr(error)}"
+        self._end(told or errors.WaltzError(why))
+        self.appends.abandon(errors.OutcomeUnknown(why))
 
 
 def stream_settings(config: ClientConfig) -> StreamSettings:

@@ -443,7 +443,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
             await client.append(b"x", partition=0),
             await client.append_batch(0, batch_of(b"y", b"z"), 2, client_high_water_mark=-1),
         ):
-            with pytest.raises(errors.WaltzError, match="a bug"):
+            with pytest.raises(errors.WaltzError, match="partition 0: the stream has failed: Ass"):
                 await asyncio.wait_for(future, 30)
         assert not client.has_pending
 
