@@ -11,7 +11,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 
 PARTITIONS, HOT = 4, 3
-INTERVAL_MS, WINDOW_MS = 200, 1_500
+INTERVAL_MS, WINDOW_MS = 200, 3_000
 REST_MS = 3_600_000
 CALM_S = 3 * WINDOW_MS / 1000
 

@@ -186,8 +186,19 @@ def test_the_second_sync_that_fails_ends_the_process_with_a_line_that_names_the_
 
 def copy_running(story: Story, storage: str, where: Path) -> None:
     """Copy a storage's directory as it is at one moment."""
+    threads = Path("/proc", str(story.cluster.member(storage).pid), "task")
+
+    def all_stand() -> bool:
+        """Whether the signal has come to each thread; one may be in the midst of a rename."""
+        try:
+            states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
+        except (FileNotFoundError, ProcessLookupError):  # one has just ended
+            return False
+        return {*states} == {"T"}
+
     story.cluster.kill(storage, signal.SIGSTOP)
     try:
+        wait_until("it stands still", all_stand)
         shutil.copytree(story.cluster.directory / storage, where)
     finally:
         story.cluster.kill(storage, signal.SIGCONT)

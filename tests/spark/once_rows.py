@@ -1,5 +1,6 @@
 """The rows of the jobs that are struck in the middle of a write, and how they are found again."""
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 
@@ -10,6 +11,8 @@ from waltz_core.client import WaltzClient
 
 TASKS, ROWS = 4, 400
 EXPECTED = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
+# After so long an attempt fails, and the job tells what it waited for.
+WAIT_S_MAX = 200
 # So many rows Spark collects before it hands them to the writer.
 SMALL_BATCHES = {"spark.sql.execution.arrow.maxRecordsPerBatch": "20"}
 
@@ -33,9 +36,11 @@ def until_some_are_there(
     connect: str, prefix: bytes, after: Mapping[int, int] = FROM_THE_START
 ) -> None:
     """Wait until a row that begins so stands in the log, behind marks."""
+    deadline = time.monotonic() + WAIT_S_MAX
     with WaltzClient(connect) as client:
         while True:
             for partition, last in client.high_water_marks(linearizable=True).items():
                 for chunk in client.read_range(partition, after.get(partition, -1) + 1, last):
                     if prefix in bytes(chunk.records):
                         return
+            assert time.monotonic() < deadline, f"not within {WAIT_S_MAX} s in the log: {prefix!r}"

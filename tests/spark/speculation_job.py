@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 import waltz_spark
-from tests.spark.once_rows import ROWS, SMALL_BATCHES, rows_of, until_some_are_there
+from tests.spark.once_rows import ROWS, SMALL_BATCHES, WAIT_S_MAX, rows_of, until_some_are_there
 
 SLOW = 1
 
@@ -72,7 +72,9 @@ class Gate:
         (Path(self.directory) / what).touch()
 
     def _until(self, what: str) -> None:
+        deadline = time.monotonic() + WAIT_S_MAX
         while not (Path(self.directory) / what).exists():
+            assert time.monotonic() < deadline, f"not within {WAIT_S_MAX} s: {what}"
             time.sleep(0.02)
 
 

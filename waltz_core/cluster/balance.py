@@ -15,6 +15,9 @@ Rules:
     3. A partition that was moved stays for `rest_ms`; at most `moves_max` go at one time.
     4. What is nearly idle counts as `IDLE_LOAD`: idle partitions are spread by count.
     5. Nothing is ever left without an owner: an answer says where to, for partitions that have one.
+    6. A server gives once it was to give for `lasting_ms`, also while what has begun comes to its
+       end. Servers tell one after the other: when all have stood still and go on, one of them looks
+       busy before the others do.
 """
 
 from collections.abc import Collection, Mapping
@@ -56,6 +59,7 @@ class Balancer:
         self._moved_ms: dict[PartitionId, int] = {}
         self._in_motion_until_ms: int | None = None
         self._uneven_since_ms: int | None = None
+        self._giving_since_ms: dict[ServerId, int] = {}
 
     def moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
         """Take in that these have moved (rule 3)."""
@@ -83,9 +87,24 @@ class Balancer:
         if len(held) < 2:
             return {}
         movable = {each for each in loads if each not in pinned}
+        is_in_motion = self._is_in_motion(held, movable, now_ms)
+        moves = self._moves(held, movable)
+        givers = {owners[each] for each in moves}
+        self._giving_since_ms = {each: self._giving_since_ms.get(each, now_ms) for each in givers}
+        if not is_in_motion:
+            return {}
+        before_ms = now_ms - self._limits.lasting_ms
+        return {
+            partition_id: target
+            for partition_id, target in moves.items()
+            if self._giving_since_ms[owners[partition_id]] <= before_ms  # rule 6
+        }
+
+    def _moves(
+        self, held: dict[ServerId, dict[PartitionId, float]], movable: set[PartitionId]
+    ) -> dict[PartitionId, ServerId]:
+        """Make what servers have more even; return what that takes (rule 2)."""
         moves: dict[PartitionId, ServerId] = {}
-        if not self._is_in_motion(held, movable, now_ms):
-            return moves
         while len(moves) < self._limits.moves_max:
             found = _best_shift(held, movable, self._limits.gain_to_go_on)
             if found is None:

@@ -141,6 +141,25 @@ def test_what_does_not_last_moves_nothing():
     assert balancer.plan(owners, (), uneven, (1, 2), 30_000) == {1: 2}
 
 
+def test_who_only_tells_first_of_more_work_gives_nothing():
+    """All stood still for a while; one server tells that they go on, the other's is from before."""
+    balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
+    owners = {0: 1, 1: 1, 2: 2, 3: 2}
+    loads = {0: 85, 1: 85, 2: 85, 3: 300}
+    assert balancer.plan(owners, (), loads, (1, 2), 0) == {}
+    assert balancer.plan(owners, (), loads, (1, 2), 15_000) == {2: 1}
+    balancer.moved([2], 15_000)
+    owners[2] = 1
+    assert balancer.plan(owners, (), loads, (1, 2), 30_000) == {}
+    late = {0: 148, 1: 140, 2: 300, 3: 67}
+    assert balancer.plan(owners, (), late, (1, 2), 50_000) == {}
+    assert balancer.plan(owners, (), late | {3: 1_500}, (1, 2), 55_000) == {}
+    # When that lasts it is no accident, and what has begun comes to its end.
+    assert balancer.plan(owners, (), late, (1, 2), 60_000) == {}
+    assert balancer.plan(owners, (), late, (1, 2), 74_000) == {}
+    assert balancer.plan(owners, (), late, (1, 2), 75_000) == {0: 2, 1: 2}
+
+
 # --- hours
 
 
