@@ -7,13 +7,15 @@ import importlib.util
 import itertools
 import json
 import random
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Self
@@ -51,6 +53,27 @@ def wait_until(what: str, condition: Callable[[], object], *, seconds: float = D
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
         time.sleep(0.05)
+
+
+@contextmanager
+def standing_still(cluster: LocalCluster, name: str) -> Iterator[None]:
+    """Stop a member where it stands; it goes on afterwards."""
+    threads = Path("/proc", str(cluster.member(name).pid), "task")
+
+    def all_stand() -> bool:
+        """Whether the signal has come to each thread; one may be in the midst of a rename."""
+        try:
+            states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
+        except (FileNotFoundError, ProcessLookupError):  # one has just ended
+            return False
+        return {*states} == {"T"}
+
+    cluster.kill(name, signal.SIGSTOP)
+    try:
+        wait_until("it stands still", all_stand)
+        yield
+    finally:
+        cluster.kill(name, signal.SIGCONT)
 
 
 class Load:

@@ -6,7 +6,6 @@ The errors are injected with strace, one system call of one process at a time.
 import json
 import re
 import shutil
-import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import Story, all_engaged, shown, wait_until
+from tests.fault.load import Story, all_engaged, shown, standing_still, wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import Unavailable
@@ -186,22 +185,8 @@ def test_the_second_sync_that_fails_ends_the_process_with_a_line_that_names_the_
 
 def copy_running(story: Story, storage: str, where: Path) -> None:
     """Copy a storage's directory as it is at one moment."""
-    threads = Path("/proc", str(story.cluster.member(storage).pid), "task")
-
-    def all_stand() -> bool:
-        """Whether the signal has come to each thread; one may be in the midst of a rename."""
-        try:
-            states = [each.read_text().rpartition(") ")[2][0] for each in threads.glob("*/stat")]
-        except (FileNotFoundError, ProcessLookupError):  # one has just ended
-            return False
-        return {*states} == {"T"}
-
-    story.cluster.kill(storage, signal.SIGSTOP)
-    try:
-        wait_until("it stands still", all_stand)
+    with standing_still(story.cluster, storage):
         shutil.copytree(story.cluster.directory / storage, where)
-    finally:
-        story.cluster.kill(storage, signal.SIGCONT)
 
 
 def put_back(story: Story, storage: str, where: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fault.changing import address, begin, check_level, does, end, refuses, replicas
 from tests.fault.conftest import SESSION_MS
-from tests.fault.load import Story, all_engaged, role, wait_until
+from tests.fault.load import Story, all_engaged, role, standing_still, wait_until
 from waltz_core.client import WaltzClient
 from waltz_core.local import Member, running
 
@@ -75,11 +75,8 @@ def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Sto
     with story.load() as load:
         load.goes_on()
     wait_until("all replicas are engaged", lambda: all_engaged(cluster))
-    process = lying.process()
-    assert process is not None
-    process.suspend()
-    shutil.copytree(cluster.directory / lying.name, tmp_path / "synced")
-    process.resume()
+    with standing_still(cluster, lying.name):
+        shutil.copytree(cluster.directory / lying.name, tmp_path / "synced")
     with story.load() as load:
         load.goes_on()
     for name in ("server-1", "server-2", lying.name):
