@@ -43,6 +43,19 @@ def test_stretches_follow_one_another():
     assert "gap: transaction 6 after 4" in cursor.take(feed_batch(req(-1), 6, ROWS[6]))
 
 
+def test_what_lies_before_the_beginning_is_not_taken_for_the_applications_debt():
+    mark = 1_000_000
+    cursor = FeedCursor(ahead_max=3)
+    cursor.want(mark)
+    cursor.mounted()
+    assert cursor.ask() == mark
+    latest = FeedCursor(ahead_max=3)
+    latest.want(None)
+    assert latest.know(mark) == mark
+    latest.mounted()
+    assert latest.ask() == mark
+
+
 def test_a_batch_with_odd_headers_is_refused_in_words():
     message = feed_batch(req(-1), 0, *ROWS[:2])
     spoiled = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))

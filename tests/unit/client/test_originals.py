@@ -252,6 +252,18 @@ def test_a_batch_goes_row_by_row_and_is_answered_once(mounted):
     )
 
 
+def test_a_batch_whose_last_row_is_refused_tells_how_far_the_log_is(mounted):
+    none = [(), ()]
+    payload = encode_append(
+        [1, 2], [b"a", b"b"], write_locks=[(5,), (6,)], read_locks=none, append_locks=none
+    )
+    mounted.say(m.AppendBatch(mine(4), 9, payload, crc32(payload)))
+    assert mounted.hear(fed(10, mine(4))) == []
+    (result,) = mounted.hear(m.LockFailure(mine(5), 8))
+    assert outcomes(result) == ([10, -1], [Reason.COMMITTED, Reason.LOCK], [-1, 8])
+    assert result.high_water_mark == 10
+
+
 def test_a_batch_that_cannot_be_read_is_refused_as_at_ours(mounted):
     assert mounted.say(m.AppendBatch(mine(4), 9, b"no batch", 0)) == []
     assert [(each.req_id, each.error_code) for each in mounted.told[-1:]] == [

@@ -111,6 +111,9 @@ class Storage:
     def send(self, message: object) -> None:
         assert isinstance(message, RangeRaw)
         assert (message.first, message.last) == (10, 13)
+        # Whoever reads is in no session, and takes what is there of a batch.
+        assert message.reader
+        assert not message.whole_batches
 
     async def receive(self) -> tuple[RangeBytes, int]:
         return self.answer, 0
@@ -127,6 +130,23 @@ def from_replica(count: int) -> RangeChunk:
             timeout_s=5,
         )
     )
+
+
+@pytest.mark.parametrize("changes", [{"first": 11}, {"form": RangeForm.HEADERS}, {"count": 0}])
+def test_a_replica_s_answer_to_another_question_is_an_error_of_the_protocol(changes):
+    storage = Storage(4)
+    storage.answer = replace(storage.answer, **changes)
+    link, query = ReplicaLink(storage), replace(QUERY, last=TransactionId(13))
+    with pytest.raises(errors.RemoteProtocolError, match="found form"):
+        asyncio.run(
+            link.fetch(
+                P,
+                query,
+                session_id=SessionId(1),
+                high_water_mark=TransactionId(13),
+                timeout_s=5,
+            )
+        )
 
 
 @pytest.mark.parametrize("size", [3, 4, 15, 17, 20])
