@@ -1,5 +1,6 @@
 """Tests of `waltz_core.batches`."""
 
+import struct
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import reduce
@@ -246,6 +247,28 @@ def test_contents_that_are_refused(place: int, column: list[object], says: str) 
     columns = [*GOOD[:place], column, *GOOD[place + 1 :]]
     with pytest.raises(BadRequest, match=says):
         decode(stream(batches.APPEND_SCHEMA, *columns))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "wrong"),
+    [
+        ((0, 500, 501), (0, 502, 501)),  # of data: a row that ends before it begins
+        ((0, 500, 501), (0, 500, 5_000_000)),  # beyond the data that are there
+        ((0, 500, 501), (-1, 500, 501)),
+        ((0, 1, 1), (0, 1, 1_000_000)),  # of write locks
+        ((0, 1, 1), (0, 1, -1)),
+        ((0, 1, 1), (0, 2, 1)),
+    ],
+)
+def test_offsets_that_lead_elsewhere_are_refused(
+    offsets: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
+    """They are no sums of lengths in a stream, but whatever its maker wrote: never memory's."""
+    payload = stream(batches.APPEND_SCHEMA, *GOOD)
+    right = struct.pack("<3i", *offsets)
+    assert payload.count(right) == 1
+    with pytest.raises(BadRequest, match="columns are inconsistent"):
+        decode(payload.replace(right, struct.pack("<3i", *wrong)))
 
 
 def joined(crcs: checksum.U32, lengths: checksum.I64) -> int:

@@ -143,6 +143,8 @@ def test_whoever_waits_is_told_when_the_connection_breaks():
             await until(lambda: got)
             got[0][0].abort("the server has died")
             assert isinstance(await waiting, errors.Unreachable)
+            # Who asks later still waits for nobody.
+            assert isinstance(await ask_and_tell(link), errors.Unreachable)
 
     asyncio.run(story())
 

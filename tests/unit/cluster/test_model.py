@@ -113,6 +113,7 @@ def test_a_string_over_65535_bytes_is_refused():
         ("é€", "0005" + "c3a9e282ac"),
         ("\U0001f600", "0006" + "eda0bdedb880"),
         ("\ud83d", "0003" + "eda0bd"),
+        ("\uffff", "0003" + "efbfbf"),
     ],
 )
 def test_modified_utf8(text, data):
