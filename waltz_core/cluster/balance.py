@@ -88,23 +88,22 @@ class Balancer:
             return {}
         movable = {each for each in loads if each not in pinned}
         is_in_motion = self._is_in_motion(held, movable, now_ms)
-        moves = self._moves(held, movable)
-        givers = {owners[each] for each in moves}
+        found = self._moves({each: dict(its) for each, its in held.items()}, movable)
+        givers = {owners[each] for each in found}
         self._giving_since_ms = {each: self._giving_since_ms.get(each, now_ms) for each in givers}
         if not is_in_motion:
             return {}
         before_ms = now_ms - self._limits.lasting_ms
-        return {
-            partition_id: target
-            for partition_id, target in moves.items()
-            if self._giving_since_ms[owners[partition_id]] <= before_ms  # rule 6
-        }
+        ready = {each for each, at_ms in self._giving_since_ms.items() if at_ms <= before_ms}
+        # Counted anew: nobody gives in view of what another one has only seemed to give.
+        return self._moves(held, {each for each in movable if owners[each] in ready})
 
     def _moves(
-        self, held: dict[ServerId, dict[PartitionId, float]], movable: set[PartitionId]
+        self, held: dict[ServerId, dict[PartitionId, float]], movable: Collection[PartitionId]
     ) -> dict[PartitionId, ServerId]:
         """Make what servers have more even; return what that takes (rule 2)."""
         moves: dict[PartitionId, ServerId] = {}
+        movable = set(movable)
         while len(moves) < self._limits.moves_max:
             found = _best_shift(held, movable, self._limits.gain_to_go_on)
             if found is None:
