@@ -410,6 +410,8 @@ def test_the_feed_goes_as_far_as_the_stream_asks(table):
     assert table.sent == []
     # What is under way needs it, whatever the stream wants.
     assert table.say(append(1)) == [append(1), m.FeedRequest(MOUNT, 10)]
+    # The end of that is not told to the stream, which has not asked for it.
+    assert table.hear(m.FeedSuspended(MOUNT)) == []
 
 
 def test_a_filter_leaves_headers_out_and_no_transaction(table):
