@@ -98,6 +98,25 @@ async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
 
 
 @told
+async def test_who_starts_at_the_latest_has_seen_what_it_was_given():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await write(client, 0, 5)
+        callbacks = Shared()
+        callbacks.seen[0].append(LATEST)
+        callbacks.may_go_on.clear()
+        await client.subscribe(callbacks, [0])
+        partition = client._partitions[0]
+        await until(lambda: partition.applier.mark == 4)
+        await write(client, 0, 5)
+        await until(lambda: callbacks.is_applying)
+        # The client knows of all ten; the application, and what it computes, of five.
+        assert (partition.stream.high_water_mark, partition.mark) == (9, 4)
+        callbacks.may_go_on.set()
+        await until(lambda: callbacks.seen[0][-1] == 9)
+        assert partition.mark == 9
+
+
+@told
 async def test_a_feed_ends_after_what_is_being_applied():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
