@@ -311,11 +311,13 @@ class Writer:
 def _stamp(told: list[Told]) -> None:
     now_s = time.monotonic()
     for each in told:
-        each.told_s = now_s
+        each.told_s = each.told_s or now_s
 
 
 def _decide(pending: Pending) -> None:
     """Turn what the future says into outcomes."""
+    pending.future.exception()
+    _stamp(pending.told)  # Who waits may be told before the future's callbacks are.
     try:
         result = pending.future.result()
     except WaltzError as error:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import pytest
 
@@ -24,6 +25,17 @@ def test_four_writers_agree_with_the_log(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "four writers: OK"
     assert "storage-2 was killed" in done.stdout
+
+
+def test_an_outcome_has_its_time_also_where_the_callbacks_come_later():
+    future: Future[int] = Future()
+    asked = four_writers.Told("1.1", 0, "digest", sent_s=1.0)
+    future.set_result(7)
+    four_writers._decide(four_writers.Pending(future, [asked]))
+    first_s = asked.told_s
+    assert (asked.outcome, asked.transaction_id, first_s > 1.0) == (four_writers.OK, 7, True)
+    four_writers._stamp([asked])
+    assert asked.told_s == first_s
 
 
 def told(key: str, outcome: str, transaction_id: int = -1) -> four_writers.Told:
