@@ -65,6 +65,11 @@ class Balancer:
         """Take in that these have moved (rule 3)."""
         self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
 
+    def look_away(self) -> None:
+        """Take in that loads were not looked at: nothing has lasted then (rules 2 and 6)."""
+        self._uneven_since_ms = None
+        self._giving_since_ms = {}
+
     def plan(
         self,
         owners: Mapping[PartitionId, ServerId],
@@ -85,6 +90,7 @@ class Balancer:
             if owner in held:
                 held[owner][partition_id] = IDLE_LOAD + loads.get(partition_id, 0.0)
         if len(held) < 2:
+            self.look_away()
             return {}
         movable = {each for each in loads if each not in pinned}
         is_in_motion = self._is_in_motion(held, movable, now_ms)

@@ -87,6 +87,7 @@ class Balancing:
         view = await self._coordinator.read_servers()
         if not view.is_settled or self._server_id != min(view.servers):
             self._servers = frozenset()
+            self._balancer.look_away()
             return
         await self._balance(view)
 
@@ -100,6 +101,7 @@ class Balancing:
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
         loads = self._book.take(told, owners)
         if now_ms < self._quiet_until_ms:
+            self._balancer.look_away()
             return  # rule 3
         preferred = {each for its in view.servers.values() for each in its.preferred}
         moves = self._balancer.plan(owners, preferred, loads, told.keys(), now_ms)

@@ -141,6 +141,19 @@ def test_what_does_not_last_moves_nothing():
     assert balancer.plan(owners, (), uneven, (1, 2), 30_000) == {1: 2}
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_was_not_looked_at_has_not_lasted(is_alone):
+    balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
+    owners, uneven = {0: 1, 1: 1, 2: 2, 3: 2}, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
+    assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
+    if is_alone:  # only one of the servers tells its loads
+        assert balancer.plan(owners, (), uneven, (1,), 10_000) == {}
+    else:  # another server was the lead, or servers have come or gone
+        balancer.look_away()
+    assert balancer.plan(owners, (), uneven, (1, 2), 20_000) == {}
+    assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}
+
+
 def test_who_only_tells_first_of_more_work_gives_nothing():
     """All stood still for a while; one server tells that they go on, the other's is from before."""
     balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
