@@ -1,8 +1,12 @@
 """The clockwork of balance by load, over a ZooKeeper in memory."""
 
 import asyncio
+from types import SimpleNamespace
+
+import pytest
 
 from tests.cluster_contract import KEY, Inbox, descriptor, running
+from waltz_core.cluster.balance import Balancer
 from waltz_core.cluster.creation import NewCluster
 from waltz_core.cluster.memory import MemoryZooKeeper
 from waltz_core.server.balancing import Balancing, Pace
@@ -100,3 +104,44 @@ def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
             await looks.until(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
 
     asyncio.run(story())
+
+
+class Scripted:
+    """A coordinator that shows the views it is given, and all loads to be the same."""
+
+    def __init__(self, views):
+        self.views = list(views)
+        self.loads = self
+
+    async def read_servers(self):
+        return self.views.pop(0)
+
+    async def tell(self, server_id, loads):
+        pass
+
+    async def read(self, server_ids):
+        return {each: {} for each in server_ids}
+
+
+def shows(*servers, is_settled=True):
+    described = {each: SimpleNamespace(preferred=()) for each in servers}
+    return SimpleNamespace(is_settled=is_settled, servers=described, owners={})
+
+
+@pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])
+def test_nothing_has_lasted_when_servers_have_come_or_gone_or_another_one_led(monkeypatch, between):
+    called, now_ms = [], 0
+    monkeypatch.setattr("waltz_core.server.balancing.loop_clock_ms", lambda: now_ms)
+    monkeypatch.setattr(Balancer, "look_away", lambda _: called.append("away"))
+    monkeypatch.setattr(Balancer, "plan", lambda *_: called.append("plan") or {})
+
+    async def story():
+        nonlocal now_ms
+        views = [shows(1, 2), shows(1, 2), between]
+        balancing = Balancing(1, Scripted(views), dict, PACE)
+        for _ in views[:3]:
+            await balancing._look()
+            now_ms += PACE.window_ms
+
+    asyncio.run(story())
+    assert called == ["away", "plan", "away"]
