@@ -258,14 +258,16 @@ class _Bag:
             if batch is not None:
                 raise BadConfig("option 'batchId' numbers the batches of a 'writeId'; give both")
             return None
+        number = 0
         if batch is not None:
-            name = f"{name}-{self.integer('batchId', 0, 1 << 62)}"
+            number = self.integer("batchId", 0, 1 << 62)
         if _WRITE_NAME.fullmatch(name) is None or name in {".", ".."}:
             raise BadConfig(
                 "option 'writeId' is up to 140 letters, digits, '-', '_' and '.'; "
                 f"found {name[:200]!r}"
             )
-        return name
+        # No writeId has a "~", so no other one is called like this batch.
+        return name if batch is None else f"{name}~{number}"
 
     def recompute(self) -> str | None:
         value = self.text("recompute")

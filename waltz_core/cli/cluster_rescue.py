@@ -248,7 +248,6 @@ async def _declare(
 ) -> tuple[ReplicaId, ...]:
     """Take one log for the log, and have the others copy what they lack of it."""
     coordinator, session = command.coordinator, heard.session
-    await heard.links[chosen].set_mark(partition_id, session, heard.told[chosen])
     log = heard.logs[chosen]._replace(last_session=session.session_id)
     others = sorted(heard.logs, key=lambda each: heard.logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
@@ -262,6 +261,9 @@ async def _declare(
         marker,
         heard.view.versions,
     )
+    # ZooKeeper first: a marked replica is trusted. If the command died between the two with the
+    # old metadata still in ZooKeeper, a session would count the replica, with what it has lost.
+    await heard.links[chosen].set_mark(partition_id, session, heard.told[chosen])
     command.note(f"partition {partition_id}: the log of {chosen} is the log")
     await _assign(coordinator, [verdict])
     layout = await coordinator.storages.read()

@@ -108,6 +108,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._is_closed = False
         self._group: asyncio.TaskGroup | None = None
         self._root: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, config)
 
@@ -177,11 +178,22 @@ class AsyncWaltzClient(OpenedByConnect):
         return self
 
     async def close(self) -> None:
-        """Wait for outcomes (rule 3), then end; may be called twice."""
-        if self._is_closed or self._root is None:
+        """Wait for outcomes (rule 3), then end.
+
+        May be called twice, and again after it was cancelled: the client goes on ending, and the
+        second call waits until it has.
+        """
+        if self._root is None or (self._ending is not None and self._ending.done()):
             return
         self._check_home()
         self._is_closed = True
+        if self._ending is None:
+            # Nobody's child either: whoever closes may be cancelled meanwhile.
+            loop = asyncio.get_running_loop()
+            self._ending = loop.create_task(self._end(self._root), name="waltz-client-end")
+        await asyncio.shield(self._ending)
+
+    async def _end(self, root: "asyncio.Task[None]") -> None:
         try:
             async with asyncio.timeout(self.config.request_timeout_ms / 1000):
                 for run in list(self._runs):
@@ -193,7 +205,7 @@ class AsyncWaltzClient(OpenedByConnect):
         for partition in self._partitions.values():
             partition.close()
         self._closing.set()
-        await self._root
+        await root
         self.requests.close()
         await self.links.close("the client was closed")
         await self.directory.close()
@@ -374,6 +386,8 @@ class AsyncWaltzClient(OpenedByConnect):
         chosen = await self._partition(self._choose(partition, locks))
         if (write or read) and told is None and not chosen.is_ready:
             await chosen.mounted()  # there is no mark to go by before
+        if (write or read) and told is None:
+            await chosen.marked()
         mark = chosen.mark if told is None else told
         row = Row(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added

@@ -9,7 +9,8 @@ Rules:
     2. A retry begins after the conflicting transaction was consumed: applied, where the client has
        a feed of the partition, else known to be in the log.
     3. Each attempt is final before the next one begins: no context is in the log twice.
-    4. Deadline and retry limit are the context's; the first to be reached expires it.
+    4. Deadline and retry limit are the context's; the first to be reached expires it. The deadline
+       also ends an `execute` that waits; one that runs on a thread is not waited for any longer.
     5. What `execute` goes by under a feed is what was applied. While the application has laid the
        partition down, no attempt begins: nothing is applied, and the log's mark would claim that
        all of it was.
@@ -127,7 +128,6 @@ class ContextRun:
         # The hooks have told it; nobody needs to look at the future.
         self.future.add_done_callback(_look_at)
         self._row: Row | None = None
-        self._goes_by_feed = False  # rule 5
         # What the next attempt follows; None where the context does not want to (rule 6).
         self._following = FOLLOW if context.follows else None
 
@@ -154,8 +154,7 @@ class ContextRun:
         """Execute and append; False when `execute` has given the transaction up."""
         partition = self._partition
         await partition.mounted()
-        self._goes_by_feed = self._goes_by_feed or partition.applier is not None
-        if self._goes_by_feed:
+        if partition.goes_by_feed:
             try:
                 async with asyncio.timeout_at(self._deadline_s):
                     await partition.fed()
@@ -168,7 +167,15 @@ class ContextRun:
         builder.following = self._following
         if self._following is not None:
             self._following = FOLLOW  # what it was told holds for one attempt
-        if not await self._context.execute(builder):
+        limit = asyncio.timeout_at(self._deadline_s)
+        try:
+            async with limit:
+                is_wanted = await self._context.execute(builder)
+        except TimeoutError:
+            if not limit.expired():
+                raise  # execute's own
+            return await self._expire(errors.Unavailable(self._late("execute was still running")))
+        if not is_wanted:
             self._end_with(None)
             await self._hook("on_completion", False)  # noqa: FBT003
             return False
@@ -187,6 +194,12 @@ class ContextRun:
         partition.appends.add(row)
         self._row = row
         return True
+
+    def _late(self, what: str) -> str:
+        return (
+            f"context in partition {self._partition.partition_id}: {what} after "
+            f"{self._context.timeout_ms} ms (timeout_ms)"
+        )
 
     async def _step(self) -> bool:
         """Wait for an attempt's outcome and act on it; False when the context has ended."""
@@ -225,6 +238,8 @@ class ContextRun:
         limit = self._context.retries_max
         if limit is not None and self._retries > limit:
             return await self._expire(error)
+        if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
+            return await self._expire(error)  # a timeout ends only what suspends
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 if wait_for is None:
@@ -238,7 +253,7 @@ class ContextRun:
 
     async def _consumed(self, mark: TransactionId) -> None:
         """Rule 2."""
-        while self._goes_by_feed:
+        while self._partition.goes_by_feed:
             applier = await self._partition.fed()
             try:
                 await applier.reached(mark)

@@ -21,7 +21,7 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from waltz_core import errors, raw_records
 from waltz_core.client.callbacks import AsyncCallbacks, PoisonPolicy, policy_of
@@ -44,6 +44,8 @@ CHUNKS_KEPT_MAX = 4
 PREFETCH_BYTES_MIN = 64 * 1024
 # How often a thread that waits for data looks whether there still is an event loop.
 LOOK_S = 1.0
+
+ResultT = TypeVar("ResultT")
 
 Words: TypeAlias = tuple[int, int, int, int, int]
 # Transactions that are handed over together: ids that rise, and the five numbers of each.
@@ -85,7 +87,8 @@ class LoopConsumer:
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         """Return the application's mark, None for the end of the log."""
-        return mark_of(partition_id, await self._callbacks.client_high_water_mark(partition_id))
+        asked = self._callbacks.client_high_water_mark(partition_id)
+        return mark_of(partition_id, await _told(asked))
 
     async def apply(
         self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
@@ -101,6 +104,8 @@ class LoopConsumer:
                 transaction_id = TransactionId(number)
                 await apply(AsyncTransaction(partition_id, transaction_id, words, source))
                 count += 1
+        except asyncio.CancelledError as error:
+            return Verdict(count, _own_cancellation(error))
         except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
             return Verdict(count, error)
         return Verdict(count, None)
@@ -109,7 +114,28 @@ class LoopConsumer:
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         """Say what to do about a transaction that raised."""
-        return await self._callbacks.uncaught_exception(partition_id, transaction_id, error)
+        return await _told(self._callbacks.uncaught_exception(partition_id, transaction_id, error))
+
+
+async def _told(answer: Awaitable[ResultT]) -> ResultT:
+    """Await what a callback returns; a CancelledError of its own becomes an error."""
+    try:
+        return await answer
+    except asyncio.CancelledError as error:
+        raise _own_cancellation(error) from error
+
+
+def _own_cancellation(error: asyncio.CancelledError) -> Exception:
+    """Return an error for a CancelledError that a callback raised.
+
+    Raises the CancelledError itself when it is this task that is being cancelled.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise error
+    told = RuntimeError("the application's callback raised CancelledError")
+    told.__cause__ = error
+    return told
 
 
 LATEST = -2

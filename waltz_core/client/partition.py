@@ -7,6 +7,9 @@ Rules:
     1. Effects are performed in order and never wait; what takes time becomes a task whose outcome
        is posted back as an event.
     2. A stream that has ended tells everybody who waits for it, with its error.
+    3. What the application has applied is remembered for as long as the client lives, also while
+       the partition is paused or unsubscribed: the view that it computes from does not move then,
+       and the log's mark would claim that it had.
 """
 
 import asyncio
@@ -87,6 +90,7 @@ class ClientPartition:
             batch_bytes=min(PARCEL_BYTES, config.batch_bytes_max),
         )
         self._applier: Applier | None = None
+        self._consumed: TransactionId | None = None
         self._applier_changed = asyncio.Event()
         # Fetches the feed after one mark up to about another, and says `caught_up`.
         self.fetch: Fetch | None = None
@@ -106,8 +110,16 @@ class ClientPartition:
     @applier.setter
     def applier(self, applier: "Applier | None") -> None:
         self._applier = applier
+        self._changed()
+
+    def _changed(self) -> None:
         self._applier_changed.set()
         self._applier_changed = asyncio.Event()
+
+    @property
+    def goes_by_feed(self) -> bool:
+        """Whether the application has a view of this partition, fed now or earlier (rule 3)."""
+        return self._consumed is not None or self._applier is not None
 
     @property
     def is_fed(self) -> bool:
@@ -136,11 +148,20 @@ class ClientPartition:
     def mark(self) -> TransactionId:
         """The mark that a transaction computed now may claim to have seen.
 
-        With a feed it is what the application has applied, without one what is known of the log.
+        Where the application was ever fed it is what it has applied (rule 3), else what is known of
+        the log.
         """
-        if self.applier is not None and self.applier.mark is not None:
-            return self.applier.mark
-        return self.stream.high_water_mark
+        return self.stream.high_water_mark if self._consumed is None else self._consumed
+
+    async def marked(self) -> None:
+        """Wait while the first feed has begun and the application has not returned its mark.
+
+        Raises what has ended the stream.
+        """
+        while self._consumed is None and self._applier is not None:
+            if self._stopped is not None:
+                raise self._stopped
+            await self._applier_changed.wait()
 
     async def mounted(self) -> None:
         """Mount if need be; raises Unavailable when that takes longer than a request may."""
@@ -187,6 +208,9 @@ class ClientPartition:
 
     def applied(self, mark: TransactionId) -> None:
         """The application has applied everything up to `mark`."""
+        is_first, self._consumed = self._consumed is None, mark
+        if is_first:
+            self._changed()
         if self.stream.is_fed:
             self._driver.post(events.Applied(mark))
 

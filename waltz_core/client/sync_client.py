@@ -14,10 +14,11 @@ Rules:
 
 import asyncio
 import inspect
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 
@@ -52,10 +53,14 @@ if TYPE_CHECKING:
     from waltz_core.client.appends import BatchOrder
     from waltz_core.client.monitor import BatchOutcome
 
-# Threads for the application's code; a partition's feed takes one while it is applied.
+# Threads for contexts; and for feeds, of which each takes one while it is applied. They are apart
+# because a callback may wait for a context.
 WORKERS_MAX = 16
+APPLIERS_MAX = 256
 # How long the last of what runs on the loop may take to end.
 END_S_MAX = 5.0
+
+_log = logging.getLogger(__name__)
 
 _CLOSED = "the client is closed"
 
@@ -133,7 +138,9 @@ class WaltzClient:
             target=self._loop.run_forever, name="waltz-client", daemon=True
         )
         self._thread.start()
-        self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="waltz-callback")
+        self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="waltz-context")
+        self._appliers = ThreadPoolExecutor(APPLIERS_MAX, thread_name_prefix="waltz-callback")
+        self._running: set[Future[Verdict]] = set()  # callbacks
 
         async def begin() -> AsyncWaltzClient:
             return await opening()
@@ -145,7 +152,12 @@ class WaltzClient:
             raise
 
     def close(self) -> None:
-        """Wait for outcomes as long as a request may take, then end; may be called twice."""
+        """Wait for outcomes as long as a request may take, then end; may be called twice.
+
+        Callbacks that are running have ended then, unless they take longer than that: a client that
+        goes on from the application's mark applies nothing a second time. Called by a callback, it
+        does not wait for callbacks.
+        """
         self._check_process()
         with self._closing:
             if self._is_closed:
@@ -155,6 +167,7 @@ class WaltzClient:
                 self._wait(self._client.close())
             finally:
                 self._end_threads()
+                self._await_callbacks()
 
     def __enter__(self) -> Self:
         return self
@@ -325,7 +338,7 @@ class WaltzClient:
         """
         check_callbacks(callbacks, is_async=False)
         values = check_headers(callbacks, headers)
-        consumer = _ThreadConsumer(callbacks, self._client, self._workers)
+        consumer = _ThreadConsumer(callbacks, self._client, self._appliers, self._running)
         self._call(self._client.subscribe_consumer(consumer, partitions, values))
 
     @property
@@ -363,15 +376,16 @@ class WaltzClient:
             bytes_max=bytes_max,
             replicas=replicas,
         )
+        turn = asyncio.Lock()  # Ctrl-C may end the wait for a chunk, not yet the fetch
         try:
             while True:
-                chunk = self._call(_next_or_none(chunks))
+                chunk = self._call(_next_or_none(chunks, turn))
                 if chunk is None:
                     return
                 yield chunk
         finally:
             if not self._is_closed and os.getpid() == self._pid:
-                self._call(_end(chunks))
+                self._call(_end(chunks, turn))
 
     # --- private
 
@@ -412,6 +426,9 @@ class WaltzClient:
             return outcome.result()
         except CancelledError:  # only the end of the loop's thread cancels (`_end_threads`)
             raise errors.UsageError(_CLOSED) from None
+        except (KeyboardInterrupt, SystemExit):  # of a signal's handler: nobody wants it any more
+            outcome.cancel()
+            raise
 
     def _hand_over(self, give: Callable[[], ResultT]) -> ResultT:
         """Give the loop something to do; raises UsageError when it takes nothing more (rule 4)."""
@@ -440,6 +457,7 @@ class WaltzClient:
 
     def _end_threads(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._appliers.shutdown(wait=False, cancel_futures=True)
         with self._handing_over:
             self._takes_calls = False
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -451,6 +469,13 @@ class WaltzClient:
         if left:
             self._loop.run_until_complete(asyncio.wait(left, timeout=END_S_MAX))
         self._loop.close()
+
+    def _await_callbacks(self) -> None:
+        if getattr(_applying, "partition_id", None) is not None:
+            return
+        left = wait(set(self._running), self._client.config.request_timeout_ms / 1000).not_done
+        if left:
+            _log.warning("client.closed_while_applying callbacks=%d", len(left))
 
 
 class _ThreadContext:
@@ -496,11 +521,16 @@ class _ThreadConsumer:
     """Hands transactions to `Callbacks` on worker threads, a run of them at a time."""
 
     def __init__(
-        self, callbacks: Callbacks, client: AsyncWaltzClient, workers: ThreadPoolExecutor
+        self,
+        callbacks: Callbacks,
+        client: AsyncWaltzClient,
+        workers: ThreadPoolExecutor,
+        running: "set[Future[Verdict]]",
     ) -> None:
         self._callbacks = callbacks
         self._client = client
         self._workers = workers
+        self._running = running  # changed on the loop, and by workers
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         mark = await _on_thread(self._workers, self._callbacks.client_high_water_mark, partition_id)
@@ -528,7 +558,10 @@ class _ThreadConsumer:
                 _applying.partition_id = None
             return Verdict(count, None)
 
-        return await _on_thread(self._workers, apply_all)
+        running = self._workers.submit(apply_all)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await asyncio.wrap_future(running)
 
     async def uncaught(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
@@ -584,12 +617,17 @@ def _copy(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
         outcome.set_result(done.result())
 
 
-async def _next_or_none(chunks: Any) -> RangeChunk | None:  # noqa: ANN401 - an async generator
+async def _next_or_none(
+    chunks: Any,  # noqa: ANN401 - an async generator
+    turn: asyncio.Lock,
+) -> RangeChunk | None:
     try:
-        return cast("RangeChunk", await anext(chunks))
+        async with turn:
+            return cast("RangeChunk", await anext(chunks))
     except StopAsyncIteration:
         return None
 
 
-async def _end(chunks: Any) -> None:  # noqa: ANN401 - an async generator
-    await chunks.aclose()
+async def _end(chunks: Any, turn: asyncio.Lock) -> None:  # noqa: ANN401 - an async generator
+    async with turn:
+        await chunks.aclose()

@@ -275,11 +275,11 @@ def check_name(write: str) -> None:
     """Raise BadRequest unless a write can be called so."""
     is_good = 0 < len(write) <= NAME_CHARACTERS_MAX and write not in {".", ".."}
     if not is_good or any(
-        not (each.isalnum() or each in "-_.") or ord(each) > 127 for each in write
+        not (each.isalnum() or each in "-_.~") or ord(each) > 127 for each in write
     ):
         raise errors.BadRequest(
-            f"the name of a write is to be 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_' "
-            f"and '.'; found {write!r:.250}"
+            f"the name of a write is to be 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_', '.' "
+            f"and '~'; found {write!r:.250}"
         )
 
 

@@ -6,7 +6,8 @@ connection can still get in: the fence kept here.
 
 Rules (correctness.md row 22 and "Room for our rules"; spark.md, "Exactly once"):
     1. For each client the highest connection sequence wins, for the whole generation, also after
-       its connection has closed. An equal one is accepted on the same connection only.
+       its connection has closed, and also when the server releases the partition and owns it again
+       in the same generation. An equal one is accepted on the same connection only.
     2. A connection takes appends from the answer to its mount on, not from the request.
     3. At most `limit` clients without a connection are remembered; beyond that the one that left
        first is forgotten, so `limit` other clients must have left since a fence could fail.
@@ -152,6 +153,11 @@ class Mounts:
             self._left[client_id] = self._mounts.pop(client_id).sequence
         while len(self._left) > self._limit:
             self._left.popitem(last=False)
+
+    def end(self) -> None:
+        """The partition is no longer served: no connection may append; fences stay (rule 1)."""
+        for mount in self._mounts.values():
+            mount.is_ready = False
 
     def clear(self) -> None:
         """A new generation: every client has to mount again, with any sequence."""

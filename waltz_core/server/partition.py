@@ -540,7 +540,7 @@ class Partition:
         self._until_open.clear()
         self._flushing.clear()
         self._mounting.clear()
-        self._mounts.clear()
+        self._mounts.end()
         out.extend(answers.refuse(question, gone) for question in waiting)
         assert all(isinstance(outcome, outcomes.Reached) for outcome in reached)
 

@@ -6,7 +6,8 @@ here storages are asked, and ZooKeeper is written, as the commands do it.
 Rules:
     1. A session is claimed that is later than all that any storage has promised; only what is heard
        in it counts.
-    2. ZooKeeper is written when the chosen log is marked in that session, and not before.
+    2. ZooKeeper is written before the chosen log is marked in that session: a marked replica is
+       trusted, so a command that ends between the two must not leave it under the old metadata.
 """
 
 from dataclasses import replace
@@ -85,6 +86,7 @@ class Rescue:
             unheard=[each for each in self._heard if each not in prepared],
         )
         source = prepared[verdict.source]
+        self._declare(verdict)
         prefix = self._session_id, 2, self._partition_id
         identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
         again = Prepare(self._session_id, 1, self._partition_id, *identity)
@@ -95,15 +97,17 @@ class Rescue:
             partial(self._marked, verdict),
         )
 
-    def _marked(self, verdict: Verdict, answers: list[StorageMessage]) -> None:
+    def _declare(self, verdict: Verdict) -> None:
         """Rule 2."""
-        assert isinstance(answers[-1], ReplicaState)
         coordinator = self._cluster.coordinator
         log = verdict.log._replace(last_session=self._session_id)
         declared = replace(verdict, log=log)
         metadata = declared.metadata(coordinator.assignment.generation, self._session_id)
         marker = PartitionMarker(MarkerState.OPEN, self._session_id, self._nonce)
         coordinator.put_back(metadata, marker)
+
+    def _marked(self, verdict: Verdict, answers: list[StorageMessage]) -> None:
+        assert isinstance(answers[-1], ReplicaState)
         self._cluster.reassign(verdict.first_members)
         self._told(verdict)
 

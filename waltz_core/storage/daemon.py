@@ -397,8 +397,10 @@ class StorageDaemon:
     def _looked(self) -> None:
         """The right partitions are served; let in who has waited for them (rule 4)."""
         self._is_assigned.set()
-        while self._early:
-            self._accept(self._early.pop())
+        early, self._early = self._early, []
+        for link in early:  # in order: of two of one server the later one counts
+            if not link.is_closed:
+                self._accept(link)
 
     def _accept(self, link: Link) -> None:
         if not self._is_assigned.is_set():

@@ -1,7 +1,11 @@
-"""Which replica `accept-replicas` takes when nobody says which."""
+"""Which replica `accept-replicas` takes, and in which order it makes the decision durable."""
+
+import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from waltz_core.cli import cluster_rescue
 from waltz_core.cli.cluster_rescue import _chosen
 from waltz_core.cluster.rebuilding import Log
 from waltz_core.errors import BadConfig, Unavailable
@@ -32,3 +36,34 @@ def test_who_is_named_is_taken_if_he_was_heard():
         _chosen(C, 0, {A: log()})
     with pytest.raises(Unavailable, match="no replica answers"):
         _chosen(None, 0, {})
+
+
+class Died(Exception):
+    """The command ends here."""
+
+
+def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
+    """A marked replica is trusted: under the old metadata it would count with what it has lost."""
+    marked = []
+
+    class Link:
+        async def set_mark(self, *_):
+            marked.append(A)
+
+    class Coordinator:
+        async def write_partition(self, *_):
+            assert not marked
+            raise Died
+
+    metadata = SimpleNamespace(generation=1)
+    heard = SimpleNamespace(
+        session=cluster_rescue.Session(8, bytes(16)),
+        view=SimpleNamespace(metadata=metadata, versions=None),
+        told={A: None},
+        links={A: Link()},
+        logs={A: log()},
+    )
+    command = SimpleNamespace(coordinator=Coordinator())
+    with pytest.raises(Died):
+        asyncio.run(cluster_rescue._declare(command, 0, heard, A))
+    assert not marked

@@ -65,6 +65,18 @@ def test_the_fence_outlives_its_connection_and_ends_with_the_generation() -> Non
     assert fault(mounts, ALICE, NEW, 0) is None
 
 
+def test_a_release_ends_the_mounts_and_keeps_the_fences() -> None:
+    mounts = Mounts(10)
+    mounts.begin(ALICE, NEW, 6)
+    mounts.finish(ALICE, NEW)
+    mounts.end()
+    assert not mounts.is_ready(ALICE, NEW)
+    assert "connection sequence 6" in str(fault(mounts, ALICE, OLD, 5))
+    assert fault(mounts, ALICE, NEW, 6) is None  # the same connection mounts again
+    mounts.close(NEW)
+    assert fault(mounts, ALICE, OLD, 5) is not None
+
+
 def test_only_so_many_clients_that_left_are_remembered() -> None:
     mounts = Mounts(2)
     for client in range(3):

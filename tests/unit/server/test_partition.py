@@ -476,6 +476,18 @@ def test_a_partition_that_comes_back_in_its_generation_has_no_mounts() -> None:
     assert world.reason(append) is Reason.NOT_MOUNTED
 
 
+def test_fences_outlive_a_release_within_the_generation() -> None:
+    """An older attempt must not mount after the partition was released and owned again."""
+    world = ready()
+    world.mount(ALICE, B, sequence=5)
+    world.step(Closed(B))
+    world.step(replication.Disown())
+    world.step(replication.Own(Generation(1), REPLICAS))
+    world.open(-1)
+    assert world.error(world.mount(ALICE, C, sequence=4)) == errors.ConnectionSuperseded.code
+    assert isinstance(world.answer(world.mount(ALICE, C, sequence=6)), messages.Mounted)
+
+
 def test_a_client_ahead_of_the_log_is_told() -> None:
     world = ready()
     new = world.mount(BOB, B, mark=0)

@@ -161,7 +161,10 @@ def test_what_no_function_asks_for_has_no_effect_and_is_refused() -> None:
 def test_the_name_of_a_write() -> None:
     assert parse_write(CLUSTER).write_name is None
     assert parse_write({**CLUSTER, "writeId": "n-1"}).write_name == "n-1"
-    assert parse_write({**CLUSTER, "writeId": "n", "batchId": "7"}).write_name == "n-7"
+    assert parse_write({**CLUSTER, "writeId": "n", "batchId": "7"}).write_name == "n~7"
+    assert parse_write({**CLUSTER, "writeId": "n-7"}).write_name == "n-7"
+    with pytest.raises(BadConfig, match="'writeId' is up to 140"):
+        parse_write({**CLUSTER, "writeId": "n~7"})
     with pytest.raises(BadConfig, match="'batchId' numbers the batches of a 'writeId'"):
         parse_write({**CLUSTER, "batchId": "7"})
     for bad in ("a/b", "..", "x" * 141, "ü"):
