@@ -13,6 +13,7 @@ Rules:
 import json
 import math
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, NoReturn
 
 NOT_JSON = "JSON has neither NaN nor infinities"
@@ -54,6 +55,23 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
         raise ValueError(TOO_DEEP) from error
 
 
+def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
+    """Return the same with each number that has a fraction or an exponent as a Decimal.
+
+    Raises:
+        ValueError: as `from_json`; no number is too great.
+    """
+    text = data.decode(json.detect_encoding(data), "surrogatepass")
+    try:
+        return _EXACT.decode(text)
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"found {error}; {NOT_JSON}") from error
+
+
 def _decoded(text: str) -> Any:  # noqa: ANN401
     try:
         return _DECODER.decode(text)
@@ -89,6 +107,7 @@ def _finite_or_word(text: str) -> float | _Word:
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_EXACT = json.JSONDecoder(parse_constant=_refuse, parse_float=Decimal)
 _LENIENT = json.JSONDecoder(parse_constant=_Word, parse_float=_finite_or_word)
 
 

@@ -126,6 +126,13 @@ OPTIONS: tuple[Option, ...] = (
         "`PERMISSIVE` gives nulls, `DROPMALFORMED` leaves the row out.",
     ),
     Option(
+        "requiredColumns",
+        Use.READ,
+        "none",
+        "With `dataFormat`: columns that each payload must have, `id,amount`. A payload that lacks "
+        "one is handled as `mode` says; other columns that are absent become null.",
+    ),
+    Option(
         "columnNameOfCorruptRecord",
         Use.READ,
         "_corrupt_record",

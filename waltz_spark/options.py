@@ -79,6 +79,7 @@ class ReadOptions:
     data_format: str | None = None
     on_corrupt: OnCorrupt = OnCorrupt.FAIL
     corrupt_column: str = "_corrupt_record"
+    required_columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +147,10 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
             "option 'columnNameOfCorruptRecord' names a column of your own; the log has a column "
             f"{bag.text('columnNameOfCorruptRecord')!r}"
         )
-    for name in ("mode", "columnNameOfCorruptRecord"):
+    for name in ("mode", "columnNameOfCorruptRecord", "requiredColumns"):
         if bag.text(name) is not None and bag.text("dataFormat") is None:
             raise BadConfig(
-                f"option {name!r} is for payloads that dataFormat cannot unpack; give option "
+                f"option {name!r} is for payloads that dataFormat unpacks; give option "
                 "dataFormat too"
             )
     return ReadOptions(
@@ -171,6 +172,7 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
         data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
         on_corrupt=OnCorrupt(bag.choice("mode", ("failfast", "permissive", "dropmalformed"))),
         corrupt_column=bag.text("columnNameOfCorruptRecord") or "_corrupt_record",
+        required_columns=tuple(_split(bag.text("requiredColumns") or "")),
     )
 
 

@@ -1,7 +1,6 @@
-"""Rows to payloads and back: the Spark schema of a transaction, msgpack and JSON packing.
+"""Rows to payloads: the Spark schema of a transaction, msgpack and JSON packing.
 
-Why it stands alone: it is the one place that says what a Spark type becomes inside `data`, in both
-directions, so that what was written is read back exactly.
+What a Spark type becomes inside `data`; `unpacking.py` reads it back.
 
     Spark type                   msgpack                     json
     boolean, integers            as they are                 as they are
@@ -16,25 +15,20 @@ directions, so that what was written is read back exactly.
 
 Rules:
     1. Values are cast whole columns at a time in Arrow; Python sees plain values only.
-    2. A payload that does not fit the schema names its partition, transaction and column.
-    3. An array is built of its children, each cast by itself: in one that is cast whole, Arrow
-       casts what stands under a null too, and that may be no value of the type.
 """
 
 import base64
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pyspark.sql import types
 from pyspark.sql.types import StructType
 
-from waltz_core.errors import BadFormat, BadRequest
-from waltz_core.strict_json import from_json, to_json
+from waltz_core.errors import BadRequest
+from waltz_core.strict_json import to_json
 from waltz_spark.options import LOG_COLUMNS
 
 _LOG_TYPES = {
@@ -203,7 +197,7 @@ def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
 
 
 def _to_plain(column: pa.Array, data_format: str) -> list[Any]:
-    for target in (_nested(column.type, _in_utc), _plain_type(column.type, data_format)):
+    for target in (_nested(column.type, _in_utc), plain_type(column.type, data_format)):
         if target != column.type:
             column = column.cast(target)
     is_flat = not pa.types.is_nested(column.type) and not pa.types.is_null(column.type)
@@ -236,7 +230,7 @@ def _flat_values(column: pa.Array) -> list[Any]:
     return values
 
 
-def _plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
+def plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
     """Return the type whose Python values a packer knows; casting to it is exact."""
     return _nested(kind, lambda flat: _plain_flat(flat, data_format))
 
@@ -277,7 +271,7 @@ def _nested(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa
 
 def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
     """Return what makes a value of this type fit for JSON; None when it is already."""
-    if _is_binary(kind):
+    if is_binary(kind):
         return lambda value: None if value is None else base64.b64encode(value).decode()
     if pa.types.is_list(kind):
         inner = _json_out(kind.value_type)
@@ -301,236 +295,6 @@ def _same(value: Any) -> Any:  # noqa: ANN401 - any value passes
     return value
 
 
-# ---------------------------------------------------------------------------------------------
-# Payloads to columns
-
-
-class Unpacker:
-    """Turns payloads into the columns of a user's schema; columns that are absent become null.
-
-    Args:
-        fields: the wanted columns, with Arrow types as Spark wants them back.
-        data_format: `msgpack` or `json`.
-    """
-
-    def __init__(self, fields: Sequence[pa.Field], data_format: str) -> None:
-        self._fields = list(fields)
-        self._format = data_format
-        self._builders = [_builder(part.type, data_format) for part in fields]
-
-    def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
-        """Return one array for each wanted column.
-
-        Args:
-            data: binary payloads.
-            where: names row i in an error, "partition 0, transaction 17".
-
-        Raises:
-            BadFormat: a payload is no map, is damaged, or holds a value of another type.
-        """
-        rows = self._decoded(data, where)
-        values = ([row.get(part.name) for row in rows] for part in self._fields)
-        return [self._column(column, each, where) for each, column in enumerate(values)]
-
-    def what_can_be_read(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Return the same columns, null where a payload cannot be unpacked, and which ones can."""
-        columns, good = self.piecemeal(data)
-        if good.all():
-            return columns, good
-        place = pa.array(np.arange(len(data)), mask=~good)
-        return [column.take(place) for column in columns], good
-
-    def piecemeal(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Return the same columns, null where what is there does not fit, and which rows are whole.
-
-        A value that does not fit is null in its column alone; a payload that is no map, in each.
-        """
-        rows, is_whole = self._maps(data)
-        columns = []
-        for each, part in enumerate(self._fields):
-            values = [row.get(part.name) for row in rows]
-            try:
-                columns.append(self._builders[each](values))
-            except _MISFITS:
-                for row in self._misfits(values, each, 0):
-                    values[row] = None
-                    is_whole[row] = False
-                columns.append(self._builders[each](values))
-        return columns, is_whole
-
-    def _maps(self, data: pa.Array) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
-        """Return the payloads, empty where one is no map, and which ones are."""
-        is_map = np.ones(len(data), dtype=np.bool_)
-        try:
-            return self._decoded(data, _nowhere), is_map
-        except BadFormat:
-            rows: list[dict[str, Any]] = []
-        for index in range(len(data)):
-            try:
-                rows += self._decoded(data.slice(index, 1), _nowhere)
-            except BadFormat:
-                rows.append({})
-                is_map[index] = False
-        return rows, is_map
-
-    def _misfits(self, values: list[Any], each: int, start: int) -> Iterator[int]:
-        """Name what does not fit a column, looking ever closer where something is wrong."""
-        try:
-            self._builders[each](values)
-        except _MISFITS:
-            half = len(values) // 2
-            if half == 0:
-                yield start
-                return
-            yield from self._misfits(values[:half], each, start)
-            yield from self._misfits(values[half:], each, start + half)
-
-    def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
-        decode: Callable[[Any], Any] = _unpack_msgpack if self._format == "msgpack" else from_json
-        payloads = data.to_pylist()
-        rows: list[dict[str, Any]] = []
-        try:
-            rows.extend(map(decode, payloads))
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise BadFormat(
-                f"{where(len(rows))}: the payload is no {self._format}: {error}"
-            ) from None
-        for index, row in enumerate(rows):
-            if type(row) is not dict:
-                raise BadFormat(
-                    f"{where(index)}: the payload is no map of columns but {type(row).__name__}"
-                )
-        return rows
-
-    def _column(self, values: list[Any], each: int, where: Callable[[int], str]) -> pa.Array:
-        try:
-            return self._builders[each](values)
-        except _MISFITS:
-            row = next(self._misfits(values, each, 0))
-        part, value = self._fields[each], values[row]
-        try:
-            return self._builders[each]([value])
-        except _MISFITS as error:
-            raise BadFormat(
-                f"{where(row)}: column {part.name!r} is to be {part.type}, "
-                f"found {value!r} ({error})"
-            ) from None
-
-
-# What is raised where a value is not of its column's type.
-_MISFITS = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
-
-
-def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | None:
-    """Return the named columns of a payload, packed; None for one that is no map or lacks one."""
-    decode: Callable[[Any], Any] = _unpack_msgpack if data_format == "msgpack" else from_json
-    try:
-        row = decode(data)
-        packed: bytes = msgpack.packb([row[name] for name in names])
-    except (ValueError, msgpack.UnpackException, KeyError, TypeError):
-        return None
-    return packed
-
-
-def _nowhere(_row: int) -> str:
-    return ""
-
-
-def _unpack_msgpack(payload: bytes) -> Any:  # noqa: ANN401 - whatever was packed
-    return msgpack.unpackb(payload, strict_map_key=False)
-
-
-# ---------------------------------------------------------------------------------------------
-# Values to arrays, child by child (rule 3)
-
-_Builder = Callable[[list[Any]], pa.Array]
-
-
-def _builder(kind: pa.DataType, data_format: str) -> _Builder:
-    """Return what makes an array of decoded values, which raises where one is of another type."""
-    if pa.types.is_struct(kind):
-        return _struct_builder(kind, data_format)
-    if pa.types.is_map(kind):
-        return _map_builder(kind, data_format)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _list_builder(kind, data_format)
-    plain = _plain_type(kind, data_format)
-    if data_format == "json" and _is_binary(kind):
-        return lambda values: pa.array(map(_from_base64, values), kind, size=len(values))
-    if plain == kind or pa.types.is_null(kind):
-        return lambda values: pa.array(values, kind)
-    return lambda values: pa.array(values, plain).cast(kind)
-
-
-def _struct_builder(kind: pa.DataType, data_format: str) -> _Builder:
-    parts = [(part.name, _builder(part.type, data_format)) for part in kind]
-
-    def build(values: list[Any]) -> pa.Array:
-        present = _present(values, dict)
-        if not parts:
-            return pa.array([{} if is_there else None for is_there in present], kind)
-        arrays = [inner([value and value.get(name) for value in values]) for name, inner in parts]
-        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~present))
-
-    return build
-
-
-def _list_builder(kind: pa.DataType, data_format: str) -> _Builder:
-    inner = _builder(kind.value_type, data_format)
-    of = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
-
-    def build(values: list[Any]) -> pa.Array:
-        present = _present(values, list)
-        parts = inner(list(chain.from_iterable(filter(None, values))))
-        return of.from_arrays(_offsets(values), parts, type=kind, mask=pa.array(~present))
-
-    return build
-
-
-def _map_builder(kind: pa.DataType, data_format: str) -> _Builder:
-    key, item = _builder(kind.key_type, data_format), _builder(kind.item_type, data_format)
-
-    def build(values: list[Any]) -> pa.Array:
-        if data_format == "msgpack":
-            present = _present(values, dict)
-            pairs = list(chain.from_iterable(value.items() for value in values if value))
-        else:
-            present = _present(values, list)
-            pairs = list(chain.from_iterable(filter(None, values)))
-            _check_pairs(pairs)
-        keys, items = key([pair[0] for pair in pairs]), item([pair[1] for pair in pairs])
-        offsets = _offsets(values)
-        return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=pa.array(~present))
-
-    return build
-
-
-def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
-    """Return where there is a value, all of which are to be dicts, or lists."""
-    present = np.fromiter((value is not None for value in values), np.bool_, len(values))
-    for value in values:
-        if value is not None and type(value) is not kind:
-            raise TypeError(f"expected a {_SAID[kind]}, found {type(value).__name__}")
-    return present
-
-
-_SAID: dict[type, str] = {dict: "map", list: "list"}
-
-
-def _check_pairs(pairs: list[Any]) -> None:
-    for pair in pairs:
-        if type(pair) is not list or len(pair) != 2:
-            raise TypeError(f"expected pairs of key and value in a list, found {pair!r}")
-
-
-def _offsets(values: list[Any]) -> pa.Array:
-    ends = np.cumsum([0, *(len(value) if value else 0 for value in values)])
-    return pa.array(ends, pa.int32())
-
-
-def _from_base64(value: str | None) -> bytes | None:
-    return None if value is None else base64.b64decode(value)
-
-
-def _is_binary(kind: pa.DataType) -> bool:
+def is_binary(kind: pa.DataType) -> bool:
+    """Return whether Arrow keeps bytes in it."""
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

@@ -52,7 +52,11 @@ ONE_DOOR = {
     "crcmod": ("waltz_core/offline/layout.py",),
     "kazoo": ("waltz_core/cluster/zookeeper.py",),
     "nats": ("waltz_core/cli/nats_peer.py",),
-    "msgpack": ("waltz_core/client/serializers.py", "waltz_spark/rows.py"),
+    "msgpack": (
+        "waltz_core/client/serializers.py",
+        "waltz_spark/rows.py",
+        "waltz_spark/unpacking.py",
+    ),
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local.py",),
     "py4j": ("waltz_spark/unwrapping.py",),

@@ -278,8 +278,8 @@ def check_name(write: str) -> None:
         not (each.isalnum() or each in "-_.~") or ord(each) > 127 for each in write
     ):
         raise errors.BadRequest(
-            f"the name of a write is to be 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_', '.' "
-            f"and '~'; found {write!r:.250}"
+            f"the name of a write is to be 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_', "
+            f"'.' and '~'; found {write!r:.250}"
         )
 
 

@@ -100,6 +100,13 @@ class WaltzDataSource(DataSource):
                 "there is none: give .schema('id long, amount double') with its columns' names "
                 "and types, or leave the option out and take column 'data' as it is"
             )
+        payload = [field.name for field in foreign]
+        for name in options.required_columns:
+            if name not in payload:
+                raise BadRequest(
+                    f"option 'requiredColumns' names {name!r}; the schema's columns that are "
+                    f"unpacked from the payload are {', '.join(payload)}"
+                )
         for field in foreign:
             check_packed_type(field.name, field.dataType, options.data_format)
             check_nullable(field.name, field.dataType, nullable=field.nullable)

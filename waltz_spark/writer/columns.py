@@ -195,6 +195,7 @@ class Shaper:
         partition_count: partitions of the log.
         marks: the mark to assume for rows that bring none, by partition.
         wants_identity: keep the result columns beside the rows.
+        first_turn: where round robin begins; the task's number, so that tasks of few rows spread.
     """
 
     def __init__(
@@ -204,6 +205,7 @@ class Shaper:
         marks: Mapping[int, int],
         *,
         wants_identity: bool,
+        first_turn: int = 0,
     ) -> None:
         self._options = options
         self._partition_count = partition_count
@@ -212,7 +214,7 @@ class Shaper:
             np.int64,
         )
         self._wants_identity = wants_identity
-        self._turn = 0
+        self._turn = first_turn % partition_count
 
     def shape(self, batch: pa.RecordBatch) -> Shaped:
         """Return the append columns of a batch.

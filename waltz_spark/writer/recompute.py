@@ -30,7 +30,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_core.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
-from waltz_spark.rows import Unpacker
+from waltz_spark.unpacking import Unpacker
 from waltz_spark.writer.columns import (
     CONFLICT_COLUMN,
     MARK_COLUMN,

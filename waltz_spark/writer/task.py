@@ -108,9 +108,7 @@ class Job:
     def _write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
         if self.write is None:
             client = client_at(self.layout)
-            return self._send(
-                client, batches, Already(), self._file_name(task, attempt), self.marks
-            )
+            return self._send(client, batches, Already(), (task, attempt), self.marks)
         until_ms = self.keep_until_ms
         claim = TaskClaim(
             self.layout.connect,
@@ -126,7 +124,7 @@ class Job:
                 path = self.options.results_path
                 return Written(write=self.write, was_done=True, results_path=path)
             already = self._look_back(client, claim)
-            return self._send(client, batches, already, self._file_name(task, attempt), claim.marks)
+            return self._send(client, batches, already, (task, attempt), claim.marks)
 
     @property
     def results_name(self) -> str:
@@ -158,7 +156,7 @@ class Job:
         client: WaltzClient,
         batches: Iterator[pa.RecordBatch],
         already: Already,
-        file_name: str,
+        place: tuple[int, int],  # task and attempt
         marks: dict[int, int],
     ) -> Written:
         options = self.options
@@ -167,12 +165,13 @@ class Job:
         results = None
         if options.results_path is not None:
             refused = RETRY if options.hands_back else REJECTED
-            results = ResultFile(options.results_path, file_name, refused=refused)
+            results = ResultFile(options.results_path, self._file_name(*place), refused=refused)
         shaper = Shaper(
             options,
             self.layout.cluster.partition_count,
             {**marks, **options.marks},
             wants_identity=results is not None,
+            first_turn=place[0],
         )
         shaped = (shaper.shape(batch) for batch in batches if batch.num_rows)
         began = time.monotonic()

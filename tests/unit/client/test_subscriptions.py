@@ -8,7 +8,13 @@ import pytest
 from tests.unit.client.memory_cluster import memory_cluster, two_clients
 from tests.unit.client.test_async_client import Counting, batch_of, told, until
 from waltz_core import errors
-from waltz_core.client import LATEST, AsyncCallbacks, PoisonPolicy, lock
+from waltz_core.client import (
+    LATEST,
+    AsyncCallbacks,
+    PoisonPolicy,
+    TransactionContext,
+    lock,
+)
 from waltz_core.client.sql import SqlCallbacks
 
 
@@ -386,3 +392,137 @@ async def test_a_filter_that_makes_no_sense_is_told():
         with pytest.raises(errors.BadRequest, match="Dense counts on seeing every transaction"):
             await client.subscribe(Dense(), headers=[7])
         assert client.partitions == ()
+
+
+class Withdraw(TransactionContext):
+    """Computes from the view of its client."""
+
+    timeout_ms = 300
+
+    def __init__(self, compute=lambda: None) -> None:
+        super().__init__()
+        self.compute = compute
+        self.marks: list[int] = []
+
+    def partition_id(self, partition_count):
+        return 0
+
+    async def execute(self, builder):
+        self.marks.append(builder.client_high_water_mark)
+        await self.compute()
+        builder.set_transaction_data(b"-100")
+        builder.set_write_locks([lock("account")])
+        return True
+
+
+@told
+async def test_a_view_that_is_not_fed_claims_no_more_than_it_has_applied():
+    """A new context, and an append without a mark, after its partition was unsubscribed."""
+    account = [lock("account")]
+    async with two_clients() as (_, one, two):
+        callbacks = Shared()
+        await two.subscribe(callbacks, [0])
+        await (await one.append(b"1", partition=0, write_locks=account))
+        await until(lambda: callbacks.seen[0] == [0])
+        await two.set_partitions([])
+        late = await one.append(b"2", partition=0, write_locks=account, client_high_water_mark=0)
+        await late
+        await (await two.append(b"3", partition=0))  # now it knows how far the log is
+        with pytest.raises(errors.LockFailed):
+            await (await two.append(b"4", partition=0, write_locks=account))
+        context = Withdraw()
+        with pytest.raises(errors.Unavailable, match="laid down"):
+            await (await two.submit(context))
+        assert context.marks == []
+        # While it is taken up again the old mark holds until the application has returned its own.
+        callbacks.may_go_on.clear()
+        await two.set_partitions([0])
+        with pytest.raises(errors.LockFailed):
+            await (await two.append(b"5", partition=0, write_locks=account))
+        callbacks.may_go_on.set()
+        await until(lambda: callbacks.seen[0] == [0, 1, 2])
+        assert await (await two.append(b"6", partition=0, write_locks=account)) == 3
+
+
+@told
+async def test_an_append_without_a_mark_waits_for_the_first_mark_of_the_application():
+    async with two_clients() as (_, one, two):
+        await (await one.append(b"1", partition=0, write_locks=[lock("account")]))
+        asked = asyncio.Event()
+
+        class Slow(Shared):
+            async def client_high_water_mark(self, partition):
+                await asked.wait()
+                return -1
+
+        callbacks = Slow()
+        callbacks.may_go_on.clear()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(two.subscribe(callbacks, [0]))
+            await asyncio.sleep(0)
+            asked.set()
+        with pytest.raises(errors.LockFailed):
+            await (await two.append(b"2", partition=0, write_locks=[lock("account")]))
+        callbacks.may_go_on.set()
+
+
+@told
+async def test_a_deadline_ends_an_execute_that_waits():
+    async with two_clients() as (_, one, _two):
+        context = Withdraw(asyncio.Event().wait)
+        with pytest.raises(errors.Unavailable, match="execute was still running after 300 ms"):
+            await (await one.submit(context))
+
+
+@told
+async def test_a_deadline_ends_attempts_that_never_wait():
+    """Another client writes the lock at each attempt, and what conflicts is known at once."""
+    async with two_clients() as (_, one, two):
+
+        async def overtake():
+            await (await two.append(b"", partition=0, append_locks=[lock("account")]))
+
+        context = Withdraw(overtake)
+        with pytest.raises((errors.LockFailed, errors.Unavailable)):
+            await (await one.submit(context))
+        assert context.marks
+
+
+@told
+async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
+    class Cancelling(Shared):
+        async def apply_transaction(self, transaction):
+            raise asyncio.CancelledError
+
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        callbacks = Cancelling()
+        await client.subscribe(callbacks, [0])
+        await write(client, 0, 2)
+        await until(lambda: callbacks.errors == [(0, 0)])
+        applier = client._partitions[0].applier
+        await until(lambda: applier.stopped is not None)
+        with pytest.raises(errors.Unavailable, match="CancelledError"):
+            await applier.reached(1)
+
+
+@told
+async def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it():
+    async with memory_cluster() as cluster:
+        client = cluster.client()
+        await client.open()
+        await client.subscribe(Shared(), [0])
+        closed, close = [], client.links.close
+
+        async def noted(reason):
+            await close(reason)
+            closed.append(reason)
+
+        client.links.close = noted
+        closing = asyncio.get_running_loop().create_task(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        await client.close()
+        assert closed
+        assert not client._tasks

@@ -2,16 +2,142 @@
 
 import asyncio
 import gc
+import signal
 import threading
+import time
 
 import pytest
 
 from waltz_core import errors
-from waltz_core.client import WaltzClient, feed
+from waltz_core.client import Callbacks, TransactionContext, WaltzClient, feed
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.client.feed import DataCache
+from waltz_core.client.sync_client import WORKERS_MAX
+from waltz_core.memory import MemoryWaltz
 
 LAYOUT = Layout("127.0.0.1:1/never_asked", ClusterInfo("shop", bytes(16), 3), {0: ("a:1", 1)})
+
+
+class Applying(Callbacks):
+    """Runs something for each transaction."""
+
+    def __init__(self, apply) -> None:
+        self.apply = apply
+
+    def client_high_water_mark(self, partition):
+        return -1
+
+    def apply_transaction(self, transaction):
+        self.apply(transaction)
+
+    def uncaught_exception(self, partition, transaction_id, error):
+        raise error
+
+
+class Copying(TransactionContext):
+    """Appends a row to another partition."""
+
+    def __init__(self, partition: int) -> None:
+        super().__init__()
+        self.partition = partition
+
+    def partition_id(self, partition_count):
+        return self.partition
+
+    def execute(self, builder):
+        builder.set_transaction_data(b"copy")
+        return True
+
+
+def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
+    """As many of them as there are threads for contexts, and one more."""
+    count = WORKERS_MAX + 1
+    together, done = threading.Barrier(count), []
+    with MemoryWaltz(2 * count) as log, log.client() as client, log.client() as writer:
+
+        def apply(transaction):
+            together.wait(60)
+            client.submit(Copying(count + transaction.partition_id)).result(60)
+            done.append(transaction.partition_id)
+
+        client.subscribe(Applying(apply), range(count))
+        for partition in range(count):
+            writer.append(b"x", partition=partition).result(60)
+        for partition in range(count):
+            wait_until(lambda partition=partition: log.transactions(count + partition))
+        wait_until(lambda: len(done) == count)
+        assert sorted(done) == list(range(count))
+
+
+def wait_until(condition) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+def test_a_closed_client_applies_nothing_any_more():
+    """A successor in the same process must not apply what a callback is still applying."""
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+    with MemoryWaltz(1) as log, log.client() as writer:
+        client = log.client()
+
+        def apply(_transaction):
+            begun.set()
+            may_end.wait(60)
+            ended.append(True)
+
+        client.subscribe(Applying(apply))
+        writer.append(b"x", partition=0).result(60)
+        assert begun.wait(60)
+        closer = threading.Thread(target=client.close)
+        closer.start()
+        wait_until(client._loop.is_closed)
+        assert closer.is_alive()
+        assert not ended
+        may_end.set()
+        closer.join(60)
+        assert ended == [True]
+
+
+def test_a_callback_may_close_its_client():
+    closed = threading.Event()
+    with MemoryWaltz(1) as log, log.client() as writer:
+        client = log.client()
+
+        def apply(_transaction):
+            client.close()
+            closed.set()
+
+        client.subscribe(Applying(apply))
+        writer.append(b"x", partition=0).result(60)
+        assert closed.wait(60)
+
+
+def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
+    with MemoryWaltz(1) as log, log.client() as client:
+        client.append(b"x", partition=0).result(60)
+        asked = threading.Event()
+
+        async def never(*_, **__):
+            asked.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(client._client.requests, "range", never)
+        chunks = client.read_range(0, 0, 0)
+        main = threading.get_ident()
+
+        def interrupt():
+            assert asked.wait(60)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            interrupter = threading.Thread(target=interrupt)
+            interrupter.start()
+            with pytest.raises(KeyboardInterrupt):
+                next(chunks)
+            interrupter.join()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

@@ -236,3 +236,14 @@ def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
     assert again.identity.schema == shaped.identity.schema
     assert again.source.schema == shaped.source.schema
     assert again.append.schema == shaped.append.schema
+
+
+def test_round_robin_begins_at_the_number_of_the_task() -> None:
+    """Tasks of one row each spread over all partitions."""
+    batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b"]})
+    options = parse_write({"connect": "zk:2181/waltz/test"})
+    found = [
+        Shaper(options, 4, {}, wants_identity=False, first_turn=task).shape(batch).partitions
+        for task in range(6)
+    ]
+    assert [each.tolist() for each in found] == [[0, 1], [1, 2], [2, 3], [3, 0], [0, 1], [1, 2]]

@@ -1,0 +1,240 @@
+"""Strict reading: a payload's value becomes a column's value only where nothing is lost."""
+
+import base64
+import contextlib
+import datetime as dt
+import json
+import struct
+from decimal import Decimal
+
+import msgpack
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waltz_core.errors import BadFormat
+from waltz_spark.unpacking import Unpacker
+
+UTC = dt.UTC
+KINDS = {
+    "boolean": pa.bool_(),
+    "tinyint": pa.int8(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "decimal": pa.decimal128(10, 2),
+    "string": pa.string(),
+    "binary": pa.binary(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "array": pa.list_(pa.int32()),
+    "struct": pa.struct([("x", pa.int32())]),
+    "map": pa.map_(pa.string(), pa.int32()),
+}
+EPOCH = dt.datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def where(index: int) -> str:
+    return f"transaction {index}"
+
+
+def packed(value: object, data_format: str) -> pa.Array:
+    row = {"a": value}
+    data = msgpack.packb(row) if data_format == "msgpack" else json.dumps(row).encode()
+    return pa.array([data], pa.binary())
+
+
+def read(value: object, kind: pa.DataType, data_format: str) -> object:
+    unpacker = Unpacker([pa.field("a", kind)], data_format)
+    return unpacker.columns(packed(value, data_format), where)[0][0].as_py()
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (12.75, "int"),
+        (-0.9, "bigint"),
+        (1.0, "int"),
+        (1e300, "float"),
+        (True, "double"),
+        (True, "int"),
+        (1, "boolean"),
+        (1 << 40, "int"),
+        (128, "tinyint"),
+        ((1 << 53) + 1, "double"),
+        ("1", "int"),
+        ("1.5", "double"),
+        ("1.234", "decimal"),
+        ("123456789012.00", "decimal"),
+        ("9" * 60, "decimal"),
+        ("9" * 90, "decimal"),
+        ("NaN", "decimal"),
+        (1 << 63, "decimal"),
+        (True, "decimal"),
+        (5, "string"),
+        (5, "binary"),
+        (1.7, "timestamp"),
+        (1.5, "date"),
+        (True, "date"),
+        (False, "timestamp"),
+        ([1.5], "array"),
+        ({"x": "1"}, "struct"),
+        ([1], "struct"),
+    ],
+)
+def test_what_would_lose_something_is_an_error(value: object, kind: str, data_format: str) -> None:
+    with pytest.raises(BadFormat, match="transaction 0: column 'a' is to be "):
+        read(value, KINDS[kind], data_format)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "found"),
+    [
+        (7, "bigint", 7),
+        (7, "double", 7.0),
+        (7, "float", 7.0),
+        (1 << 53, "double", float(1 << 53)),
+        (7, "decimal", Decimal("7.00")),
+        ("7.25", "decimal", Decimal("7.25")),
+        (0.5, "float", 0.5),
+        (None, "int", None),
+    ],
+)
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+def test_what_loses_nothing_is_converted(
+    value: object, kind: str, found: object, data_format: str
+) -> None:
+    assert read(value, KINDS[kind], data_format) == found
+
+
+def test_a_number_of_json_is_an_exact_decimal() -> None:
+    kind = pa.decimal128(38, 18)
+    unpacker = Unpacker([pa.field("a", kind), pa.field("b", pa.float64())], "json")
+    data = pa.array([b'{"a": 0.123456789012345678, "b": 0.1}'], pa.binary())
+    columns = unpacker.columns(data, where)
+    assert columns[0].to_pylist() == [Decimal("0.123456789012345678")]
+    assert columns[1].to_pylist() == [0.1]
+    for text in (b"0.1234567890123456789", b"1e400", b"1e99999999", b"-1e-99999999"):
+        with pytest.raises(BadFormat, match="column 'a'"):
+            unpacker.columns(pa.array([b'{"a": ' + text + b"}"], pa.binary()), where)
+    with pytest.raises(BadFormat, match="column 'b'"):
+        unpacker.columns(pa.array([b'{"b": 1e400}'], pa.binary()), where)
+    with pytest.raises(BadFormat, match="NaN"):
+        unpacker.columns(pa.array([b'{"b": NaN}'], pa.binary()), where)
+
+
+@pytest.mark.parametrize("text", ["-_-_", "An-na", "QUI", "QUI=\n", "QR==", " QUI="])
+def test_text_that_is_no_base64_is_no_binary(text: str) -> None:
+    with pytest.raises(BadFormat, match="column 'a' is to be binary"):
+        read(text, pa.binary(), "json")
+    assert read("QUI=", pa.binary(), "json") == b"AB"
+
+
+def test_nanoseconds_that_are_whole_microseconds_are_a_timestamp() -> None:
+    kind = KINDS["timestamp"]
+    moment = dt.datetime(2026, 1, 2, 3, 4, 5, 123456, UTC)
+    assert read("2026-01-02T03:04:05.123456000Z", kind, "json") == moment
+    assert read("2026-01-02T03:04:05.123456Z", kind, "json") == moment
+    with pytest.raises(BadFormat, match="column 'a'"):
+        read("2026-01-02T03:04:05.123456001Z", kind, "json")
+
+
+def test_a_payload_nested_too_deeply_says_so() -> None:
+    data = b"\x81\xa1a" + b"\x91" * 2_000 + b"\x01"
+    with pytest.raises(BadFormat, match="nested too deeply"):
+        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([data]), where)
+
+
+def test_a_key_matches_a_column_in_any_case_unless_spark_is_case_sensitive() -> None:
+    fields = [pa.field("Id", pa.int32()), pa.field("s", pa.struct([("X", pa.int32())]))]
+    data = pa.array([msgpack.packb({"ID": 1, "S": {"x": 2}})], pa.binary())
+    found = Unpacker(fields, "msgpack").columns(data, where)
+    assert [each.to_pylist() for each in found] == [[1], [{"X": 2}]]
+    found = Unpacker(fields, "msgpack", is_case_sensitive=True).columns(data, where)
+    assert [each.to_pylist() for each in found] == [[None], [None]]
+    both = pa.array([msgpack.packb({"ID": 1, "Id": 2})], pa.binary())
+    assert Unpacker(fields, "msgpack").columns(both, where)[0].to_pylist() == [2]
+
+
+def test_a_required_column_that_a_payload_lacks_is_an_error() -> None:
+    fields = [pa.field("id", pa.int32()), pa.field("b", pa.int32())]
+    rows = [{"id": 1}, {"ID": None}, {"b": 2}]
+    data = pa.array([msgpack.packb(row) for row in rows], pa.binary())
+    unpacker = Unpacker(fields, "msgpack", required=["id"])
+    with pytest.raises(BadFormat, match="transaction 2: the payload has no column 'id'"):
+        unpacker.columns(data, where)
+    _, is_whole = unpacker.piecemeal(data)
+    assert is_whole.tolist() == [True, True, False]
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.integers(-200, 200),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.decimals(-1000, 1000, places=2).map(float),
+    st.text(max_size=8),
+    st.decimals(-(10**9), 10**9, places=3).map(str),
+    st.binary(max_size=6).map(lambda data: base64.b64encode(data).decode()),
+    st.dates().map(dt.date.isoformat),
+    st.datetimes(min_value=dt.datetime(1900, 1, 1)).map(lambda each: f"{each.isoformat()}Z"),  # noqa: DTZ001
+    st.lists(st.integers(-5, 5) | st.floats(0, 2), max_size=2),
+    st.dictionaries(st.sampled_from(["x", "y"]), st.integers(-5, 5), max_size=2),
+)
+
+
+def keeps(  # noqa: C901 - a case for each type
+    value: object, found: object, kind: str, data_format: str
+) -> bool:
+    """Whether `found` says all that the payload's value has said, for each pair of types."""
+    match kind:
+        case "boolean" | "string":
+            return type(value) is type(found) and value == found
+        case "tinyint" | "int" | "bigint":
+            return type(value) is int and value == found
+        case "double":
+            return type(value) in (int, float) and value == found
+        case "float":
+            return type(value) in (int, float) and struct.unpack("f", struct.pack("f", value))[
+                0
+            ] == (found)
+        case "decimal":
+            is_number = type(value) in (int, str) or (
+                type(value) is float and data_format == "json"
+            )
+            return is_number and Decimal(str(value)) == found
+        case "binary":
+            is_text = data_format == "json" and type(value) is str
+            return (is_text and base64.b64encode(found).decode() == value) or value == found
+        case "date":
+            if data_format == "json":
+                return value == found.isoformat()
+            return type(value) is int and found - dt.date(1970, 1, 1) == dt.timedelta(value)
+        case "timestamp":
+            if data_format == "json":
+                return dt.datetime.fromisoformat(value).replace(tzinfo=UTC) == found
+            return type(value) is int and found - EPOCH == dt.timedelta(microseconds=value)
+        case "array":
+            return value == found and all(type(each) is int for each in value)
+        case "struct":
+            return type(value) is dict and value.get("x") == found["x"]
+    pairs = value.items() if isinstance(value, dict) else map(tuple, value)
+    return list(pairs) == found
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@given(value=VALUES | st.binary(max_size=6))
+def test_what_is_read_is_what_was_written_or_an_error(
+    kind: str, data_format: str, value: object
+) -> None:
+    if data_format == "json" and isinstance(value, bytes):
+        value = list(value)
+    with contextlib.suppress(BadFormat, OverflowError):  # a timestamp that Python has not
+        found = read(value, KINDS[kind], data_format)
+        assert (found is None) == (value is None)
+        assert value is None or keeps(value, found, kind, data_format)

@@ -1,0 +1,416 @@
+"""Payloads to columns: reads msgpack and JSON payloads into the columns of a declared schema.
+
+`rows.py` says what each type becomes inside `data`; docs/spark.md, "What fits", has the table of
+what is accepted for each type.
+
+Rules:
+    1. A value is converted only where nothing is lost. A float is no integer, a boolean is no
+       number, and a value outside of the type's range is an error; so is text that is no base64.
+    2. A payload that does not fit the schema names its partition, transaction and column.
+    3. An array is built of its children, each cast by itself: in one that is cast whole, Arrow
+       casts what stands under a null too, and that may be no value of the type.
+    4. A payload's key matches a column as Spark matches names: exactly, or in any case unless
+       `spark.sql.caseSensitive` is on.
+"""
+
+import base64
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from decimal import Decimal
+from itertools import chain
+from types import NoneType
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from waltz_core.errors import BadFormat
+from waltz_core.strict_json import exact_from_json, from_json
+from waltz_spark.rows import is_binary, plain_type
+
+# No decimal of Spark has more digits.
+_DECIMAL_DIGITS_MAX = 76
+
+
+class Unpacker:
+    """Turns payloads into the columns of a user's schema; columns that are absent become null.
+
+    Args:
+        fields: the wanted columns, with Arrow types as Spark wants them back.
+        data_format: `msgpack` or `json`.
+        required: columns that each payload must have.
+        is_case_sensitive: whether a key in another case is another column (rule 4).
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[pa.Field],
+        data_format: str,
+        *,
+        required: Collection[str] = (),
+        is_case_sensitive: bool = False,
+    ) -> None:
+        self._fields = list(fields)
+        self._required = [part.name for part in fields if part.name in required]
+        self._find = dict.get if is_case_sensitive else _in_any_case
+        self._builders = [_builder(part.type, data_format, self._find) for part in fields]
+        self._format = data_format
+        self._decode: Callable[[Any], Any] = from_json
+        if data_format == "msgpack":
+            self._decode = _unpack_msgpack
+        elif any(_has_decimal(part.type) for part in fields):
+            self._decode = exact_from_json
+
+    def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
+        """Return one array for each wanted column.
+
+        Args:
+            data: binary payloads.
+            where: names row i in an error, "partition 0, transaction 17".
+
+        Raises:
+            BadFormat: a payload is no map, is damaged, or holds a value of another type.
+        """
+        rows = self._decoded(data, where)
+        for index, name in self._lacking(rows):
+            raise BadFormat(
+                f"{where(index)}: the payload has no column {name!r}, which option "
+                "'requiredColumns' names"
+            )
+        values = ([self._find(row, part.name) for row in rows] for part in self._fields)
+        return [self._column(column, each, where) for each, column in enumerate(values)]
+
+    def what_can_be_read(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+        """Return the same columns, null where a payload cannot be unpacked, and which ones can."""
+        columns, good = self.piecemeal(data)
+        if good.all():
+            return columns, good
+        place = pa.array(np.arange(len(data)), mask=~good)
+        return [column.take(place) for column in columns], good
+
+    def piecemeal(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+        """Return the same columns, null where what is there does not fit, and which rows are whole.
+
+        A value that does not fit is null in its column alone; a payload that is no map, in each.
+        """
+        rows, is_whole = self._maps(data)
+        for index, _ in self._lacking(rows):
+            is_whole[index] = False
+        columns = []
+        for each, part in enumerate(self._fields):
+            values = [self._find(row, part.name) for row in rows]
+            try:
+                columns.append(self._builders[each](values))
+            except _MISFITS:
+                for row in self._misfits(values, each, 0):
+                    values[row] = None
+                    is_whole[row] = False
+                columns.append(self._builders[each](values))
+        return columns, is_whole
+
+    def _lacking(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
+        for name in self._required:
+            for index, row in enumerate(rows):
+                if name not in row and self._find(row, name, _ABSENT) is _ABSENT:
+                    yield index, name
+
+    def _maps(self, data: pa.Array) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
+        """Return the payloads, empty where one is no map, and which ones are."""
+        is_map = np.ones(len(data), dtype=np.bool_)
+        try:
+            return self._decoded(data, _nowhere), is_map
+        except BadFormat:
+            rows: list[dict[str, Any]] = []
+        for index in range(len(data)):
+            try:
+                rows += self._decoded(data.slice(index, 1), _nowhere)
+            except BadFormat:
+                rows.append({})
+                is_map[index] = False
+        return rows, is_map
+
+    def _misfits(self, values: list[Any], each: int, start: int) -> Iterator[int]:
+        """Name what does not fit a column, looking ever closer where something is wrong."""
+        try:
+            self._builders[each](values)
+        except _MISFITS:
+            half = len(values) // 2
+            if half == 0:
+                yield start
+                return
+            yield from self._misfits(values[:half], each, start)
+            yield from self._misfits(values[half:], each, start + half)
+
+    def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+        payloads = data.to_pylist()
+        rows: list[dict[str, Any]] = []
+        try:
+            rows.extend(map(self._decode, payloads))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            reason = str(error) or _REASONS.get(type(error), type(error).__name__)
+            raise BadFormat(
+                f"{where(len(rows))}: the payload is no {self._format}: {reason}"
+            ) from None
+        for index, row in enumerate(rows):
+            if type(row) is not dict:
+                raise BadFormat(
+                    f"{where(index)}: the payload is no map of columns but {type(row).__name__}"
+                )
+        return rows
+
+    def _column(self, values: list[Any], each: int, where: Callable[[int], str]) -> pa.Array:
+        try:
+            return self._builders[each](values)
+        except _MISFITS:
+            row = next(self._misfits(values, each, 0))
+        part, value = self._fields[each], values[row]
+        try:
+            return self._builders[each]([value])
+        except _MISFITS as error:
+            raise BadFormat(
+                f"{where(row)}: column {part.name!r} is to be {part.type}, "
+                f"found {value!r} ({error})"
+            ) from None
+
+
+# What is raised where a value is not of its column's type.
+_MISFITS = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
+
+
+def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | None:
+    """Return the named columns of a payload, packed; None for one that is no map or lacks one."""
+    decode: Callable[[Any], Any] = _unpack_msgpack if data_format == "msgpack" else from_json
+    try:
+        row = decode(data)
+        packed: bytes = msgpack.packb([row[name] for name in names])
+    except (ValueError, msgpack.UnpackException, KeyError, TypeError):
+        return None
+    return packed
+
+
+_ABSENT = object()
+# msgpack says nothing of these.
+_REASONS: dict[type, str] = {
+    msgpack.StackError: "it is nested too deeply",
+    msgpack.FormatError: "it has a byte that begins no value",
+}
+
+
+def _in_any_case(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
+    """Return the value of a key that differs from `name` in case at most; the exact one first."""
+    if name in row:
+        return row[name]
+    wanted = name.lower()
+    for key, value in row.items():
+        if type(key) is str and key.lower() == wanted:
+            return value
+    return default
+
+
+def _has_decimal(kind: pa.DataType) -> bool:
+    if pa.types.is_nested(kind):
+        return any(_has_decimal(kind.field(each).type) for each in range(kind.num_fields))
+    return bool(pa.types.is_decimal(kind))
+
+
+def _nowhere(_row: int) -> str:
+    return ""
+
+
+def _unpack_msgpack(payload: bytes) -> Any:  # noqa: ANN401 - whatever was packed
+    return msgpack.unpackb(payload, strict_map_key=False)
+
+
+# ---------------------------------------------------------------------------------------------
+# Values to arrays, child by child (rule 3)
+
+_Builder = Callable[[list[Any]], pa.Array]
+_Find = Callable[..., Any]
+
+
+def _builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+    """Return what makes an array of decoded values, which raises where one is of another type."""
+    if pa.types.is_struct(kind):
+        return _struct_builder(kind, data_format, find)
+    if pa.types.is_map(kind):
+        return _map_builder(kind, data_format, find)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _list_builder(kind, data_format, find)
+    return _flat_builder(kind, data_format)
+
+
+def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR0911 - a case each
+    """Rule 1: a case for each type."""
+    if pa.types.is_boolean(kind):
+        return lambda values: pa.array(_only(values, bool), kind)
+    if pa.types.is_integer(kind):
+        return lambda values: pa.array(_only(values, int), kind)
+    if pa.types.is_floating(kind):
+        return lambda values: _floats(values, kind)
+    if pa.types.is_decimal(kind):
+        return lambda values: _decimals(values, kind)
+    if is_binary(kind) and data_format == "json":
+        return lambda values: pa.array(
+            map(_from_base64, _only(values, str)), kind, size=len(values)
+        )
+    if is_binary(kind):
+        return lambda values: pa.array(_only(values, bytes), kind)
+    if pa.types.is_timestamp(kind) and data_format == "json":
+        return lambda values: _moments(values, kind)
+    plain = plain_type(kind, data_format)
+    if pa.types.is_null(kind):
+        return lambda values: pa.array(values, kind)
+    if pa.types.is_string(plain) or pa.types.is_large_string(plain):
+        return lambda values: pa.array(_only(values, str), plain).cast(kind)
+    return lambda values: pa.array(_only(values, int), plain).cast(kind)
+
+
+def _only(values: list[Any], *wanted: type) -> list[Any]:
+    """Return the values; raises TypeError where one is neither None nor of a wanted type."""
+    if not set(map(type, values)) <= {NoneType, *wanted}:
+        value = next(each for each in values if each is not None and type(each) not in wanted)
+        names = " or ".join(_SAID.get(each, each.__name__) for each in wanted)
+        raise TypeError(f"expected {names}, found {_SAID.get(type(value), type(value).__name__)}")
+    return values
+
+
+def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if not set(map(type, values)) <= {NoneType, float}:
+        _only(values, float, int, Decimal)
+        values = [
+            each if each is None or type(each) is float else _exact_float(each) for each in values
+        ]
+    numbers = pa.array(values, pa.float64())
+    if kind == numbers.type:
+        return numbers
+    narrow = numbers.cast(kind)
+    if pc.any(pc.and_(pc.is_inf(narrow), pc.is_finite(numbers))).as_py():
+        raise ValueError(f"a number is over the range of {kind}")
+    return narrow
+
+
+def _exact_float(value: int | Decimal) -> float:
+    number = float(value)
+    if type(value) is int and int(number) != value:
+        raise ValueError(f"{value} has more digits than a float keeps")
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"{value} is over the range of a float")
+    return number
+
+
+def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
+    texts = [each if each is None else _digits(each) for each in _only(values, str, int, Decimal)]
+    # By way of more digits: a text that has too many for 128 bits overflows in Arrow's own cast.
+    wide = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
+    return wide.cast(kind)
+
+
+def _digits(value: str | int | Decimal) -> str:
+    if isinstance(value, Decimal):
+        if abs(value.adjusted()) > _DECIMAL_DIGITS_MAX:
+            raise ValueError(f"{value} is over the range of a decimal")
+        value = format(value, "f")
+    text = value if isinstance(value, str) else str(value)
+    if len(text) > 2 * _DECIMAL_DIGITS_MAX or sum(map(str.isdigit, text)) > _DECIMAL_DIGITS_MAX:
+        raise ValueError(f"more than {_DECIMAL_DIGITS_MAX} digits")
+    return text
+
+
+_NANOSECONDS = re.compile(r"(\.\d{6})0{1,3}(?!\d)")
+
+
+def _moments(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return text as timestamps; nanoseconds are accepted that are whole microseconds."""
+    texts = _only(values, str)
+    try:
+        return pa.array(texts, pa.string()).cast(kind)
+    except pa.ArrowInvalid:
+        shorter = [each if each is None else _NANOSECONDS.sub(r"\1", each, 1) for each in texts]
+        return pa.array(shorter, pa.string()).cast(kind)
+
+
+def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+    parts = [(part.name, _builder(part.type, data_format, find)) for part in kind]
+
+    def build(values: list[Any]) -> pa.Array:
+        present = _present(values, dict)
+        if not parts:
+            return pa.array([{} if is_there else None for is_there in present], kind)
+        arrays = [inner([value and find(value, name) for value in values]) for name, inner in parts]
+        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~present))
+
+    return build
+
+
+def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+    inner = _builder(kind.value_type, data_format, find)
+    of = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+
+    def build(values: list[Any]) -> pa.Array:
+        present = _present(values, list)
+        parts = inner(list(chain.from_iterable(filter(None, values))))
+        return of.from_arrays(_offsets(values), parts, type=kind, mask=pa.array(~present))
+
+    return build
+
+
+def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+    key = _builder(kind.key_type, data_format, find)
+    item = _builder(kind.item_type, data_format, find)
+
+    def build(values: list[Any]) -> pa.Array:
+        if data_format == "msgpack":
+            present = _present(values, dict)
+            pairs = list(chain.from_iterable(value.items() for value in values if value))
+        else:
+            present = _present(values, list)
+            pairs = list(chain.from_iterable(filter(None, values)))
+            _check_pairs(pairs)
+        keys, items = key([pair[0] for pair in pairs]), item([pair[1] for pair in pairs])
+        offsets = _offsets(values)
+        return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=pa.array(~present))
+
+    return build
+
+
+def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
+    """Return where there is a value, all of which are to be dicts, or lists."""
+    present = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    for value in values:
+        if value is not None and type(value) is not kind:
+            raise TypeError(f"expected a {_SAID[kind]}, found {type(value).__name__}")
+    return present
+
+
+_SAID: dict[type, str] = {
+    dict: "map",
+    list: "list",
+    bool: "boolean",
+    int: "integer",
+    Decimal: "decimal",
+    str: "text",
+    bytes: "binary",
+}
+
+
+def _check_pairs(pairs: list[Any]) -> None:
+    for pair in pairs:
+        if type(pair) is not list or len(pair) != 2:
+            raise TypeError(f"expected pairs of key and value in a list, found {pair!r}")
+
+
+def _offsets(values: list[Any]) -> pa.Array:
+    ends = np.cumsum([0, *(len(value) if value else 0 for value in values)])
+    return pa.array(ends, pa.int32())
+
+
+def _from_base64(value: str | None) -> bytes | None:
+    if value is None:
+        return None
+    data = base64.b64decode(value, validate=True)
+    if base64.b64encode(data).decode() != value:
+        raise ValueError("the last character of the base64 has bits that belong to no byte")
+    return data
