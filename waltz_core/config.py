@@ -121,6 +121,15 @@ def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `se
     )
 
 
+def _check_advertised(listen_host: str, advertised_host: str) -> None:
+    """Raise BadConfig where others would be told to dial every address."""
+    if listen_host in ("", "0.0.0.0", "::") and not advertised_host:  # noqa: S104
+        raise BadConfig(
+            f"advertised_host: listen_host is {listen_host!r}, which is no address that others can "
+            "connect to; set advertised_host to this machine's name or address"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig(TlsConfig, ZooKeeperConfig):
     """A storage daemon."""
@@ -213,6 +222,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
+        _check_advertised(self.listen_host, self.advertised_host)
         super().validate()
         self._differ("port", "admin_port", "http_port")
 
@@ -400,6 +410,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
+        _check_advertised(self.listen_host, self.advertised_host)
         super().validate()
         self._differ("port", "http_port")
         self._not_above("retry_interval_ms_min", "retry_interval_ms_max")

@@ -27,6 +27,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from waltz_core.errors import BadConfig
+
 _log = logging.getLogger(__name__)
 
 HEAD_BYTES_MAX: Final = 8 * 1024
@@ -271,7 +273,7 @@ async def serve_pages(
     """Serve /metrics, /health and /ping while the block runs; gives the port (0 asks for any).
 
     Raises:
-        OSError: the address cannot be listened at.
+        BadConfig: the address cannot be listened at.
     """
     open_count = 0
 
@@ -285,7 +287,10 @@ async def serve_pages(
             open_count -= 1
             writer.close()
 
-    server = await asyncio.start_server(serve, host, port, limit=HEAD_BYTES_MAX)
+    try:
+        server = await asyncio.start_server(serve, host, port, limit=HEAD_BYTES_MAX)
+    except OSError as error:
+        raise BadConfig(f"http_port: cannot listen at {host}:{port}: {error.strerror}") from None
     try:
         yield server.sockets[0].getsockname()[1]
     finally:

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
-from waltz_core import tls
+from waltz_core import tcp, tls
 from waltz_core.errors import (
     BadConfig,
     RemoteProtocolError,
@@ -59,8 +59,6 @@ _TICK_S: Final = 15.0
 # The original's diallers send their sign of life after 600 s; whoever misses two is gone.
 _IDLE_TICKS_MAX: Final = int(1_300 / _TICK_S)
 _FRAME_BYTES_PER_TICK_MIN: Final = 1024 * int(_TICK_S)
-# How long sent bytes may stay without an acknowledgement of the peer's kernel.
-_USER_TIMEOUT_MS: Final = 15_000
 
 MessagesCallback: TypeAlias = Callable[[list[Message]], None]
 ClosedCallback: TypeAlias = Callable[[str], None]
@@ -521,8 +519,13 @@ class Link:
         if self._is_listener and self._idle_ticks > _IDLE_TICKS_MAX:
             self.abort(f"nothing was received for {int(_IDLE_TICKS_MAX * _TICK_S)} s")
             return
+        assert self._transport is not None
+        silence_ms = tcp.silence_ms(self._transport.get_extra_info("socket"))
+        if silence_ms is not None:
+            _log.warning("net.peer_silent peer=%s silence_ms=%d", self.address, silence_ms)
+            self.abort(f"the peer's host has acknowledged nothing for {silence_ms} ms")
+            return
         if not self._is_listener and self.bytes_sent == self._tick_sent:
-            assert self._transport is not None
             self._transport.write(self._connection.keep_alive())
         self._tick_sent = self.bytes_sent
         self._tick_received = self.bytes_received
@@ -593,7 +596,6 @@ def _set_socket_options(sock: socket.socket) -> None:
         ("TCP_KEEPIDLE", 5),
         ("TCP_KEEPINTVL", 3),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", _USER_TIMEOUT_MS),
     ):
         option = getattr(socket, name, None)  # Linux has them all, others some
         if option is not None:

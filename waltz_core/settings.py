@@ -5,8 +5,9 @@ setting by name, but for `connect`, which everything has.
 
 Rules:
     1. A value comes from the first that has it: flag, environment, file, default.
-    2. The environment's name of `port` of a storage is `WALTZ_STORAGE_PORT`; `WALTZ_CONNECT` serves
-       every kind of process that has `connect`.
+    2. The environment's name of `port` of a storage is `WALTZ_STORAGE_PORT`. `WALTZ_CONNECT` serves
+       every kind that has a `connect`, where its file has none: what is set for commands in a shell
+       must not send a daemon to another cluster.
     3. An unknown name is an error with the nearest right one, in a file and in the environment.
     4. What is wrong with a value is told with its source: expected, found, where.
 """
@@ -134,7 +135,7 @@ def load(
     if path is not None:
         for name, value in _read_toml(path).items():
             take(name, value, os.fspath(path))
-    for variable, name in _environment_names(config_type, environment or {}):
+    for variable, name in _environment_names(config_type, environment or {}, values):
         take(name, (environment or {})[variable], f"environment {variable}")
     for name, flag in (flags or {}).items():
         if flag is not None:
@@ -156,12 +157,13 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
 
 
 def _environment_names(
-    config_type: type[Config], environment: Mapping[str, str]
+    config_type: type[Config], environment: Mapping[str, str], file: Collection[str]
 ) -> list[tuple[str, str]]:
     """Return (variable, setting) pairs that apply to this kind, the general ones first (rule 2)."""
     prefix = f"WALTZ_{config_type.kind.upper()}_"
     has_connect = any(each.name == "connect" for each in fields(config_type))
-    names = [("WALTZ_CONNECT", "connect")] if has_connect and "WALTZ_CONNECT" in environment else []
+    is_general = has_connect and "WALTZ_CONNECT" in environment and "connect" not in file
+    names = [("WALTZ_CONNECT", "connect")] if is_general else []
     own = sorted(variable for variable in environment if variable.startswith(prefix))
     return names + [(variable, variable.removeprefix(prefix).lower()) for variable in own]
 

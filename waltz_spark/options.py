@@ -109,6 +109,19 @@ class WriteOptions:
         return self.on_lock_failure is OnLockFailure.RETRY and self.recompute is None
 
 
+# Milliseconds of fewer digits are before 1973: seconds, rather.
+_MILLISECONDS_DIGITS = 12
+# What a user of Spark's Kafka source tries first.
+_OF_KAFKA = {
+    "kafka.bootstrap.servers": "connect",
+    "assign": "partitions",
+    "startingoffsets": "startingHighWaterMarks",
+    "endingoffsets": "endingHighWaterMarks",
+    "startingoffsetsbytimestamp": "startingTimestamp",
+    "maxoffsetspertrigger": "maxTransactionsPerTrigger",
+}
+
+
 def check_names(options: Mapping[str, str]) -> None:
     """Refuse option names that are nobody's (rule 1).
 
@@ -120,6 +133,11 @@ def check_names(options: Mapping[str, str]) -> None:
             continue
         if key == "paths":  # Spark's own name for load() of a list
             raise BadConfig("load() takes one connect string: a read is of one cluster")
+        if key.lower() in _OF_KAFKA:
+            raise BadConfig(
+                f"format 'waltz' has no option {key!r}; did you mean {_OF_KAFKA[key.lower()]!r}? "
+                "(docs/kafka.md compares the options)"
+            )
         near = difflib.get_close_matches(key.lower(), list(BY_KEY), n=1, cutoff=0.5)
         if near:
             mend = f"did you mean {BY_KEY[near[0]].name!r}?"
@@ -367,6 +385,11 @@ class _Bag:
         if value is None:
             return None
         if value.isdecimal() and len(value) > 8:  # a shorter one is a date, 20261121
+            if len(value) < _MILLISECONDS_DIGITS:
+                raise BadConfig(
+                    f"option {name!r} expects milliseconds since 1970, and {value} looks like "
+                    f"seconds; for those give {value}000"
+                )
             return int(value)
         try:
             moment = datetime.fromisoformat(value)

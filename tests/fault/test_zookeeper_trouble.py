@@ -106,7 +106,7 @@ def away(cluster: LocalCluster) -> list[str]:
     return [
         name
         for name, (status, health) in healths(cluster).items()
-        if status == 503 and health["zookeeper"] is False
+        if status == 200 and health["zookeeper"] is False
     ]
 
 

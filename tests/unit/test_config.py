@@ -122,3 +122,14 @@ def test_render_toml_writes_what_a_daemon_reads_back(tmp_path):
 
 def test_a_local_cluster_needs_no_settings():
     assert load(LocalConfig).config == LocalConfig()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize(
+    ("kind", "more"), [(ServerConfig, {}), (StorageConfig, {"directory": "data"})]
+)
+def test_an_address_that_nobody_can_connect_to_is_not_advertised(kind, more, host):
+    settings = {"connect": "zk:2181/w", "listen_host": host, **more}
+    with pytest.raises(BadConfig, match="advertised_host: listen_host is"):
+        kind(**settings)
+    assert kind(**settings, advertised_host="db1").listen_host == host

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from waltz_core.errors import BadConfig
 from waltz_core.machine import Report
 from waltz_core.metrics import HEAD_BYTES_MAX, PAGES_MAX, TABLE, Health, Kind, Metrics, serve_pages
 
@@ -173,6 +174,16 @@ def test_ping_and_metrics():
     status, body = get("/metrics?name=x")
     assert status == "HTTP/1.1 200 OK"
     assert b"waltz_server_partitions 2.0\n" in body
+
+
+def test_a_port_that_is_taken_is_named():
+    async def taken(port):
+        with pytest.raises(BadConfig, match=f"http_port: cannot listen at 127.0.0.1:{port}"):
+            async with serve_pages(Metrics("server"), lambda: WELL, host="127.0.0.1", port=port):
+                pass
+        return True
+
+    assert served(taken)
 
 
 def test_health_says_yes_or_no_with_the_reason():

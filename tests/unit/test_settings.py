@@ -69,6 +69,15 @@ def test_a_general_connect_serves_every_kind_and_the_own_one_wins():
     assert plant.config.name == "p", "a kind without `connect` does not mind WALTZ_CONNECT"
 
 
+def test_the_connect_of_a_file_is_not_overruled_by_the_general_one(tmp_path):
+    """It is set in a shell for commands; a daemon started there must not join another cluster."""
+    path = write(tmp_path, 'connect = "test"\nname = "n"\n')
+    environment = {"WALTZ_CONNECT": "production"}
+    assert load(CactusConfig, path=path, environment=environment).config.connect == "test"
+    environment["WALTZ_CACTUS_CONNECT"] = "own"
+    assert load(CactusConfig, path=path, environment=environment).config.connect == "own"
+
+
 def test_an_unknown_name_is_told_with_the_nearest(tmp_path):
     path = write(tmp_path, 'name = "a"\nwater_msec = 5\n')
     with pytest.raises(BadConfig, match=r"plant\.toml: unknown .*'water_msec'.*mean 'water_ms'"):

@@ -24,7 +24,15 @@ from waltz_core.errors import (
     from_code,
 )
 from waltz_core.net import Link
-from waltz_core.wire.admin_messages import AdminMessage, Copied, Copy, CopyRequest, Failure, Refused
+from waltz_core.wire.admin_messages import (
+    AdminMessage,
+    Copied,
+    Copy,
+    CopyRequest,
+    Done,
+    Failure,
+    Refused,
+)
 from waltz_core.wire.messages import Surface
 
 # A removal unlinks every file of a partition before it is answered.
@@ -70,7 +78,9 @@ class StorageAdmin:
         except TimeoutError:
             raise Unreachable(f"{self.address}: no answer within {ANSWER_S_MAX:.0f} s") from None
         assert isinstance(answer, AdminMessage)
-        if more or answer.sequence != message.sequence:
+        # A storage of 0.13 answers OPEN always with the number -1.
+        is_open = not self.is_ours and isinstance(answer, Done) and answer.sequence == -1
+        if more or (answer.sequence != message.sequence and not is_open):
             raise RemoteProtocolError(f"{self.address} answers what it was not asked: {answer}")
         if isinstance(answer, expected):
             return answer

@@ -91,9 +91,11 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "no-cluster",
-            "there is no cluster at {connect}; was there one, do not create it anew, but see 'When "
-            "ZooKeeper's data is lost'",
-            "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
+            "there is no cluster at {connect}; if ZooKeeper's data was lost, the command rebuilds "
+            "it from the storages ('When ZooKeeper's data is lost'); `cluster create` is for a "
+            "root that never had a cluster",
+            "waltz-core cluster rebuild-metadata --connect {connect} "
+            "--storage HOST:PORT:ADMIN_PORT --from-directory DIRECTORY",
         ),
         _row(
             "cluster-lost",

@@ -424,7 +424,7 @@ class Server:
         return sorted(found.items())
 
     def health(self) -> Health:
-        """Whether ZooKeeper is there, or was a moment ago, and each partition has a session."""
+        """Whether each partition has a session; appends go on without ZooKeeper."""
         zookeeper = self._coordinator.is_in_contact
         partitions = {
             str(partition_id): host.partition.is_open
@@ -443,7 +443,7 @@ class Server:
                 if host.silent_replicas
             },
         }
-        return Health(zookeeper and all(partitions.values()), details)
+        return Health(all(partitions.values()), details)
 
     async def _show(self) -> None:
         """Bring the metrics up to date, again and again."""

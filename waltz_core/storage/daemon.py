@@ -540,7 +540,7 @@ class StorageDaemon:
             "zookeeper_session": coordinator and coordinator.session_state.name,
         }
         is_well = not (self._failure.done() or details["not_served"] or suspect or room.is_full)
-        is_well = is_well and zookeeper and room.disk_error is None
+        is_well = is_well and room.disk_error is None
         return Health(is_well, details)
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:

@@ -182,3 +182,24 @@ def test_what_becomes_of_bad_payloads() -> None:
     for name in ("mode", "columnNameOfCorruptRecord"):
         with pytest.raises(BadConfig, match=f"option '{name}' is for payloads that dataFormat"):
             parse_read({**CLUSTER, name: "permissive"})
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("startingOffsets", "startingHighWaterMarks"),
+        ("endingOffsets", "endingHighWaterMarks"),
+        ("maxOffsetsPerTrigger", "maxTransactionsPerTrigger"),
+        ("kafka.bootstrap.servers", "connect"),
+    ],
+)
+def test_an_option_of_kafka_leads_to_ours(name: str, ours: str) -> None:
+    with pytest.raises(BadConfig, match=f"did you mean '{ours}'"):
+        check_names({name: "x"})
+
+
+def test_a_time_in_seconds_is_refused() -> None:
+    with pytest.raises(BadConfig, match="looks like seconds; for those give 1795471928000"):
+        parse_read({**CLUSTER, "startingTimestamp": "1795471928"})
+    options = parse_read({**CLUSTER, "startingTimestamp": "1795471928000"})
+    assert options.starting_ms == 1_795_471_928_000

@@ -1,0 +1,39 @@
+"""Administration of a storage: which answers are taken for the answer to a request."""
+
+import asyncio
+
+import pytest
+
+from waltz_core.client.storage_admin import StorageAdmin
+from waltz_core.errors import RemoteProtocolError
+from waltz_core.wire.admin_messages import Done, OpenRequest
+
+
+class Link:
+    """A connection whose peer answers with one message."""
+
+    def __init__(self, version, answer):
+        self.version = version
+        self.answer = answer
+
+    def send(self, message):
+        self.sent = message
+
+    async def receive(self):
+        return [self.answer]
+
+
+def ask(version, number):
+    admin = StorageAdmin(Link(version, Done(number)), "s1:15281")
+    return asyncio.run(admin.ask(Done, OpenRequest, bytes(16), 4))
+
+
+def test_a_storage_of_0_13_answers_open_with_the_number_minus_1():
+    assert ask(0, -1) == Done(-1)
+    assert ask(0, 0) == Done(0)
+
+
+@pytest.mark.parametrize(("version", "number"), [(1, -1), (1, 7), (0, 7)])
+def test_an_answer_with_another_number_is_refused(version, number):
+    with pytest.raises(RemoteProtocolError, match="answers what it was not asked"):
+        ask(version, number)

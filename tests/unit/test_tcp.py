@@ -1,0 +1,50 @@
+"""Whether a peer's host is gone, or only its process slow."""
+
+import contextlib
+import socket
+import struct
+
+import pytest
+
+from waltz_core import net, tcp
+
+
+def info(*, retransmits=0, probes=0, unacked=0, last_ack_ms=0):
+    data = bytearray(104)
+    data[2], data[3] = retransmits, probes
+    struct.pack_into("=I", data, 24, unacked)
+    struct.pack_into("=I", data, 56, last_ack_ms)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("found", "silence_ms"),
+    [
+        (info(last_ack_ms=60_000), None),  # nothing was sent
+        (info(unacked=3, last_ack_ms=60_000), None),  # sent a moment ago
+        (info(unacked=3, retransmits=5, last_ack_ms=9_000), None),
+        (info(unacked=3, retransmits=5, last_ack_ms=11_000), 11_000),
+        (info(probes=1, last_ack_ms=60_000), None),  # a full window; the last probe is under way
+        (info(probes=3, last_ack_ms=60_000), 60_000),
+        (b"", None),
+    ],
+)
+def test_a_host_is_gone_when_it_acknowledges_nothing_for_long(found, silence_ms):
+    assert tcp.silence_of(found) == silence_ms
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="this system has no TCP_INFO")
+def test_a_peer_that_reads_nothing_is_not_gone():
+    """Its window is full, and its host answers."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        server.accept()[0],
+    ):
+        net._set_socket_options(ours)
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(65_536))
+        assert tcp.silence_ms(ours) is None

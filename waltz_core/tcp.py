@@ -1,0 +1,49 @@
+"""What the kernel knows of a TCP connection's other end: whether its host still answers.
+
+`TCP_USER_TIMEOUT` also ends a connection whose peer reads nothing: the kernel counts the time in
+which a full window keeps data from being sent, although the peer's host answers every probe.
+"""
+
+import socket
+import struct
+from typing import Final, Protocol
+
+# Linux, struct tcp_info: retransmits and probes are bytes; `unacked` and `last_ack_recv` are words.
+_BYTES: Final = 60
+_RETRANSMITS, _PROBES = 2, 3
+_UNACKED: Final = struct.Struct("=24xI")
+_LAST_ACK_MS: Final = struct.Struct("=56xI")
+SILENCE_MS_MAX: Final = 10_000
+UNANSWERED_MIN: Final = 3
+
+
+class Socket(Protocol):
+    """What is needed of a socket; uvloop's are no `socket.socket`."""
+
+    def getsockopt(self, level: int, optname: int, buflen: int, /) -> bytes:
+        """Return an option's bytes."""
+
+
+def silence_ms(sock: Socket) -> int | None:
+    """Return for how long the peer's host has acknowledged nothing, if that means that it is gone.
+
+    None where it answers, where nothing waits for an answer, and where the system does not say.
+    """
+    option = getattr(socket, "TCP_INFO", None)
+    if option is None:
+        return None
+    try:
+        return silence_of(sock.getsockopt(socket.IPPROTO_TCP, option, _BYTES))
+    except OSError:
+        return None
+
+
+def silence_of(info: bytes) -> int | None:
+    """Return the same of a `tcp_info`."""
+    if len(info) < _BYTES:
+        return None
+    (unacknowledged,) = _UNACKED.unpack_from(info)
+    (last_ms,) = _LAST_ACK_MS.unpack_from(info)
+    is_unanswered = unacknowledged > 0 and info[_RETRANSMITS] >= UNANSWERED_MIN
+    is_unanswered = is_unanswered or info[_PROBES] >= UNANSWERED_MIN
+    return last_ms if is_unanswered and last_ms >= SILENCE_MS_MAX else None
