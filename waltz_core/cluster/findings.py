@@ -91,11 +91,10 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "no-cluster",
-            "there is no cluster at {connect}; if ZooKeeper's data was lost, the command rebuilds "
-            "it from the storages ('When ZooKeeper's data is lost'); `cluster create` is for a "
-            "root that never had a cluster",
-            "waltz-core cluster rebuild-metadata --connect {connect} "
-            "--storage HOST:PORT:ADMIN_PORT --from-directory DIRECTORY",
+            "there is no cluster at {connect}; the command creates a new, empty one. If there was "
+            "one, ZooKeeper's data is lost: run `cluster rebuild-metadata` instead (When "
+            "ZooKeeper's data is lost, in operations.md)",
+            "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
         ),
         _row(
             "cluster-lost",

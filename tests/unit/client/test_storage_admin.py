@@ -6,7 +6,7 @@ import pytest
 
 from waltz_core.client.storage_admin import StorageAdmin
 from waltz_core.errors import RemoteProtocolError
-from waltz_core.wire.admin_messages import Done, OpenRequest
+from waltz_core.wire.admin_messages import CheckCluster, Done
 
 
 class Link:
@@ -25,7 +25,7 @@ class Link:
 
 def ask(version, number):
     admin = StorageAdmin(Link(version, Done(number)), "s1:15281")
-    return asyncio.run(admin.ask(Done, OpenRequest, bytes(16), 4))
+    return asyncio.run(admin.ask(Done, CheckCluster, bytes(16), 4))
 
 
 def test_a_storage_of_0_13_answers_open_with_the_number_minus_1():
