@@ -29,6 +29,12 @@ def locks_kept_over_foreign_session() -> Patches:
 
 
 @switch
+def fences_end_with_a_release() -> Patches:
+    """A server that releases a partition forgets the fences of its generation."""
+    yield instead(Mounts, "end", Mounts.clear)
+
+
+@switch
 def locks_not_clamped() -> Patches:
     """Entries of a lost session stay in the lock table."""
     yield instead(LockTable, "clamp", nothing)

@@ -59,6 +59,7 @@ KINDS: Final[dict[str, Strike]] = {
         process_faults.kill_client,
         process_faults.pause_client,
         process_faults.slow_apply,
+        process_faults.two_attempts,
         process_faults.clock_jump,
         process_faults.clock_drift,
         network_faults.cut_link,

@@ -3,15 +3,20 @@
 Why it stands alone: it is one subject of `faults.py`, whose rules hold here.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.disk import Survival
+from waltz_core.sim.servers import RELEASED_PAUSE_US
 from waltz_core.sim.striking import any_storage, counted, pause, pause_ms
+from waltz_core.sim.tasks import TwoAttempts
 
 if TYPE_CHECKING:
     from random import Random
+
+    from waltz_core.sim.storages import SimStorage
 
 # The messages and events at which a server dies, before or after (`SimServer.dies_at`).
 SERVER_POINTS: Final = (
@@ -188,6 +193,48 @@ def slow_apply(cluster: SimCluster, rng: "Random") -> bool:
 
     cluster.world.after(pause_ms(rng) * MS, recover)
     return True
+
+
+def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
+    """A task's older attempt continues after a newer one has written all its rows.
+
+    Often the storages lose their quorum in between, for so long that the server releases the
+    partition, and owns it again in the same generation.
+    """
+    owner = cluster.owner
+    if owner is None or owner.partition is None or not owner.partition.is_open:
+        return False
+    struck = counted(cluster, "two_attempts")
+    away_ms = cluster.setup.quorum_ms_max + rng.randrange(50, 500)
+    is_away = rng.random() < 0.7
+    later_ms = rng.randrange(300)
+    if is_away:
+        later_ms += rng.choice((0, away_ms, away_ms + RELEASED_PAUSE_US // MS))
+
+    def written() -> None:
+        struck()
+        if is_away and not cluster.is_healing:
+            quorum_away(cluster, rng, away_ms)
+        cluster.world.after(later_ms * MS, task.go_on)
+
+    task = TwoAttempts(cluster, written)
+    return False
+
+
+def quorum_away(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
+    """Take so many replicas away that the others are no quorum."""
+    replicas = list(cluster.replicas)
+    for replica in rng.sample(replicas, len(replicas) // 2 + 1):
+        storage = cluster.storages[replica]
+        if storage.is_up:
+            cluster.held_down[storage.name] = None
+            storage.kill()
+            cluster.world.after(away_ms * MS, partial(_bring_back, cluster, storage))
+
+
+def _bring_back(cluster: SimCluster, storage: "SimStorage") -> None:
+    cluster.held_down.pop(storage.name, None)
+    storage.start()
 
 
 # ---- clocks

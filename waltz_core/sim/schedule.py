@@ -61,6 +61,7 @@ class Setup:
     range_bytes_max: int = 1_024
     scrub_interval_ms: int = 0  # how often a log is read whole; 0: by a fault only
     has_large_batches: bool = False  # every batch counts as one that may go in pieces
+    quorum_ms_max: int = 4_000  # without a quorum, until the partition is released
     followers: int = 0  # so many of the clients follow what is in flight
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
@@ -91,7 +92,7 @@ class Setup:
             redial_ms_max=500,
             refused_retry_ms=1_500,
             answer_ms_max=1_000,
-            quorum_ms_max=4_000,
+            quorum_ms_max=self.quorum_ms_max,
             proof_ms_max=500,
             stable_ms=2_000,
             rejoin_ms_min=300,
@@ -171,6 +172,7 @@ def schedule_of(
         has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
         scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
         followers=chance_of(seed ^ 0xF078E).choice((0, 0, 2, 4)),
+        quorum_ms_max=chance_of(seed ^ 0x9007).choice((4_000, 4_000, 4_000, 700)),
     )
     share = rng.choice((0.3, 0.6, 0.9))
     allowed = set(weights if only is None else only)
@@ -230,5 +232,6 @@ LATER_KINDS: Final[Mapping[str, Later]] = {
     "outlived_link": Later(0x1A7E5, _every(0, 0, 50, 150, 450)),
     "hanging_disk": Later(0x4A26, _every(0, 0, 0, 400, 1_500)),
     "unseen_rot": Later(0x207, _every(0, 0, 150, 450)),
+    "two_attempts": Later(0x2A77, _every(0, 0, 300, 1_500)),
     "memory_pressure": Later(0x9E55, _every(0, 0, 100, 400)),
 }

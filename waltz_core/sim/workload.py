@@ -114,6 +114,13 @@ class Workload:
         )
         return Parcel(self._tokens, len(rows), TransactionId(mark), payload, zlib.crc32(payload))
 
+    def rows_of(self, author: str, rows: "Sequence[Locks]") -> list[Operation]:
+        """Enter rows in the books that nobody waits for."""
+        operations = [self._operation(author, row, BEFORE_FIRST, None) for row in rows]
+        for operation in operations:
+            operation.told = "gone"
+        return operations
+
     def _operation(self, author: str, row: Ask, mark: int, follows: Following | None) -> Operation:
         self._numbers += 1
         ahead = () if follows is None else follows.above(TransactionId(mark))
