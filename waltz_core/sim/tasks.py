@@ -14,6 +14,7 @@ Rules:
 """
 
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import ConnectionSuperseded, GenerationMismatch
@@ -87,19 +88,6 @@ class TwoAttempts(Process):
             if left and not self._is_over:
                 self.after(AGAIN_US, lambda: self._attempt(sequence, left - 1))
 
-        def heard(link: Link, message: Message) -> None:
-            if isinstance(message, Mounted):
-                self._is_over = True  # sent once: what becomes of it is read back, not sent again
-                for number, row in enumerate(self._rows, 1):
-                    data = row.data
-                    request = (BEFORE_FIRST, (), (), (), 7, data, zlib.crc32(data))
-                    cluster.network.send(link, NEAR, AppendRequest(self._req_id(number), *request))
-            elif isinstance(message, ErrorResponse):
-                cluster.network.close(link, NEAR)
-                if message.error_code in FINAL:
-                    self._is_over = True
-                again()
-
         def mount(link: Link) -> None:
             request = MountWriter(self._req_id(0), sequence, LATEST_MARK, wants_feed=False)
             cluster.network.send(link, NEAR, request)
@@ -110,11 +98,24 @@ class TwoAttempts(Process):
         cluster.network.dial(
             self,
             owner,
-            Handlers(heard, lambda _link, _reason: again()),
+            Handlers(partial(self._heard, again), lambda _link, _reason: again()),
             opened=mount,
             failed=lambda _reason: again(),
             accept=owner.accept,
         )
+
+    def _heard(self, again: "Callable[[], None]", link: Link, message: Message) -> None:
+        network = self._cluster.network
+        if isinstance(message, Mounted):
+            self._is_over = True  # sent once: what becomes of it is read back, not sent again
+            for number, row in enumerate(self._rows, 1):
+                request = (BEFORE_FIRST, (), (), (), 7, row.data, zlib.crc32(row.data))
+                network.send(link, NEAR, AppendRequest(self._req_id(number), *request))
+        elif isinstance(message, ErrorResponse):
+            network.close(link, NEAR)
+            if message.error_code in FINAL:
+                self._is_over = True
+            again()
 
     def _req_id(self, sequence: int) -> ReqId:
         return ReqId(self._client_id, self._generation, self._cluster.partition_id, sequence)
