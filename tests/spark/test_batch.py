@@ -315,6 +315,39 @@ def test_payloads_that_cannot_be_unpacked_are_left_out(spark: SparkSession, conn
     assert [each - ids[0] for each in ids] == [0, 3, 6, 7]
 
 
+def test_a_payload_that_lacks_a_required_column_is_handled_as_mode_says(
+    spark: SparkSession, connect: str
+) -> None:
+    reader = corrupt_log(spark, connect).option("requiredColumns", "n").schema("n long")
+    reader = reader.option("mode", "DROPMALFORMED")
+    assert [row.n for row in reader.load(connect).collect()] == [1, 4, 7]
+    with pytest.raises(Exception, match=r"'requiredColumns' names 'm'.*unpacked .* are n"):
+        reader.option("requiredColumns", "n,m").load(connect).collect()
+
+
+def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect: str) -> None:
+    reader = corrupt_log(spark, connect).option("mode", "DROPMALFORMED").schema("N long")
+    assert [row.N for row in reader.load(connect).collect()] == [1, 4, 7, None]
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        # No payload has this column now, so that each map of the payloads is one that fits.
+        found = [row.N for row in reader.load(connect).collect()]
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+    assert found == [None] * 5
+
+
+def test_a_float_is_no_integer(spark: SparkSession, connect: str) -> None:
+    before = marks_of(spark, connect)
+    with WaltzClient(connect) as client:
+        client.append(b'{"amount": 12.75}', partition=0).result(30)
+    reader = since(spark, connect, before).option("dataFormat", "json")
+    with pytest.raises(Exception, match=r"column 'amount' is to be int32, found 12\.75"):
+        reader.schema("amount int").load(connect).collect()
+    (row,) = reader.schema("amount decimal(5,2)").load(connect).collect()
+    assert str(row.amount) == "12.75"
+
+
 def test_a_column_for_corrupt_payloads_is_text_or_bytes(spark: SparkSession, connect: str) -> None:
     reader = spark.read.format("waltz").option("dataFormat", "json")
     with pytest.raises(Exception, match="column '_corrupt_record' is to be string or binary"):
