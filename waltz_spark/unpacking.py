@@ -80,7 +80,7 @@ class Unpacker:
                 f"{where(index)}: the payload has no column {name!r}, which option "
                 "'requiredColumns' names"
             )
-        values = ([self._find(row, part.name) for row in rows] for part in self._fields)
+        values = (self._values(rows, part.name) for part in self._fields)
         return [self._column(column, each, where) for each, column in enumerate(values)]
 
     def what_can_be_read(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
@@ -101,7 +101,7 @@ class Unpacker:
             is_whole[index] = False
         columns = []
         for each, part in enumerate(self._fields):
-            values = [self._find(row, part.name) for row in rows]
+            values = self._values(rows, part.name)
             try:
                 columns.append(self._builders[each](values))
             except _MISFITS:
@@ -110,6 +110,12 @@ class Unpacker:
                     is_whole[row] = False
                 columns.append(self._builders[each](values))
         return columns, is_whole
+
+    def _values(self, rows: list[dict[str, Any]], name: str) -> list[Any]:
+        found = [row.get(name) for row in rows]
+        if None in found:  # seldom: a call for each row costs more than all else here
+            return [self._find(row, name) for row in rows]
+        return found
 
     def _lacking(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
         for name in self._required:

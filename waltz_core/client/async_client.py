@@ -327,7 +327,12 @@ class AsyncWaltzClient(OpenedByConnect):
         return await self.requests.has_original(self._all_or(partitions))
 
     async def flush(self, partition: int) -> TransactionId:
-        """Wait until every append made before is final; return the partition's mark."""
+        """Wait until every append made before is final; return the partition's mark.
+
+        The mark covers those appends. It may lack what another server has committed in the last
+        two seconds, when the partition moved meanwhile; for a mark that lacks nothing ask for
+        `high_water_mark(partition, linearizable=True)`.
+        """
         partition_id = self._checked(partition)
         known = self._partitions.get(partition_id)
         if known is not None:
