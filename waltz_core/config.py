@@ -122,7 +122,7 @@ def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `se
 
 
 def _check_advertised(listen_host: str, advertised_host: str) -> None:
-    """Raise BadConfig where others would be told to dial every address."""
+    """Raise BadConfig where the process would publish an address that is none."""
     if listen_host in ("", "0.0.0.0", "::") and not advertised_host:  # noqa: S104
         raise BadConfig(
             f"advertised_host: listen_host is {listen_host!r}, which is no address that others can "
@@ -141,7 +141,10 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         "Where the log lies. One directory belongs to one storage of one cluster, for ever.",
         example="data/storage",
     )
-    listen_host: str = setting("127.0.0.1", 'The address to listen at; "0.0.0.0" for every one.')
+    listen_host: str = setting(
+        "127.0.0.1",
+        'The address to listen at; "0.0.0.0" for every one, which needs `advertised_host`.',
+    )
     port: int = _port(15_280, "For servers and readers. 0: any free one.")
     advertised_host: str = setting(
         "", "The host under which servers reach it, part of its identity. Empty: `listen_host`."
@@ -233,7 +236,10 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "server"
 
-    listen_host: str = setting("127.0.0.1", 'The address to listen at; "0.0.0.0" for every one.')
+    listen_host: str = setting(
+        "127.0.0.1",
+        'The address to listen at; "0.0.0.0" for every one, which needs `advertised_host`.',
+    )
     port: int = _port(15_180, "For clients. 0: any free one.")
     advertised_host: str = setting("", "The host that clients are told. Empty: `listen_host`.")
     advertised_port: int = _port(0, "The port that clients are told. 0: `port`.")

@@ -26,12 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark import TaskContext
 
 from waltz_core.errors import BadFormat
 from waltz_core.strict_json import exact_from_json, from_json
 from waltz_spark.rows import is_binary, plain_type
 
-# No decimal of Spark has more digits.
+# Of Arrow's widest decimal; Spark's has 38.
 _DECIMAL_DIGITS_MAX = 76
 
 
@@ -113,9 +114,13 @@ class Unpacker:
 
     def _values(self, rows: list[dict[str, Any]], name: str) -> list[Any]:
         found = [row.get(name) for row in rows]
-        if None in found:  # seldom: a call for each row costs more than all else here
-            return [self._find(row, name) for row in rows]
-        return found
+        if None not in found:
+            return found
+        # A call for each row costs more than all else here.
+        return [
+            self._find(row, name) if value is None else value
+            for row, value in zip(rows, found, strict=True)
+        ]
 
     def _lacking(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
         for name in self._required:
@@ -203,6 +208,12 @@ _REASONS: dict[type, str] = {
     msgpack.StackError: "it is nested too deeply",
     msgpack.FormatError: "it has a byte that begins no value",
 }
+
+
+def is_case_sensitive() -> bool:
+    """Return the session's `spark.sql.caseSensitive`; Spark gives tasks what a session has set."""
+    context = TaskContext.get()
+    return context is not None and context.getLocalProperty("spark.sql.caseSensitive") == "true"
 
 
 def _in_any_case(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
@@ -416,7 +427,8 @@ def _offsets(values: list[Any]) -> pa.Array:
 def _from_base64(value: str | None) -> bytes | None:
     if value is None:
         return None
-    data = base64.b64decode(value, validate=True)
+    data = base64.b64decode(value)
+    # Python passes over what is no base64; the same text comes back only of what is.
     if base64.b64encode(data).decode() != value:
-        raise ValueError("the last character of the base64 has bits that belong to no byte")
+        raise ValueError("it is no base64 of RFC 4648, section 4")
     return data

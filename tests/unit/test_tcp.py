@@ -3,10 +3,14 @@
 import contextlib
 import socket
 import struct
+import time
 
 import pytest
 
 from waltz_core import net, tcp
+
+# Of `tcp_info`: how often the interval between probes has doubled.
+BACKOFF = 4
 
 
 def info(*, retransmits=0, probes=0, unacked=0, last_ack_ms=0):
@@ -47,4 +51,7 @@ def test_a_peer_that_reads_nothing_is_not_gone():
         with contextlib.suppress(BlockingIOError):
             while True:
                 ours.send(bytes(65_536))
+        # Until the kernel has probed the full window several times, and was answered.
+        while ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[BACKOFF] < 4:
+            time.sleep(0.01)
         assert tcp.silence_ms(ours) is None

@@ -188,7 +188,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._check_home()
         self._is_closed = True
         if self._ending is None:
-            # Nobody's child either: whoever closes may be cancelled meanwhile.
+            # In no group either: the caller may be cancelled, and the client must still end.
             loop = asyncio.get_running_loop()
             self._ending = loop.create_task(self._end(self._root), name="waltz-client-end")
         await asyncio.shield(self._ending)
@@ -391,8 +391,6 @@ class AsyncWaltzClient(OpenedByConnect):
         chosen = await self._partition(self._choose(partition, locks))
         if (write or read) and told is None and not chosen.is_ready:
             await chosen.mounted()  # there is no mark to go by before
-        if (write or read) and told is None:
-            await chosen.marked()
         mark = chosen.mark if told is None else told
         row = Row(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added

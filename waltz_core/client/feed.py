@@ -88,7 +88,7 @@ class LoopConsumer:
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         """Return the application's mark, None for the end of the log."""
         asked = self._callbacks.client_high_water_mark(partition_id)
-        return mark_of(partition_id, await _told(asked))
+        return mark_of(partition_id, await _result_of(asked))
 
     async def apply(
         self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
@@ -114,10 +114,12 @@ class LoopConsumer:
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         """Say what to do about a transaction that raised."""
-        return await _told(self._callbacks.uncaught_exception(partition_id, transaction_id, error))
+        return await _result_of(
+            self._callbacks.uncaught_exception(partition_id, transaction_id, error)
+        )
 
 
-async def _told(answer: Awaitable[ResultT]) -> ResultT:
+async def _result_of(answer: Awaitable[ResultT]) -> ResultT:
     """Await what a callback returns; a CancelledError of its own becomes an error."""
     try:
         return await answer
@@ -133,9 +135,9 @@ def _own_cancellation(error: asyncio.CancelledError) -> Exception:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise error
-    told = RuntimeError("the application's callback raised CancelledError")
-    told.__cause__ = error
-    return told
+    converted = RuntimeError("the application's callback raised CancelledError")
+    converted.__cause__ = error
+    return converted
 
 
 LATEST = -2

@@ -110,9 +110,6 @@ class ClientPartition:
     @applier.setter
     def applier(self, applier: "Applier | None") -> None:
         self._applier = applier
-        self._changed()
-
-    def _changed(self) -> None:
         self._applier_changed.set()
         self._applier_changed = asyncio.Event()
 
@@ -152,16 +149,6 @@ class ClientPartition:
         the log.
         """
         return self.stream.high_water_mark if self._consumed is None else self._consumed
-
-    async def marked(self) -> None:
-        """Wait while the first feed has begun and the application has not returned its mark.
-
-        Raises what has ended the stream.
-        """
-        while self._consumed is None and self._applier is not None:
-            if self._stopped is not None:
-                raise self._stopped
-            await self._applier_changed.wait()
 
     async def mounted(self) -> None:
         """Mount if need be; raises Unavailable when that takes longer than a request may."""
@@ -208,9 +195,7 @@ class ClientPartition:
 
     def applied(self, mark: TransactionId) -> None:
         """The application has applied everything up to `mark`."""
-        is_first, self._consumed = self._consumed is None, mark
-        if is_first:
-            self._changed()
+        self._consumed = mark
         if self.stream.is_fed:
             self._driver.post(events.Applied(mark))
 

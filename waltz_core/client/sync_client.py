@@ -167,7 +167,8 @@ class WaltzClient:
                 self._wait(self._client.close())
             finally:
                 self._end_threads()
-                self._await_callbacks()
+        # Without the lock: one of them may close the client, too.
+        self._await_callbacks()
 
     def __enter__(self) -> Self:
         return self
@@ -426,7 +427,7 @@ class WaltzClient:
             return outcome.result()
         except CancelledError:  # only the end of the loop's thread cancels (`_end_threads`)
             raise errors.UsageError(_CLOSED) from None
-        except (KeyboardInterrupt, SystemExit):  # of a signal's handler: nobody wants it any more
+        except (KeyboardInterrupt, SystemExit):  # a signal handler's: the caller has gone
             outcome.cancel()
             raise
 

@@ -314,7 +314,7 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
     if how in ("lost", "foreign"):
         last = storage.log.max_id if storage.log is not None else BEFORE_FIRST
         storage.kill()
-        keep_down(cluster, storage, rng, 300)
+        keep_down(cluster, storage, rng.randrange(1, 300))
         disk.remove(path)
         if how == "foreign":
             disk.put(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
@@ -363,7 +363,7 @@ def _replace_disk(
     storage.disk.become(contents)
     storage.snapshots.clear()
     storage.refused = None
-    keep_down(cluster, storage, rng, 1_000)
+    keep_down(cluster, storage, rng.randrange(1, 1_000))
 
 
 def _operate_later(cluster: SimCluster, rng: "Random") -> None:
@@ -408,7 +408,7 @@ def _spoil(
         return False
     if is_at_rest or rng.random() < 0.5:
         storage.kill(is_silent=rng.random() < 0.2)
-        keep_down(cluster, storage, rng, 500)
+        keep_down(cluster, storage, rng.randrange(1, 500))
     cluster.budget.spend(storage)
     cluster.checks.rotted(storage)
     cluster.world.note(f"{storage.name}: {path} is spoiled")

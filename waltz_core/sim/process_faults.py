@@ -3,20 +3,17 @@
 Why it stands alone: it is one subject of `faults.py`, whose rules hold here.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.sim.cluster import MS, SimCluster
 from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.disk import Survival
 from waltz_core.sim.servers import RELEASED_PAUSE_US
-from waltz_core.sim.striking import any_storage, counted, pause, pause_ms
+from waltz_core.sim.striking import any_storage, counted, keep_down, pause, pause_ms
 from waltz_core.sim.tasks import TwoAttempts
 
 if TYPE_CHECKING:
     from random import Random
-
-    from waltz_core.sim.storages import SimStorage
 
 # The messages and events at which a server dies, before or after (`SimServer.dies_at`).
 SERVER_POINTS: Final = (
@@ -227,14 +224,8 @@ def quorum_away(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
     for replica in rng.sample(replicas, len(replicas) // 2 + 1):
         storage = cluster.storages[replica]
         if storage.is_up:
-            cluster.held_down[storage.name] = None
             storage.kill()
-            cluster.world.after(away_ms * MS, partial(_bring_back, cluster, storage))
-
-
-def _bring_back(cluster: SimCluster, storage: "SimStorage") -> None:
-    cluster.held_down.pop(storage.name, None)
-    storage.start()
+            keep_down(cluster, storage, away_ms)
 
 
 # ---- clocks

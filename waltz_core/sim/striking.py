@@ -48,12 +48,12 @@ def counted(cluster: SimCluster, kind: str) -> Callable[[], None]:
     return lambda: cluster.checks.count(f"fault {kind}")
 
 
-def keep_down(cluster: SimCluster, process: Process, rng: "Random", ms_max: int) -> None:
-    """Let a process that was killed come back after a while only."""
+def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
+    """Start a process that was killed again after a while, and not before."""
     cluster.held_down[process.name] = None
 
     def back() -> None:
         cluster.held_down.pop(process.name, None)
         process.start()
 
-    cluster.world.after(rng.randrange(1, ms_max) * MS, back)
+    cluster.world.after(away_ms * MS, back)

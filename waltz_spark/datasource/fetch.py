@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark import TaskContext
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
@@ -24,7 +23,7 @@ from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
 from waltz_core.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, OnCorrupt, ReadOptions
 from waltz_spark.planning import Span
-from waltz_spark.unpacking import Unpacker
+from waltz_spark.unpacking import Unpacker, is_case_sensitive
 
 _log = logging.getLogger("waltz")
 
@@ -57,7 +56,7 @@ class Shape:
                 foreign,
                 options.data_format,
                 required=options.required_columns,
-                is_case_sensitive=_is_case_sensitive(),
+                is_case_sensitive=is_case_sensitive(),
             )
             columns += [name for name in (*_PLACE, "data") if name not in columns]
         # A count needs no column at all; the narrowest one carries the number of rows.
@@ -94,12 +93,6 @@ class Shape:
         if self.options.on_corrupt is OnCorrupt.DROP and not good.all():
             return {name: column.filter(pa.array(good)) for name, column in found.items()}
         return found
-
-
-def _is_case_sensitive() -> bool:
-    """Return the session's `spark.sql.caseSensitive`; Spark gives tasks what a session has set."""
-    context = TaskContext.get()
-    return context is not None and context.getLocalProperty("spark.sql.caseSensitive") == "true"
 
 
 def _as_text(data: pa.Array) -> pa.Array:

@@ -30,7 +30,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_core.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
-from waltz_spark.unpacking import Unpacker
+from waltz_spark.unpacking import Unpacker, is_case_sensitive
 from waltz_spark.writer.columns import (
     CONFLICT_COLUMN,
     MARK_COLUMN,
@@ -219,7 +219,10 @@ class Recomputer:
             return None, []
         taken = {*WRITE_COLUMNS, *LOG_COLUMNS}
         fields = [part for part in schema if part.name not in taken]
-        return Unpacker(fields, self._options.data_format), [part.name for part in fields]
+        unpacker = Unpacker(
+            fields, self._options.data_format, is_case_sensitive=is_case_sensitive()
+        )
+        return unpacker, [part.name for part in fields]
 
 
 def _unpacked(batch: pa.RecordBatch, unpacker: Unpacker | None, names: list[str]) -> pa.RecordBatch:

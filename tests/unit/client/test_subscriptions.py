@@ -445,28 +445,6 @@ async def test_a_view_that_is_not_fed_claims_no_more_than_it_has_applied():
 
 
 @told
-async def test_an_append_without_a_mark_waits_for_the_first_mark_of_the_application():
-    async with two_clients() as (_, one, two):
-        await (await one.append(b"1", partition=0, write_locks=[lock("account")]))
-        asked = asyncio.Event()
-
-        class Slow(Shared):
-            async def client_high_water_mark(self, partition):
-                await asked.wait()
-                return -1
-
-        callbacks = Slow()
-        callbacks.may_go_on.clear()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(two.subscribe(callbacks, [0]))
-            await asyncio.sleep(0)
-            asked.set()
-        with pytest.raises(errors.LockFailed):
-            await (await two.append(b"2", partition=0, write_locks=[lock("account")]))
-        callbacks.may_go_on.set()
-
-
-@told
 async def test_a_deadline_ends_an_execute_that_waits():
     async with two_clients() as (_, one, _two):
         context = Withdraw(asyncio.Event().wait)
@@ -526,3 +504,22 @@ async def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it()
         await client.close()
         assert closed
         assert not client._tasks
+
+
+@told
+async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
+    """It waits in the caller's task, which nobody cancels."""
+    async with memory_cluster() as cluster:
+        client = cluster.client()
+        await client.open()
+        await client.subscribe(Shared(), [0])
+        await client.set_partitions([])
+        context = Withdraw()
+        context.timeout_ms = None
+        loop = asyncio.get_running_loop()
+        submitting = loop.create_task(client.submit(context))
+        await until(lambda: client._partitions[0].is_ready)
+        await client.close()
+        with pytest.raises(errors.Unavailable, match="the client was closed"):
+            await (await submitting)
+        assert context.marks == []

@@ -112,6 +112,30 @@ def test_a_callback_may_close_its_client():
         assert closed.wait(60)
 
 
+def test_a_callback_may_close_a_client_that_another_thread_closes():
+    """Neither waits for the other."""
+    begun, closing, done = threading.Event(), threading.Event(), threading.Event()
+    with MemoryWaltz(1) as log, log.client() as writer:
+        client = log.client()
+
+        def apply(_transaction):
+            begun.set()
+            assert closing.wait(60)
+            client.close()
+            done.set()
+
+        client.subscribe(Applying(apply))
+        writer.append(b"x", partition=0).result(60)
+        assert begun.wait(60)
+        closer = threading.Thread(target=client.close)
+        closer.start()
+        wait_until(client._loop.is_closed)
+        closing.set()
+        closer.join(20)  # less than the callbacks are waited for
+        assert not closer.is_alive()
+        assert done.is_set()
+
+
 def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
     with MemoryWaltz(1) as log, log.client() as client:
         client.append(b"x", partition=0).result(60)

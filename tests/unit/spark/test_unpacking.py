@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import struct
 from decimal import Decimal
+from pathlib import Path
 
 import msgpack
 import pyarrow as pa
@@ -238,3 +239,57 @@ def test_what_is_read_is_what_was_written_or_an_error(
         found = read(value, KINDS[kind], data_format)
         assert (found is None) == (value is None)
         assert value is None or keeps(value, found, kind, data_format)
+
+
+DOCS = Path(__file__).parents[3] / "docs" / "spark.md"
+SAMPLES = {
+    "boolean": [True],
+    "integer": [7],
+    "number with a fraction or an exponent": [7.25],
+    "text": ["7.25", "QUI=", "2013-01-31", "2013-01-31T10:00:00Z", "x"],
+    "bin (msgpack)": [b"x"],
+    "array, map": [[1], {"x": 1}],
+}
+COLUMNS = {
+    "boolean": ["boolean"],
+    "integers": ["tinyint", "int", "bigint"],
+    "float, double": ["float", "double"],
+    "decimal": ["decimal"],
+    "string": ["string"],
+    "binary": ["binary"],
+    "date": ["date"],
+    "timestamp": ["timestamp"],
+}
+
+
+def rows_of_what_fits() -> list[list[str]]:
+    section = DOCS.read_text(encoding="utf-8").split("### What fits")[1]
+    lines = section.split("An array column takes")[0].splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def is_read(value: object, kind: str, data_format: str) -> bool:
+    if data_format == "json" and isinstance(value, bytes):
+        return False
+    try:
+        read(value, KINDS[kind], data_format)
+    except BadFormat:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+def test_the_table_of_what_fits_is_true(data_format: str) -> None:
+    head, _, *rows = rows_of_what_fits()
+    assert head[1:] == list(COLUMNS)
+    assert [row[0] for row in rows] == list(SAMPLES)
+    for name, *cells in rows:
+        for column, cell in zip(COLUMNS, cells, strict=True):
+            only = {"JSON": "json", "msgpack": "msgpack"}.get(cell.partition(":")[0])
+            if name == "bin (msgpack)":
+                only = "msgpack"
+            fits = cell != "\N{EN DASH}" and only in (None, data_format)
+            for kind in COLUMNS[column]:
+                found = any(is_read(value, kind, data_format) for value in SAMPLES[name])
+                assert found == fits, (name, kind, data_format)
