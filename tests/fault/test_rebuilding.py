@@ -5,6 +5,8 @@ The tests go on from one another: each leaves a cluster that takes appends.
 
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,16 @@ from waltz_core.local import Member, running
 
 pytestmark = pytest.mark.fault
 STORAGES = ("storage-1", "storage-2", "storage-3")
+DIES_AT_THE_MARK = """
+import os, signal, sys
+from waltz_core.cli import main, replicas
+
+async def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+replicas.ReplicaLink.set_mark = die
+main.main(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +138,11 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(story: Story):
     shown = does(cluster, "accept-replicas", "0")
     assert all(each["is_suspect"] for each in shown["replicas"].values())
     assert not_passed(story), "showing has changed something"
+    # Killed between ZooKeeper and the replica, the command has let nothing in, and can be repeated.
+    words = ("cluster", "accept-replicas", "0", "--yes", "--connect", cluster.connect)
+    killed = subprocess.run([sys.executable, "-c", DIES_AT_THE_MARK, *words], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not_passed(story), "a command that did not finish has opened the partition"
     for partition in range(cluster.partition_count):
         told = does(cluster, "accept-replicas", str(partition), "--yes")
         assert told["chosen"] in told["replicas"]
