@@ -1,6 +1,7 @@
 """A process of a test's own that goes on until its input ends, or until it is killed."""
 
 import subprocess
+from pathlib import Path
 from typing import IO
 
 from tests.fault.load import DEADLINE_S
@@ -11,9 +12,14 @@ class Child:
 
     process: subprocess.Popen[str]
 
-    def run(self, command: list[str], output: IO[str] | None = None) -> None:
-        """Start it."""
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
+    def run(
+        self, command: list[str], output: IO[str] | None = None, cwd: Path | None = None
+    ) -> None:
+        """Start it; an output takes its errors, too."""
+        errors = None if output is None else subprocess.STDOUT
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True, cwd=cwd
+        )
 
     def kill(self) -> None:
         """End it in the middle of whatever it does."""

@@ -92,6 +92,38 @@ def test_the_session_timeout_is_the_agreed_one(zookeeper):
     asyncio.run(run())
 
 
+def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
+    async def run():
+        other = KazooClient(zookeeper)
+        other.start()
+        async with world_at(zookeeper) as world:
+            session = door.ZooKeeperSession(
+                [zookeeper],
+                connect_timeout_ms=10_000,
+                session_timeout_ms=1_000,
+                request_timeout_ms=5_000,
+            )
+            await session.open()
+            world.sessions.append(session)
+            await session.write([Create("/hangs", ephemeral=True)])
+            number, states, is_back = session.session_number, [], asyncio.Event()
+            session.on_state(states.append)
+            session.on_state(lambda state: state is SessionState.CONNECTED and is_back.set())
+            deadline = time.monotonic() + 60
+            while other.exists("/hangs") is not None:  # this very thread has to run the loop
+                assert time.monotonic() < deadline
+                time.sleep(0.05)  # noqa: ASYNC251 - it hangs
+            async with asyncio.timeout(60):
+                await is_back.wait()
+            assert SessionState.LOST in states
+            assert session.session_number != number
+            await session.write([Create("/hangs", ephemeral=True)])
+        other.stop()
+        other.close()
+
+    asyncio.run(run())
+
+
 # A session timeout that no test waits for; whoever waits for it is told apart on a busy machine.
 LONG_MS, SOONER_S = 60_000, 30
 

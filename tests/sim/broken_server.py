@@ -6,6 +6,7 @@ import numpy as np
 
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.batches import LockColumn
+from waltz_core.cluster.watchdog import Watchdog
 from waltz_core.lock_blocks import Blocks
 from waltz_core.server import append, judging
 from waltz_core.server.append import AppendPipeline
@@ -481,3 +482,13 @@ def append_locks_not_followed() -> Patches:
         original(self, dataclasses.replace(ticket, message=message), record)
 
     yield instead(Admitted, "add", add)
+
+
+@switch
+def hanging_server_keeps_its_session() -> Patches:
+    """The watchdog never fires: a server whose event loop hangs stays in ZooKeeper."""
+
+    def may_keep_session(self, now_ms):
+        return True
+
+    yield instead(Watchdog, "may_keep_session", may_keep_session)

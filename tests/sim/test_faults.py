@@ -385,3 +385,27 @@ def test_a_duel_is_fought_and_one_wins():
     assert struck > 5
     counts = healed(cluster)
     assert counts["nonce mismatch"] > 0
+
+
+def test_a_hanging_server_loses_its_session_and_the_partition_moves():
+    cluster = cluster_of(servers=2)
+    hung = cluster.owner
+    assert process_faults.hanging_server(cluster, Chosen(first=cluster.servers.index(hung)))
+    hung.hang_count += 1  # it does not go on by itself
+    cluster.coordinator.watch_hanging(hung)
+    assert cluster.coordinator.alive[hung.name]
+    cluster.world.run(5_000 * MS, until=lambda: cluster.owner is not hung)
+    assert not cluster.coordinator.alive[hung.name]
+    cluster.world.run(5_000 * MS, until=cluster.is_whole)
+    assert healed(cluster)["session of a hanging server expired"] == 1
+    assert not hung.is_hanging
+
+
+def test_a_server_hangs_only_where_another_one_does_not():
+    cluster = cluster_of(servers=2)
+    one, other = cluster.servers
+    assert process_faults.hanging_server(cluster, Chosen(first=0))
+    assert not process_faults.hanging_server(cluster, Chosen(first=1))
+    assert one.is_hanging
+    assert not other.is_hanging
+    healed(cluster)

@@ -54,5 +54,7 @@ The files, each using only those above it:
     tree.py            which clusters there are below a path, and the end of one
     coordinator.py     what servers, storages, clients and commands do here: start reading there
     memory.py          a ZooKeeper in memory, with faults on request
+    watchdog.py        a hanging event loop keeps no session
+    kazoo_connection.py  what runs on kazoo's thread
     zookeeper.py       a real one, through kazoo; `connect` is where a process begins
 """

@@ -1,8 +1,8 @@
-"""A session with a real ZooKeeper: the only file that names kazoo.
+"""A session with a real ZooKeeper, through kazoo.
 
 Why it stands alone: kazoo runs threads of its own and calls back on them. Everything that crosses
 from there to the event loop crosses here, so nobody else needs a lock or has to ask which thread
-it is on.
+it is on. `kazoo_connection.py` has what runs on kazoo's own thread.
 
 Rules:
     1. kazoo's callbacks do one thing: hand over to the event loop, `call_soon_threadsafe`.
@@ -11,13 +11,13 @@ Rules:
     3. Every wait has a time limit. A write that was sent and not answered has an unknown outcome;
        a read has not happened.
     4. kazoo is never told version -1, which would mean "any".
+    5. The session lives while the event loop runs: a loop that hangs loses it (`watchdog.py`).
 """
 
 import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -37,8 +37,6 @@ from kazoo.exceptions import (
     RuntimeInconsistency,
     SessionExpiredError,
 )
-from kazoo.handlers.threading import SequentialThreadingHandler
-from kazoo.protocol.serialization import Connect as ConnectRequest
 from kazoo.protocol.serialization import Create as CreateRequest
 from kazoo.protocol.states import ZnodeStat
 from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE, Id, Permissions
@@ -47,7 +45,9 @@ from waltz_core import errors
 from waltz_core.cluster.connect_string import ConnectString, parse_connect_string
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.credentials import SCHEME, Credentials, Grant, parse_credentials
+from waltz_core.cluster.kazoo_connection import Handler, Hooks, clock_ms
 from waltz_core.cluster.sharing import Shared
+from waltz_core.cluster.watchdog import BEATS
 from waltz_core.cluster.znodes import (
     NO_NODE,
     PERSISTENT,
@@ -70,10 +70,6 @@ REQUEST_TIMEOUT_MS = 10_000
 RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
 RECONNECT_DELAY_S_MAX = 0.5
-# A ZooKeeper that is just starting may take a request for a session and never answer it. kazoo
-# would wait for a whole session timeout; so the first wait is short, and each next one doubled,
-# up to what a ZooKeeper that can be used at all needs.
-CONNECT_ANSWER_S_MIN, CONNECT_ANSWER_S_MAX = 0.5, 3.0
 EPHEMERAL_FLAG = 1
 SEQUENTIAL_FLAG = 2
 
@@ -183,12 +179,11 @@ class ZooKeeperSession:
         self._credentials = credentials
         self._acl = _acl_of(credentials)
         self._connect_timeout_ms = connect_timeout_ms
-        self._session_timeout_ms = session_timeout_ms
         self._request_timeout_s = request_timeout_ms / 1000
         self._client = KazooClient(
             self._hosts,
             timeout=session_timeout_ms / 1000,
-            handler=_Handler(connect_timeout_ms / 1000 / len(hosts)),
+            handler=Handler(connect_timeout_ms / 1000 / len(hosts)),
             connection_retry={
                 "max_tries": -1,
                 "delay": 0.05,
@@ -201,9 +196,7 @@ class ZooKeeperSession:
             else [],
             logger=logger,
         )
-        self._answer_s = CONNECT_ANSWER_S_MIN
-        self._invoke = self._client._connection._invoke
-        self._client._connection._invoke = self._invoke_and_note_timeout
+        self._hooks = Hooks(self._client, session_timeout_ms)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._state = SessionState.LOST
         self._session_number = PERSISTENT
@@ -216,6 +209,7 @@ class ZooKeeperSession:
     async def open(self) -> None:
         """Connect; raises CoordinatorUnavailable when it cannot, and then ends by itself."""
         self._loop = asyncio.get_running_loop()
+        self._beat()
         self._client.add_listener(self._on_kazoo_state)
         self._client.start_async()
         try:
@@ -250,12 +244,12 @@ class ZooKeeperSession:
     @property
     def session_timeout_ms(self) -> int:
         """What ZooKeeper has agreed to; it allows 2 to 20 of its ticks."""
-        return self._session_timeout_ms
+        return self._hooks.session_timeout_ms
 
     @property
     def now_ms(self) -> int:
         """The machine's clock since its start."""
-        return time.monotonic_ns() // 1_000_000
+        return clock_ms()
 
     def set_later(self, signal: Signal, after_ms: int) -> None:
         """Set a signal later."""
@@ -357,20 +351,12 @@ class ZooKeeperSession:
 
     # --- the session's state
 
-    def _invoke_and_note_timeout(
-        self, timeout_s: float, request: object, xid: int | None = None
-    ) -> Any:  # noqa: ANN401 - kazoo's
-        # On kazoo's thread, before it tells of the connection. kazoo keeps the session timeout
-        # that ZooKeeper agreed to for itself.
-        if not isinstance(request, ConnectRequest):
-            return self._invoke(timeout_s, request, xid)
-        answer_s = min(timeout_s, self._answer_s)
-        self._answer_s = min(2 * self._answer_s, CONNECT_ANSWER_S_MAX)
-        answer = self._invoke(answer_s, request, xid)
-        self._answer_s = CONNECT_ANSWER_S_MIN
-        if answer[0].time_out > 0:
-            self._session_timeout_ms = answer[0].time_out
-        return answer
+    def _beat(self) -> None:
+        """Say to kazoo's thread that the loop runs (`watchdog.py`), again and again."""
+        assert self._loop is not None
+        if not self._is_closed:
+            self._hooks.watchdog.beat(clock_ms())
+            self._loop.call_later(self.session_timeout_ms / 1000 / BEATS, self._beat)
 
     def _on_kazoo_state(self, kazoo_state: str) -> None:
         # On kazoo's thread.
@@ -510,25 +496,6 @@ class _Signal:
         # On kazoo's thread. NB: it must be one and the same callable for a signal, because kazoo
         # keeps a set of callables for each path; bound methods of one object are equal.
         _call_soon(self._loop, self._event.set)
-
-
-class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
-    """kazoo's threads, with less patience for a host that does not answer at all."""
-
-    def __init__(self, connect_timeout_s: float) -> None:
-        super().__init__()
-        self._connect_timeout_s = connect_timeout_s
-        self.trouble = "the name is not known, or the host is silent"
-
-    def create_connection(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - kazoo's
-        kwargs["timeout"] = min(kwargs["timeout"], self._connect_timeout_s)
-        try:
-            made = super().create_connection(*args, **kwargs)
-        except OSError as error:
-            self.trouble = error.strerror or str(error)
-            raise
-        self.trouble = "the connection is taken, and ZooKeeper's hello does not come"
-        return made
 
 
 def _read_credentials(place: ConnectString) -> Credentials | None:

@@ -250,7 +250,10 @@ class SimCluster:
     # ---- healing
 
     def heal(self) -> None:
-        """End all that is wrong; nothing goes wrong any more."""
+        """End all that is wrong; nothing goes wrong any more.
+
+        A server that hangs goes on to do so until the others have made the partition whole.
+        """
         self.is_healing = True
         self.world.note("heal")
         self.network.heal()
@@ -267,7 +270,8 @@ class SimCluster:
         for process in self.processes:
             process.slow_us = 0
             process.set_pace(1.0)
-            process.resume()
+            if not (isinstance(process, SimServer) and process.is_hanging):
+                process.resume()
             if not process.is_up and not isinstance(process, SimClient):
                 process.start()
         for client in self.clients:
@@ -337,6 +341,8 @@ class SimCluster:
             return
         world, checks = self.world, self.checks
         self._run_until_whole()
+        for server in self.servers:
+            server.resume()
         self._run_until_mended()
         # A little more work, then a rest.
         world.run(AFTERWARDS_MS * MS)

@@ -13,6 +13,7 @@ Rules:
        is read; what a server reads later is never older. A watch that got lost with a connection
        is set again, and read for, with the next one.
     5. A client may be told what held some time ago.
+    6. A server whose event loop hangs keeps its session as long as the production watchdog lets it.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from waltz_core.cluster.model import (
     PartitionMarker,
     PartitionMetadata,
 )
+from waltz_core.cluster.watchdog import Watchdog
 from waltz_core.record import Generation, ReplicaId
 from waltz_core.replication import events
 
@@ -37,6 +39,7 @@ Told: TypeAlias = (
     events.MetadataRead | events.MetadataWritten | events.MetadataConflict | events.MetadataUnknown
 )
 SESSION_MS: Final = 1_000
+HEARTBEAT_US: Final = SESSION_MS * 1000 // 3
 LOST_WATCH_US: Final = (500_000, 4_000_000)
 VIEWS_MAX: Final = 6
 NAME: Final = "zookeeper"
@@ -190,7 +193,31 @@ class SimCoordinator:
         self._world.after(SESSION_MS * 1000, look)
 
     def _is_silent(self, server: "SimServer") -> bool:
-        return not server.is_up or server.is_paused or server.name in self.cut_off
+        is_stopped = server.is_paused and not server.is_hanging
+        return not server.is_up or is_stopped or server.name in self.cut_off
+
+    def watch_hanging(self, server: "SimServer") -> None:
+        """Keep the session of a server that hangs until its watchdog ends that (rule 6)."""
+        watchdog = Watchdog(SESSION_MS, server.now_ms)
+        hang = server.incarnation, server.hang_count
+        heard_us = self._world.now_us
+
+        def look() -> None:
+            nonlocal heard_us
+            is_over = not server.is_hanging or hang != (server.incarnation, server.hang_count)
+            if is_over or not self.alive.get(server.name):
+                return
+            may_keep = watchdog.may_keep_session(server.now_ms)
+            # While it is away no session ends.
+            if self.is_away or (may_keep and server.name not in self.cut_off):
+                heard_us = self._world.now_us
+            if self._world.now_us - heard_us >= SESSION_MS * 1000:
+                self._cluster.checks.count("session of a hanging server expired")
+                self.expire(server)
+                return
+            self._world.after(HEARTBEAT_US, look)
+
+        self._world.after(HEARTBEAT_US, look)
 
     def expire(self, server: "SimServer") -> None:
         """End a server's session: the partition goes to another one."""

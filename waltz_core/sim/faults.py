@@ -53,6 +53,7 @@ KINDS: Final[dict[str, Strike]] = {
         process_faults.all_power,
         process_faults.pause_storage,
         process_faults.pause_server,
+        process_faults.hanging_server,
         process_faults.kill_server,
         process_faults.crash_server_at,
         process_faults.slow_server,

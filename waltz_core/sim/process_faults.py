@@ -123,6 +123,28 @@ def pause_server(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
+def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
+    """A server's event loop hangs, maybe for good, while its threads keep its ZooKeeper session.
+
+    Another server must not hang: the partition has to move to one.
+    """
+    server = rng.choice(cluster.servers)
+    hang_ms = rng.choice((300, 1_500, 4_000, None))
+    others = [each for each in cluster.servers if each is not server and not each.is_hanging]
+    if server.is_paused or not server.is_up or not others:
+        return False
+    server.hang()
+    if hang_ms is not None:
+        hang_count = server.hang_count
+
+        def go_on() -> None:
+            if server.hang_count == hang_count:
+                server.resume()
+
+        cluster.world.after(hang_ms * MS, go_on)
+    return True
+
+
 def kill_server(cluster: SimCluster, rng: "Random") -> bool:
     """`kill -9` of a server."""
     server = rng.choice(cluster.servers)

@@ -233,5 +233,6 @@ LATER_KINDS: Final[Mapping[str, Later]] = {
     "hanging_disk": Later(0x4A26, _every(0, 0, 0, 400, 1_500)),
     "unseen_rot": Later(0x207, _every(0, 0, 150, 450)),
     "two_attempts": Later(0x2A77, _every(0, 0, 300, 1_500)),
+    "hanging_server": Later(0x4A65, _every(0, 0, 0, 400, 1_500)),
     "memory_pressure": Later(0x9E55, _every(0, 0, 100, 400)),
 }

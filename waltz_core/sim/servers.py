@@ -121,6 +121,9 @@ class SimServer(Process):
         self._fetch_count = 0
         # Where it is to die: what it sends or hears, whether after that, and whom that is told.
         self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
+        # Its event loop hangs, and its other threads run.
+        self.is_hanging = False
+        self.hang_count = 0
 
     @property
     def fetch_count(self) -> int:
@@ -133,8 +136,21 @@ class SimServer(Process):
         """Come up with nothing, and ask for work."""
         self.cluster.coordinator.register_server(self)
 
+    def hang(self) -> None:
+        """Do nothing any more, while ZooKeeper hears from the other threads."""
+        self.pause()
+        self.is_hanging = True
+        self.hang_count += 1
+        self.cluster.coordinator.watch_hanging(self)
+
+    def resume(self) -> None:
+        """See `Process.resume`."""
+        self.is_hanging = False
+        super().resume()
+
     def died(self) -> None:
         """Everything but its name is gone."""
+        self.is_hanging = False
         self.partition = self.store = None
         self._replicas = ()
         self._sessions.clear()

@@ -45,6 +45,7 @@ SOMETIMES: Final = (
     "followed in flight",
     "follower of another session refused",
     "append on an older connection",
+    "session of a hanging server expired",
 )
 # Reports of machines under the names above.
 REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}

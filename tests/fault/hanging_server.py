@@ -1,0 +1,24 @@
+"""A server daemon whose event loop hangs from SIGUSR1 on, for as long as a file is there.
+
+    python -m tests.fault.hanging_server FILE CONFIG
+
+Only the main thread hangs: the other threads, kazoo's among them, run.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from waltz_core.cli.main import main
+
+
+def hang(*_: object) -> None:
+    """Block the thread that runs the event loop."""
+    while Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, hang)
+    sys.exit(main(["server", "run", "--config", sys.argv[2]]))

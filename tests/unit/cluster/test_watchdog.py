@@ -1,0 +1,47 @@
+"""The watchdog: a loop that hangs keeps no session, and a process that was stopped does no harm."""
+
+from waltz_core.cluster.watchdog import Watchdog
+
+TIMEOUT_MS = 3_000
+
+
+def asked_every(watchdog: Watchdog, first_ms: int, last_ms: int) -> list[int]:
+    """Ask as kazoo's thread does, three times in a timeout; return when it may not go on."""
+    times = range(first_ms, last_ms + 1, TIMEOUT_MS // 3)
+    return [now_ms for now_ms in times if not watchdog.may_keep_session(now_ms)]
+
+
+def test_a_loop_that_beats_keeps_the_session():
+    watchdog = Watchdog(TIMEOUT_MS, 0)
+    for now_ms in range(0, 20_000, 1_000):
+        watchdog.beat(now_ms)
+        assert watchdog.may_keep_session(now_ms + 999)
+
+
+def test_a_loop_that_hangs_loses_it_after_a_timeout_and_may_come_back():
+    watchdog = Watchdog(TIMEOUT_MS, 0)
+    watchdog.beat(5_000)
+    assert asked_every(watchdog, 1_000, 12_000) == [9_000, 10_000, 11_000, 12_000]
+    watchdog.beat(12_500)
+    assert watchdog.may_keep_session(13_000)
+
+
+def test_a_process_that_was_stopped_may_say_that_it_lives():
+    watchdog = Watchdog(TIMEOUT_MS, 0)
+    assert watchdog.may_keep_session(1_000)
+    # Stopped from 1,000 to 60,000, and kazoo's thread runs before the loop does.
+    assert watchdog.may_keep_session(60_000)
+    watchdog.beat(60_001)
+    assert watchdog.may_keep_session(61_000)
+
+
+def test_a_loop_that_still_hangs_after_a_stop_loses_the_session():
+    watchdog = Watchdog(TIMEOUT_MS, 0)
+    assert asked_every(watchdog, 60_000, 63_000) == [61_000, 62_000, 63_000]
+
+
+def test_the_granted_timeout_counts():
+    watchdog = Watchdog(TIMEOUT_MS, 0)
+    watchdog.timeout_ms = 10_000
+    assert asked_every(watchdog, 1_000, 10_000) == []
+    assert watchdog.silent_ms(10_000) == 10_000

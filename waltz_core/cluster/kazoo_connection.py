@@ -1,0 +1,104 @@
+"""kazoo's thread that holds the connection to ZooKeeper, with what kazoo itself does not offer.
+
+A separate file because it replaces methods inside kazoo (2.10), all of which run on kazoo's thread;
+`zookeeper.py` uses kazoo's public interface.
+
+Rules:
+    1. A request for a session that is not answered is sent again soon: a ZooKeeper that is just
+       starting may never answer the first one, and kazoo would wait for a session timeout.
+    2. The session timeout that ZooKeeper has granted is kept; kazoo does not show it.
+    3. While the event loop hangs no heartbeat is sent and no new connection is made, so that the
+       session expires (`watchdog.py`). Other requests are the loop's, which sends none.
+"""
+
+import logging
+import time
+from typing import Any, Final
+
+from kazoo.client import KazooClient
+from kazoo.handlers.threading import SequentialThreadingHandler
+from kazoo.protocol.connection import ConnectionDropped
+from kazoo.protocol.serialization import Connect
+
+from waltz_core.cluster.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
+
+# For rule 1: the first wait is short, and each next one doubled, up to what a ZooKeeper that can be
+# used at all needs.
+CONNECT_ANSWER_S_MIN: Final = 0.5
+CONNECT_ANSWER_S_MAX: Final = 3.0
+
+__all__ = ["Handler", "Hooks", "clock_ms"]
+
+
+def clock_ms() -> int:
+    """Return the machine's clock since its start."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class Hooks:
+    """See the module's rules."""
+
+    def __init__(self, client: KazooClient, session_timeout_ms: int) -> None:
+        self.watchdog = Watchdog(session_timeout_ms, clock_ms())
+        self._answer_s = CONNECT_ANSWER_S_MIN
+        self._is_withholding = False
+        connection = client._connection
+        self._invoke, connection._invoke = connection._invoke, self._invoke_hooked
+        self._send_ping, connection._send_ping = connection._send_ping, self._send_ping_hooked
+
+    @property
+    def session_timeout_ms(self) -> int:
+        """What ZooKeeper has granted, or what was asked for before that."""
+        return self.watchdog.timeout_ms
+
+    def _invoke_hooked(self, timeout_s: float, request: object, xid: int | None = None) -> Any:  # noqa: ANN401 - kazoo's
+        if not isinstance(request, Connect):
+            return self._invoke(timeout_s, request, xid)
+        if not self._may_keep_session():
+            raise ConnectionDropped("the event loop hangs")
+        answer_s = min(timeout_s, self._answer_s)
+        self._answer_s = min(2 * self._answer_s, CONNECT_ANSWER_S_MAX)
+        answer = self._invoke(answer_s, request, xid)
+        self._answer_s = CONNECT_ANSWER_S_MIN
+        if answer[0].time_out > 0:
+            self.watchdog.timeout_ms = answer[0].time_out
+        return answer
+
+    def _send_ping_hooked(self, connect_timeout_s: float) -> None:
+        if self._may_keep_session():
+            self._send_ping(connect_timeout_s)
+
+    def _may_keep_session(self) -> bool:
+        """Ask the watchdog; log the beginning and the end of a hang, which the loop cannot."""
+        now_ms = clock_ms()
+        may_keep = self.watchdog.may_keep_session(now_ms)
+        if self._is_withholding == may_keep:
+            self._is_withholding = not may_keep
+            if may_keep:
+                _log.warning("zookeeper.loop_runs_again")
+            else:
+                silent_ms = self.watchdog.silent_ms(now_ms)
+                _log.error("zookeeper.loop_hangs silent_ms=%d session=left_to_expire", silent_ms)
+        return may_keep
+
+
+class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
+    """kazoo's threads, with less patience for a host that does not answer at all."""
+
+    def __init__(self, connect_timeout_s: float) -> None:
+        super().__init__()
+        self._connect_timeout_s = connect_timeout_s
+        self.trouble = "the name is not known, or the host is silent"
+
+    def create_connection(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - kazoo's
+        """Connect, within our own time limit."""
+        kwargs["timeout"] = min(kwargs["timeout"], self._connect_timeout_s)
+        try:
+            made = super().create_connection(*args, **kwargs)
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
+            raise
+        self.trouble = "the connection is taken, and ZooKeeper's hello does not come"
+        return made

@@ -1,0 +1,49 @@
+"""Ends a process's session with ZooKeeper when its event loop hangs.
+
+A separate file because the simulator runs it, too: in a real process kazoo's threads keep the
+session alive whatever the event loop does, so the session would not show that the process works.
+
+Rules:
+    1. The event loop beats again and again. The thread that keeps the session asks before each
+       heartbeat to ZooKeeper whether it may send it.
+    2. It may not once the loop has not beaten for a session timeout. The session then expires, and
+       the partitions move, between 5/3 and 7/3 of a session timeout after the last beat.
+    3. A process that was stopped as a whole (SIGSTOP, a paused virtual machine) does not hang:
+       after a gap in its own questions the thread may send one heartbeat, and the loop has until
+       the next question to beat.
+"""
+
+from typing import Final
+
+# Beats in one session timeout. The thread asks about three times in it.
+BEATS: Final = 10
+# A longer gap between two questions, as a share of the session timeout, means that the thread
+# itself did not run (rule 3).
+GAP_SHARE: Final = 0.75
+
+
+class Watchdog:
+    """See the module's rules. Two threads use it; each attribute is written by one of them.
+
+    Times are milliseconds of any clock that only goes forward.
+    """
+
+    def __init__(self, timeout_ms: int, now_ms: int) -> None:
+        self.timeout_ms = timeout_ms
+        self._beat_ms = now_ms  # written by the loop
+        self._asked_ms = now_ms  # written by the thread
+
+    def beat(self, now_ms: int) -> None:
+        """Note that the event loop runs."""
+        self._beat_ms = now_ms
+
+    def silent_ms(self, now_ms: int) -> int:
+        """Return for how long the loop has not beaten."""
+        return now_ms - self._beat_ms
+
+    def may_keep_session(self, now_ms: int) -> bool:
+        """Return whether ZooKeeper may receive a heartbeat now (rules 2 and 3)."""
+        gap_ms, self._asked_ms = now_ms - self._asked_ms, now_ms
+        if self.silent_ms(now_ms) <= self.timeout_ms:
+            return True
+        return gap_ms > GAP_SHARE * self.timeout_ms
