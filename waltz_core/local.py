@@ -525,7 +525,8 @@ class LocalCluster:
         async def registered() -> set[str]:
             async with zookeeper.connected(self.connect) as coordinator:
                 view = await coordinator.read_servers()
-                return {server.address for server in view.servers.values()}
+                given = view.servers.keys() - view.left_out if view.is_settled else ()
+                return {view.servers[each].address for each in given}
 
         servers = [self._values(member) for member in self.members if member.kind == "server"]
         ports = [values.get("advertised_port") or values["port"] for values in servers]

@@ -54,6 +54,8 @@ class Gate:
         task = self._loop.create_task(self._carry(reader, writer))
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
+        # A task that is cancelled before its first step never comes to its `finally`.
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]

@@ -37,6 +37,7 @@ from waltz_core.cluster.facts import (
     ServerFacts,
     StorageFacts,
 )
+from waltz_core.cluster.reachability import Report
 from waltz_core.cluster.storages import Layout
 from waltz_core.errors import (
     ClusterKeyMismatch,
@@ -46,7 +47,14 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.local import LocalCluster
-from waltz_core.record import PartitionId, ReplicaId, ReqId, SessionId, TransactionId
+from waltz_core.record import (
+    PartitionId,
+    ReplicaId,
+    ReqId,
+    ServerId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.wire.admin_messages import (
     CheckCluster,
     Done,
@@ -251,8 +259,10 @@ class _Seen:
         layout: Layout,
         storage_ids: Mapping[ReplicaId, str],
         partitions: Sequence[PartitionView],
+        reports: Mapping[ServerId, Report],
     ) -> None:
         self.view, self.servers, self.layout = view, servers, layout
+        self.reports = reports
         self.storage_ids, self.partitions = storage_ids, partitions
         self.count = view.params.partition_count
         self.assigned = changes.placement_of(layout.assignment, self.count)
@@ -262,12 +272,14 @@ class _Seen:
         view = await coordinator.read_cluster()
         ids = await coordinator.read_storage_ids()
         numbers = map(PartitionId, range(view.params.partition_count))
+        servers = await coordinator.read_servers()
         return _Seen(
             view,
-            await coordinator.read_servers(),
+            servers,
             await coordinator.storages.read(),
             {address: one.hex for address, one in ids.items()},
             await _side_by_side(numbers, coordinator.read_partition),
+            await coordinator.reach.read(servers.servers),
         )
 
     async def ask(
@@ -324,8 +336,19 @@ class _Server:
     """The questions to one server."""
 
     def __init__(self, seen: _Seen, server_id: int, timeout_s: float) -> None:
-        descriptor = next(each for key, each in seen.servers.servers.items() if key == server_id)
-        self._facts = ServerFacts(descriptor.address, tuple(descriptor.preferred))
+        servers = seen.servers.servers
+        number, descriptor = next(each for each in servers.items() if each[0] == server_id)
+        blames = {
+            servers[witness].address: report.unreachable[number]
+            for witness, report in seen.reports.items()
+            if number in report.unreachable
+        }
+        self._facts = ServerFacts(
+            descriptor.address,
+            tuple(descriptor.preferred),
+            is_left_out=number in seen.servers.left_out,
+            unreachable=tuple(f"{address}: {why}" for address, why in blames.items()),
+        )
         self._owned = [
             partition_id
             for partition_id, owner in seen.servers.owners.items()

@@ -22,6 +22,7 @@ The nodes, below the cluster's root R:
                                       session; changes in one write with R/store/partition/P
     R/x/storage/HOST:PORT             ours: the id of the storage that belongs at this address
     R/x/writes/W, R/x/writes/W/T      ours: a write that must enter the log once, and its tasks
+    R/x/reach/ID                      ours: which servers server ID can and cannot connect to
     R/x/audit/e_N                     ours: who has changed the cluster by command, and how
 
 Everything but R/x is the original's, byte for byte, so that an original server or client can work
@@ -45,6 +46,7 @@ The files, each using only those above it:
     assignment.py      servers x partitions, storages x partitions
     creation.py        the writes that make a cluster
     nodes.py           reading and following nodes below a root
+    reachability.py    which servers others can connect to, and may own partitions
     membership.py      the live servers, and the lead server's duty
     writes.py          writes that must enter the log once, and which attempt of a task is the last
     audit.py           who has changed what by command

@@ -27,6 +27,7 @@ from waltz_core.cluster.creation import NewCluster, NewStorage, creation_steps
 from waltz_core.cluster.loads import LoadBoard
 from waltz_core.cluster.membership import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.reachability import ReachBoard
 from waltz_core.cluster.rebuilding import rebuilding_steps
 from waltz_core.cluster.storages import Storages
 from waltz_core.cluster.tree import FoundCluster, delete_tree, find_clusters
@@ -102,6 +103,7 @@ class Coordinator:
         self.storages = Storages(self._nodes)
         self.audit = AuditLog(self._nodes)
         self.loads = LoadBoard(self._nodes)
+        self.reach = ReachBoard(self._nodes)
         self.paths = self._nodes.paths
 
     @property

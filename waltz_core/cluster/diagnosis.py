@@ -213,6 +213,9 @@ class _Cluster:
 
     def _look_at_server(self, server: ServerFacts) -> None:
         address = server.address
+        if server.is_left_out:
+            why = "; ".join(server.unreachable) or "none has connected to it yet"
+            self._tell("server-unreachable", address, server=address, why=why)
         if server.trouble:
             if not self._case.is_told(address):
                 name = "server-silent" if server.is_silent else "server-away"

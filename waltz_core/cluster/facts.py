@@ -49,6 +49,9 @@ class ServerFacts:
     # By partition that it serves: whether it has an open session with a quorum of replicas.
     served: Mapping[PartitionId, bool] = field(default_factory=dict)
     out_of_reach: tuple[ReplicaId, ...] = ()
+    # It owns nothing because no other server can connect to it; what those say of that.
+    is_left_out: bool = False
+    unreachable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _SPEAK,
         ),
         _row(
+            "server-unreachable",
+            "server {server} is given no partitions: other servers cannot connect to it ({why}). "
+            "Look at its advertised_host and advertised_port, at its certificate, and at the "
+            "network between the servers",
+            _LOOK_AGAIN,
+        ),
+        _row(
             "assignment-stale",
             "which server owns which partition was not decided for the servers that live now: the "
             "lead server {server} has to, and does not; end its process and start it again",

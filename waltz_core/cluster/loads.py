@@ -21,7 +21,6 @@ from typing import Final, NamedTuple
 
 from waltz_core import errors, strict_json
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
-from waltz_core.cluster.znodes import Create, Delete, Operation, Set
 from waltz_core.record import PartitionId, ServerId
 
 _FORMAT: Final = 1
@@ -143,25 +142,12 @@ class LoadBoard:
 
         Raises CoordinatorConflict and CoordinatorOutcomeUnknown, after which it is told next time.
         """
-        nodes, path = self._nodes, self._nodes.paths.load(server_id)
-        data = encode_loads(loads)
-        node = await nodes.znodes.get(path)
-        steps: list[Operation] = []
-        if node is None:
-            await nodes.ensure((nodes.paths.ours, nodes.paths.loads))
-            steps.append(Create(path, data, ephemeral=True))
-        elif node.stat.owner == nodes.znodes.session_number:
-            steps.append(Set(path, data, node.stat.version))
-        else:  # It is an earlier session's of ours, and would go with that.
-            steps += [Delete(path, node.stat.version), Create(path, data, ephemeral=True)]
-        await nodes.znodes.write(steps)
+        paths = self._nodes.paths
+        await self._nodes.put_own(paths.load(server_id), encode_loads(loads), paths.loads)
 
     async def withdraw(self, server_id: ServerId) -> None:
         """Say nothing any more of what this server's partitions cost; raises as `tell` does."""
-        path = self._nodes.paths.load(server_id)
-        node = await self._nodes.znodes.get(path)
-        if node is not None:
-            await self._nodes.znodes.write([Delete(path, node.stat.version)])
+        await self._nodes.remove(self._nodes.paths.load(server_id))
 
     async def read(self, server_ids: Iterable[ServerId]) -> dict[ServerId, dict[PartitionId, Load]]:
         """Return what these servers tell.

@@ -16,6 +16,8 @@ Rules:
        again yet, unless it knows that they are dead: this process has seen it (`take_out`), or
        another one is registered at their address. Otherwise it acts at once. A server that changes
        its own preferences makes an assignment too, and waits as the lead does.
+    6. An assignment includes the servers that may own partitions (`reachability.py`). When these
+       are others than it includes, the lead writes another one for the same live servers.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,6 +34,7 @@ from waltz_core.cluster.assignment import (
 )
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.paths import DESCRIPTOR_PREFIX
+from waltz_core.cluster.reachability import ReachBoard, eligible
 from waltz_core.cluster.znodes import Create, Delete, NodeStat, Operation, Set, Signal
 from waltz_core.record import Generation, PartitionId, ServerId
 
@@ -59,6 +62,8 @@ class ServersView:
     servers: Mapping[ServerId, model.ServerDescriptor]
     owners: Mapping[PartitionId, Ownership]
     is_settled: bool
+    # Live servers that are given nothing, because no other server can connect to them (rule 6).
+    left_out: frozenset[ServerId] = frozenset()
 
     def partitions_of(self, server_id: ServerId) -> dict[PartitionId, Generation]:
         """Return what a server owns, by partition."""
@@ -91,6 +96,7 @@ class Membership:
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
+        self._reach = ReachBoard(nodes)
         # What this process wants to be registered as; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
         # For rule 5: where servers were last registered, who of them is known to be dead, and
@@ -189,9 +195,11 @@ class Membership:
         if len(own) != 1:
             await self._ensure_registered(membership, descriptor)
             return False
+        servers = {**membership.servers, descriptor.server_id: descriptor}
+        may_own = await self._eligible(membership)
         assignment = assign_partitions(
             membership.assignment,
-            {**membership.servers, descriptor.server_id: descriptor},
+            {each: its for each, its in servers.items() if each in may_own},
             cversion=membership.stat.cversion,
             partition_count=partition_count,
             keeps_all=self.keeps_all,
@@ -322,14 +330,28 @@ class Membership:
             if descriptor and not await self._ensure_registered(membership, descriptor):
                 return  # Registering has changed what was read; the signal comes.
             view = _view(membership, partition_count)
-            if view.is_settled or not view.servers:
-                if view != last:
-                    last = view
-                    callback(view)
-            elif self._is_lead(view) and not self._waits(membership, signal):
-                await self._write_assignment(membership, partition_count)
+            if view != last and (view.is_settled or not view.servers):
+                last = view
+                callback(view)
+            if view.servers and self._is_lead(view):
+                await self._do_duty(membership, view, signal)
 
         await self._nodes.follow(look)
+
+    async def _do_duty(self, membership: _Membership, view: ServersView, signal: Signal) -> None:
+        """As the lead, write an assignment if there has to be another one (rules 1, 2, 5, 6)."""
+        may_own = await self._eligible(membership, signal)
+        is_due = not view.is_settled or may_own != membership.assignment.servers.keys()
+        if is_due and not self._waits(membership, signal):
+            await self._write_assignment(membership, may_own)
+
+    async def _eligible(
+        self, membership: _Membership, signal: Signal | None = None
+    ) -> frozenset[ServerId]:
+        """Return which live servers may own partitions."""
+        live = membership.servers.keys()
+        reports = await self._reach.read(live, signal)
+        return eligible(live, membership.assignment.servers.keys(), reports)
 
     def _is_lead(self, view: ServersView) -> bool:
         return self._descriptor is not None and self._descriptor.server_id == min(view.servers)
@@ -377,12 +399,14 @@ class Membership:
             and self._addresses.get(server_id) not in taken
         ]
 
-    async def _write_assignment(self, membership: _Membership, partition_count: int) -> None:
+    async def _write_assignment(
+        self, membership: _Membership, may_own: frozenset[ServerId]
+    ) -> None:
         assignment = assign_partitions(
             membership.assignment,
-            membership.servers,
+            {each: its for each, its in membership.servers.items() if each in may_own},
             cversion=membership.stat.cversion,
-            partition_count=partition_count,
+            partition_count=await self._read_partition_count(),
             keeps_all=self.keeps_all,
         )
         step = Set(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
@@ -482,4 +506,5 @@ def _view(membership: _Membership, partition_count: int) -> ServersView:
         cversion=membership.stat.cversion,
         partition_count=partition_count,
     )
-    return ServersView(servers, dict(sorted(owners.items())), settled)
+    left_out = frozenset(servers.keys() - membership.assignment.servers.keys() if settled else ())
+    return ServersView(servers, dict(sorted(owners.items())), settled, left_out)

@@ -11,7 +11,7 @@ from typing import Never, TypeVar
 from waltz_core import errors
 from waltz_core.cluster.contact import Contact
 from waltz_core.cluster.paths import ClusterPaths
-from waltz_core.cluster.znodes import Create, Node, Signal, Znodes
+from waltz_core.cluster.znodes import Create, Delete, Node, Operation, Set, Signal, Znodes
 
 T = TypeVar("T")
 
@@ -49,6 +49,28 @@ class ClusterNodes:
                 # A conflict here means that somebody else was quicker.
                 with suppress(errors.CoordinatorConflict):
                     await self.znodes.write([Create(path)])
+
+    async def put_own(self, path: str, data: bytes, parent: str) -> None:
+        """Write a node that lives as long as this session.
+
+        Raises CoordinatorConflict and CoordinatorOutcomeUnknown, after which it is to be repeated.
+        """
+        node = await self.znodes.get(path)
+        steps: list[Operation] = []
+        if node is None:
+            await self.ensure((self.paths.ours, parent))
+            steps.append(Create(path, data, ephemeral=True))
+        elif node.stat.owner == self.znodes.session_number:
+            steps.append(Set(path, data, node.stat.version))
+        else:  # It is an earlier session's of ours, and would go with that.
+            steps += [Delete(path, node.stat.version), Create(path, data, ephemeral=True)]
+        await self.znodes.write(steps)
+
+    async def remove(self, path: str) -> None:
+        """Delete a node if it is there; raises as `put_own` does."""
+        node = await self.znodes.get(path)
+        if node is not None:
+            await self.znodes.write([Delete(path, node.stat.version)])
 
     async def follow(self, look: Callable[[Signal], Awaitable[None]]) -> Never:
         """Look now, and again after each signal, until cancelled; ZooKeeper may come and go."""

@@ -49,6 +49,8 @@ ZNODES = (
     Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
     Znode("R/x/load", "persistent", "nothing", "the first server that balances by load"),
     Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds"),
+    Znode("R/x/reach", "persistent", "nothing", "the first server with an open partition"),
+    Znode("R/x/reach/ID", "ephemeral", "reach report (JSON)", "server ID, while one is open"),
     Znode("R/x/audit", "persistent", "nothing", "the first change by a cluster command"),
     Znode("R/x/audit/e_N", "persistent sequential", "AuditEntry (JSON)", "cluster commands"),
 )
@@ -158,6 +160,15 @@ class ClusterPaths:
     def load(self, server_id: ServerId) -> str:
         """Loads of one server's partitions."""
         return f"{self.loads}/{server_id}"
+
+    @property
+    def reaches(self) -> str:
+        """Parent of the servers' reports on which others they can connect to."""
+        return f"{self.root}/x/reach"
+
+    def reach(self, server_id: ServerId) -> str:
+        """Report of one server."""
+        return f"{self.reaches}/{server_id}"
 
     @property
     def audit(self) -> str:

@@ -207,6 +207,7 @@ class Server:
                 tasks.create_task(self._coordinator.follow_servers(self._owned))
                 tasks.create_task(self._show())
                 tasks.create_task(self._prefer_again())
+                tasks.create_task(self._neighbours.report(self._coordinator.reach, self._is_open))
                 if self._config.balance == "load":
                     tasks.create_task(self._balancing().run())
                 on_ready(self.address)
@@ -214,6 +215,10 @@ class Server:
                 await self._end()
         except* _End:
             _log.info("server.ended server=%s", self._server_id)
+
+    def _is_open(self) -> bool:
+        """Whether it serves anything: then its network and its TLS settings work."""
+        return any(host.partition.is_open for host in self.hosts.values())
 
     def _balancing(self) -> Balancing:
         config = self._config

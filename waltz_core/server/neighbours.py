@@ -15,9 +15,13 @@ Rules:
     4. A server that changes its preferences is the same process: what is known of it stays.
     5. A dying process may still take one more connection and drop it: whatever else a dial ends
        with, the next one follows soon, and only then ever more slowly.
+    6. What the dials show is published for the lead, which gives a server no partitions that no
+       other one can connect to (`cluster/reachability.py`). A connection that was taken and then
+       closed is one: a server of another version, or one that has all the connections it may.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from ssl import SSLContext
@@ -26,7 +30,9 @@ from typing import Final
 from waltz_core import net
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ServerDescriptor
-from waltz_core.errors import WaltzError
+from waltz_core.cluster.reachability import Reachability, ReachBoard
+from waltz_core.driver import loop_clock_ms
+from waltz_core.errors import TlsMismatch, WaltzError
 from waltz_core.record import ServerId
 from waltz_core.server.replicas import Tasks
 from waltz_core.wire.messages import Surface
@@ -36,6 +42,7 @@ _log = logging.getLogger(__name__)
 REFUSALS: Final = 3
 REFUSED_PAUSE_S: Final = 0.02
 OTHER_PAUSE_S: Final = 1.0
+REPORT_S: Final = 1.0
 DIAL_TIMEOUT_S: Final = 3.0
 
 
@@ -62,6 +69,7 @@ class Neighbours:
         self._take_out = take_out
         self._ssl = ssl
         self._watches: dict[tuple[ServerId, str], _Watch] = {}
+        self._seen = _Seen()
 
     def follow(self, view: ServersView) -> None:
         """Look after exactly the other servers of this view."""
@@ -76,14 +84,45 @@ class Neighbours:
             if key in self._watches:
                 self._watches[key].descriptor = descriptor  # rule 4
                 continue
-            watch = self._watches[key] = _Watch(descriptor, self._take_out, self._ssl)
+            watch = self._watches[key] = _Watch(descriptor, self._take_out, self._ssl, self._seen)
             self._tasks.create_task(watch.run())
+        self._seen.reachability.keep({server_id for server_id, _ in others})
+
+    async def report(self, board: ReachBoard, is_witness: Callable[[], bool]) -> None:
+        """Publish what the dials show, again and again, until cancelled (rule 6)."""
+        while True:
+            self._seen.is_news.clear()
+            report = self._seen.reachability.report(loop_clock_ms()) if is_witness() else None
+            try:
+                await board.publish(self._server_id, report)
+            except WaltzError as error:
+                _log.info("neighbours.not_published error=%s", error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    await self._seen.is_news.wait()
 
     def stop(self) -> None:
         """Look after nobody any more."""
         for watch in self._watches.values():
             watch.stop()
         self._watches.clear()
+
+
+class _Seen:
+    """What all watches have seen; `is_news` is set by each dial."""
+
+    def __init__(self) -> None:
+        self.reachability = Reachability()
+        self.is_news = asyncio.Event()
+
+    def dialled(self, server_id: ServerId, error: WaltzError | None) -> None:
+        """Note how a dial has ended."""
+        now_ms = loop_clock_ms()
+        if isinstance(error, TlsMismatch) or (error and isinstance(error.__cause__, OSError)):
+            self.reachability.failed(server_id, str(error), now_ms)
+        else:
+            self.reachability.reached(server_id, now_ms)
+        self.is_news.set()
 
 
 class _Watch:
@@ -94,8 +133,10 @@ class _Watch:
         descriptor: ServerDescriptor,
         take_out: Callable[[ServerDescriptor], Awaitable[None]],
         ssl: SSLContext | None,
+        seen: _Seen,
     ) -> None:
         self.descriptor = descriptor
+        self._seen = seen
         self._take_out = take_out
         self._ssl = ssl
         self._stopped = asyncio.Event()
@@ -119,6 +160,7 @@ class _Watch:
                     ssl=self._ssl,
                 )
             except WaltzError as error:
+                self._note(error)
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)
                 refusals = refusals + 1 if is_refused and was_connected else 0
                 if refusals < REFUSALS:
@@ -129,10 +171,15 @@ class _Watch:
                 refusals, was_connected = 0, not await self._is_taken_out()
                 await self._pause(OTHER_PAUSE_S)
             else:
+                self._note(None)
                 was_connected, refusals, pause_s = True, 0, REFUSED_PAUSE_S
                 if self._stopped.is_set():
                     self._link.abort("looked after no more")
                 await self._link.wait_closed()
+
+    def _note(self, error: WaltzError | None) -> None:
+        if not self._stopped.is_set():
+            self._seen.dialled(self.descriptor.server_id, error)
 
     async def _is_taken_out(self) -> bool:
         dead = self.descriptor

@@ -578,3 +578,13 @@ def test_a_connect_string_is_given_as_a_shell_takes_it(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
     case.server(1, trouble="refused", served={})
     assert case.the_only("server-away").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
+
+
+def test_a_server_that_others_cannot_connect_to():
+    case = Case()
+    case.server(2, is_left_out=True, unreachable=(f"{ONE}: refused",))
+    found = case.the_only("server-unreachable")
+    assert found.about == TWO
+    assert f"cannot connect to it ({ONE}: refused)" in found.sentence
+    case.server(2, unreachable=())
+    assert "none has connected to it yet" in case.the_only("server-unreachable").sentence

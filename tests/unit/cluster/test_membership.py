@@ -13,7 +13,9 @@ from waltz_core.cluster.creation import NewCluster
 from waltz_core.cluster.membership import Membership, Ownership, ServersView
 from waltz_core.cluster.memory import SESSION_TIMEOUT_MS, MemoryZooKeeper, WriteFault
 from waltz_core.cluster.nodes import ClusterNodes
+from waltz_core.cluster.reachability import ReachBoard, Report
 from waltz_core.cluster.znodes import Create, SessionState, Set
+from waltz_core.record import ServerId
 
 ROOT = "/w"
 SERVERS = f"{ROOT}/serverDescriptors"
@@ -626,3 +628,30 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
         assert "is leaving" in await wished
         await looked(cluster)
         assert cluster.registered() == []
+
+
+@in_cluster
+async def test_a_server_that_no_witness_reaches_owns_nothing_until_one_does(cluster):
+    """Rule 6."""
+    (one, session), (two, _) = cluster.member(), cluster.member()
+    board = ReachBoard(ClusterNodes(session, ROOT))
+    inbox = Inbox()
+    await one.register(descriptor(1))
+    async with running(one.follow(inbox)):
+        await inbox.until(lambda view: len(view.partitions_of(1)) == 4)
+        await board.publish(ServerId(1), Report())
+        await two.register(descriptor(2))
+        view = await inbox.until(lambda view: 2 in view.servers)
+        assert len(view.partitions_of(1)) == 4
+        assert view.left_out == {2}
+        await two.prefer(descriptor(2, preferred=[3]))
+        assert len((await one.read()).partitions_of(1)) == 4
+        await board.publish(ServerId(1), Report(frozenset({ServerId(2)})))
+        view = await inbox.until(lambda view: len(view.partitions_of(2)) == 2)
+        assert not view.left_out
+        assert 3 in view.partitions_of(2)
+        await board.publish(ServerId(1), Report(unreachable={ServerId(2): "refused"}))
+        await inbox.until(lambda view: len(view.partitions_of(1)) == 4)
+        await session.close()
+    async with running(two.follow(inbox)):
+        await inbox.until(lambda view: len(view.partitions_of(2)) == 4)

@@ -28,6 +28,8 @@ def test_the_table_names_every_path():
         f"{paths.write('W')}/T",
         paths.loads,
         paths.load("ID"),
+        paths.reaches,
+        paths.reach("ID"),
         paths.audit,
         paths.audit_prefix + "N",
     }

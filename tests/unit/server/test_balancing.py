@@ -125,7 +125,7 @@ class Scripted:
 
 def shows(*servers, is_settled=True):
     described = {each: SimpleNamespace(preferred=()) for each in servers}
-    return SimpleNamespace(is_settled=is_settled, servers=described, owners={})
+    return SimpleNamespace(is_settled=is_settled, servers=described, owners={}, left_out=())
 
 
 @pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])

@@ -1,0 +1,133 @@
+"""Which servers may own partitions, by what other servers report of them."""
+
+import asyncio
+
+import pytest
+
+from waltz_core import errors
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.nodes import ClusterNodes
+from waltz_core.cluster.reachability import (
+    FAILING_MS,
+    FAILURES_MIN,
+    REASON_CHARS_MAX,
+    STABLE_MS,
+    Reachability,
+    ReachBoard,
+    Report,
+    eligible,
+)
+from waltz_core.cluster.znodes import Create
+
+
+def says(reached=(), unreachable=()):
+    return Report(frozenset(reached), dict.fromkeys(unreachable, "refused"))
+
+
+@pytest.mark.parametrize(
+    ("live", "serving", "reports", "may_own"),
+    [
+        pytest.param([1], [], {}, [1], id="a lone server"),
+        pytest.param([1, 2], [], {}, [1, 2], id="no witness"),
+        pytest.param([1, 2], [1], {1: says()}, [1], id="new and not reached yet"),
+        pytest.param([1, 2], [1], {1: says(reached=[2])}, [1, 2], id="new and reached"),
+        pytest.param([1, 2], [1], {1: says(unreachable=[2])}, [1], id="new and unreachable"),
+        pytest.param([1, 2], [1, 2], {1: says(), 2: says()}, [1, 2], id="served before"),
+        pytest.param([1, 2], [1, 2], {1: says(unreachable=[2])}, [1], id="the only witness counts"),
+        pytest.param(
+            [1, 2],
+            [1, 2],
+            {1: says(unreachable=[2]), 2: says(unreachable=[1])},
+            [1, 2],
+            id="two that blame each other",
+        ),
+        pytest.param(
+            [1, 2, 3],
+            [1, 2, 3],
+            {1: says([2, 3]), 2: says(unreachable=[1, 3]), 3: says([1, 2])},
+            [1, 2, 3],
+            id="one broken witness strips nobody",
+        ),
+        pytest.param(
+            [1, 2, 3],
+            [1, 2, 3],
+            {1: says([2], [3]), 2: says([1], [3]), 3: says(unreachable=[1, 2])},
+            [1, 2],
+            id="one is cut off from the others",
+        ),
+        pytest.param([2, 3], [2], {1: says(unreachable=[3])}, [2, 3], id="a witness that has died"),
+        pytest.param([2], [2], {2: says(unreachable=[2])}, [2], id="nobody is its own witness"),
+    ],
+)
+def test_who_may_own_partitions(live, serving, reports, may_own):
+    assert eligible(live, serving, reports) == set(may_own)
+
+
+def test_a_server_is_unreachable_after_several_failures_over_some_time():
+    seen = Reachability()
+    for at_ms in (0, 1, 2, FAILING_MS - 1):
+        seen.failed(7, "refused", at_ms)
+        assert seen.report(at_ms) == Report()
+    seen.failed(7, "x" * 1_000, FAILING_MS)
+    assert seen.report(FAILING_MS) == Report(unreachable={7: "x" * REASON_CHARS_MAX})
+
+
+def test_few_failures_over_a_long_time_say_nothing():
+    seen = Reachability()
+    seen.reached(7, 0)
+    for number in range(FAILURES_MIN - 1):
+        seen.failed(7, "refused", number * 10 * FAILING_MS)
+    assert seen.report(100 * FAILING_MS) == Report(frozenset({7}))
+
+
+def test_a_server_is_reached_again_once_a_connection_lasts():
+    seen = Reachability()
+    for at_ms in (0, 1, FAILING_MS):
+        seen.failed(7, "refused", at_ms)
+    seen.reached(7, 10_000)
+    assert seen.report(10_000 + STABLE_MS - 1).unreachable
+    seen.failed(7, "refused", 10_000 + STABLE_MS)
+    assert seen.report(10_000 + STABLE_MS).unreachable
+    seen.reached(7, 30_000)
+    assert seen.report(30_000 + STABLE_MS) == Report(frozenset({7}))
+    seen.keep([8])
+    assert seen.report(40_000) == Report()
+
+
+def test_a_report_survives_its_bytes():
+    report = Report(frozenset({3, 1}), {7: "TLS \u2014 refused"})
+    assert Report.from_bytes(report.to_bytes()) == report
+    for data in (
+        b"",
+        b"[]",
+        b'{"format":2}',
+        b'{"format":1}',
+        b'{"format":1,"reached":{},"unreachable":[]}',
+    ):
+        with pytest.raises(errors.BadFormat, match="reach report"):
+            Report.from_bytes(data)
+
+
+def test_a_witness_publishes_in_each_session_and_takes_it_back():
+    async def run():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        session = zookeeper.session()
+        await session.write([Create("/w")])
+        board = ReachBoard(ClusterNodes(session, "/w"))
+        reader = ReachBoard(ClusterNodes(zookeeper.session(), "/w"))
+        await board.publish(1, says([2]))
+        assert await reader.read([1, 2]) == {1: says([2])}
+        await board.publish(1, says([], [2]))
+        assert await reader.read([1, 2]) == {1: says([], [2])}
+        assert await reader.read([2]) == {}
+        await session.write([Create("/w/x/reach/2", b"of another version")])
+        assert await reader.read([1, 2]) == {1: says([], [2])}
+        session.expire()
+        session.resume()
+        assert await reader.read([1]) == {}
+        await board.publish(1, says([], [2]))
+        assert await reader.read([1]) == {1: says([], [2])}
+        await board.publish(1, None)
+        assert await reader.read([1]) == {}
+
+    asyncio.run(run())

@@ -1,0 +1,181 @@
+"""Which servers other servers can connect to, and which servers may own partitions because of that.
+
+A separate file because the servers that connect (`server/neighbours.py`), the lead that assigns
+partitions (`membership.py`) and the doctor share these rules (decision 027).
+
+Rules:
+    1. A server is a witness while it has an open partition: its network and its TLS settings work.
+       A witness publishes in the ephemeral node `R/x/reach/ID` which other servers it has connected
+       to and which it cannot connect to. Waltz 0.13 neither writes nor reads these nodes.
+    2. A server counts as unreachable for a witness after `FAILURES_MIN` failed attempts in a row
+       over `FAILING_MS`, and as reachable again once a connection has lasted for `STABLE_MS`.
+    3. A server that no witness can connect to owns no partitions. One witness that can is enough.
+    4. A server that is new owns no partitions before a witness has connected to it.
+    5. Without another witness every server may own partitions, and so may all if none were left.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from waltz_core import errors, strict_json
+from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.znodes import Signal
+from waltz_core.record import ServerId
+
+FAILURES_MIN: Final = 3
+FAILING_MS: Final = 5_000
+STABLE_MS: Final = 5_000
+REASON_CHARS_MAX: Final = 200
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one witness publishes; unreachable servers with the reason of the last failure."""
+
+    reached: frozenset[ServerId] = frozenset()
+    unreachable: Mapping[ServerId, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return a node's bytes: JSON."""
+        rows = {str(each): why for each, why in sorted(self.unreachable.items())}
+        reached = sorted(self.reached)
+        return strict_json.to_json({"format": _FORMAT, "reached": reached, "unreachable": rows})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Report":
+        """Decode a node; raises BadFormat for what `to_bytes` does not make."""
+        try:
+            values = strict_json.from_json(data)
+        except ValueError as error:
+            raise errors.BadFormat(f"reach report: expected JSON: {error!s:.200}") from error
+        if not isinstance(values, dict) or values.get("format") != _FORMAT:
+            raise errors.BadFormat(f"reach report: expected format {_FORMAT}, found {data!r:.200}")
+        reached, rows = values.get("reached"), values.get("unreachable")
+        if not (isinstance(reached, list) and isinstance(rows, dict) and _are_ids(reached, rows)):
+            raise errors.BadFormat(f"reach report: expected ids of servers, found {data!r:.200}")
+        unreachable = {ServerId(int(each)): str(why) for each, why in rows.items()}
+        return Report(frozenset(ServerId(int(each)) for each in reached), unreachable)
+
+
+def _are_ids(*lists: Iterable[object]) -> bool:
+    return all(str(each).isdecimal() for some in lists for each in some)
+
+
+@dataclass(slots=True)
+class _Peer:
+    failure_count: int = 0
+    failing_since_ms: int = 0
+    connected_since_ms: int | None = None
+    is_known: bool = False  # it was reached, or is unreachable
+    why_unreachable: str = ""
+
+
+class Reachability:
+    """What one server's attempts to connect to others have shown (rule 2)."""
+
+    def __init__(self) -> None:
+        self._peers: dict[ServerId, _Peer] = {}
+
+    def keep(self, server_ids: Collection[ServerId]) -> None:
+        """Forget all other servers."""
+        self._peers = {each: peer for each, peer in self._peers.items() if each in server_ids}
+
+    def reached(self, server_id: ServerId, now_ms: int) -> None:
+        """Note a connection."""
+        peer = self._peers.setdefault(server_id, _Peer())
+        peer.failure_count = 0
+        if peer.connected_since_ms is None:
+            peer.connected_since_ms = now_ms
+        peer.is_known = True
+
+    def failed(self, server_id: ServerId, why: str, now_ms: int) -> None:
+        """Note a failed attempt."""
+        peer = self._peers.setdefault(server_id, _Peer())
+        peer.connected_since_ms = None
+        if peer.failure_count == 0:
+            peer.failing_since_ms = now_ms
+        peer.failure_count += 1
+        lasts_ms = now_ms - peer.failing_since_ms
+        if peer.failure_count >= FAILURES_MIN and lasts_ms >= FAILING_MS:
+            peer.is_known = True
+            peer.why_unreachable = (why or "no reason")[:REASON_CHARS_MAX]
+
+    def report(self, now_ms: int) -> Report:
+        """Return what to publish now."""
+        for peer in self._peers.values():
+            since_ms = peer.connected_since_ms
+            if since_ms is not None and now_ms - since_ms >= STABLE_MS:
+                peer.why_unreachable = ""
+        known = {each: peer.why_unreachable for each, peer in self._peers.items() if peer.is_known}
+        return Report(
+            frozenset(each for each, why in known.items() if not why),
+            {each: why for each, why in known.items() if why},
+        )
+
+
+def eligible(
+    live: Collection[ServerId],
+    serving: Collection[ServerId],
+    reports: Mapping[ServerId, Report],
+) -> frozenset[ServerId]:
+    """Return which of the live servers may own partitions (rules 3 to 5); never none of them.
+
+    `serving` are the servers that the assignment in force includes.
+    """
+
+    def may_own(server_id: ServerId) -> bool:
+        others = [its for each, its in reports.items() if each != server_id and each in live]
+        if not others:
+            return True
+        if all(server_id in its.unreachable for its in others):
+            return False
+        return server_id in serving or any(server_id in its.reached for its in others)
+
+    return frozenset(filter(may_own, live)) or frozenset(live)
+
+
+class ReachBoard:
+    """Where witnesses publish, through one session (rule 1)."""
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+        self._published: tuple[int, Report] | None = None  # and in which session
+
+    async def publish(self, server_id: ServerId, report: Report | None) -> None:
+        """Publish this server's report until the session ends; None: it is no witness.
+
+        Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; it is
+        tried again at the next call.
+        """
+        session = self._nodes.znodes.session_number
+        wanted = None if report is None else (session, report)
+        if wanted == self._published:
+            return
+        path = self._nodes.paths.reach(server_id)
+        if report is None:
+            await self._nodes.remove(path)
+        else:
+            await self._nodes.put_own(path, report.to_bytes(), self._nodes.paths.reaches)
+        self._published = wanted
+
+    async def read(
+        self, server_ids: Iterable[ServerId], signal: Signal | None = None
+    ) -> dict[ServerId, Report]:
+        """Return the reports of these servers; one that cannot be decoded is left out."""
+        paths = self._nodes.paths
+        found: dict[ServerId, Report] = {}
+        listing = await self._nodes.znodes.children(paths.reaches, signal)
+        names = () if listing is None else listing.names
+        for server_id in server_ids:
+            if str(server_id) not in names:
+                continue
+            node = await self._nodes.znodes.get(paths.reach(server_id), signal)
+            if node is None:
+                continue
+            try:
+                found[server_id] = decode_node(paths.reach(server_id), node, Report.from_bytes)
+            except errors.BadFormat:
+                continue  # a server of another version
+        return found
