@@ -60,7 +60,9 @@ class ZooKeeperConfig(Config):
 
     connect: str = _connect()
     zookeeper_connect_timeout_ms: int = _ms(
-        10_000, "How long a start waits for ZooKeeper. Too long hides a wrong address."
+        10_000,
+        "How long a start waits for a connection to ZooKeeper, and how long it repeats a request "
+        "that ZooKeeper does not answer. Too long hides a wrong address.",
     )
     zookeeper_session_timeout_ms: int = _ms(
         4_000,

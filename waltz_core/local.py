@@ -510,7 +510,8 @@ class LocalCluster:
                 else:
                     with WaltzClient(self.connect) as client:
                         client.high_water_marks()
-                        return
+                    self._check_alive(self.members)
+                    return
             except WaltzError as error:
                 last = str(error)
             time.sleep(0.05)

@@ -18,6 +18,10 @@ class Gate:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gate")
         self._server: asyncio.Server | None = None
         self._carrying: set[asyncio.Task[None]] = set()
+        # While it is cleared nothing is carried, and connections stay.
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._answers_left = -1
         self.port = free_port()
 
     def __enter__(self) -> Self:
@@ -38,6 +42,15 @@ class Gate:
     def shut(self) -> None:
         """Cut everybody off, and refuse whoever comes."""
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(10)
+
+    def stall(self, *, after_answers: int) -> None:
+        """Carry so many answers from behind the gate, and then nothing until `flow`."""
+        self._answers_left = after_answers
+
+    def flow(self) -> None:
+        """Carry everything again."""
+        self._answers_left = -1
+        self._loop.call_soon_threadsafe(self._flows.set)
 
     async def _open(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
@@ -63,17 +76,27 @@ class Gate:
             there, back = await asyncio.open_connection("127.0.0.1", self._port_behind())
             writers.append(back)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_copy(reader, back))
-                group.create_task(_copy(there, writer))
+                group.create_task(self._copy(reader, back))
+                group.create_task(self._copy(there, writer, are_answers=True))
         except OSError:
             return
         finally:
             for each in writers:
                 each.transport.abort()
 
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(65_536):
-            writer.write(data)
-    writer.close()
+    async def _copy(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        are_answers: bool = False,
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65_536):
+                await self._flows.wait()
+                writer.write(data)
+                if are_answers and self._answers_left > 0:
+                    self._answers_left -= 1
+                    if self._answers_left == 0:
+                        self._flows.clear()
+        writer.close()

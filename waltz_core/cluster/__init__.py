@@ -59,4 +59,5 @@ The files, each using only those above it:
     watchdog.py        a hanging event loop keeps no session
     kazoo_connection.py  what runs on kazoo's thread
     zookeeper.py       a real one, through kazoo; `connect` is where a process begins
+    starting.py        a daemon's start while ZooKeeper is slow
 """

@@ -27,7 +27,7 @@ from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.sharing import Shared
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.starting import connected, patiently
 from waltz_core.config import NO_GROUP, ServerConfig
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
@@ -85,14 +85,10 @@ async def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with connected(
-        config.connect,
-        connect_timeout_ms=config.zookeeper_connect_timeout_ms,
-        session_timeout_ms=config.zookeeper_session_timeout_ms,
-        request_timeout_ms=config.zookeeper_request_timeout_ms,
-    ) as coordinator:
-        cluster = await coordinator.read_cluster()
-        server_id = await coordinator.next_server_id()
+    async with connected(config) as coordinator:
+        limit_ms = config.zookeeper_connect_timeout_ms
+        cluster = await patiently("the cluster", coordinator.read_cluster, timeout_ms=limit_ms)
+        server_id = await patiently("an id", coordinator.next_server_id, timeout_ms=limit_ms)
         try:
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
@@ -203,7 +199,11 @@ class Server:
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self._coordinator.follow_replica_assignment(self._assigned))
-                await self._coordinator.register_server(self._descriptor)
+                await patiently(
+                    "its registration",
+                    lambda: self._coordinator.register_server(self._descriptor),
+                    timeout_ms=self._config.zookeeper_connect_timeout_ms,
+                )
                 tasks.create_task(self._coordinator.follow_servers(self._owned))
                 tasks.create_task(self._show())
                 tasks.create_task(self._prefer_again())

@@ -32,7 +32,7 @@ from uuid import UUID
 
 from waltz_core import errors, handover, net, tls
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.starting import connected, patiently
 from waltz_core.config import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
@@ -116,13 +116,9 @@ async def serve(
     if cluster is not None:
         await StorageDaemon(config, cluster, None).serve(stop, on_ready)
         return
-    async with connected(
-        config.connect,
-        connect_timeout_ms=config.zookeeper_connect_timeout_ms,
-        session_timeout_ms=config.zookeeper_session_timeout_ms,
-        request_timeout_ms=config.zookeeper_request_timeout_ms,
-    ) as coordinator:
-        view = await coordinator.read_cluster()
+    async with connected(config) as coordinator:
+        limit_ms = config.zookeeper_connect_timeout_ms
+        view = await patiently("the cluster", coordinator.read_cluster, timeout_ms=limit_ms)
         facts = StaticCluster(view.store.cluster_key, view.params.partition_count, ())
         await StorageDaemon(config, facts, coordinator).serve(stop, on_ready)
 
@@ -340,10 +336,15 @@ class StorageDaemon:
 
     async def _register(self, engine: Engine) -> None:
         """Take this address, or raise StorageIdMismatch when it is another storage's."""
-        if self._coordinator is None:
+        coordinator = self._coordinator
+        if coordinator is None:
             return
         mine = UUID(bytes=engine.storage_id)
-        registered = await self._coordinator.register_storage_id(ReplicaId(self.address), mine)
+        registered = await patiently(
+            "its registration",
+            lambda: coordinator.register_storage_id(ReplicaId(self.address), mine),
+            timeout_ms=self._config.zookeeper_connect_timeout_ms,
+        )
         if registered != mine:
             raise errors.StorageIdMismatch(
                 f"{self.address} is registered in ZooKeeper for storage {registered}, but the "

@@ -1,0 +1,56 @@
+"""A daemon starts while ZooKeeper does not answer for a while."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fault.child import Child
+from tests.fault.gate import Gate
+from tests.fault.load import Story, command, wait_until
+from tests.ports import free_port
+from waltz_core.config import render_toml
+
+
+class Daemon(Child):
+    """A server or a storage of its own, whose ZooKeeper is behind a gate."""
+
+    def __init__(self, story: Story, folder: Path, kind: str, gate: Gate) -> None:
+        (zookeeper,) = story.cluster.zookeepers
+        values: dict[str, object] = {
+            "connect": story.cluster.connect.replace(f":{zookeeper.port}", f":{gate.port}"),
+            "port": free_port(),
+            # The time limit of one request is over soon, that of the start is not.
+            "zookeeper_request_timeout_ms": 500,
+            "zookeeper_connect_timeout_ms": 60_000,
+        }
+        if kind == "storage":
+            values |= {"directory": str(folder / "data"), "admin_port": free_port()}
+        config, self._log = folder / "daemon.toml", folder / "log"
+        config.write_text(render_toml(kind, values))
+        with self._log.open("w") as log:
+            self.run(command(kind, "run", "--config", str(config)), log)
+
+    def said(self) -> str:
+        """Return its log; it has to run."""
+        text = self._log.read_text(encoding="utf-8")
+        assert self.process.poll() is None, text
+        return text
+
+
+# The first answer is that to the request for a session; reading and registering come after it.
+@pytest.mark.parametrize("answers", [1, 2, 4, 6])
+@pytest.mark.parametrize("kind", ["server", "storage"])
+def test_a_start_waits_for_a_zookeeper_that_does_not_answer(
+    story: Story, tmp_path: Path, kind: str, answers: int
+):
+    (zookeeper,) = story.cluster.zookeepers
+    with Gate(lambda: zookeeper.port) as gate:
+        gate.stall(after_answers=answers)
+        daemon = Daemon(story, tmp_path, kind, gate)
+        try:
+            wait_until("it says what it waits for", lambda: "zookeeper.waiting" in daemon.said())
+            assert f"{kind} ready" not in daemon.said()
+            gate.flow()
+            wait_until("it is ready", lambda: f"{kind} ready" in daemon.said())
+        finally:
+            daemon.kill()

@@ -1,0 +1,86 @@
+"""How a daemon starts while ZooKeeper is slow: it waits, repeats requests, and logs why.
+
+A separate file because servers and storages start alike, and everything after the start already
+waits for ZooKeeper (`nodes.py`, `follow`).
+
+Rules:
+    1. A step that ZooKeeper does not answer is repeated until `zookeeper_connect_timeout_ms` after
+       its first failure. What is wrong for good (no cluster, no permission) ends the start at once.
+    2. While a step waits, the log has `zookeeper.waiting` every `TELL_S` seconds.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Final, TypeVar
+
+from waltz_core.cluster import zookeeper
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.config import ServerConfig, StorageConfig
+from waltz_core.errors import Unavailable
+
+_log = logging.getLogger(__name__)
+
+TELL_S: Final = 3.0
+RETRY_S: Final = 0.2
+ResultT = TypeVar("ResultT")
+
+
+@contextlib.asynccontextmanager
+async def connected(config: ServerConfig | StorageConfig) -> AsyncIterator[Coordinator]:
+    """Connect as a daemon's settings say, and close the session at the end.
+
+    Raises as `zookeeper.connect` does.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        session = zookeeper.connected(
+            config.connect,
+            connect_timeout_ms=config.zookeeper_connect_timeout_ms,
+            session_timeout_ms=config.zookeeper_session_timeout_ms,
+            request_timeout_ms=config.zookeeper_request_timeout_ms,
+        )
+        with _told("a connection", [""]):
+            coordinator = await stack.enter_async_context(session)
+        yield coordinator
+
+
+async def patiently(
+    what: str, step: Callable[[], Awaitable[ResultT]], *, timeout_ms: int
+) -> ResultT:
+    """Return what a step of the start returns, which may be repeated (rules 1 and 2).
+
+    Raises Unavailable when ZooKeeper still does not answer `timeout_ms` after the first failure.
+    """
+    last, give_up_s, clock_s = [""], None, asyncio.get_running_loop().time
+    with _told(what, last):
+        while True:
+            try:
+                return await step()
+            except Unavailable as error:
+                if give_up_s is None:
+                    give_up_s = clock_s() + timeout_ms / 1000
+                if clock_s() >= give_up_s:
+                    raise
+                if not last[0]:
+                    _log.warning("zookeeper.waiting for=%r error=%s", what, error)
+                last[0] = str(error)
+            await asyncio.sleep(RETRY_S)
+
+
+@contextlib.contextmanager
+def _told(what: str, last: list[str]) -> Iterator[None]:
+    """Log now and then that the body still waits, with the last error in `last[0]`."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def tell() -> None:
+        nonlocal timer
+        _log.warning("zookeeper.waiting for=%r error=%s", what, last[0] or "no answer yet")
+        timer = loop.call_later(TELL_S, tell)
+
+    timer = loop.call_later(TELL_S, tell)
+    try:
+        yield
+    finally:
+        timer.cancel()
