@@ -17,8 +17,11 @@ Rules:
        restart only.
     6. The same failure of the same peer is news once in `NEWS_AGAIN_S`: whoever dials again and
        again fills no disk.
+    7. A daemon checks its own certificate as its peers will: for the host that it advertises, and
+       for its dates. What does not fit is logged as an error when its files are read.
 """
 
+import contextlib
 import ipaddress
 import logging
 import ssl
@@ -133,6 +136,7 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.num_tickets = 0  # nobody resumes
     _load_certificate(context, chosen)
+    _check_own_certificate(chosen, config.advertised_host or config.listen_host)
     if config.tls_require_certificate:
         context.verify_mode = ssl.CERT_REQUIRED
         _load_authorities(context, chosen)
@@ -262,6 +266,32 @@ def _client_context(chosen: TlsConfig) -> ssl.SSLContext:
     if chosen.tls_certificate:
         _load_certificate(context, chosen)
     return context
+
+
+def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
+    """Log why peers will not accept our certificate at the host that we advertise (rule 7)."""
+    if chosen.tls_verify == "nothing":
+        return
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it is trusted here
+    theirs.check_hostname = chosen.tls_verify in ("", "name")
+    theirs.load_verify_locations(chosen.tls_certificate)
+    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_certificate(ours, chosen)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = theirs.wrap_bio(down, up, server_hostname=host)
+    server = ours.wrap_bio(up, down, server_side=True)
+    try:
+        for end in (client, server, client):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        _log.error(
+            "tls.certificate_does_not_fit certificate=%s host=%s error=%r",
+            chosen.tls_certificate,
+            host,
+            error.verify_message,
+        )
 
 
 def _load_authorities(context: ssl.SSLContext, chosen: TlsConfig) -> None:

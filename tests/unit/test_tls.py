@@ -334,3 +334,25 @@ def test_what_is_no_matter_of_tls_is_told_as_it_is():
     assert tls.told(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
     assert tls.told(ConnectionResetError()) == "ConnectionResetError"
     assert tls.alert_of(ConnectionResetError()) == tls.alert_of(failure("OTHER")) == b""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "complaint"),
+    [
+        (("127.0.0.1",), {}, ""),
+        (("waltz.example",), {"advertised_host": "waltz.example"}, ""),
+        (("waltz.example",), {}, "IP address mismatch"),
+        (("waltz.example",), {"advertised_host": "other.example"}, "Hostname mismatch"),
+        (("waltz.example",), {"tls_verify": "chain"}, ""),
+        (("waltz.example",), {"tls_verify": "nothing"}, ""),
+    ],
+)
+def test_a_certificate_for_another_host_is_told_at_the_start(
+    tmp_path, caplog, hosts, settings, complaint
+):
+    shown = make(tmp_path, hosts=hosts)
+    for make_config in (server, storage):
+        caplog.clear()
+        assert tls.listening(make_config(**shown.settings, **settings)) is not None
+        assert ("tls.certificate_does_not_fit" in caplog.text) == bool(complaint)
+        assert complaint in caplog.text

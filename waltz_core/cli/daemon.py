@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import logging
 import os
 import resource
 import signal
@@ -19,12 +20,16 @@ from typing import TypeVar
 from waltz_core.errors import BadConfig
 from waltz_core.settings import Config, load
 
+_log = logging.getLogger(__name__)
+
 C = TypeVar("C", bound=Config)
 MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # After so many new objects cycles are looked for among the young ones; Python's 700 is for scripts.
 _NEW_OBJECTS = 10_000
+# Open files besides connections: the log, sockets of our own, those of ZooKeeper, a few segments.
+_OTHER_FILES = 100
 
 
 def add_run(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
@@ -66,7 +71,7 @@ def run_daemon(arguments: argparse.Namespace, kind: type[C], run: Callable[[C], 
         end_with_parent()
     keep_freed_memory()
     spare_what_stays()
-    allow_open_files()
+    allow_open_files(getattr(config, "connections_max", 0))
     run(config)
     return 0
 
@@ -101,14 +106,24 @@ def spare_what_stays() -> None:
     gc.set_threshold(_NEW_OBJECTS, 20, 20)
 
 
-def allow_open_files() -> None:
-    """Take as many open files as this process may: a thousand partitions need as many connections.
+def allow_open_files(connections_max: int) -> None:
+    """Take as many open files as this process may, and log where they are too few for its settings.
 
-    The limit that a shell sets is for programs that wait with `select`, which no daemon does.
+    A thousand partitions need as many connections. The limit that a shell sets is for programs that
+    wait with `select`, which no daemon does.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < connections_max + _OTHER_FILES:
+        _log.warning(
+            "process.open_files_too_few limit=%d connections_max=%d expected_at_least=%d hint=%r",
+            limit,
+            connections_max,
+            connections_max + _OTHER_FILES,
+            "raise the limit (ulimit -n, LimitNOFILE=) or lower connections_max",
+        )
 
 
 def keep_freed_memory() -> None:

@@ -71,6 +71,7 @@ def run(config: ServerConfig) -> None:
 
 
 def _say_ready(address: str) -> None:
+    _log.info("server.ready address=%s", address)
     print(f"server ready {address}", flush=True)  # noqa: T201 - whoever started us waits for it
 
 

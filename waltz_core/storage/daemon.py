@@ -93,6 +93,7 @@ def run(config: StorageConfig) -> None:
 
 
 def _say_ready(address: str) -> None:
+    _log.info("storage.ready address=%s", address)
     print(f"storage ready {address}", flush=True)  # noqa: T201 - whoever started us waits for it
 
 

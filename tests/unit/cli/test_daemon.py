@@ -1,0 +1,18 @@
+"""What a daemon's process sets up before it runs."""
+
+import resource
+
+import pytest
+
+from waltz_core.cli import daemon
+
+
+@pytest.mark.parametrize(
+    ("hard", "connections_max", "is_told"),
+    [(64, 10_000, True), (10_050, 10_000, True), (20_000, 10_000, False), (-1, 10_000, False)],
+)
+def test_too_few_open_files_are_told(monkeypatch, caplog, hard, connections_max, is_told):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    daemon.allow_open_files(connections_max)
+    assert (f"process.open_files_too_few limit={hard}" in caplog.text) == is_told
