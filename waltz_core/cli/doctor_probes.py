@@ -64,6 +64,8 @@ from waltz_core.wire.admin_messages import (
     StorageResponse,
 )
 from waltz_core.wire.messages import (
+    AppendTimesRequest,
+    AppendTimesResponse,
     CheckConnectivityRequest,
     CheckConnectivityResponse,
     ClientMessage,
@@ -360,7 +362,12 @@ class _Server:
             reach = tasks.create_task(self._out_of_reach(link))
             opened = [each for each in self._owned if served.get(each)]
             marks = tasks.create_task(_side_by_side(opened, lambda each: self._mark(link, each)))
-        facts = replace(facts, served=served, out_of_reach=await reach)
+        facts = replace(
+            facts,
+            served=served,
+            out_of_reach=await reach,
+            append_times=await self._append_times(link),
+        )
         return facts, dict(zip(opened, await marks, strict=True))
 
     async def _out_of_reach(self, link: ServerLink) -> tuple[ReplicaId, ...]:
@@ -377,6 +384,22 @@ class _Server:
             # may not know the question.
             return ()
         return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
+
+    async def _append_times(self, link: ServerLink) -> Mapping[ReplicaId, tuple[int, int]]:
+        if link.is_original:
+            return {}
+        try:
+            told = await link.request(
+                AppendTimesResponse,
+                AppendTimesRequest,
+                client_id=NOT_A_CLIENT,
+                partition_id=0,
+                timeout_s=self._timeout_s,
+            )
+        except WaltzError:
+            return {}  # An older server closes the connection, so this request comes last.
+        figures = zip(told.second_counts, told.medians_us, strict=True)
+        return dict(zip(map(ReplicaId, told.storages), figures, strict=True))
 
     async def _mark(self, link: ServerLink, partition_id: PartitionId) -> _Mark:
         """Ask as a client does: the mark, and when its transaction was committed."""

@@ -16,6 +16,7 @@ Rules:
 import shlex
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Final
 
 from waltz_core.cluster import changes, rebuilding
@@ -40,6 +41,11 @@ CLOCK_MS_MAX: Final = 1_000
 NEARLY_FULL_BYTES: Final = 1024 * MIB
 # More than a replica is behind that is fed from memory.
 LAG_MAX: Final = 100_000
+# A storage is slow if it takes this many times as long to answer an append as the others, measured
+# over at least this many seconds with appends. Below the milliseconds no application notices it.
+SLOW_TIMES_MIN: Final = 5
+SLOW_MS_MIN: Final = 50
+SLOW_SECONDS_MIN: Final = 10
 LACKS: Final = {
     Lack.OFFLINE: "replica-offline",
     Lack.NOT_HELD: "replica-not-held",
@@ -201,6 +207,7 @@ class _Cluster:
         storages = self._cluster.storages.values()
         if storages and all(each.is_shut for each in storages):
             return  # rule 1: what they hold cannot be seen from here
+        self._look_at_speed()
         crowded = changes.crowded(self._cluster.assigned, self._cluster.groups)
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
@@ -319,6 +326,26 @@ class _Cluster:
                 seconds=f"{abs(ahead) / 1000:.1f}",
                 way="ahead of" if ahead > 0 else "behind",
             )
+
+    def _look_at_speed(self) -> None:
+        """Compare how long storages take to answer appends."""
+        figures: dict[ReplicaId, list[tuple[int, int]]] = {}
+        for server in self._cluster.servers.values():
+            for address, figure in server.append_times.items():
+                figures.setdefault(address, []).append(figure)
+        times_ms: dict[ReplicaId, float] = {}
+        for address, of_servers in figures.items():
+            seconds = sum(count for count, _ in of_servers)
+            if seconds >= SLOW_SECONDS_MIN and address in self._cluster.storages:
+                times_ms[address] = sum(count * us for count, us in of_servers) / seconds / 1000
+        for address, time_ms in times_ms.items():
+            others = [each for name, each in times_ms.items() if name != address]
+            if not others or time_ms < SLOW_MS_MIN or self._cluster.storages[address].trouble:
+                continue
+            times = time_ms / max(1.0, median(others))
+            if times >= SLOW_TIMES_MIN:
+                fields = {"took": round(time_ms), "times": round(times)}
+                self._tell("storage-slow", address, storage=address, **fields)
 
     def _is_fit(self, storage: StorageFacts) -> bool:
         """Whether more replicas may go there."""

@@ -49,6 +49,9 @@ class ServerFacts:
     # By partition that it serves: whether it has an open session with a quorum of replicas.
     served: Mapping[PartitionId, bool] = field(default_factory=dict)
     out_of_reach: tuple[ReplicaId, ...] = ()
+    # By storage: the seconds of the last minute in which it answered appends, and the median of
+    # their mean latencies in microseconds.
+    append_times: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

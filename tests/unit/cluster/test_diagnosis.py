@@ -578,3 +578,25 @@ def test_a_connect_string_is_given_as_a_shell_takes_it(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
     case.server(1, trouble="refused", served={})
     assert case.the_only("server-away").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
+
+
+# --- Speed
+
+
+def test_a_storage_that_answers_appends_much_later_than_the_others(case):
+    usual = {B: (30, 2_000), C: (30, 3_000)}
+    case.server(1, append_times={A: (30, 180_000), **usual})
+    case.server(2, append_times={A: (10, 100_000)})
+    assert case.the_only("storage-slow").sentence.startswith(
+        f"storage {A} takes 160 ms to answer an append, 64 times as long as the others: "
+    )
+    for times in (
+        {A: (30, 180_000)},  # nothing to compare it with
+        {A: (30, 49_000), **usual},  # noticed by nobody
+        {A: (9, 180_000), **usual},  # too few seconds
+        {A: (30, 180_000), B: (30, 60_000), C: (30, 40_000)},
+        usual,
+    ):
+        case.server(1, append_times=times)
+        case.server(2, append_times={})
+        assert case.found() == []
