@@ -70,12 +70,7 @@ def _table() -> dict[str, Metric]:
         ("server_appended_batches_total", counter, one, "batches committed here"),
         ("server_refused_transactions_total", counter, ("partition", "reason"), "not appended"),
         ("server_append_seconds", histogram, (), "from a batch's arrival to its answer"),
-        (
-            "server_replica_append_seconds",
-            histogram,
-            replica[1:],
-            "from sending an append to its answer",
-        ),
+        ("server_replica_append_seconds", histogram, replica[1:], "until an append's answer"),
         ("server_high_water_mark", gauge, one, "id of the last committed transaction"),
         ("server_store_session", gauge, one, "number of the open store session, 0 when none"),
         ("server_feed_lag_transactions", gauge, one, "committed, and not sent to the slowest feed"),
