@@ -263,7 +263,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-unreadable",
-            "partition {partition}: the log of {storage} does not open: {why}",
+            "partition {partition}: {storage} cannot use its log: {why}",
             f"waltz-core storage re-seed {_AT}",
         ),
         _row(
