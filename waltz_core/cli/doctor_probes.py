@@ -336,7 +336,9 @@ class _Server:
         self._timeout_s = timeout_s
 
     async def ask(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
-        links = ServerLinks(dial_timeout_s=self._timeout_s, late_answers_s=0.0, ssl=transport.ssl())
+        links = ServerLinks(
+            dial_timeout_s=self._timeout_s, late_answers_s=0.0, silent=None, ssl=transport.ssl()
+        )
         address, began_s = self._facts.address, time.monotonic()
         try:
             link = await links.get(address)
@@ -549,7 +551,7 @@ class _Storage:
             return None if found is None else int(found["value"])
 
         free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
-        room = None if free is None else RoomFacts(free, bool(is_full))
+        room = None if free is None else RoomFacts(free, bool(is_full), gauge("size-bytes"))
         ahead_ms = None
         if clock_ms is not None and after_ms - before_ms < READ_MS_MAX:
             ahead_ms = round(clock_ms - (before_ms + after_ms) / 2, 1)

@@ -28,6 +28,7 @@ from waltz_core.cluster.facts import (
     MemberFacts,
     NodeFacts,
     ReplicaFacts,
+    RoomFacts,
     ServerFacts,
     StorageFacts,
 )
@@ -38,7 +39,12 @@ from waltz_core.record import PartitionId, ReplicaId
 MIB: Final = 1024 * 1024
 # Two machines whose clocks are set by NTP differ by less; nothing is decided by clocks.
 CLOCK_MS_MAX: Final = 1_000
-NEARLY_FULL_BYTES: Final = 1024 * MIB
+# A disk is nearly full below a twentieth of its size: that is as much time on a large one as on a
+# small one. The minimum is four times the default reserve; without it a small disk would be full,
+# and refuse appends, before it is nearly full.
+NEARLY_FULL_PART: Final = 20
+NEARLY_FULL_BYTES_MIN: Final = 256 * MIB
+NEARLY_FULL_BYTES: Final = 1024 * MIB  # of an older storage, which does not tell its disk's size
 # More than a replica is behind that is fed from memory.
 LAG_MAX: Final = 100_000
 # A storage is slow if it takes this many times as long to answer an append as the others, measured
@@ -309,7 +315,7 @@ class _Cluster:
     def _look_at_machine(self, storage: StorageFacts) -> None:
         held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
         room = storage.room
-        if room is not None and held and (room.is_full or room.free_bytes < NEARLY_FULL_BYTES):
+        if room is not None and held and _is_nearly_full(room):
             self._tell(
                 "disk-full" if room.is_full else "disk-nearly-full",
                 storage.address,
@@ -351,11 +357,7 @@ class _Cluster:
         """Whether more replicas may go there."""
         room = storage.room
         return not (
-            storage.trouble
-            or storage.admin_trouble
-            or room is None
-            or room.is_full
-            or room.free_bytes < NEARLY_FULL_BYTES
+            storage.trouble or storage.admin_trouble or room is None or _is_nearly_full(room)
         )
 
     def _spread(self, partition_id: PartitionId) -> str:
@@ -569,6 +571,14 @@ class _Partition:
         if facts.stamp_ahead_ms is not None and facts.stamp_ahead_ms > CLOCK_MS_MAX:
             seconds = f"{facts.stamp_ahead_ms / 1000:.1f}"
             self._tell("clock-of-server", owner.address, seconds=seconds, **fields)
+
+
+def _is_nearly_full(room: RoomFacts) -> bool:
+    """Whether there is too little room, or none."""
+    least = NEARLY_FULL_BYTES
+    if room.size_bytes is not None:
+        least = max(room.size_bytes // NEARLY_FULL_PART, NEARLY_FULL_BYTES_MIN)
+    return room.is_full or room.free_bytes < least
 
 
 def _ranges(partitions: Iterable[int]) -> str:

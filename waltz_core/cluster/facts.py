@@ -76,10 +76,11 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFacts:
-    """The disk of a storage."""
+    """The disk of a storage; `size_bytes` is None where an older storage does not tell."""
 
     free_bytes: int
     is_full: bool
+    size_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,6 +315,15 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
     assert found.command == (f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}")
     case.storage(A, room=RoomFacts(900 << 20, False))
     assert case.the_only("disk-nearly-full").sentence.endswith("900 MiB are free")
+    for size_mib, free_mib, is_found in (
+        (100_000, 4_999, True),  # a twentieth
+        (100_000, 5_000, False),
+        (2_000, 255, True),  # the minimum
+        (2_000, 256, False),
+    ):
+        case.storage(A, room=RoomFacts(free_mib << 20, False, size_mib << 20))
+        assert (case.found() != []) == is_found
+    case.storage(A, room=RoomFacts(900 << 20, False))
     case.storage(SPARE, trouble="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
