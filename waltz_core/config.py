@@ -382,6 +382,12 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "short: slow disks move partitions. Too long: a server that reaches no storage keeps them.",
         least=100,
     )
+    slow_append_ms: int = _ms(
+        250,
+        "Appends that a replica takes this long to answer are logged as `append.slow` with the "
+        "replica, at most once a second for each. Too low: healthy disks are logged. 0: never.",
+        least=0,
+    )
     session_timer_ms: int = _ms(
         2_000,
         "For how long after a quorum has answered marks are told without asking it again. Too "

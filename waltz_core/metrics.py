@@ -70,6 +70,7 @@ def _table() -> dict[str, Metric]:
         ("server_appended_batches_total", counter, one, "batches committed here"),
         ("server_refused_transactions_total", counter, ("partition", "reason"), "not appended"),
         ("server_append_seconds", histogram, (), "from a batch's arrival to its answer"),
+        ("server_replica_append_seconds", histogram, replica[1:], "until an append's answer"),
         ("server_high_water_mark", gauge, one, "id of the last committed transaction"),
         ("server_store_session", gauge, one, "number of the open store session, 0 when none"),
         ("server_feed_lag_transactions", gauge, one, "committed, and not sent to the slowest feed"),
@@ -112,8 +113,7 @@ def _table() -> dict[str, Metric]:
         ("client_appended_transactions_total", counter, (), "told as committed"),
         ("client_refused_transactions_total", counter, ("reason",), "told as not committed"),
     ]
-    metrics = [Metric(f"waltz_{name}", kind, labels, text) for name, kind, labels, text in rows]
-    table = {metric.name: metric for metric in metrics}
+    table = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in rows}
     assert len(table) == len(rows), "a name stands twice in the table"
     return table
 

@@ -344,7 +344,7 @@ FAULTS = {
     "a start takes long": Fault(("storage-starting",), hold_up_a_start, hold_up_no_more),
     "a disk hangs": Fault(("storage-hangs",), hang),
     "a clock is wrong": Fault(("clock-of-storage",), shift_clock),
-    "a disk is nearly full": Fault(("disk-nearly-full",), leave_free(300)),
+    "a disk is nearly full": Fault(("disk-nearly-full",), leave_free(200)),
     "a disk is full": Fault(("disk-full",), fill),
     "ZooKeeper has lost a node": Fault(("metadata-lost",), lose_metadata),
     "ZooKeeper has lost everything": Fault(("cluster-lost",), lose_zookeeper),

@@ -100,6 +100,24 @@ def leave_whole(patient: Patient, cluster: LocalCluster) -> None:
     wait_until("nothing is wrong", lambda: not doctor(*from_elsewhere(cluster.connect)))
 
 
+def test_of_a_frozen_storage_nothing_is_said_but_its_finding(patient: Patient):
+    """Servers answer late then, while they look whether they can reach it."""
+    cluster = patient.cluster()
+    look = from_elsewhere(cluster.connect)
+    cluster.kill("storage-2", signal.SIGSTOP)
+    try:
+        await_findings(["storage-silent"], *look)
+        done = subprocess.run(
+            command("doctor", *look), capture_output=True, text=True, check=False, timeout=60
+        )
+    finally:
+        cluster.kill("storage-2", signal.SIGCONT)
+    assert done.stdout.startswith(f"1. storage {address(cluster, 'storage-2')} takes connections")
+    assert "\n2. " not in done.stdout
+    assert done.stderr == ""
+    wait_until("nothing is wrong", lambda: not doctor(*look))
+
+
 def test_servers_that_have_all_died_are_taken_out(patient: Patient):
     """Nobody is there who could take it out, until ZooKeeper ends its session."""
     cluster = patient.cluster()

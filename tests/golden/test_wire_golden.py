@@ -1,4 +1,4 @@
-"""Frames of the original's versions: to their meaning and back."""
+"""Frames of released versions, the original's and ours: to their meaning and back."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from waltz_core.wire.messages import Message, Surface
 
 HERE = Path(__file__).parent / "wire"
 SURFACES = {"L": Surface.CLIENT, "S": Surface.STORAGE, "A": Surface.ADMIN}
+EXAMPLE_COUNTS = {"client_server_v4.json": 25, "storage_v0.json": 21, "client_server_v6.json": 2}
 # What the original calls a field, where the table has another name for it.
 RENAMED = {
     "clientHighWaterMark": "client_high_water_mark",
@@ -55,7 +56,7 @@ def round_trip(surface, version, data) -> Message:
     return message
 
 
-@pytest.mark.parametrize("file", ["client_server_v4.json", "storage_v0.json"])
+@pytest.mark.parametrize("file", list(EXAMPLE_COUNTS))
 def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(file):
     seen = 0
     for example in load(file):
@@ -72,7 +73,7 @@ def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(file)
             assert found == (meaning["sessionId"], meaning["seqNum"], meaning["partitionId"])
         compare(message, meaning)
         seen += 1
-    assert seen == {"client_server_v4.json": 25, "storage_v0.json": 21}[file]
+    assert seen == EXAMPLE_COUNTS[file]
 
 
 def compare(message, meaning):

@@ -307,6 +307,36 @@ def test_questions_to_the_server_as_a_whole() -> None:
     run(main())
 
 
+def test_a_server_tells_how_long_its_storages_take_and_which_append_was_slow(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with cluster(slow_append_ms=1) as (world, server):
+            client = await connect(server)
+            await client.mount()
+            names = {each.address for each in world.storages}
+
+            def is_told() -> bool:
+                lines = [each for each in caplog.messages if each.startswith("append.slow ")]
+                return all(any(f"replica={name} " in line for line in lines) for name in names)
+
+            while not is_told():
+                await client.append(1)
+            times = messages.AppendTimesResponse(client.req_id(), (), (), ())
+            while set(times.storages) != names:
+                answer = await client.ask(messages.AppendTimesRequest(client.req_id()))
+                assert isinstance(answer, messages.AppendTimesResponse)
+                times = answer
+            assert all(count >= 1 for count in times.second_counts)
+            assert len(times.medians_us) == len(names)
+            page = server.metrics.page().decode()
+            for name in names:
+                assert f'waltz_server_replica_append_seconds_count{{replica="{name}"}}' in page
+
+    with caplog.at_level("WARNING"):
+        run(main())
+
+
 def test_a_server_is_told_which_partitions_it_is_to_prefer() -> None:
     async def main() -> None:
         async with cluster(2) as (world, server):

@@ -458,7 +458,7 @@ def test_work_that_follows_at_once_is_waited_for_at_the_end(tmp_path, monkeypatc
             owner.link.send(owner.owner.append())
             await until(lambda: storage._machine.queued_bytes > queued)
             stop.set()
-            await until(storage._serving._alone.locked)
+            await until(storage._serving._alone[0].locked)
             may_go_on.set()
             await until(lambda: early)
 

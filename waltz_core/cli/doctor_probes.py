@@ -72,6 +72,8 @@ from waltz_core.wire.admin_messages import (
     StorageResponse,
 )
 from waltz_core.wire.messages import (
+    AppendTimesRequest,
+    AppendTimesResponse,
     CheckConnectivityRequest,
     CheckConnectivityResponse,
     ClientMessage,
@@ -357,7 +359,9 @@ class _Server:
         self._timeout_s = timeout_s
 
     async def ask(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
-        links = ServerLinks(dial_timeout_s=self._timeout_s, late_answers_s=0.0, ssl=transport.ssl())
+        links = ServerLinks(
+            dial_timeout_s=self._timeout_s, late_answers_s=0.0, silent=None, ssl=transport.ssl()
+        )
         address, began_s = self._facts.address, time.monotonic()
         try:
             link = await links.get(address)
@@ -383,7 +387,12 @@ class _Server:
             reach = tasks.create_task(self._out_of_reach(link))
             opened = [each for each in self._owned if served.get(each)]
             marks = tasks.create_task(_side_by_side(opened, lambda each: self._mark(link, each)))
-        facts = replace(facts, served=served, out_of_reach=await reach)
+        facts = replace(
+            facts,
+            served=served,
+            out_of_reach=await reach,
+            append_times=await self._append_times(link),
+        )
         return facts, dict(zip(opened, await marks, strict=True))
 
     async def _out_of_reach(self, link: ServerLink) -> tuple[ReplicaId, ...]:
@@ -400,6 +409,22 @@ class _Server:
             # may not know the question.
             return ()
         return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
+
+    async def _append_times(self, link: ServerLink) -> Mapping[ReplicaId, tuple[int, int]]:
+        if link.is_original:
+            return {}
+        try:
+            told = await link.request(
+                AppendTimesResponse,
+                AppendTimesRequest,
+                client_id=NOT_A_CLIENT,
+                partition_id=0,
+                timeout_s=self._timeout_s,
+            )
+        except WaltzError:
+            return {}  # An older server closes the connection, so this request comes last.
+        figures = zip(told.second_counts, told.medians_us, strict=True)
+        return dict(zip(map(ReplicaId, told.storages), figures, strict=True))
 
     async def _mark(self, link: ServerLink, partition_id: PartitionId) -> _Mark:
         """Ask as a client does: the mark, and when its transaction was committed."""
@@ -549,7 +574,7 @@ class _Storage:
             return None if found is None else int(found["value"])
 
         free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
-        room = None if free is None else RoomFacts(free, bool(is_full))
+        room = None if free is None else RoomFacts(free, bool(is_full), gauge("size-bytes"))
         ahead_ms = None
         if clock_ms is not None and after_ms - before_ms < READ_MS_MAX:
             ahead_ms = round(clock_ms - (before_ms + after_ms) / 2, 1)

@@ -323,7 +323,7 @@ class ServerLinks:
         *,
         dial_timeout_s: float,
         late_answers_s: float,
-        silent: Callable[[], None] = lambda: None,
+        silent: Callable[[], None] | None = lambda: None,
         ssl: SSLContext | None = None,
     ) -> None:
         self._silences = Silences(silent)

@@ -28,15 +28,18 @@ class Silences:
     """The silent servers of one client, by address; connections are named by any numbers.
 
     `doubt` has ZooKeeper looked at: what the server owned may be elsewhere by now. A server that
-    falls silent again and again is told of every `AGAIN_S` at most.
+    falls silent again and again is told of every `AGAIN_S` at most. Without `doubt` (None) nothing
+    is logged: the doctor reports servers that do not answer as findings.
     """
 
-    def __init__(self, doubt: Callable[[], None]) -> None:
+    def __init__(self, doubt: Callable[[], None] | None) -> None:
         self._doubt = doubt
         self._known: dict[str, _Silence] = {}
 
     def goes_on(self, address: str, connection: int, *, since_s: float) -> None:
         """It has said nothing here since `since_s` (the loop's clock), and somebody waits."""
+        if self._doubt is None:
+            return
         self._doubt()
         known = self._known.setdefault(address, _Silence())
         if not known.connections:

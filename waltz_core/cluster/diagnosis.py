@@ -16,6 +16,7 @@ Rules:
 import shlex
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Final
 
 from waltz_core.cluster import changes, rebuilding
@@ -27,6 +28,7 @@ from waltz_core.cluster.facts import (
     MemberFacts,
     NodeFacts,
     ReplicaFacts,
+    RoomFacts,
     ServerFacts,
     StorageFacts,
 )
@@ -37,9 +39,19 @@ from waltz_core.record import PartitionId, ReplicaId
 MIB: Final = 1024 * 1024
 # Two machines whose clocks are set by NTP differ by less; nothing is decided by clocks.
 CLOCK_MS_MAX: Final = 1_000
-NEARLY_FULL_BYTES: Final = 1024 * MIB
+# A disk is nearly full below a twentieth of its size: that is as much time on a large one as on a
+# small one. The minimum is four times the default reserve; without it a small disk would be full,
+# and refuse appends, before it is nearly full.
+NEARLY_FULL_PART: Final = 20
+NEARLY_FULL_BYTES_MIN: Final = 256 * MIB
+NEARLY_FULL_BYTES: Final = 1024 * MIB  # of an older storage, which does not tell its disk's size
 # More than a replica is behind that is fed from memory.
 LAG_MAX: Final = 100_000
+# A storage is slow if it takes this many times as long to answer an append as the others, measured
+# over at least this many seconds with appends. Below the milliseconds no application notices it.
+SLOW_TIMES_MIN: Final = 5
+SLOW_MS_MIN: Final = 50
+SLOW_SECONDS_MIN: Final = 10
 LACKS: Final = {
     Lack.OFFLINE: "replica-offline",
     Lack.NOT_HELD: "replica-not-held",
@@ -201,6 +213,7 @@ class _Cluster:
         storages = self._cluster.storages.values()
         if storages and all(each.is_shut for each in storages):
             return  # rule 1: what they hold cannot be seen from here
+        self._look_at_speed()
         crowded = changes.crowded(self._cluster.assigned, self._cluster.groups)
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
@@ -305,7 +318,7 @@ class _Cluster:
     def _look_at_machine(self, storage: StorageFacts) -> None:
         held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
         room = storage.room
-        if room is not None and held and (room.is_full or room.free_bytes < NEARLY_FULL_BYTES):
+        if room is not None and held and _is_nearly_full(room):
             self._tell(
                 "disk-full" if room.is_full else "disk-nearly-full",
                 storage.address,
@@ -323,15 +336,31 @@ class _Cluster:
                 way="ahead of" if ahead > 0 else "behind",
             )
 
+    def _look_at_speed(self) -> None:
+        """Compare how long storages take to answer appends."""
+        figures: dict[ReplicaId, list[tuple[int, int]]] = {}
+        for server in self._cluster.servers.values():
+            for address, figure in server.append_times.items():
+                figures.setdefault(address, []).append(figure)
+        times_ms: dict[ReplicaId, float] = {}
+        for address, of_servers in figures.items():
+            seconds = sum(count for count, _ in of_servers)
+            if seconds >= SLOW_SECONDS_MIN and address in self._cluster.storages:
+                times_ms[address] = sum(count * us for count, us in of_servers) / seconds / 1000
+        for address, time_ms in times_ms.items():
+            others = [each for name, each in times_ms.items() if name != address]
+            if not others or time_ms < SLOW_MS_MIN or self._cluster.storages[address].trouble:
+                continue
+            times = time_ms / max(1.0, median(others))
+            if times >= SLOW_TIMES_MIN:
+                fields = {"took": round(time_ms), "times": round(times)}
+                self._tell("storage-slow", address, storage=address, **fields)
+
     def _is_fit(self, storage: StorageFacts) -> bool:
         """Whether more replicas may go there."""
         room = storage.room
         return not (
-            storage.trouble
-            or storage.admin_trouble
-            or room is None
-            or room.is_full
-            or room.free_bytes < NEARLY_FULL_BYTES
+            storage.trouble or storage.admin_trouble or room is None or _is_nearly_full(room)
         )
 
     def _spread(self, partition_id: PartitionId) -> str:
@@ -545,6 +574,14 @@ class _Partition:
         if facts.stamp_ahead_ms is not None and facts.stamp_ahead_ms > CLOCK_MS_MAX:
             seconds = f"{facts.stamp_ahead_ms / 1000:.1f}"
             self._tell("clock-of-server", owner.address, seconds=seconds, **fields)
+
+
+def _is_nearly_full(room: RoomFacts) -> bool:
+    """Whether there is too little room, or none."""
+    least = NEARLY_FULL_BYTES
+    if room.size_bytes is not None:
+        least = max(room.size_bytes // NEARLY_FULL_PART, NEARLY_FULL_BYTES_MIN)
+    return room.is_full or room.free_bytes < least
 
 
 def _ranges(partitions: Iterable[int]) -> str:

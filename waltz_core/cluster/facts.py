@@ -52,6 +52,9 @@ class ServerFacts:
     # It owns nothing because no other server can connect to it; what those say of that.
     is_left_out: bool = False
     unreachable: tuple[str, ...] = ()
+    # By storage: the seconds of the last minute in which it answered appends, and the median of
+    # their mean latencies in microseconds.
+    append_times: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,11 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFacts:
-    """The disk of a storage."""
+    """The disk of a storage; `size_bytes` is None where an older storage does not tell."""
 
     free_bytes: int
     is_full: bool
+    size_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

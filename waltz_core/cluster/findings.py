@@ -229,6 +229,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "{empty}",
         ),
         _row(
+            "storage-slow",
+            "storage {storage} takes {took} ms to answer an append, {times} times as long as the "
+            "others: check its disk, its network and the load of its machine",
+            _LOOK_AGAIN,
+        ),
+        _row(
             "clock-of-storage",
             "the clock of storage {storage} is {seconds} s {way} the clock of this machine: set "
             "the one that is wrong",
@@ -264,7 +270,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-unreadable",
-            "partition {partition}: the log of {storage} does not open: {why}",
+            "partition {partition}: {storage} cannot use its log: {why}",
             f"waltz-core storage re-seed {_AT}",
         ),
         _row(

@@ -32,7 +32,8 @@ class Limits:
     refused appends stays out so long.
     `lost_races_max`: so many sessions are lost to other servers before the partition is released.
     `lag_bytes_max`: appends to one replica without answer, and what is kept in memory for slow
-    ones. `range_bytes_max`: one copied stretch.
+    ones. `range_bytes_max`: one copied stretch. `slow_append_ms`: appends that an
+    engaged replica takes this long to answer are reported; 0 for never.
     """
 
     first_retry_ms_max: int = 20
@@ -53,10 +54,11 @@ class Limits:
     lost_races_max: int = 8
     lag_bytes_max: int = 16 * MIB
     range_bytes_max: int = 1 * MIB
+    slow_append_ms: int = 0
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
-            least = 0 if name in ("quorum_ms_max", "grace_ms") else 1
+            least = 0 if name in ("quorum_ms_max", "grace_ms", "slow_append_ms") else 1
             assert getattr(self, name) >= least, name
         assert self.retry_ms_min <= self.retry_ms_max
         assert self.redial_ms_min <= self.redial_ms_max

@@ -172,6 +172,10 @@ class PartitionStore:
         """Return for how long each replica of the session has not answered what it was asked."""
         return {} if self._session is None else self._session.waits_ms(now_ms)
 
+    def take_append_times(self) -> dict[ReplicaId, list[int]]:
+        """Return and forget the append latencies of each engaged replica, in ms."""
+        return {} if self._session is None else self._session.take_append_times()
+
     @property
     def in_flight_bytes(self) -> int:
         """Bytes of records submitted to the open session and not committed."""

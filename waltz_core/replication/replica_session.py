@@ -12,6 +12,7 @@ Rules:
     4. What is synced is what the storage said, never what was sent.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from waltz_core.replication.repair import Repair
 
 NO_TICKET: Final = -1
+# Append latencies kept for the metrics, which take them every second; of more the newest stay.
+TOOK_MAX: Final = 4_096
 
 _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.Prepare: messages.Prepared,
@@ -110,6 +113,10 @@ class ReplicaSession:
         self.next_id = TransactionId(0)
         self.next_chain: Chain = GENESIS_CHAIN
         self.unanswered_bytes = 0
+        # Latencies of appends, from sending to answer, while engaged; the metrics take them out.
+        self.took_ms: deque[int] = deque(maxlen=TOOK_MAX)
+        self.slow_count = 0  # slow appends since the last report of one
+        self.slow_report_at_ms = 0
         self._session_id = session_id
         self._partition_id = partition_id
         self._outbox = outbox

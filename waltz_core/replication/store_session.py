@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 # Tickets of requests are those of `Repairs`, but for heartbeats (the proof's token) and `SETTLING`.
 # These are compared with many times in each step, and a member of an enum is slow to look up.
+# A stalled replica answers hundreds of appends late, all at once: one report a second names it.
+SLOW_REPORT_MS: Final = 1_000
 _ABSENT: Final = Stage.ABSENT
 _ENGAGED: Final = Stage.ENGAGED
 _READY: Final = Stage.READY
@@ -167,6 +169,15 @@ class StoreSession:
             for each in self.replicas.values()
             if each.oldest_ms is not None
         }
+
+    def take_append_times(self) -> dict[ReplicaId, list[int]]:
+        """Return and forget the append latencies of each engaged replica, in ms."""
+        taken: dict[ReplicaId, list[int]] = {}
+        for each in self.replicas.values():
+            if each.took_ms:
+                taken[each.replica] = list(each.took_ms)
+                each.took_ms.clear()
+        return taken
 
     def wake_times(self, now_ms: int) -> list[int]:
         """Return the times at which something is due; also those of what is due already."""
@@ -426,6 +437,7 @@ class StoreSession:
                 assert isinstance(request.message, messages.AppendRaw)
                 each.appended(request.message, answer)
                 if each.stage is _ENGAGED:
+                    self._measure(each, request.sent_ms, now_ms)
                     self._commit(now_ms)
             case messages.Nack():
                 self._nacked(each, request, answer, now_ms)
@@ -586,6 +598,18 @@ class StoreSession:
         self._outbox.append(committed)
         needed = [each.next_id for each in self.replicas.values() if each.stage in MARKED]
         window.trim(min(needed), self._limits.lag_bytes_max)
+
+    def _measure(self, each: ReplicaSession, sent_ms: int, now_ms: int) -> None:
+        """Keep an append's latency; report slow ones, at most once in `SLOW_REPORT_MS`."""
+        took_ms = now_ms - sent_ms
+        each.took_ms.append(took_ms)
+        if not 0 < self._limits.slow_append_ms <= took_ms:
+            return
+        each.slow_count += 1
+        if now_ms >= each.slow_report_at_ms:
+            fields = {"replica": each.replica, "took_ms": took_ms, "count": each.slow_count}
+            self._report("append.slow", **fields)
+            each.slow_count, each.slow_report_at_ms = 0, now_ms + SLOW_REPORT_MS
 
     def _stalled_at_ms(self) -> int | None:
         if self.window is None or self._limits.quorum_ms_max == 0:

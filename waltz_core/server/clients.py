@@ -23,6 +23,7 @@ from waltz_core import errors
 from waltz_core.metrics import Metrics
 from waltz_core.net import Link
 from waltz_core.record import PartitionId
+from waltz_core.server.append_times import AppendTime
 from waltz_core.server.events import (
     Answer,
     Closed,
@@ -41,6 +42,8 @@ from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
     AppendResult,
+    AppendTimesRequest,
+    AppendTimesResponse,
     CheckConnectivityRequest,
     CheckConnectivityResponse,
     ClientMessage,
@@ -109,6 +112,9 @@ class Backend(Protocol):
     @property
     def partition_count(self) -> int:
         """How many partitions the cluster has."""
+
+    def append_times(self) -> Sequence[AppendTime]:
+        """Return the append latencies of the storages over the last minute."""
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try every storage of the replica assignment."""
@@ -384,6 +390,14 @@ class Clients:
                 for partition_id, host in sorted(self._backend.hosts.items())
             )
             answer = PartitionsHealthResponse(message.req_id, healthy)
+        elif isinstance(message, AppendTimesRequest):
+            times = self._backend.append_times()
+            answer = AppendTimesResponse(
+                message.req_id,
+                tuple(each.replica for each in times),
+                tuple(each.second_count for each in times),
+                tuple(each.median_us for each in times),
+            )
         elif isinstance(message, CheckConnectivityRequest):
             self._tasks.create_task(self._check_connectivity(connection, request))
             return

@@ -29,10 +29,12 @@ from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.sharing import Shared
 from waltz_core.cluster.starting import connected, patiently
 from waltz_core.config import NO_GROUP, ServerConfig
+from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
 from waltz_core.replication.limits import Limits as StoreLimits
 from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.server.append_times import AppendTime, AppendTimes
 from waltz_core.server.balancing import Balancing
 from waltz_core.server.balancing import Pace as BalancePace
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
@@ -136,6 +138,7 @@ class Server:
         self._ssl = tls.dialling(config, config.connect)
         self._read_links = ReadLinks(self._cluster_key, self.partition_count, ssl=self._ssl)
         self._openings = Openings()
+        self._append_times = AppendTimes()
         self._random = SystemRandom()
         self._storage_ids: dict[ReplicaId, bytes] = {}
         self._storage_id_reads = Shared(self._read_storage_ids)
@@ -333,6 +336,7 @@ class Server:
             tasks=self._tasks,
             read_links=self._read_links,
             openings=self._openings,
+            append_times=self._append_times,
             metrics=self.metrics,
             refresh_storage_ids=self._storage_id_reads.answered,
             hand_over=self._hand_over,
@@ -341,7 +345,7 @@ class Server:
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
             ssl=self._ssl,
         )
-        return Host(partition_id, partition, store.replica_waits_ms, surroundings)
+        return Host(partition_id, partition, store, surroundings)
 
     async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition to another server, but not again and again: all may be as badly off."""
@@ -414,6 +418,10 @@ class Server:
 
     # -----------------------------------------------------------------------------------------
     # what is shown
+
+    def append_times(self) -> Sequence[AppendTime]:
+        """Return the append latencies of the storages over the last minute (`clients.Backend`)."""
+        return self._append_times.recent(loop_clock_ms())
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try every storage of the replica assignment (`clients.Backend`)."""
@@ -520,6 +528,7 @@ def store_limits_of(config: ServerConfig) -> StoreLimits:
         answer_ms_max=config.quorum_timeout_ms,
         quorum_ms_max=config.quorum_timeout_ms,
         lag_bytes_max=config.replica_lag_bytes_max,
+        slow_append_ms=config.slow_append_ms,
     )
 
 

@@ -27,6 +27,8 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, TransactionId
 from waltz_core.replication import events as replication
+from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.server.append_times import AppendTimes
 from waltz_core.server.events import (
     Answer,
     ConnectionId,
@@ -55,6 +57,8 @@ _GAUGES: Final = (
 # A disk that syncs more slowly than that is told of as slow, one that takes longer as silent.
 SLOW_REPLICA_MS: Final = 1_000
 SILENT_REPLICA_MS: Final = 10_000
+# Reports that an operator should see.
+_WARNINGS: Final = frozenset({"append.slow"})
 # The reports after which an attempt to open a session is over, well or not.
 _ENDS_OF_OPENING: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
 
@@ -67,6 +71,7 @@ class Surroundings:
     tasks: Tasks
     read_links: ReadLinks
     openings: Openings
+    append_times: AppendTimes
     metrics: Metrics
     refresh_storage_ids: Callable[[], Awaitable[None]]
     hand_over: Callable[[PartitionId, Generation], Awaitable[bool]]
@@ -83,12 +88,13 @@ class Host:
         self,
         partition_id: PartitionId,
         partition: Partition,
-        waits_ms: Callable[[int], Mapping[ReplicaId, int]],
+        store: PartitionStore,
         surroundings: Surroundings,
     ) -> None:
         self.partition_id = partition_id
         self.partition = partition
-        self._waits = Waits(partition_id, waits_ms, surroundings.metrics)
+        self._take_append_times = store.take_append_times
+        self._waits = Waits(partition_id, store.replica_waits_ms, surroundings.metrics)
         self._around = surroundings
         self._replicas: tuple[ReplicaId, ...] = ()
         self._links = SessionLinks(
@@ -251,7 +257,8 @@ class Host:
 
     def _report(self, report: Report) -> None:
         fields = " ".join(f"{name}={value}" for name, value in report.fields)
-        _log.info("%s partition=%s %s", report.name, self.partition_id, fields)
+        level = logging.WARNING if report.name in _WARNINGS else logging.INFO
+        _log.log(level, "%s partition=%s %s", report.name, self.partition_id, fields)
         self._around.metrics.report(report)
         if report.name in _ENDS_OF_OPENING:
             self._end_turn()
@@ -279,7 +286,13 @@ class Host:
     def show(self) -> None:
         """Bring this partition's metrics up to date."""
         self._told.show(self.partition_id, self.partition, self._around.metrics)
-        self._waits.show(loop_clock_ms())
+        now_ms = loop_clock_ms()
+        self._waits.show(now_ms)
+        for replica, took_ms in self._take_append_times().items():
+            self._around.append_times.add(replica, took_ms, now_ms)
+            name = "waltz_server_replica_append_seconds"
+            for each in took_ms:
+                self._around.metrics.observe(name, each / 1000, replica=replica)
 
     @property
     def silent_replicas(self) -> list[ReplicaId]:

@@ -24,6 +24,7 @@ from waltz_core.driver import Driver
 from waltz_core.metrics import Metrics
 from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReqId
 from waltz_core.replication.events import Own
+from waltz_core.server.append_times import AppendTime
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.server.clients import Clients
 from waltz_core.server.events import (
@@ -163,6 +164,10 @@ class MemoryServer:
         assert self._listener is not None
         for link in self._listener.links:
             link.abort("a partition has failed")
+
+    def append_times(self) -> Sequence[AppendTime]:
+        """There are no storages (`clients.Backend`)."""
+        return ()
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """There are no storages (`clients.Backend`)."""

@@ -207,6 +207,10 @@ class RecordingDisk:
         """Tell if there is a file or a directory of this name."""
         return self.inner.exists(path)
 
+    def identity(self, path: Path) -> tuple[int, int] | None:
+        """Return what tells two files of one name apart."""
+        return self.inner.identity(path)
+
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
         return self.inner.list(directory)
@@ -250,6 +254,10 @@ class RecordingDisk:
     def free_bytes(self, directory: Path) -> int:
         """Return how much more can be written."""
         return self.inner.free_bytes(directory)
+
+    def size_bytes(self, directory: Path) -> int:
+        """Return the size of the disk."""
+        return self.inner.size_bytes(directory)
 
     def number_of(self, path: Path) -> FileId:
         """Return the file that has a name."""

@@ -274,6 +274,10 @@ class SimDisk:
         self.check_power()
         return path in self._names or path in self._directories
 
+    def identity(self, path: Path) -> tuple[int, int] | None:
+        """Return a constant where there is something: nothing is replaced while it is in use."""
+        return (0, 0) if self.exists(path) else None
+
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
         self.check_power()
@@ -335,6 +339,10 @@ class SimDisk:
         self.check_power()
         used = sum(len(one.seen) for one in self._names.values())
         return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
+
+    def size_bytes(self, directory: Path) -> int:
+        """Return the size of the disk."""
+        return FREE_BYTES if self.capacity_bytes is None else self.capacity_bytes
 
     def _change(self, change: _NameChange) -> None:
         change.apply(self._names)

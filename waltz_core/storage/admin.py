@@ -72,7 +72,14 @@ from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
 # Requests that wait for their turn, over all connections; there is one operator, or a few.
 WAITING_MAX: Final = 256
 # Under these names the gauges have what `RoomFacts` has.
-ROOM_GAUGES: Final = ("free-bytes", "reserved-bytes", "is-full", "clock-ms", "disk-error")
+ROOM_GAUGES: Final = (
+    "free-bytes",
+    "reserved-bytes",
+    "is-full",
+    "clock-ms",
+    "disk-error",
+    "size-bytes",
+)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -264,8 +264,20 @@ class SlotFile:
     if there is none.
     """
 
-    def __init__(self, file: File, slot: Slot, place: int, *, older: Slot | None) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Path,
+        file: File,
+        slot: Slot,
+        place: int,
+        *,
+        older: Slot | None,
+    ) -> None:
         assert place in {0, 1}
+        self._disk = disk
+        self._directory = directory
+        self._identity = self._identity_now()
         self.slot = slot
         self.older = older
         self.fell_back = older is None
@@ -313,7 +325,15 @@ class SlotFile:
             raise BadFormat(f"{path}: no control slot is valid: {why}")
         _, place, slot = max(valid, key=lambda one: one[0])
         older = next((one for sequence, _, one in valid if sequence < slot.sequence), None)
-        return cls(file, slot, place, older=older)
+        return cls(disk, directory, file, slot, place, older=older)
+
+    def is_in_place(self) -> bool:
+        """Tell whether directory and file are still those that were opened; raises DiskFailed."""
+        return self._identity_now() == self._identity
+
+    def _identity_now(self) -> tuple[object, object]:
+        directory = self._directory
+        return self._disk.identity(directory), self._disk.identity(directory / SLOTS_NAME)
 
     def write(self, slot: Slot) -> None:
         """Make a slot durable, and the one that counts (rule 1)."""

@@ -64,12 +64,16 @@ ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 # Reports that somebody should look at, or see; others are counted, and told only when asked for.
 _LEVELS: Final = {
     "disk_failed": logging.WARNING,
+    "disk_full": logging.WARNING,
+    "files_replaced": logging.WARNING,
     "partition_refused": logging.WARNING,
     "read_failed": logging.WARNING,
     "reserve_released": logging.WARNING,
     "damage_found": logging.WARNING,
     "scrub_passed_over": logging.WARNING,
     "damage_mended": logging.INFO,
+    "disk_has_room": logging.INFO,
+    "replica_repaired": logging.INFO,
     "original_opened": logging.INFO,
     "scrub_finished": logging.INFO,
 }
@@ -442,6 +446,9 @@ class StorageDaemon:
             case effects.Idle():
                 assert self._serving is not None
                 self._serving.idle(effect.log.partition_id)
+            case effects.GiveUp():
+                assert self._serving is not None
+                self._serving.give_up(effect.log.partition_id, effect.why)
             case effects.LookForRoom():
                 self._pool.submit(effect.room.look_again).add_done_callback(self._hop_with_room)
             case effects.EndProcess():
@@ -533,6 +540,7 @@ class StorageDaemon:
             "address": self.address,
             "partitions": sorted(serving.logs),
             "not_served": serving.not_served,
+            "why_not_served": serving.why_not_served,
             "offline": sorted(serving.offline),
             "suspect": sorted(suspect),
             "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),

@@ -108,6 +108,9 @@ class Disk(Protocol):
     def exists(self, path: Path) -> bool:
         """Tell if there is a file or a directory of this name."""
 
+    def identity(self, path: Path) -> tuple[int, int] | None:
+        """Return device and inode of what has this name now; None where nothing has."""
+
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
 
@@ -131,6 +134,9 @@ class Disk(Protocol):
 
     def free_bytes(self, directory: Path) -> int:
         """Return how much more can be written to the file system of a directory."""
+
+    def size_bytes(self, directory: Path) -> int:
+        """Return the size of the file system of a directory."""
 
 
 def make_with_parents(
@@ -522,13 +528,17 @@ class RealDisk:
 
     def exists(self, path: Path) -> bool:
         """Tell if there is something of this name."""
+        return self.identity(path) is not None
+
+    def identity(self, path: Path) -> tuple[int, int] | None:
+        """Return device and inode; None where nothing has this name."""
         try:
-            os.stat(path)
-        except FileNotFoundError:
-            return False
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         except OSError as error:
             raise _typed(error, "looking for", path) from error
-        return True
+        return found.st_dev, found.st_ino
 
     def list(self, directory: Path) -> list[str]:
         """Return the names, sorted."""
@@ -585,3 +595,9 @@ class RealDisk:
         with _typed_errors("looking at", directory):
             found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
+
+    def size_bytes(self, directory: Path) -> int:
+        """Return the size, with what is kept for root."""
+        with _typed_errors("looking at", directory):
+            found = os.statvfs(directory)
+        return found.f_blocks * found.f_frsize

@@ -6,6 +6,7 @@ here what each of them means.
 
 from typing import TypeAlias
 
+from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.room import Room
@@ -59,6 +60,14 @@ class Idle:
 
 
 @value(frozen=True, slots=True)
+class GiveUp:
+    """The files of a partition were deleted or replaced: drop it, and do not open it again."""
+
+    log: ReplicaLog
+    why: WaltzError
+
+
+@value(frozen=True, slots=True)
 class LookForRoom:
     """Call `room.look_again()`, which blocks, and bring `LookedForRoom` back (rule 9)."""
 
@@ -79,6 +88,7 @@ Effect: TypeAlias = (
     | ResumeReading
     | RunWork
     | Idle
+    | GiveUp
     | LookForRoom
     | EndProcess
     | Report

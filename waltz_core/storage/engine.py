@@ -15,6 +15,9 @@ Rules:
        here (`format.Slot`). So the slot is told first of what is written there.
     7. Names are durable before anything in the files is believed: who made them may have been
        killed before they were. One sync is for the directories of all partitions.
+    8. A partition whose files were deleted or replaced while it was open is not opened again by
+       this process, until administration has emptied or removed it: what is there now may have
+       forgotten a promise, which the log that was open still knows.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,6 +96,7 @@ class Engine:
         self._control = control
         self._settings = settings
         self._id_file = id_file
+        self._gone: dict[PartitionId, ReplicaLog] = {}  # rule 8
         self._named: set[PartitionId] = set()  # whose directories have durable names (rule 7)
 
     @classmethod
@@ -234,7 +238,18 @@ class Engine:
         with suppress(WaltzError):  # It is in `failed` then.
             self._open_log(partition_id)
 
+    def give_up(self, partition_id: PartitionId, why: WaltzError) -> None:
+        """Do not open a partition again: its files were deleted or replaced (rule 8)."""
+        self._gone[partition_id] = self.logs.pop(partition_id)
+        self.failed[partition_id] = why
+
+    def is_gone(self, partition_id: PartitionId) -> bool:
+        """Whether a partition's files were deleted or replaced (rule 8)."""
+        return partition_id in self._gone
+
     def _open_log(self, partition_id: PartitionId) -> ReplicaLog:
+        if partition_id in self._gone:
+            raise self.failed[partition_id]
         directory = self._directory_of(partition_id)
         try:
             log = ReplicaLog.open(
@@ -396,7 +411,7 @@ class Engine:
     def _promise(self, partition_id: PartitionId) -> tuple[SessionId, bytes]:
         """Return what a replica has promised, as far as its files tell (recovery.py, rule 5)."""
         seen = self._control.info(partition_id).session_id
-        log = self.logs.get(partition_id)
+        log = self.logs.get(partition_id) or self._gone.get(partition_id)
         if log is not None:
             return log.promised, log.slot.nonce
         slot, fell_back = Slot(partition_id), True
@@ -410,11 +425,13 @@ class Engine:
         return (slot.promised, slot.nonce) if slot.promised >= seen else (seen, NO_NONCE)
 
     def _wipe(self, intent: Wipe) -> None:
-        log = self.logs.pop(intent.partition_id, None)
+        log = self.logs.pop(intent.partition_id, None) or self._gone.get(intent.partition_id)
         if log is not None:
             log.abandon()
         directory = self._directory_of(intent.partition_id)
+        self._disk.make_directory(directory)  # it may have been deleted
         removal.wipe(self._disk, directory, self._control, intent)
+        self._gone.pop(intent.partition_id, None)
 
     def _finish_removal(self, partition_id: PartitionId) -> None:
         """Carry out what was begun; directories of no partition of ours are let be."""
@@ -469,6 +486,8 @@ class Engine:
         self._release()
 
     def _release(self) -> None:
+        for log in self._gone.values():
+            log.abandon()
         self.logs.clear()
         self._control.close()
         self._id_file.close()

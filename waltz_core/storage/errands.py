@@ -128,7 +128,7 @@ class Held(NamedTuple):
 
 
 class RoomFacts(NamedTuple):
-    """Free bytes of the disk, what is kept back of them, and what the clock shows.
+    """Free bytes of the disk, its size, what is kept back of them, and what the clock shows.
 
     `is_full`: appends are refused. `clock_ms` is in ms since the epoch. `disk_error` is why the
     disk does not say what is free, None if it does.
@@ -139,6 +139,7 @@ class RoomFacts(NamedTuple):
     is_full: bool
     clock_ms: int
     disk_error: str | None = None
+    size_bytes: int | None = None
 
 
 class LogFacts(NamedTuple):

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from waltz_core.record import NO_SESSION, SessionId
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, SessionId, TransactionId
 from waltz_core.storage.format import NOBODYS_NONCE
 from waltz_core.storage.original_work import LIST_BYTES_MAX, disk_bytes
 from waltz_core.storage.replica_log import ReplicaLog
@@ -52,6 +52,8 @@ class Lane:
     work: Work | None = None
     was_read: bool = False
     is_unmarked: bool = False
+    prepared_max: TransactionId = BEFORE_FIRST  # where its log ended when it was prepared
+    is_gone: bool = False  # its files are; it does nothing but wait to be dropped
 
     @property
     def seen(self) -> SessionId:

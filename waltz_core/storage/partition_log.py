@@ -18,6 +18,8 @@ Rules (numbers in brackets: correctness.md 2.4):
     7. A truncation writes its intent first; what it finds no room for is done again, by the next
        open if need be [9, 12].
     8. Damaged ids stay in the log and are known in the slot; reading them is an error [5].
+    9. Files that were deleted or replaced under this process are not used any more: what they
+       acknowledge would be lost, and those that are there now may have forgotten a promise.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ from waltz_core.errors import (
     BadRequest,
     DataLoss,
     DiskFailed,
+    MissingSegment,
     NoSpace,
     ReplicaSuspect,
     SessionFenced,
@@ -47,7 +50,7 @@ from waltz_core.record import (
 )
 from waltz_core.storage import damage, recovery, truncation
 from waltz_core.storage.batch_checks import check_batches
-from waltz_core.storage.control_file import ControlFile, SlotFile
+from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import Disk
 from waltz_core.storage.format import IdRange, Mark, Marker, SegmentHeader, Slot
 from waltz_core.storage.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
@@ -110,6 +113,8 @@ class PartitionLog:
         self._is_half_cut = False  # there was no room to carry out an intent that is durable
         self.lock_file = segments.lock_file
         self.is_broken = False  # the disk has refused a cut; nothing until it is opened again
+        self.gone: MissingSegment | None = None  # its files were deleted or replaced (rule 9)
+        self._directory = segments.directory
         self._synced_chain = segments.chain
         self._unmarked_ms = 0  # since when something synced is beyond the marker; 0: nothing is
 
@@ -583,7 +588,24 @@ class PartitionLog:
         self._segments.close()
         self._slots.close()
 
+    def check_place(self) -> None:
+        """Look whether directory and slots are still those that were opened (rule 9).
+
+        Raises:
+            MissingSegment: they are not; the log answers nothing any more.
+            DiskFailed: the disk does not say.
+        """
+        if self.gone is None and not self._slots.is_in_place():
+            self._failed = self.is_broken = True
+            self.gone = MissingSegment(
+                f"{self._directory}: expected the directory and the {SLOTS_NAME} that this "
+                "process has opened, found them deleted or replaced"
+            )
+        if self.gone is not None:
+            raise self.gone
+
     def _write_slot(self, slot: Slot, *, may_be_full: bool = False) -> None:
+        self.check_place()
         try:
             self._slots.write(slot)
             self.sync_count += 1

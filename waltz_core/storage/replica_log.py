@@ -139,6 +139,7 @@ class ReplicaLog(CoveredLog):
     def _make_batches(self) -> None:
         """Open the files once more, in place: an opening gives records their batches."""
         self.sync()
+        self.check_place()
         self.abandon()
         self._failed = self.is_broken = True  # until they are open
         try:

@@ -128,3 +128,7 @@ class Room:
     def free_bytes(self) -> int:
         """Return how much more can be written, beside the reserve; raises DiskFailed."""
         return self._disk.free_bytes(self._directory)
+
+    def size_bytes(self) -> int:
+        """Return the size of the disk; raises DiskFailed."""
+        return self._disk.size_bytes(self._directory)

@@ -64,9 +64,10 @@ class Segments:
         assert segments[0].first == 0
         self.all = segments
         self.lock_file = LockFile(disk, directory)
+        self.directory = directory
         self._disk = disk
-        self._directory = directory
         self._blank = blank
+        self._is_cutting = False  # a cut was begun, and has not come to its end
         self._firsts = [segment.first for segment in segments]
 
     # ---- what is there
@@ -123,7 +124,7 @@ class Segments:
         """Begin a new segment behind the last record, durably."""
         first = TransactionId(self.last + 1)
         header = self._blank._replace(created_ms=now_ms, first=first)
-        self.all.append(Segment.create(self._disk, self._directory, header, chain_before))
+        self.all.append(Segment.create(self._disk, self.directory, header, chain_before))
         self._firsts.append(first)
 
     def renew(self, now_ms: int, chain_before: Chain, marker: TransactionId) -> None:
@@ -143,7 +144,7 @@ class Segments:
         # It holds nothing; the new files take its name.
         header = self._blank._replace(created_ms=now_ms, first=self.current.first)
         self.current.close()
-        self.all[-1] = Segment.create(self._disk, self._directory, header, chain_before)
+        self.all[-1] = Segment.create(self._disk, self.directory, header, chain_before)
 
     def sync(self) -> int:
         """Make everything durable but the index; return how many syncs it took."""
@@ -158,6 +159,9 @@ class Segments:
 
         Not durable, but that removed segments stay removed. May be done again.
         """
+        if self._is_cutting:  # What it has removed is not seen any more, and may not be synced.
+            self._disk.sync_directory(self.directory)
+        self._is_cutting = True
         self._remove_unfinished()
         while len(self.all) > 1 and self.current.first > last_to_keep:
             self._firsts.pop()
@@ -166,15 +170,16 @@ class Segments:
         end = self.lineage_end()
         if cut is not None and (end is None or end.last < cut.first):
             self.current.append_entries([cut], BEFORE_FIRST)
+        self._is_cutting = False
 
     def _remove_unfinished(self) -> None:
         """Remove a segment that got its name before making it failed: nobody here knows of it."""
-        names = self._disk.list(self._directory)
+        names = self._disk.list(self.directory)
         unknown = [one for one in map(first_of_name, names) if one not in {None, *self._firsts}]
         for first in unknown:
             assert first is not None
             header = self._blank._replace(first=first)
-            Segment(self._disk, self._directory, header).remove()
+            Segment(self._disk, self.directory, header).remove()
 
     def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
         """Write records into a hole that begins at `first`, durably.

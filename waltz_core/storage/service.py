@@ -27,6 +27,9 @@ Rules:
     9. While appends are refused for want of room, it is looked for again and again.
    10. An owner has one connection at a time, the latest. What comes late from one that it has given
        up changes nothing; and nobody is told of a rival that is the owner itself.
+   11. A partition whose files were deleted or replaced under this process is not served any more,
+       and not opened again: it might have forgotten a promise. The others go on, and it is no
+       failure of the disk (rule 6).
 """
 
 from collections import deque
@@ -54,6 +57,7 @@ from waltz_core.storage.effects import (
     CloseConnection,
     Effect,
     EndProcess,
+    GiveUp,
     Idle,
     LookForRoom,
     PauseReading,
@@ -83,6 +87,7 @@ from waltz_core.wire.messages import (
     Nack,
     OpenRequest,
     Prepare,
+    Prepared,
     RangeRaw,
     Repair,
     SetLowWaterMark,
@@ -179,6 +184,7 @@ class StorageService:
         self._readers: dict[ConnectionId, None] = {}  # those that have sent a right OpenRequest
         self._paused: dict[ConnectionId, None] = {}
         self._failures_count = 0
+        self._is_full = False  # as it was reported last
         self._mark_at_ms: int | None = None
         self._effects: list[Effect] = []
         self.queued_bytes = 0
@@ -331,7 +337,7 @@ class StorageService:
             return
         partition_id = PartitionId(message.partition_id)
         lane = self._lanes.get(partition_id)
-        if lane is None:
+        if lane is None or lane.is_gone:
             raise originals.not_served(message, is_held=self._is_held(partition_id))
         if originals.check_session(lane, message):
             lane.promised, lane.nonce = SessionId(message.session_id), NO_NONCE
@@ -394,7 +400,7 @@ class StorageService:
 
     def _lane(self, message: StorageMessage) -> Lane:
         lane = self._lanes.get(PartitionId(message.partition_id))
-        if lane is None:
+        if lane is None or lane.is_gone:
             raise UnknownPartition(
                 f"partition {message.partition_id} is not assigned to this storage, or offline"
             )
@@ -440,6 +446,8 @@ class StorageService:
             self._run(lane, requests, piece)
 
     def _run(self, lane: Lane, requests: tuple[Request, ...], piece: Piece | None = None) -> None:
+        if lane.is_gone:
+            return
         storage_id = self._identity.storage_id
         lane.work = Work(lane.log, requests, storage_id, room=self._room, piece=piece)
         self._effects.append(RunWork(lane.work))
@@ -490,6 +498,8 @@ class StorageService:
     def _tell_findings(self, lane: Lane, result: WorkResult) -> None:
         """Tell of what has come to light, and the owner of all damage that is known (rule 8)."""
         partition_id = lane.log.partition_id
+        if lane.is_gone:
+            return  # What was found then is not about this partition's log.
         if result.has_released:
             self._report("reserve_released", partition=partition_id)
         for error in result.failed_reads:
@@ -511,7 +521,13 @@ class StorageService:
             self._effects.append(Answer(lane.owner, notice))
 
     def _notice_room(self, now_ms: int) -> None:
-        if self._room is not None and self._room.is_short and self._room_at_ms is None:
+        if self._room is None:
+            return
+        if self._room.is_short != self._is_full:
+            self._is_full = self._room.is_short
+            name = "disk_full" if self._is_full else "disk_has_room"
+            self._report(name, reserved_bytes=self._room.reserved_bytes)
+        if self._is_full and self._room_at_ms is None:
             self._room_at_ms = now_ms + ROOM_AGAIN_MS
 
     def _look_for_room(self, now_ms: int) -> None:
@@ -522,6 +538,9 @@ class StorageService:
 
     def _learn(self, lane: Lane, work: Work, result: WorkResult) -> None:
         """Keep in the lane what a piece of work has changed."""
+        if result.gone is not None:
+            self._give_up(lane, result.gone)
+            return
         if result.failure is not None:
             self._failed(lane, result)
             return
@@ -534,6 +553,21 @@ class StorageService:
                     self._fence(lane, outcome)
             elif isinstance(message, Engage):
                 lane.engaged = SessionId(message.session_id)
+            elif isinstance(outcome, Prepared):
+                lane.prepared_max = TransactionId(outcome.synced_max)
+            elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
+                fields = {"session": message.session_id, "ended_at": lane.prepared_max}
+                partition_id = lane.log.partition_id
+                self._report(
+                    "replica_repaired", partition=partition_id, ends_at=message.mark, **fields
+                )
+
+    def _give_up(self, lane: Lane, why: WaltzError) -> None:
+        """Serve a partition no longer (rule 11)."""
+        self._report("files_replaced", partition=lane.log.partition_id, error=why)
+        lane.is_gone = True
+        self._fence(lane, why)
+        self._effects.append(GiveUp(lane.log, why))
 
     def _failed(self, lane: Lane, result: WorkResult) -> None:
         """Leave the session (rule 6)."""

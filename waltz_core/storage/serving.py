@@ -1,7 +1,7 @@
 """Which partitions a storage serves: it follows ZooKeeper, and stands aside for administration.
 
 Why it stands alone: opening, dropping and administering a partition must never happen at once, and
-here is the one lock that sees to it.
+here are the locks, one for each partition, that see to it.
 
 Rules:
     1. A partition is served while the replica assignment names this storage for it, and afterwards
@@ -12,13 +12,18 @@ Rules:
     2. A partition that was taken offline is not served, whoever wants it.
     3. Whoever changes a partition's files has it alone: it is dropped first, which ends its session
        here, and opened again afterwards if it is still to be served.
+    4. A partition is dropped when its work has come to an end. Work that hangs on a disk holds up
+       that partition only.
+    5. A partition whose files were deleted or replaced is dropped, and not opened again before an
+       administrator has emptied it (`engine.py`, rule 8).
 """
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -88,7 +93,7 @@ class Serving:
         self._on_dropped = on_dropped
         self._changed = asyncio.Event()
         self._dropping: dict[PartitionId, asyncio.Event] = {}
-        self._alone = asyncio.Lock()  # rule 3
+        self._alone = defaultdict[PartitionId, asyncio.Lock](asyncio.Lock)  # rule 3
 
     @property
     def offline(self) -> tuple[PartitionId, ...]:
@@ -99,6 +104,12 @@ class Serving:
     def not_served(self) -> list[PartitionId]:
         """Partitions that should be served and are not."""
         return sorted(set(self._wanted()) - self.logs.keys())
+
+    @property
+    def why_not_served(self) -> dict[str, str]:
+        """By partition that should be served and is not: why its log cannot be used."""
+        failed = self._engine.failed
+        return {str(each): str(failed[each]) for each in self.not_served if each in failed}
 
     def _wanted(self) -> tuple[PartitionId, ...]:
         return tuple(one for one in self._assigned if self._engine.is_available(one))
@@ -121,25 +132,55 @@ class Serving:
     async def follow(self, on_looked: Callable[[], None]) -> None:
         """Open and drop partitions until they are the right ones; tell whenever that was done."""
         again_s = OPEN_AGAIN_S_MIN
-        while True:
-            try:
-                async with asyncio.timeout(self._wait_s(again_s)):
-                    await self._changed.wait()
-                again_s = OPEN_AGAIN_S_MIN
-            except TimeoutError:
-                again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
-            self._changed.clear()
-            leaving = await self._leaving()
-            async with self._alone:
-                held = self._engine.assigned()  # somebody may have given one up meanwhile
-                kept = [
-                    each for each in leaving if each in held and self._engine.is_available(each)
+        async with asyncio.TaskGroup() as drops:
+            while True:
+                try:
+                    async with asyncio.timeout(self._wait_s(again_s)):
+                        await self._changed.wait()
+                    again_s = OPEN_AGAIN_S_MIN
+                except TimeoutError:
+                    again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
+                self._changed.clear()
+                leaving = await self._leaving()
+                wanted = {
+                    each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)
+                }
+                for partition_id in self._free(self.logs.keys() - wanted):
+                    drops.create_task(self._drop_alone(partition_id))
+                await self._open_alone(self._free(wanted - self.logs.keys()), leaving)
+                on_looked()
+
+    def _is_wanted(self, partition_id: PartitionId, leaving: Collection[PartitionId]) -> bool:
+        """Whether a partition should be open; an administrator may have changed that meanwhile."""
+        engine = self._engine
+        if engine.is_gone(partition_id) or not engine.is_available(partition_id):
+            return False
+        is_kept = partition_id in leaving and engine.is_held(partition_id)
+        return is_kept or partition_id in self._assigned
+
+    def _free(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
+        """Return those that nobody is at; whoever is looks again afterwards."""
+        return sorted(each for each in partition_ids if not self._alone[each].locked())
+
+    async def _drop_alone(self, partition_id: PartitionId) -> None:
+        async with self._alone[partition_id]:
+            if partition_id in self.logs:
+                await self._drop(partition_id)
+        self.look_again()
+
+    async def _open_alone(
+        self, partition_ids: Sequence[PartitionId], leaving: Collection[PartitionId]
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            for partition_id in partition_ids:
+                await stack.enter_async_context(self._alone[partition_id])
+            await self._open(
+                [
+                    each
+                    for each in partition_ids
+                    if each not in self.logs and self._is_wanted(each, leaving)
                 ]
-                wanted = (*self._wanted(), *kept)
-                for partition_id in [each for each in self.logs if each not in wanted]:
-                    await self._drop(partition_id)
-                await self._open([each for each in wanted if each not in self.logs])
-            on_looked()
+            )
 
     def _wait_s(self, again_s: float) -> float | None:
         lying_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
@@ -211,6 +252,11 @@ class Serving:
         """A partition that is dropped has no work under way any more."""
         self._dropping[partition_id].set()
 
+    def give_up(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
+        """The files of a partition that is served were deleted or replaced (rule 5)."""
+        self._engine.give_up(partition_id, why)
+        self.look_again()
+
     # ---- administration (rules 2 and 3)
 
     async def alone(
@@ -221,7 +267,7 @@ class Serving:
         Raises:
             Unavailable: it is served, and its session must not end for this.
         """
-        async with self._alone:
+        async with self._alone[partition_id]:
             try:
                 if partition_id in self.logs:
                     if not ends_session:
@@ -234,7 +280,8 @@ class Serving:
 
     async def stand_still(self) -> None:
         """Open, drop and change nothing any more; waits for what is under way."""
-        await self._alone.acquire()
+        for partition_id in range(self._engine.partition_count):
+            await self._alone[PartitionId(partition_id)].acquire()
 
     async def standing(self, partition_id: PartitionId) -> Standing:
         """Return what ZooKeeper says of this replica now; without one, what it is told itself.

@@ -75,7 +75,7 @@ def room_of(engine: Engine, clock_ms: int) -> RoomFacts:
     room = engine.room
     facts = RoomFacts(None, room.reserved_bytes, room.is_short, clock_ms)
     try:
-        return facts._replace(free_bytes=room.free_bytes())
+        return facts._replace(free_bytes=room.free_bytes(), size_bytes=room.size_bytes())
     except WaltzError as error:
         return facts._replace(disk_error=str(error))
 

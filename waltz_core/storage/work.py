@@ -102,6 +102,7 @@ class WorkResult:
 
     outcomes: list[Outcome] = field(default_factory=list)
     failure: DiskFailed | None = None
+    gone: WaltzError | None = None  # its files were deleted or replaced
     appended_count: int = 0
     appended_bytes: int = 0
     read_count: int = 0
@@ -186,12 +187,9 @@ class Work:
                 request = self.requests[0]
                 serve = self._serve_original if request.is_original else self._serve
                 result.outcomes.append(serve(request.message, result))
-        except WaltzError as error:
-            # A disk that does not give bytes has kept what was written.
-            if isinstance(error, ReadFailed):
-                result.failed_reads.append(str(error))
-            elif isinstance(error, DiskFailed):
-                result.failure = error
+        except WaltzError as found:
+            error = self._cause_of(found)
+            self._note(error, result)
             if self.piece is not None:
                 # What cannot be got past is left to the next pass, and to whoever reads of it.
                 beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
@@ -199,10 +197,27 @@ class Work:
             missing = len(self.requests) - len(result.outcomes)
             result.outcomes += [error] * missing
         assert len(result.outcomes) == len(self.requests)
+        result.gone = self.log.gone
         if self.log.damaged is not known:
             result.found = _without(self.log.damaged, known)
         result.failed_reads += self.log.reader.take_errors()
         return result
+
+    def _note(self, error: WaltzError, result: WorkResult) -> None:
+        """Have the result tell what an error is about."""
+        if isinstance(error, ReadFailed):  # Its disk has kept what was written.
+            result.failed_reads.append(str(error))
+        elif isinstance(error, DiskFailed):
+            result.failure = error
+
+    def _cause_of(self, error: WaltzError) -> WaltzError:
+        """Return what is wrong: calls on files that were deleted fail, and their disk does not."""
+        if isinstance(error, DiskFailed):
+            try:
+                self.log.check_place()
+            except WaltzError as found:
+                return found
+        return error
 
     def _serve(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
         match message:
@@ -235,6 +250,7 @@ def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[I
 
 
 def _scrub(log: ReplicaLog, piece: Piece) -> Scrubbed:
+    log.check_place()
     before = log.reader.checked_bytes
     next_id = log.verify(piece.first, piece.bytes_max)
     return Scrubbed(next_id, log.reader.checked_bytes - before)

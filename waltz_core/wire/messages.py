@@ -369,6 +369,29 @@ class PartitionsHealthResponse(ClientMessage):
 
 
 @value(frozen=True, slots=True)
+class AppendTimesRequest(ClientMessage):
+    """Request the latencies of this server's appends at its storages."""
+
+    code = 85
+    since = 6
+
+
+@value(frozen=True, slots=True)
+class AppendTimesResponse(ClientMessage):
+    """Append latency by storage ("host:port"), over the last minute.
+
+    `second_counts`: seconds in which it answered appends. `medians_us`: the median of those
+    seconds' mean latencies, in microseconds.
+    """
+
+    code = 86
+    since = 6
+    storages: Texts
+    second_counts: Int32s
+    medians_us: Int32s
+
+
+@value(frozen=True, slots=True)
 class AppendBatch(ClientMessage):
     """Append many transactions: one Arrow IPC record batch (`batches.APPEND_SCHEMA`).
 

@@ -263,12 +263,16 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
     ]
 
 
-def test_a_server_that_does_not_greet_is_told_as_silent_and_then_as_left(monkeypatch, caplog):
+@pytest.mark.parametrize("is_logged", [True, False])
+def test_a_server_that_does_not_greet_is_told_as_silent_and_then_as_left(
+    monkeypatch, caplog, is_logged
+):
     monkeypatch.setattr("waltz_core.client.connections.SILENT_S", 0.01)
     caplog.set_level("INFO", "waltz_core.client.silence")
 
     async def story():
-        links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0)
+        how = {} if is_logged else {"silent": None}
+        links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **how)
         with socket.create_server(("127.0.0.1", 0)) as frozen:  # as one that was stopped
             address = f"127.0.0.1:{frozen.getsockname()[1]}"
             with pytest.raises(errors.Unreachable):
@@ -278,5 +282,5 @@ def test_a_server_that_does_not_greet_is_told_as_silent_and_then_as_left(monkeyp
 
     address = asyncio.run(story())
     told = [each.getMessage().split(" server=")[0] for each in caplog.records]
-    assert told == ["server.silent", "server.left_silent"]
+    assert told == (["server.silent", "server.left_silent"] if is_logged else [])
     assert all(address in each.getMessage() for each in caplog.records)

@@ -315,6 +315,15 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
     assert found.command == (f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}")
     case.storage(A, room=RoomFacts(900 << 20, False))
     assert case.the_only("disk-nearly-full").sentence.endswith("900 MiB are free")
+    for size_mib, free_mib, is_found in (
+        (100_000, 4_999, True),  # a twentieth
+        (100_000, 5_000, False),
+        (2_000, 255, True),  # the minimum
+        (2_000, 256, False),
+    ):
+        case.storage(A, room=RoomFacts(free_mib << 20, False, size_mib << 20))
+        assert (case.found() != []) == is_found
+    case.storage(A, room=RoomFacts(900 << 20, False))
     case.storage(SPARE, trouble="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
@@ -588,3 +597,25 @@ def test_a_server_that_others_cannot_connect_to():
     assert f"cannot connect to it ({ONE}: refused)" in found.sentence
     case.server(2, unreachable=())
     assert "none has connected to it yet" in case.the_only("server-unreachable").sentence
+
+
+# --- Speed
+
+
+def test_a_storage_that_answers_appends_much_later_than_the_others(case):
+    usual = {B: (30, 2_000), C: (30, 3_000)}
+    case.server(1, append_times={A: (30, 180_000), **usual})
+    case.server(2, append_times={A: (10, 100_000)})
+    assert case.the_only("storage-slow").sentence.startswith(
+        f"storage {A} takes 160 ms to answer an append, 64 times as long as the others: "
+    )
+    for times in (
+        {A: (30, 180_000)},  # nothing to compare it with
+        {A: (30, 49_000), **usual},  # noticed by nobody
+        {A: (9, 180_000), **usual},  # too few seconds
+        {A: (30, 180_000), B: (30, 60_000), C: (30, 40_000)},
+        usual,
+    ):
+        case.server(1, append_times=times)
+        case.server(2, append_times={})
+        assert case.found() == []

@@ -491,3 +491,11 @@ def test_batches_that_the_storage_has_made_up_are_not_held_against_the_records(t
 def batches(path):
     with OpenFile(path) as file:
         return [one.batch for one in batches_of(file, header_of(file).segment_crc)]
+
+
+def test_a_file_of_locks_is_a_storages_and_others_are_noted(storage):
+    for name in ("waltz-x.lck", "waltz-x.lck.old"):
+        (storage / "2" / name).write_bytes(b"torn")
+    assert found(storage) == ([], [])
+    (storage / "2" / "notes.txt").write_bytes(b"")
+    assert found(storage) == ([], ["2/notes.txt: is no file of a storage"])

@@ -10,6 +10,7 @@ from waltz_core.cluster.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import events
 from waltz_core.replication.events import Committed, SessionClosed, SessionOpened
 from waltz_core.replication.replica_session import Stage
+from waltz_core.replication.store_session import SLOW_REPORT_MS
 from waltz_core.wire.messages import Prepared
 
 CHANGES = (wire.Truncate, wire.AppendRaw, wire.SetLowWaterMark, wire.Repair, wire.Engage)
@@ -619,3 +620,42 @@ def test_a_storage_that_takes_another_ones_name_is_not_believed():
     bench.wait(LIMITS.grace_ms)
     bench.run()
     assert bench.store.readable_replicas == [B, C]
+
+
+def test_the_time_of_each_append_is_kept_and_a_slow_one_is_told_with_its_replica():
+    bench = Bench(limits=replace(LIMITS, slow_append_ms=250))
+    bench.open()
+    bench.submit()
+    bench.deliver(A)
+    bench.now_ms += 249
+    bench.deliver(B)
+    bench.now_ms += 1
+    bench.deliver(C)
+    assert bench.store.take_append_times() == {A: [0], B: [249], C: [250]}
+    assert bench.store.take_append_times() == {}
+    (slow,) = bench.reports("append.slow")
+    assert slow == {"session": 0, "replica": C, "took_ms": 250, "count": 1}
+
+
+def test_slow_appends_are_reported_once_a_second_with_their_count():
+    bench = Bench(limits=replace(LIMITS, slow_append_ms=250))
+    bench.open()
+    for _ in range(3):
+        bench.submit()
+    bench.now_ms += 900
+    bench.run()  # three late answers of each replica
+    bench.submit()
+    bench.now_ms += SLOW_REPORT_MS
+    bench.run()
+    of_a = [each for each in bench.reports("append.slow") if each["replica"] == A]
+    assert [(each["took_ms"], each["count"]) for each in of_a] == [(900, 1), (1_000, 3)]
+
+
+def test_without_a_limit_no_append_is_slow():
+    bench = Bench()
+    bench.open()
+    bench.submit()
+    bench.now_ms += 100_000
+    bench.run()
+    assert bench.store.take_append_times()[A] == [100_000]
+    assert bench.reports("append.slow") == []

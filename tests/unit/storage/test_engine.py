@@ -15,6 +15,7 @@ from waltz_core.errors import (
     ChecksumMismatch,
     ClusterKeyMismatch,
     DiskFailed,
+    MissingSegment,
     NoSpace,
     SessionFenced,
     UnknownPartition,
@@ -356,3 +357,26 @@ def test_what_a_killed_process_has_written_is_durable_before_it_is_believed():
     disk.power_loss(Survival.NOTHING, Random(1))
     engine = Engine.open(disk, Path("/waltz"), SETTINGS, **wanted)
     assert engine.assigned() == [1]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_path, is_replaced):
+    engine = open_engine(tmp_path)
+    log = engine.assign(1)
+    shutil.copytree(tmp_path / "1", tmp_path / "copy")
+    log.prepare(7, KEY)
+    shutil.rmtree(tmp_path / "1")
+    if is_replaced:
+        shutil.copytree(tmp_path / "copy", tmp_path / "1")
+    with pytest.raises(MissingSegment) as found:
+        log.check_place()
+    engine.give_up(1, found.value)
+    for call in (engine.assign, engine.log):
+        with pytest.raises(MissingSegment, match="deleted or replaced"):
+            call(1)
+    engine.re_seed(1)
+    log = engine.assign(1)
+    assert (log.suspect, log.promised, log.max_id) == (True, 7, -1)
+    with pytest.raises(SessionFenced):
+        log.prepare(7, bytes(16))
+    engine.close()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shutil
 import time
 import zlib
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import pytest
 
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors
-from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, from_code
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, UnknownPartition, from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
 from waltz_core.storage import effects, service
@@ -1013,3 +1014,81 @@ def flipped(directory, index):
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
     yield
+
+
+# ---------------------------------------------------------------------------------------------
+# files that were deleted or replaced
+
+
+def replaced(directory):
+    """Put an older copy of a partition in its place."""
+    shutil.copytree(directory, directory.with_name("copy"))
+    shutil.rmtree(directory)
+    shutil.copytree(directory.with_name("copy"), directory)
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, replaced])
+@pytest.mark.parametrize("found_by", ["prepare", "scrub", "append", "marker"])
+def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, change, found_by):
+    bench = make(scrub=Scrub())
+    bench.step(service.Opened(bench.engine.assign(1)))
+    owner = bench.owned()
+    assert isinstance(bench.ask(1, owner.append(3)), Appended)
+    change(tmp_path / "0" / "0")
+    match found_by:
+        case "prepare":
+            bench.send(2, prepare(Owner(2)))
+        case "scrub":
+            bench.step(service.ScrubNow(0))
+        case "append":  # its file is not open any more, and not to be found
+            bench.disk.next_errors["pwrite"] = DiskFailed("opening: no such file")
+            bench.send(1, owner.append())
+        case "marker":
+            bench.now_ms += 2_000
+            bench.step(Wakeup())
+    bench.finish()
+    (gone,) = bench.only(effects.GiveUp)
+    assert gone.log is bench.log
+    names = [each.name for each in bench.only(Report)]
+    assert names.count("files_replaced") == 1
+    assert {"disk_failed", "scrub_passed_over", "damage_found"}.isdisjoint(names)
+    assert bench.refusal(3, prepare(Owner(4))) is UnknownPartition
+    bench.now_ms += 10_000
+    bench.step(Wakeup())
+    assert bench.finish() == 0
+    other = dataclasses.replace(prepare(Owner(2)), partition_id=1)
+    assert isinstance(bench.ask(4, other), Prepared)
+    bench.step(service.Dropped(0))
+    assert bench.only(effects.Idle)[-1].log is bench.log
+    assert not bench.only(effects.EndProcess)
+
+
+def test_what_a_replica_lacked_is_reported_when_it_was_filled_up(bench):
+    owner = bench.owned()
+    bench.ask(1, owner.append(3))
+    later = Owner(2)
+    assert isinstance(bench.ask(2, prepare(later)), Prepared)
+    later.next_id, later.chain = owner.next_id, owner.chain
+    bench.ask(2, later.append(2))
+    mark = later.make(SetLowWaterMark, later.next_id - 1, later.chain)
+    assert isinstance(bench.ask(2, mark), ReplicaState)
+    (repaired,) = [
+        dict(each.fields) for each in bench.only(Report) if each.name == "replica_repaired"
+    ]
+    assert repaired == {"partition": 0, "session": 2, "ended_at": 2, "ends_at": 4}
+
+
+def test_a_full_disk_is_reported_once_and_that_it_has_room_again(make):
+    bench = make(reserve_bytes=4_096)
+    owner = bench.owned()
+    bench.disk.free = 10
+    for _ in range(2):
+        assert bench.refusal(1, owner.append()) is NoSpace
+        owner.next_id -= 1
+    names = [each.name for each in bench.only(Report) if each.name.startswith("disk_")]
+    assert names == ["disk_full"]
+    bench.disk.free = None
+    bench.engine.room.look_again()
+    bench.step(service.LookedForRoom())
+    names = [each.name for each in bench.only(Report) if each.name.startswith("disk_")]
+    assert names == ["disk_full", "disk_has_room"]

@@ -67,6 +67,18 @@ class Directory:
         self.offline = set()
         self.room = Room(SimDisk(), None, 0)
         self.opened = []
+        self.failed = {}
+        self.gone = set()
+
+    def is_held(self, partition_id):
+        return partition_id in self.lying_here
+
+    def is_gone(self, partition_id):
+        return partition_id in self.gone
+
+    def give_up(self, partition_id, why):
+        self.gone.add(partition_id)
+        self.failed[partition_id] = why
 
     def assigned(self):
         return sorted(self.lying_here)
@@ -104,6 +116,7 @@ class Follower:
 
     def __init__(self, engine, coordinator):
         self.dropped = []
+        self.hanging = set()  # whose work does not come to its end
         self._looked = asyncio.Event()
         self.serving = Serving(
             engine,
@@ -121,7 +134,7 @@ class Follower:
         return call()
 
     def _post(self, event):
-        if isinstance(event, service.Dropped):
+        if isinstance(event, service.Dropped) and event.partition_id not in self.hanging:
             self.serving.idle(event.partition_id)
 
     async def assigned(self, *partitions):
@@ -134,6 +147,11 @@ class Follower:
         async with asyncio.timeout(30):
             await self._looked.wait()
         return sorted(self.serving.logs)
+
+    async def until(self, condition):
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110 - of the loop's own steps nobody tells
+                await asyncio.sleep(0)
 
     async def follow(self):
         await self.serving.follow(self._looked.set)
@@ -244,3 +262,37 @@ def test_what_one_raises_is_raised_when_all_are_done():
     with pytest.raises(ValueError, match="no"):
         side_by_side(call, range(20))
     assert sorted(opened) == [0, *range(2, 20)]
+
+
+def test_a_drop_that_hangs_holds_up_its_own_partition_only():
+    async def main():
+        engine = Directory(0, 1, 2)
+        async with following(engine) as follower:
+            await follower.assigned(0, 1)
+            follower.hanging = {0}
+            assert await follower.assigned(2, 3) == [0, 2, 3]
+            assert follower.dropped == [1]
+            assert await follower.serving.alone(1, lambda: "done") == "done"
+            assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
+            follower.serving.idle(0)
+            await follower.until(lambda: engine.opened.count(0) == 2)
+            assert follower.dropped == [1, 3, 0]
+
+    asyncio.run(main())
+
+
+def test_a_partition_whose_files_are_gone_is_dropped_and_not_opened_again():
+    async def main():
+        engine = Directory(0, 1)
+        async with following(engine) as follower:
+            assert await follower.assigned(0, 1) == [0, 1]
+            follower.serving.give_up(0, DiskFailed("gone"))
+            await follower.until(lambda: follower.dropped == [0])
+            assert await follower.looked() == [1]
+            assert follower.serving.not_served == [0]
+            assert follower.serving.why_not_served == {"0": "gone"}
+            assert engine.opened == [0, 1]
+            engine.gone.clear()
+            assert await follower.looked() == [0, 1]
+
+    asyncio.run(main())

@@ -1,11 +1,13 @@
 """A truncation: its intent, its end, and that it may be done twice."""
 
+from random import Random
+
 import pytest
 
 from tests.unit.storage.logs import ROOT, make_segments, new_disk
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
-from waltz_core.sim.disk import Fault
+from waltz_core.sim.disk import Fault, Survival
 from waltz_core.storage import truncation
 from waltz_core.storage.batch_checks import check_chain
 from waltz_core.storage.format import IdRange, Mark, Marker, Slot, TruncateIntent, segment_name
@@ -47,6 +49,19 @@ def test_a_batch_that_cannot_be_read_is_not_cut_in_its_middle():
     with pytest.raises(ChecksumMismatch, match=r"records 3\.\.5: .* a batch that can be read"):
         truncation.intended(Slot(2), segments, 5)
     assert truncation.intended(Slot(2), segments, 2).truncate == TruncateIntent(2, None)
+
+
+def test_a_segment_whose_removal_could_not_be_synced_does_not_come_back():
+    disk = new_disk()
+    segments, _, _ = make_segments(disk, [3, 5], [2])
+    slot = truncation.intended(Slot(2), segments, 5)
+    disk.plan_call({"syncdir"}, Fault.DISK_FULL)
+    with pytest.raises(NoSpace):
+        truncation.carry_out(segments, slot.truncate)
+    truncation.carry_out(segments, slot.truncate)
+    disk.power_loss(Survival.NOTHING, Random(1))
+    found = [name for name in disk.list(ROOT) if name.endswith(".seg")]
+    assert found == [segment_name(0, ".seg")]
 
 
 def test_it_is_carried_out_again_wherever_there_was_no_room():

@@ -80,6 +80,7 @@ def test_a_disk_that_does_not_say_what_is_free_is_told_with_the_rest(engine, mon
         False,
         1_234,
         "looking at /waltz: input/output error",
+        None,
     )
 
 

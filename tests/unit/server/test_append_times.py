@@ -1,0 +1,30 @@
+"""How long storages take to answer appends."""
+
+from waltz_core.record import ReplicaId
+from waltz_core.server.append_times import WINDOW_S, AppendTime, AppendTimes
+
+SLOW, FAST = ReplicaId("10.0.0.1:5280"), ReplicaId("10.0.0.2:5280")
+
+
+def test_each_storage_has_the_median_of_its_seconds() -> None:
+    times = AppendTimes()
+    for second in range(20):
+        for _partition in range(2):
+            times.add(SLOW, [100, 300], second * 1000)
+            times.add(FAST, [1, 2], second * 1000)
+    assert times.recent(19_500) == [AppendTime(SLOW, 20, 200_000), AppendTime(FAST, 20, 1_500)]
+
+
+def test_a_storage_that_was_frozen_once_is_not_slow() -> None:
+    times = AppendTimes()
+    for second in range(20):
+        times.add(SLOW, [8_000] * 64 if second == 9 else [2], second * 1000)
+    assert times.recent(20_000) == [AppendTime(SLOW, 20, 2_000)]
+
+
+def test_what_is_older_than_the_window_is_forgotten() -> None:
+    times = AppendTimes()
+    times.add(SLOW, [500], 0)
+    times.add(SLOW, [4], 30_000)
+    assert times.recent(WINDOW_S * 1000) == [AppendTime(SLOW, 1, 4_000)]
+    assert times.recent(2 * WINDOW_S * 1000) == []

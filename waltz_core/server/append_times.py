@@ -1,0 +1,63 @@
+"""Append latency of each storage over the last minute.
+
+Rules:
+    1. A storage's figure covers all partitions of this server: they share its disk.
+    2. The figure is the median of the mean latency of each second with answers: a storage that was
+       frozen once, and then answered all that had queued, is not slow.
+    3. Memory is bounded: 60 numbers for each storage of the cluster.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, NamedTuple
+
+from waltz_core.record import ReplicaId
+
+WINDOW_S: Final = 60
+
+
+class AppendTime(NamedTuple):
+    """One storage: seconds of the last minute with answers, and the median latency."""
+
+    replica: ReplicaId
+    second_count: int
+    median_us: int
+
+
+@dataclass(slots=True)
+class _Second:
+    number: int
+    count: int = 0
+    total_ms: int = 0
+
+
+class AppendTimes:
+    """See the module's rules."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[ReplicaId, deque[_Second]] = {}
+
+    def add(self, replica: ReplicaId, took_ms: Collection[int], now_ms: int) -> None:
+        """Count appends that one storage has answered, by their latencies."""
+        number = now_ms // 1000
+        seconds = self._seconds.setdefault(replica, deque(maxlen=WINDOW_S))
+        if not seconds or seconds[-1].number != number:
+            seconds.append(_Second(number))
+        seconds[-1].count += len(took_ms)
+        seconds[-1].total_ms += sum(took_ms)
+
+    def recent(self, now_ms: int) -> list[AppendTime]:
+        """Return the storages that answered appends in the last minute, sorted by name."""
+        found = []
+        for replica, seconds in sorted(self._seconds.items()):
+            means_ms = [
+                each.total_ms / each.count
+                for each in seconds
+                if each.count and each.number > now_ms // 1000 - WINDOW_S
+            ]
+            if means_ms:
+                median_us = round(median(means_ms) * 1000)
+                found.append(AppendTime(replica, len(means_ms), median_us))
+        return found
