@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from waltz_core import errors
 from waltz_core.client.appends import Row, RowOutcome, error_of
+from waltz_core.client.feed import own_cancellation
 from waltz_core.client.following import FOLLOW
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.transaction import (
@@ -98,15 +99,21 @@ class LoopContext:
 
     async def execute(self, builder: TransactionBuilder) -> bool:
         """Fill in the builder."""
-        result: bool | Awaitable[bool] = self._context.execute(builder)
-        return await result if inspect.isawaitable(result) else result
+        try:
+            result: bool | Awaitable[bool] = self._context.execute(builder)
+            return await result if inspect.isawaitable(result) else result
+        except asyncio.CancelledError as error:
+            raise own_cancellation(error) from error
 
     async def call(self, hook: str, *args: object) -> None:
         """Call one of the hooks."""
         method: Callable[..., Awaitable[None] | None] = getattr(self._context, hook)
-        result = method(*args)
-        if inspect.isawaitable(result):
-            await result
+        try:
+            result = method(*args)
+            if inspect.isawaitable(result):
+                await result
+        except asyncio.CancelledError as error:
+            raise own_cancellation(error) from error
 
 
 class ContextRun:

@@ -599,8 +599,9 @@ def _check_plain(name: str, told: object) -> None:
 
 def _told_by_thread(error: BaseException) -> Exception:
     """Return what the application has raised: `sys.exit` on a thread ends no process."""
-    if isinstance(error, StopIteration):  # No future takes it: whoever waits would do so for ever.
-        return RuntimeError(f"the application has raised {error!r}, as `next` does at the end")
+    # No future takes these: whoever waits would do so for ever, or take itself for cancelled.
+    if isinstance(error, StopIteration | CancelledError):
+        return RuntimeError(f"the application has raised {error!r}")
     if isinstance(error, Exception):
         return error
     return errors.UsageError(

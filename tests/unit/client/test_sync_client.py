@@ -5,6 +5,7 @@ import gc
 import signal
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import pytest
 
@@ -290,3 +291,29 @@ def test_data_that_a_loop_was_asked_for_and_never_looked_at_leaves_no_coroutine_
     gc.collect()
     monkeypatch.undo()
     loop.close()
+
+
+class Interrupted(Copying):
+    """Waits for something that was cancelled."""
+
+    def execute(self, builder):
+        raise CancelledError
+
+
+def test_a_cancelled_future_in_a_context_is_its_error():
+    with MemoryWaltz(1) as log, log.client() as client:
+        future = client.submit(Interrupted(0))
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            future.result(60)
+
+
+def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
+    def apply(_transaction):
+        raise CancelledError
+
+    with MemoryWaltz(1) as log, log.client() as client:
+        client.subscribe(Applying(apply))  # its policy raises the same
+        client.append(b"x", partition=0).result(60)
+        applier = client._client._partitions[0].applier
+        wait_until(lambda: applier.stopped is not None)
+        assert client.partitions == ()
