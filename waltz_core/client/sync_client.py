@@ -66,9 +66,6 @@ _CLOSED = "the client is closed"
 
 ResultT = TypeVar("ResultT")
 
-# Which partition's transaction this thread applies, if any.
-_applying = threading.local()
-
 
 class WaltzClient:
     """A client of one cluster, for any number of threads.
@@ -141,6 +138,7 @@ class WaltzClient:
         self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="waltz-context")
         self._appliers = ThreadPoolExecutor(APPLIERS_MAX, thread_name_prefix="waltz-callback")
         self._running: set[Future[Verdict]] = set()  # callbacks
+        self._applying = threading.local()  # which partition's transaction this thread applies
 
         async def begin() -> AsyncWaltzClient:
             return await opening()
@@ -160,14 +158,13 @@ class WaltzClient:
         """
         self._check_process()
         with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            try:
-                self._wait(self._client.close())
-            finally:
-                self._end_threads()
-        # Without the lock: one of them may close the client, too.
+            if not self._is_closed:
+                self._is_closed = True
+                try:
+                    self._wait(self._client.close())
+                finally:
+                    self._end_threads()
+        # Without the lock: one of them may close the client, too, and need not be the last to.
         self._await_callbacks()
 
     def __enter__(self) -> Self:
@@ -339,7 +336,9 @@ class WaltzClient:
         """
         check_callbacks(callbacks, is_async=False)
         values = check_headers(callbacks, headers)
-        consumer = _ThreadConsumer(callbacks, self._client, self._appliers, self._running)
+        consumer = _ThreadConsumer(
+            callbacks, self._client, self._appliers, self._running, self._applying
+        )
         self._call(self._client.subscribe_consumer(consumer, partitions, values))
 
     @property
@@ -349,7 +348,7 @@ class WaltzClient:
 
     def set_partitions(self, partitions: Iterable[int]) -> None:
         """Have the feed of exactly these applied; see `AsyncWaltzClient.set_partitions`."""
-        applying = getattr(_applying, "partition_id", None)
+        applying = getattr(self._applying, "partition_id", None)
         if applying is not None:
             raise waits_for_itself(applying)
         self._call(self._client.set_partitions(partitions))
@@ -472,7 +471,7 @@ class WaltzClient:
         self._loop.close()
 
     def _await_callbacks(self) -> None:
-        if getattr(_applying, "partition_id", None) is not None:
+        if getattr(self._applying, "partition_id", None) is not None:
             return
         left = wait(set(self._running), self._client.config.request_timeout_ms / 1000).not_done
         if left:
@@ -527,11 +526,13 @@ class _ThreadConsumer:
         client: AsyncWaltzClient,
         workers: ThreadPoolExecutor,
         running: "set[Future[Verdict]]",
+        applying: threading.local,
     ) -> None:
         self._callbacks = callbacks
         self._client = client
         self._workers = workers
         self._running = running  # changed on the loop, and by workers
+        self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         mark = await _on_thread(self._workers, self._callbacks.client_high_water_mark, partition_id)
@@ -545,7 +546,7 @@ class _ThreadConsumer:
 
         def apply_all() -> Verdict:
             count = 0
-            _applying.partition_id = partition_id
+            self._applying.partition_id = partition_id
             try:
                 for number, words in run:
                     if not goes_on():
@@ -556,7 +557,7 @@ class _ThreadConsumer:
             except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
                 return Verdict(count, _told_by_thread(error))
             finally:
-                _applying.partition_id = None
+                self._applying.partition_id = None
             return Verdict(count, None)
 
         running = self._workers.submit(apply_all)

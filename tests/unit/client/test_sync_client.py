@@ -317,3 +317,58 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
         applier = client._client._partitions[0].applier
         wait_until(lambda: applier.stopped is not None)
         assert client.partitions == ()
+
+
+@pytest.mark.parametrize("is_closed_by", ["thread", "callback"])
+def test_whoever_closes_a_client_second_waits_for_its_callbacks_too(is_closed_by):
+    """A callback may have closed it before, or another thread be at it."""
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+    with MemoryWaltz(1) as log, log.client() as writer:
+        client = log.client()
+
+        def apply(_transaction):
+            if is_closed_by == "callback":
+                client.close()
+            begun.set()
+            may_end.wait(60)
+            ended.append(True)
+
+        client.subscribe(Applying(apply))
+        writer.append(b"x", partition=0).result(60)
+        assert begun.wait(60)
+        closers = [threading.Thread(target=client.close) for _ in range(2)]
+        closers[0].start()
+        wait_until(client._loop.is_closed)
+        closers[1].start()
+        closers[1].join(0.2)
+        assert closers[1].is_alive()
+        may_end.set()
+        for each in closers:
+            each.join(60)
+        assert ended == [True]
+
+
+def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
+    begun, may_end, closing, ended = (threading.Event() for _ in range(4))
+    with MemoryWaltz(1) as log, log.client() as writer, log.client() as one:
+        other = log.client()
+
+        def apply_slowly(_transaction):
+            begun.set()
+            may_end.wait(60)
+
+        def close_other(_transaction):
+            other.set_partitions([0])  # it waits for nothing of its own
+            closing.set()
+            other.close()
+            ended.set()
+
+        other.subscribe(Applying(apply_slowly))
+        writer.append(b"x", partition=0).result(60)
+        assert begun.wait(60)
+        one.subscribe(Applying(close_other))
+        assert closing.wait(60)
+        wait_until(other._loop.is_closed)
+        assert not ended.wait(0.2)
+        may_end.set()
+        assert ended.wait(60)
