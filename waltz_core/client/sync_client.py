@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from waltz_core.client.appends import BatchOrder
     from waltz_core.client.monitor import BatchOutcome
 
-# Threads for contexts; and for feeds, of which each takes one while it is applied. They are apart
-# because a callback may wait for a context.
+# Threads for `execute`; and for hooks and feeds, each of which takes one while it is applied. They
+# are apart because a callback or a hook may wait for a context.
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
 # How long the last of what runs on the loop may take to end.
@@ -318,7 +318,7 @@ class WaltzClient:
         `execute` and the hooks run on worker threads; the first attempt is made before this
         returns.
         """
-        runnable = _ThreadContext(context, self._workers)
+        runnable = _ThreadContext(context, self._workers, self._appliers)
         return self._call_future(self._client.run_context(runnable))
 
     # --- the feed
@@ -481,9 +481,15 @@ class WaltzClient:
 class _ThreadContext:
     """A context whose methods run on worker threads."""
 
-    def __init__(self, context: TransactionContext, workers: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        context: TransactionContext,
+        workers: ThreadPoolExecutor,
+        hook_workers: ThreadPoolExecutor,
+    ) -> None:
         self._context = check_context(context)
         self._workers = workers
+        self._hook_workers = hook_workers
 
     @property
     def retries_max(self) -> int | None:
@@ -514,7 +520,7 @@ class _ThreadContext:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
             return  # it does nothing; no thread is needed for that
-        await _on_thread(self._workers, method, *args)
+        await _on_thread(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:

@@ -372,3 +372,19 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
         assert not ended.wait(0.2)
         may_end.set()
         assert ended.wait(60)
+
+
+def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
+    count = WORKERS_MAX + 1
+    together, done = threading.Barrier(count), []
+    with MemoryWaltz(2 * count) as log, log.client() as client:
+
+        class Going(Copying):
+            def on_completion(self, result):
+                together.wait(20)
+                done.append(client.submit(Copying(count + self.partition)).result(20))
+
+        futures = [client.submit(Going(partition)) for partition in range(count)]
+        assert [future.result(60) for future in futures] == [0] * count
+        wait_until(lambda: len(done) == count or together.broken)
+        assert done == [0] * count
