@@ -578,3 +578,22 @@ async def test_whoever_cancels_a_submit_is_told_so():
         submitting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await submitting
+
+
+@told
+async def test_a_feed_that_cannot_go_on_tells_those_who_wait_for_it():
+    """What fails is not the application's: here, no thread to apply on."""
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        callbacks = Shared()
+        await client.subscribe(callbacks, [0])
+
+        def no_thread(_partition_id):
+            raise RuntimeError("can't start new thread")
+
+        client.subscriptions.data = no_thread
+        applier = client._partitions[0].applier
+        applier._consumer._source_of = no_thread
+        await write(client, 0, 1)
+        with pytest.raises(errors.Unavailable, match="can't start new thread"):
+            await applier.reached(0)
+        assert callbacks.errors == [(0, 0)]
