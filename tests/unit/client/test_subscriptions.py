@@ -597,3 +597,37 @@ async def test_a_feed_that_cannot_go_on_tells_those_who_wait_for_it():
         with pytest.raises(errors.Unavailable, match="can't start new thread"):
             await applier.reached(0)
         assert callbacks.errors == [(0, 0)]
+
+
+@told
+async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+
+        async def never(*_, **__):
+            await asyncio.Event().wait()
+
+        client.directory.owner = never
+        context = Hooked(lambda: None)
+        context.timeout_ms = 50
+        with pytest.raises(errors.Unavailable, match="not mounted after 50 ms"):
+            await (await client.submit(context))
+        assert context.ended == ["expired"]
+
+
+@told
+async def test_a_deadline_ends_a_context_that_waits_for_its_window():
+    async with two_clients() as (_, one, _two):
+        await (await one.append(b"", partition=0))
+        window = one._partitions[0].window
+        await window.take(10**9, 0)
+
+        async def at_once():
+            pass
+
+        context = Hooked(at_once)
+        context.timeout_ms = 50
+        with pytest.raises(errors.Unavailable, match="window was full after 50 ms"):
+            await (await one.submit(context))
+        assert context.ended == ["expired"]
+        window.give(10**9, 0)
+        assert window.is_empty
