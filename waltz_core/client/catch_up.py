@@ -65,7 +65,11 @@ class CatchUp:
                 return
             self._applier.start(mark)
         self._partition.subscribe(mark, self._header_values)
-        await self._applier.run()
+        try:
+            await self._applier.run()
+        except Exception as error:  # not the application's: its thread cannot be started, say
+            await self._applier.stop(error)
+            raise
 
     async def _fetch_all(self, fed: TransactionId, last: TransactionId) -> None:
         """Hand on what lies after `fed`, up to near the end of the log."""
@@ -78,6 +82,9 @@ class CatchUp:
         except errors.WaltzError as error:
             await self._applier.stop(error)
             return
+        except Exception as error:
+            await self._applier.stop(error)
+            raise
         if self._applier.stopped is None:
             self._partition.caught_up(fed)
 

@@ -11,6 +11,7 @@ Rules:
     3. Each attempt is final before the next one begins: no context is in the log twice.
     4. Deadline and retry limit are the context's; the first to be reached expires it. The deadline
        also ends an `execute` that waits; one that runs on a thread is not waited for any longer.
+       Only an attempt that was appended is waited for beyond it, until its outcome is known.
     5. What `execute` goes by under a feed is what was applied. While the application has laid the
        partition down, no attempt begins: nothing is applied, and the log's mark would claim that
        all of it was.
@@ -22,10 +23,11 @@ import asyncio
 import inspect
 import logging
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from waltz_core import errors
 from waltz_core.client.appends import Row, RowOutcome, error_of
+from waltz_core.client.feed import own_cancellation
 from waltz_core.client.following import FOLLOW
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.transaction import (
@@ -44,6 +46,13 @@ _log = logging.getLogger(__name__)
 PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 1.0
 
 _FINAL = (Reason.AHEAD, Reason.TOO_LARGE)
+
+
+ResultT = TypeVar("ResultT")
+
+
+class _Late(Exception):
+    """The deadline has passed before an attempt was appended."""
 
 
 class RunnableContext(Protocol):
@@ -98,15 +107,21 @@ class LoopContext:
 
     async def execute(self, builder: TransactionBuilder) -> bool:
         """Fill in the builder."""
-        result: bool | Awaitable[bool] = self._context.execute(builder)
-        return await result if inspect.isawaitable(result) else result
+        try:
+            result: bool | Awaitable[bool] = self._context.execute(builder)
+            return await result if inspect.isawaitable(result) else result
+        except asyncio.CancelledError as error:
+            raise own_cancellation(error) from error
 
     async def call(self, hook: str, *args: object) -> None:
         """Call one of the hooks."""
         method: Callable[..., Awaitable[None] | None] = getattr(self._context, hook)
-        result = method(*args)
-        if inspect.isawaitable(result):
-            await result
+        try:
+            result = method(*args)
+            if inspect.isawaitable(result):
+                await result
+        except asyncio.CancelledError as error:
+            raise own_cancellation(error) from error
 
 
 class ContextRun:
@@ -135,6 +150,8 @@ class ContextRun:
         """Make the first attempt; False when the context has ended with it."""
         try:
             return await self._attempt()
+        except _Late as late:
+            return await self._expire(errors.Unavailable(str(late)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` raises
             await self._fail(error)
             return False
@@ -147,34 +164,23 @@ class ContextRun:
         except asyncio.CancelledError:
             self._close()
             raise
+        except _Late as late:
+            await self._expire(errors.Unavailable(str(late)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` or a hook raises
             await self._fail(error)
 
     async def _attempt(self) -> bool:
         """Execute and append; False when `execute` has given the transaction up."""
         partition = self._partition
-        await partition.mounted()
+        await self._in_time(partition.mounted(), "the partition was not mounted")
         if partition.goes_by_feed:
-            try:
-                async with asyncio.timeout_at(self._deadline_s):
-                    await partition.fed()
-            except TimeoutError:
-                where = f"partition {partition.partition_id}"
-                return await self._expire(
-                    errors.Unavailable(f"{where} was laid down by the application, and not again")
-                )
+            await self._in_time(partition.fed(), "the partition was laid down by the application")
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         builder.following = self._following
         if self._following is not None:
             self._following = FOLLOW  # what it was told holds for one attempt
-        limit = asyncio.timeout_at(self._deadline_s)
-        try:
-            async with limit:
-                is_wanted = await self._context.execute(builder)
-        except TimeoutError:
-            if not limit.expired():
-                raise  # execute's own
-            return await self._expire(errors.Unavailable(self._late("execute was still running")))
+        executing = self._context.execute(builder)
+        is_wanted = await self._in_time(executing, "execute was still running")
         if not is_wanted:
             self._end_with(None)
             await self._hook("on_completion", False)  # noqa: FBT003
@@ -190,16 +196,26 @@ class ContextRun:
         row.read_locks = builder.read_locks
         row.append_locks = builder.append_locks
         row.is_attempt = True
-        await partition.window.take(1, row.size_bytes)
+        await self._in_time(partition.window.take(1, row.size_bytes), "its window was full")
         partition.appends.add(row)
         self._row = row
         return True
 
-    def _late(self, what: str) -> str:
-        return (
-            f"context in partition {self._partition.partition_id}: {what} after "
-            f"{self._context.timeout_ms} ms (timeout_ms)"
-        )
+    async def _in_time(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
+        """Return what is waited for; raises _Late, with `what` there was, at the deadline."""
+        limit = asyncio.timeout_at(self._deadline_s)
+        try:
+            async with limit:
+                return await answer
+        except TimeoutError:
+            if not limit.expired():
+                raise  # execute's own
+            partition = self._partition
+            trouble = "" if partition.is_ready else f": {partition.stream.trouble}"
+            raise _Late(
+                f"context in partition {partition.partition_id}: {what} after "
+                f"{self._context.timeout_ms} ms (timeout_ms){trouble}"
+            ) from None
 
     async def _step(self) -> bool:
         """Wait for an attempt's outcome and act on it; False when the context has ended."""

@@ -105,7 +105,7 @@ class LoopConsumer:
                 await apply(AsyncTransaction(partition_id, transaction_id, words, source))
                 count += 1
         except asyncio.CancelledError as error:
-            return Verdict(count, _own_cancellation(error))
+            return Verdict(count, own_cancellation(error))
         except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
             return Verdict(count, error)
         return Verdict(count, None)
@@ -124,18 +124,18 @@ async def _result_of(answer: Awaitable[ResultT]) -> ResultT:
     try:
         return await answer
     except asyncio.CancelledError as error:
-        raise _own_cancellation(error) from error
+        raise own_cancellation(error) from error
 
 
-def _own_cancellation(error: asyncio.CancelledError) -> Exception:
-    """Return an error for a CancelledError that a callback raised.
+def own_cancellation(error: asyncio.CancelledError) -> Exception:
+    """Return an error for a CancelledError that the application raised.
 
     Raises the CancelledError itself when it is this task that is being cancelled.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise error
-    converted = RuntimeError("the application's callback raised CancelledError")
+    converted = RuntimeError("the application raised CancelledError")
     converted.__cause__ = error
     return converted
 

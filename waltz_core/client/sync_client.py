@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from waltz_core.client.appends import BatchOrder
     from waltz_core.client.monitor import BatchOutcome
 
-# Threads for contexts; and for feeds, of which each takes one while it is applied. They are apart
-# because a callback may wait for a context.
+# Threads for `execute`; and for hooks and feeds, each of which takes one while it is applied. They
+# are apart because a callback or a hook may wait for a context.
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
 # How long the last of what runs on the loop may take to end.
@@ -65,9 +65,6 @@ _log = logging.getLogger(__name__)
 _CLOSED = "the client is closed"
 
 ResultT = TypeVar("ResultT")
-
-# Which partition's transaction this thread applies, if any.
-_applying = threading.local()
 
 
 class WaltzClient:
@@ -141,6 +138,7 @@ class WaltzClient:
         self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="waltz-context")
         self._appliers = ThreadPoolExecutor(APPLIERS_MAX, thread_name_prefix="waltz-callback")
         self._running: set[Future[Verdict]] = set()  # callbacks
+        self._applying = threading.local()  # which partition's transaction this thread applies
 
         async def begin() -> AsyncWaltzClient:
             return await opening()
@@ -160,14 +158,13 @@ class WaltzClient:
         """
         self._check_process()
         with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            try:
-                self._wait(self._client.close())
-            finally:
-                self._end_threads()
-        # Without the lock: one of them may close the client, too.
+            if not self._is_closed:
+                self._is_closed = True
+                try:
+                    self._wait(self._client.close())
+                finally:
+                    self._end_threads()
+        # Without the lock: one of them may close the client, too, and need not be the last to.
         self._await_callbacks()
 
     def __enter__(self) -> Self:
@@ -321,7 +318,7 @@ class WaltzClient:
         `execute` and the hooks run on worker threads; the first attempt is made before this
         returns.
         """
-        runnable = _ThreadContext(context, self._workers)
+        runnable = _ThreadContext(context, self._workers, self._appliers)
         return self._call_future(self._client.run_context(runnable))
 
     # --- the feed
@@ -339,7 +336,9 @@ class WaltzClient:
         """
         check_callbacks(callbacks, is_async=False)
         values = check_headers(callbacks, headers)
-        consumer = _ThreadConsumer(callbacks, self._client, self._appliers, self._running)
+        consumer = _ThreadConsumer(
+            callbacks, self._client, self._appliers, self._running, self._applying
+        )
         self._call(self._client.subscribe_consumer(consumer, partitions, values))
 
     @property
@@ -349,7 +348,7 @@ class WaltzClient:
 
     def set_partitions(self, partitions: Iterable[int]) -> None:
         """Have the feed of exactly these applied; see `AsyncWaltzClient.set_partitions`."""
-        applying = getattr(_applying, "partition_id", None)
+        applying = getattr(self._applying, "partition_id", None)
         if applying is not None:
             raise waits_for_itself(applying)
         self._call(self._client.set_partitions(partitions))
@@ -472,7 +471,7 @@ class WaltzClient:
         self._loop.close()
 
     def _await_callbacks(self) -> None:
-        if getattr(_applying, "partition_id", None) is not None:
+        if getattr(self._applying, "partition_id", None) is not None:
             return
         left = wait(set(self._running), self._client.config.request_timeout_ms / 1000).not_done
         if left:
@@ -482,9 +481,15 @@ class WaltzClient:
 class _ThreadContext:
     """A context whose methods run on worker threads."""
 
-    def __init__(self, context: TransactionContext, workers: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        context: TransactionContext,
+        workers: ThreadPoolExecutor,
+        hook_workers: ThreadPoolExecutor,
+    ) -> None:
         self._context = check_context(context)
         self._workers = workers
+        self._hook_workers = hook_workers
 
     @property
     def retries_max(self) -> int | None:
@@ -515,7 +520,7 @@ class _ThreadContext:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
             return  # it does nothing; no thread is needed for that
-        await _on_thread(self._workers, method, *args)
+        await _on_thread(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:
@@ -527,11 +532,13 @@ class _ThreadConsumer:
         client: AsyncWaltzClient,
         workers: ThreadPoolExecutor,
         running: "set[Future[Verdict]]",
+        applying: threading.local,
     ) -> None:
         self._callbacks = callbacks
         self._client = client
         self._workers = workers
         self._running = running  # changed on the loop, and by workers
+        self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         mark = await _on_thread(self._workers, self._callbacks.client_high_water_mark, partition_id)
@@ -545,7 +552,7 @@ class _ThreadConsumer:
 
         def apply_all() -> Verdict:
             count = 0
-            _applying.partition_id = partition_id
+            self._applying.partition_id = partition_id
             try:
                 for number, words in run:
                     if not goes_on():
@@ -556,7 +563,7 @@ class _ThreadConsumer:
             except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
                 return Verdict(count, _told_by_thread(error))
             finally:
-                _applying.partition_id = None
+                self._applying.partition_id = None
             return Verdict(count, None)
 
         running = self._workers.submit(apply_all)
@@ -599,8 +606,9 @@ def _check_plain(name: str, told: object) -> None:
 
 def _told_by_thread(error: BaseException) -> Exception:
     """Return what the application has raised: `sys.exit` on a thread ends no process."""
-    if isinstance(error, StopIteration):  # No future takes it: whoever waits would do so for ever.
-        return RuntimeError(f"the application has raised {error!r}, as `next` does at the end")
+    # No future takes these: whoever waits would do so for ever, or take itself for cancelled.
+    if isinstance(error, StopIteration | CancelledError):
+        return RuntimeError(f"the application has raised {error!r}")
     if isinstance(error, Exception):
         return error
     return errors.UsageError(

@@ -523,3 +523,111 @@ async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
         with pytest.raises(errors.Unavailable, match="the client was closed"):
             await (await submitting)
         assert context.marks == []
+
+
+class Hooked(Withdraw):
+    """Notes how it ends."""
+
+    timeout_ms = 60_000
+
+    def __init__(self, compute) -> None:
+        super().__init__(compute)
+        self.ended: list[object] = []
+
+    def on_completion(self, result):
+        self.ended.append(result)
+
+    def on_expiration(self):
+        self.ended.append("expired")
+
+    def on_exception(self, error):
+        self.ended.append(type(error))
+
+
+@told
+async def test_a_cancellation_that_a_context_raises_is_its_error():
+    """Nobody has cancelled whoever has submitted it, nor closed the client."""
+    async with two_clients() as (_, one, two):
+
+        async def cancelled():
+            raise asyncio.CancelledError
+
+        first = Hooked(cancelled)
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            await (await one.submit(first))
+        assert first.ended == [RuntimeError]
+
+        async def refused_then_cancelled():
+            if len(later.marks) > 1:
+                raise asyncio.CancelledError
+            await (await two.append(b"", partition=0, append_locks=[lock("account")]))
+
+        later = Hooked(refused_then_cancelled)
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            await (await one.submit(later))
+        assert later.ended == [RuntimeError]
+
+
+@told
+async def test_whoever_cancels_a_submit_is_told_so():
+    async with two_clients() as (_, one, _two):
+        submitting = asyncio.get_running_loop().create_task(
+            one.submit(Hooked(asyncio.Event().wait))
+        )
+        await until(lambda: 0 in one._partitions and one._partitions[0].is_ready)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+
+
+@told
+async def test_a_feed_that_cannot_go_on_tells_those_who_wait_for_it():
+    """What fails is not the application's: here, no thread to apply on."""
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        callbacks = Shared()
+        await client.subscribe(callbacks, [0])
+
+        def no_thread(_partition_id):
+            raise RuntimeError("can't start new thread")
+
+        client.subscriptions.data = no_thread
+        applier = client._partitions[0].applier
+        applier._consumer._source_of = no_thread
+        await write(client, 0, 1)
+        with pytest.raises(errors.Unavailable, match="can't start new thread"):
+            await applier.reached(0)
+        assert callbacks.errors == [(0, 0)]
+
+
+@told
+async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+
+        async def never(*_, **__):
+            await asyncio.Event().wait()
+
+        client.directory.owner = never
+        context = Hooked(lambda: None)
+        context.timeout_ms = 50
+        with pytest.raises(errors.Unavailable, match="not mounted after 50 ms"):
+            await (await client.submit(context))
+        assert context.ended == ["expired"]
+
+
+@told
+async def test_a_deadline_ends_a_context_that_waits_for_its_window():
+    async with two_clients() as (_, one, _two):
+        await (await one.append(b"", partition=0))
+        window = one._partitions[0].window
+        await window.take(10**9, 0)
+
+        async def at_once():
+            pass
+
+        context = Hooked(at_once)
+        context.timeout_ms = 50
+        with pytest.raises(errors.Unavailable, match="window was full after 50 ms"):
+            await (await one.submit(context))
+        assert context.ended == ["expired"]
+        window.give(10**9, 0)
+        assert window.is_empty

@@ -5,6 +5,7 @@ import gc
 import signal
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import pytest
 
@@ -290,3 +291,100 @@ def test_data_that_a_loop_was_asked_for_and_never_looked_at_leaves_no_coroutine_
     gc.collect()
     monkeypatch.undo()
     loop.close()
+
+
+class Interrupted(Copying):
+    """Waits for something that was cancelled."""
+
+    def execute(self, builder):
+        raise CancelledError
+
+
+def test_a_cancelled_future_in_a_context_is_its_error():
+    with MemoryWaltz(1) as log, log.client() as client:
+        future = client.submit(Interrupted(0))
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            future.result(60)
+
+
+def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
+    def apply(_transaction):
+        raise CancelledError
+
+    with MemoryWaltz(1) as log, log.client() as client:
+        client.subscribe(Applying(apply))  # its policy raises the same
+        client.append(b"x", partition=0).result(60)
+        applier = client._client._partitions[0].applier
+        wait_until(lambda: applier.stopped is not None)
+        assert client.partitions == ()
+
+
+@pytest.mark.parametrize("is_closed_by", ["thread", "callback"])
+def test_whoever_closes_a_client_second_waits_for_its_callbacks_too(is_closed_by):
+    """A callback may have closed it before, or another thread be at it."""
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+    with MemoryWaltz(1) as log, log.client() as writer:
+        client = log.client()
+
+        def apply(_transaction):
+            if is_closed_by == "callback":
+                client.close()
+            begun.set()
+            may_end.wait(60)
+            ended.append(True)
+
+        client.subscribe(Applying(apply))
+        writer.append(b"x", partition=0).result(60)
+        assert begun.wait(60)
+        closers = [threading.Thread(target=client.close) for _ in range(2)]
+        closers[0].start()
+        wait_until(client._loop.is_closed)
+        closers[1].start()
+        closers[1].join(0.2)
+        assert closers[1].is_alive()
+        may_end.set()
+        for each in closers:
+            each.join(60)
+        assert ended == [True]
+
+
+def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
+    begun, may_end, closing, ended = (threading.Event() for _ in range(4))
+    with MemoryWaltz(1) as log, log.client() as writer, log.client() as one:
+        other = log.client()
+
+        def apply_slowly(_transaction):
+            begun.set()
+            may_end.wait(60)
+
+        def close_other(_transaction):
+            other.set_partitions([0])  # it waits for nothing of its own
+            closing.set()
+            other.close()
+            ended.set()
+
+        other.subscribe(Applying(apply_slowly))
+        writer.append(b"x", partition=0).result(60)
+        assert begun.wait(60)
+        one.subscribe(Applying(close_other))
+        assert closing.wait(60)
+        wait_until(other._loop.is_closed)
+        assert not ended.wait(0.2)
+        may_end.set()
+        assert ended.wait(60)
+
+
+def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
+    count = WORKERS_MAX + 1
+    together, done = threading.Barrier(count), []
+    with MemoryWaltz(2 * count) as log, log.client() as client:
+
+        class Going(Copying):
+            def on_completion(self, result):
+                together.wait(20)
+                done.append(client.submit(Copying(count + self.partition)).result(20))
+
+        futures = [client.submit(Going(partition)) for partition in range(count)]
+        assert [future.result(60) for future in futures] == [0] * count
+        wait_until(lambda: len(done) == count or together.broken)
+        assert done == [0] * count
