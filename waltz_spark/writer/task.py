@@ -108,7 +108,8 @@ class Job:
     @property
     def is_named(self) -> bool:
         """Whether the whole job can be run again, as the same write."""
-        return self.options.write_name is not None or self.keep_ms is not None
+        has_name = self.options.write_name is not None or self.keep_ms is not None
+        return has_name and self.write is not None
 
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
         """Write a task's rows; return what became of them."""
