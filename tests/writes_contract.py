@@ -6,12 +6,13 @@ from tests.cluster_contract import World, created, member
 from waltz_core import errors
 
 MARKS = {0: 41, 3: -1}
+FOR_LONG = 1 << 40
 
 
 async def a_task_has_one_last_attempt(world: World, root: str) -> None:
     first, second = await created(world, root), await member(world, root)
     begun = await first.writes.begin("w-1", MARKS, 1_000)
-    assert (dict(begun.marks), begun.keep_until_ms, begun.is_done) == (MARKS, 1_000, False)
+    assert (dict(begun.marks), begun.keep_ms, begun.is_done) == (MARKS, 1_000, False)
     assert await second.writes.begin("w-1", {0: 99}, 2_000) == begun
     one = await first.writes.enter("w-1", 5, "run-a", first.next_client_id)
     assert (one.client_id, one.attempt, one.runs) == (1, 1, ("run-a",))
@@ -36,7 +37,7 @@ async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
     await first.writes.begin("w", MARKS, 1_000)
     await first.writes.enter("w", 0, "run", first.next_client_id)
     done = await second.writes.finish("w", {"committed": 7}, 2_000)
-    assert (done.is_done, done.keep_until_ms) == (True, 2_000)
+    assert (done.is_done, done.keep_ms) == (True, 2_000)
     assert await first.writes.finish("w", {"committed": 8}, 9_000) == done
     assert (await first.writes.begin("w", {}, 5_000)).summary == {"committed": 7}
     for over in (
@@ -46,10 +47,6 @@ async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
     ):
         with pytest.raises(errors.ConnectionSuperseded, match=r"write w, task [01]: it is done"):
             await over
-    await second.writes.begin("young", MARKS, 3_000)
-    assert await first.writes.out_of_time(2_000) == []
-    assert await first.writes.out_of_time(2_001) == ["w"]
-    assert sorted(await first.writes.out_of_time(9_000)) == ["w", "young"]
     await second.writes.forget("w")
     await second.writes.forget("w")
     assert await first.writes.read("w") is None
@@ -61,6 +58,16 @@ async def a_write_that_is_over_is_over_for_all(world: World, root: str) -> None:
     ):
         with pytest.raises(errors.ConnectionSuperseded, match="it is over and forgotten"):
             await over
+
+
+async def the_time_of_a_write_begins_with_its_last_change(world: World, root: str) -> None:
+    one = await created(world, root)
+    for name, keep_ms in (("begun", FOR_LONG), ("done", FOR_LONG), ("over", 0), ("used", 0)):
+        await one.writes.begin(name, MARKS, keep_ms)
+    assert sorted(await one.writes.out_of_time()) == ["over", "used"]
+    await one.writes.finish("done", {"rows": 1}, 0)
+    await one.writes.finish("used", {"rows": 1}, FOR_LONG)
+    assert sorted(await one.writes.out_of_time()) == ["done", "over"]
 
 
 async def of_a_series_none_begins_after_a_later_one(world: World, root: str) -> None:
@@ -91,6 +98,7 @@ async def a_write_with_many_tasks_is_forgotten_whole(world: World, root: str) ->
 STORIES = [
     a_task_has_one_last_attempt,
     a_write_that_is_over_is_over_for_all,
+    the_time_of_a_write_begins_with_its_last_change,
     of_a_series_none_begins_after_a_later_one,
     a_write_with_many_tasks_is_forgotten_whole,
 ]

@@ -17,7 +17,7 @@ Rules:
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -58,6 +58,8 @@ LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 # One Arrow metadata message of ours takes about 700 bytes; a longer one is no batch of ours.
 _METADATA_BYTES_MAX: Final = 16 * 1024
 _STREAM_END_BYTES: Final = 8  # a continuation marker, and a length of 0
+# To copy a row for its CRC costs more than a view of it from about so many bytes on.
+_VIEWED_BYTES_MIN: Final = 1024
 # What pyarrow raises on bytes it cannot read; some of these are no ArrowException.
 _UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
 
@@ -177,17 +179,18 @@ def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
     """Return the payload of an append batch from Arrow columns with the names of `APPEND_SCHEMA`.
 
     `data` is needed; `header` absent means 0, absent or null locks mean none, and without a
-    `client_high_water_mark` the request's own mark holds. Other columns are refused.
+    `client_high_water_mark` the request's own mark holds. `crc`, where it is there, has the
+    `data_crcs`. Other columns are refused.
 
     Raises:
         BadRequest: a column is missing, unknown, there twice, of a wrong type, or has wrong nulls.
         TooLarge: a row's data is over `TRANSACTION_BYTES_MAX`.
     """
     names = rows.schema.names
-    unknown = [name for name in names if name not in _TYPES or name == "crc"]
+    unknown = [name for name in names if name not in _TYPES]
     if unknown or "data" not in names or len(set(names)) < len(names):
         raise BadRequest(
-            f"append batch: expected data and any of {APPEND_SCHEMA_WITH_MARKS.names} but crc, "
+            f"append batch: expected data and any of {APPEND_SCHEMA_WITH_MARKS.names}, "
             f"each once, found {names}"
         )
     return _encode_columns(dict(zip(names, rows.columns, strict=True)))
@@ -208,7 +211,8 @@ def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
     for name in LOCK_COLUMNS:
         if name not in columns:
             columns[name] = pa.nulls(len(data), _LOCKS)
-    columns["crc"] = pa.array(checksum.crc32_of_each(data.to_pylist()))
+    if "crc" not in columns:
+        columns["crc"] = data_crcs(data)
     schema = APPEND_SCHEMA_WITH_MARKS if MARK_FIELD.name in columns else APPEND_SCHEMA
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     # Made in one piece of memory, of the size that it takes, whatever the environment tells Arrow.
@@ -219,6 +223,20 @@ def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
             stream.write_batch(batch)
         assert sink.tell() == size
     return memoryview(encoded).cast("B").toreadonly()  # Arrow's own views have signed numbers.
+
+
+def data_crcs(data: pa.Array) -> pa.Array:
+    """Return the CRC-32 of each row of a binary column without nulls."""
+    offsets = _offsets(data)
+    parts: Sequence[Buffer]
+    if offsets[-1] - offsets[0] < len(data) * _VIEWED_BYTES_MIN:
+        parts = data.to_pylist()
+    elif len(data):
+        view = memoryview(data.buffers()[2])
+        parts = [view[start:end] for start, end in pairwise(offsets.tolist())]
+    else:
+        parts = []
+    return pa.array(checksum.crc32_of_each(parts))
 
 
 def _cast(name: str, column: pa.Array) -> pa.Array:

@@ -15,7 +15,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from waltz_spark.writer.results import (
     is_of,
     open_place,
 )
+from waltz_spark.writer.row_sum import RowSum
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,39 @@ class WriteResult:
     """What became of every row of a write.
 
     Attributes:
-        results: one row for each row written: its input columns, `status`, `partition`,
-            `transaction_id`, `attempts`, `lock_failure_transaction_id`, `retry_high_water_mark`.
         counts: `committed`, `recomputed` and `found` (by an earlier attempt) among them,
-            `rejected`, `retry`, `rejected_by_own_rows`, `seconds`.
+            `rejected`, `retry`, `rejected_by_own_rows`, `seconds`. Of a write that is already
+            committed they are those of the run that finished it.
         high_water_marks: by partition, the last mark that the write saw.
         results_path: where the results lie as Parquet.
+        already_committed: an earlier run with the same `writeId` has written these rows; this one
+            has appended nothing.
     """
 
-    results: DataFrame
     counts: Mapping[str, float]
     high_water_marks: Mapping[int, int]
     results_path: str
+    already_committed: bool
+    _results: DataFrame | None = field(repr=False)
+
+    @property
+    def results(self) -> DataFrame:
+        """One row for each row written: its input columns, then those that tell its outcome.
+
+        These are `status`, `partition`, `transaction_id`, `attempts`,
+        `lock_failure_transaction_id` and `retry_high_water_mark`.
+
+        Raises:
+            BadConfig: the run that finished the write has kept none, or they were removed.
+        """
+        if self._results is None:
+            raise BadConfig(
+                f"there are no results in {self.results_path}: an earlier run has finished this "
+                "write without option resultsPath, or its results were removed; the counts are "
+                "known. Hint: Give resultsPath, a directory that stays, to the first run of a "
+                "write whose results are needed later."
+            )
+        return self._results
 
     @property
     def committed(self) -> DataFrame:
@@ -84,7 +106,8 @@ def append(
 
     The same write as `df.write.format("waltz")`, with `onLockFailure=reject` unless you say
     otherwise. Without `resultsPath` the results go to a temporary directory, which only a Spark
-    that is all on this machine can do; it is removed when this Python ends.
+    that is all on this machine can do; it is removed when this Python ends. With `writeId`,
+    rows that an earlier run has written are not written again (`already_committed`).
 
     Args:
         df: one row is one transaction.
@@ -95,7 +118,8 @@ def append(
     Raises:
         BadConfig: an option or `high_water_marks` is wrong, or a cluster's Spark needs
             `resultsPath`.
-        BadRequest: it is no DataFrame, or cannot be written; the column is named.
+        BadRequest: it is no DataFrame, or cannot be written (the column is named); or an earlier
+            run has finished `writeId` with other rows (both counts are named).
         LockFailed: with `onLockFailure=fail`, a row was refused.
         Unavailable: the cluster cannot be reached, or took no rows for a minute.
     """
@@ -124,7 +148,13 @@ def append(
     marks = {int(partition): mark for partition, mark in summary.pop("high_water_marks").items()}
     # A write that was done before has its results where its first run was told to put them.
     path, name = summary.pop("results_path", path), summary.pop("results_name", "")
-    return WriteResult(_results(spark, df, path, name), summary, marks, path)
+    is_repeated = summary.pop("already_committed", False)
+    for each in RowSum().as_fields():
+        summary.pop(each, None)
+    results = _results(spark, path, name)
+    if results is None and not sum(summary[each] for each in ("committed", "rejected", "retry")):
+        results = _no_results(spark, df)
+    return WriteResult(summary, marks, path, is_repeated, results)
 
 
 def _check_free(name: str, options: Mapping[str, object], why: str) -> None:
@@ -152,7 +182,7 @@ def _check_told_apart(df: DataFrame, options: Mapping[str, str]) -> None:
 
 
 def _summary(path: str) -> dict[str, Any]:
-    place = open_place(path)
+    place = open_place(path, is_read=True)
     try:
         with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
             return dict(json.loads(stream.read()))
@@ -163,13 +193,16 @@ def _summary(path: str) -> dict[str, Any]:
         ) from None
 
 
-def _results(spark: SparkSession, df: DataFrame, path: str, name: str) -> DataFrame:
-    place = open_place(path)
+def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
+    """Return the results of a write that are in a directory; None where there is no file."""
+    place = open_place(path, is_read=True)
     names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
     own = [f"{path.rstrip('/')}/{each}" for each in names if is_of(each, name)]
-    if own:
-        return spark.read.parquet(*own)
-    # No row, no file, no schema to read: an empty frame with the columns it would have had.
+    return spark.read.parquet(*own) if own else None
+
+
+def _no_results(spark: SparkSession, df: DataFrame) -> DataFrame:
+    """Return an empty frame with the columns that results would have had; no file has a schema."""
     columns = (
         "status string, partition int, transaction_id bigint, attempts int, "
         "lock_failure_transaction_id bigint, retry_high_water_mark bigint"

@@ -227,7 +227,8 @@ OPTIONS: tuple[Option, ...] = (
         Use.WRITE,
         "new for each write",
         "Names the write, so that the whole job can be run again: what it has written stays "
-        "written once, and a write that is done appends nothing. In `foreachBatch` with `batchId`.",
+        "written once, a write that is done appends nothing, and one with other rows is an error. "
+        "In `foreachBatch` with `batchId`.",
     ),
     Option(
         "batchId",
@@ -235,6 +236,11 @@ OPTIONS: tuple[Option, ...] = (
         "none",
         "The number that `foreachBatch` hands over; it tells the batches of one `writeId` apart.",
     ),
-    Option("writeRetention", Use.WRITE, "7", "For so many days a named write is remembered."),
+    Option(
+        "writeRetention",
+        Use.WRITE,
+        "7",
+        "For so many days after its end a named write is remembered, by ZooKeeper's clock.",
+    ),
 )
 BY_KEY = {option.name.lower(): option for option in OPTIONS}

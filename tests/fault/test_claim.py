@@ -33,7 +33,7 @@ def servers_forget(story: Story) -> None:
 
 
 def begin(story: Story, write: str) -> None:
-    asyncio.run(begin_write(story.cluster.connect, write, {}, keep_until_ms=FOR_LONG))
+    asyncio.run(begin_write(story.cluster.connect, write, {}, keep_ms=FOR_LONG))
 
 
 def records_with(story: Story, data: bytes) -> int:
@@ -65,7 +65,7 @@ def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(story: Story) -
     connect = story.cluster.connect
     with attempt(story, "claim-2", "a") as straggler:
         straggler.append(b"in time", partition=1).result(45)
-        asyncio.run(end_write(connect, "claim-2", {}, keep_until_ms=FOR_LONG))
+        asyncio.run(end_write(connect, "claim-2", {}, keep_ms=FOR_LONG))
         servers_forget(story)
         with pytest.raises(ConnectionSuperseded):
             straggler.append(b"too late", partition=1).result(45)

@@ -260,7 +260,15 @@ def test_a_named_write_is_written_once(
         result = waltz_spark.append(
             table, connect, writeId=name, resultsPath=tmp_path / str(number)
         )
-        assert result.counts["committed"] == 400
+        assert (result.counts["committed"], result.already_committed) == (400, number == 1)
+        assert result.results.count() == 400
+    fewer = table.where("partition != 3")
+    sentence = rf"^write '{name}' was finished with 400 rows, and this run has 300 rows: the same"
+    with pytest.raises(errors.BadRequest, match=sentence) as caught:
+        fewer.write.format("waltz").mode("append").option("writeId", name).save(connect)
+    assert is_one_sentence(caught.value)
+    with pytest.raises(errors.BadRequest, match=sentence):
+        waltz_spark.append(fewer, connect, writeId=name, resultsPath=tmp_path / "fewer")
     found = Counter(int(bytes(row.data)) for row in read(spark, connect, marks).collect())
     assert found == Counter(dict.fromkeys(range(400), 1))
 

@@ -19,14 +19,14 @@ from tests.spark.in_log import in_log
 from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
 from waltz_core.errors import BadRequest, ConnectionSuperseded
 from waltz_spark.options import parse_write
-from waltz_spark.writer.batch import new_job
+from waltz_spark.writer.batch import Named, finish, forget, new_job
 from waltz_spark.writer.task import Job, Written
 
 pytestmark = pytest.mark.spark
 
 SCHEMA = StructType([StructField("data", BinaryType()), StructField("partition", IntegerType())])
 PARTITIONS = 4
-FOR_LONG = 1 << 50
+FOR_LONG = 1 << 40
 
 
 class Stop(Exception):
@@ -51,7 +51,10 @@ class Write:
 
     def __init__(self, connect: str, name: str, **options: str) -> None:
         self.connect, self.name = connect, name
-        self.options = parse_write({"connect": connect, "batchSize": "5", **options})
+        wanted = {"connect": connect, "batchSize": "5", **options}
+        if options.get("exactlyOnce") != "false":
+            wanted["writeId"] = name
+        self.options = parse_write(wanted)
         self.client = WaltzClient(connect)
         self.marks = self.client.high_water_marks(linearizable=True)
 
@@ -62,8 +65,12 @@ class Write:
     def job_of(self, schema: StructType) -> Job:
         """Begin a run with other columns."""
         job = new_job(self.options, schema, self.name)
-        asyncio.run(begin_write(self.connect, self.name, job.marks, keep_until_ms=FOR_LONG))
+        asyncio.run(begin_write(self.connect, self.name, job.marks, keep_ms=FOR_LONG))
         return job
+
+    def finish(self, job: Job, *tasks: Written) -> None:
+        """Commit a run, as the driver does."""
+        finish(job, tasks, Named(self.name, 7))
 
     def in_log(self) -> Counter[bytes]:
         """Return what has come in since the write was made, and how often."""
@@ -199,8 +206,8 @@ def test_another_cut_into_tasks_writes_nothing_twice(write: Write) -> None:
     second = write.job()
     for task, part, why in (
         (0, rows, "another task has brought a row of this task"),
-        (0, rows[:40], "not deterministic"),
-        (1, rows[100:], "not deterministic"),
+        (0, rows[:40], "brought 60 rows into the log, 20 of which .* not among the 40 rows that"),
+        (1, rows[100:], "brought 40 rows into the log, 40 of which .* not among the 20 rows that"),
         (2, rows[116:] + rows[96:100], "another task has brought a row of this task"),
     ):
         with pytest.raises(BadRequest, match=why):
@@ -212,19 +219,104 @@ def test_another_cut_into_tasks_writes_nothing_twice(write: Write) -> None:
     assert write.in_log() == once(rows)
 
 
-def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
-    rows, job = rows_of(0, 50), write.job()
-    job.write_task(batches_of(rows), 0, 0)
-    told = asyncio.run(
-        end_write(write.connect, write.name, {"committed": 50}, keep_until_ms=FOR_LONG)
-    )
-    assert told == {"committed": 50}
-    again = write.job().write_task(batches_of(rows_of(7, 30)), 0, 1)
-    assert again == Written(write=write.name, was_done=True)
+def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
+    """Rows of a task that only the earlier run had are in the log, and in no task of this one."""
+    rows, first = rows_of(0, 80), write.job()
+    first.write_task(batches_of(rows[:60]), 0, 0)
+    first.write_task(batches_of(rows[60:]), 1, 0)
+    first.write_task(batches_of([]), 2, 0)
+    second = write.job()
+    only = second.write_task(batches_of(rows[:60]), 0, 1)
+    with pytest.raises(BadRequest, match="its task 1 has brought rows into the log that are not"):
+        write.finish(second, only)
+    third = write.job()  # task 2 had no rows, so it may be missing
+    tasks = [
+        third.write_task(batches_of(rows[at:to]), n, 2) for n, at, to in ((0, 0, 60), (1, 60, 80))
+    ]
+    write.finish(third, *tasks)
     assert write.in_log() == once(rows)
-    asyncio.run(forget_writes(write.connect, [write.name], now_ms=0))
+
+
+def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
+    """It counts its rows all the same; the same ones in other tasks are the same."""
+    rows, job = rows_of(0, 50), write.job()
+    first = job.write_task(batches_of(rows), 0, 0)
+    write.finish(job, first)
+    again = write.job()
+    tasks = [
+        again.write_task(batches_of(part), task, 1)
+        for task, part in enumerate((rows[40:], rows[20:40], rows[:20]))
+    ]
+    assert [(each.was_done, each.committed, each.rows.rows) for each in tasks] == [
+        (True, 0, 10), (True, 0, 20), (True, 0, 20),
+    ]  # fmt: skip
+    write.finish(again, *tasks)
+    assert write.in_log() == once(rows)
+    asyncio.run(forget_writes(write.connect, [write.name]))
+    with pytest.raises(ConnectionSuperseded, match=r"finished before, and is forgotten .* Run it"):
+        write.finish(again, *tasks)
     with pytest.raises(ConnectionSuperseded, match="it is over and forgotten"):
         job.write_task(batches_of(rows), 0, 2)
+    assert write.in_log() == once(rows)
+
+
+def test_a_write_that_is_done_refuses_other_rows(write: Write) -> None:
+    monday, job = rows_of(1, 1), write.job()
+    write.finish(job, job.write_task(batches_of(monday), 0, 0))
+    for others, counts, hashes in (
+        (rows_of(2, 2), "finished with 1 row, and this run has 2 rows", False),
+        (rows_of(2, 1), "finished with 1 row, and this run has 1 row", True),
+        ([], "finished with 1 row, and this run has 0 rows", False),
+    ):
+        again = write.job()
+        told = again.write_task(batches_of(others), 0, 1)
+        with pytest.raises(BadRequest, match=counts) as caught:
+            write.finish(again, told)
+        assert ("the counts are equal, the hashes differ" in str(caught.value)) is hashes
+        assert "This run has appended nothing" in str(caught.value)
+        assert write.in_log() == once(monday)
+    again = write.job()
+    write.finish(again, again.write_task(batches_of(monday), 0, 1))
+
+
+def test_a_run_that_is_overtaken_by_one_with_other_rows_fails(write: Write) -> None:
+    """Two runs at a time, the second with a row more; the first is finished first."""
+    rows, first = rows_of(0, 20), write.job()
+    told = first.write_task(batches_of(rows), 0, 0)
+    second = write.job()
+    more = second.write_task(batches_of([*rows, b"more"]), 0, 1)
+    write.finish(first, told)
+    with pytest.raises(BadRequest, match=r"with 20 rows, and this run has 21 rows: .* was faster"):
+        write.finish(second, more)
+    assert write.in_log() == once([*rows, b"more"])
+
+
+def test_a_write_that_an_earlier_version_has_finished_is_done(
+    write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record has no hash: rows cannot be compared, and the log line says so."""
+    rows, job = rows_of(0, 5), write.job()
+    told = job.write_task(batches_of(rows), 0, 0)
+    asyncio.run(end_write(write.connect, write.name, {"committed": 5}, keep_ms=FOR_LONG))
+    again = write.job()
+    write.finish(again, again.write_task(batches_of(rows_of(7, 3)), 0, 1))
+    assert "is already committed" in caplog.text
+    assert "its rows could not be compared" in caplog.text
+    write.finish(job, told)
+    assert write.in_log() == once(rows)
+
+
+def test_a_driver_whose_clock_is_ahead_forgets_no_write(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, job = rows_of(0, 5), write.job()
+    write.finish(job, job.write_task(batches_of(rows), 0, 0))
+    ahead = time.time() + 30 * 24 * 3_600  # noqa: TID251 - a driver's clock
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    for _ in range(3):  # it looks at some of the writes each time
+        forget(job, [])
+    again = write.job()
+    write.finish(again, again.write_task(batches_of(rows), 0, 1))
     assert write.in_log() == once(rows)
 
 
@@ -270,10 +362,10 @@ def test_results_without_columns_of_the_input(connect: str, tmp_path: Path) -> N
 def test_an_earlier_micro_batch_does_not_begin_anew(write: Write) -> None:
     """A zombie's task comes when the batch is long forgotten; a later one stands for that."""
     stream = {n: dataclasses.replace(write.job(), write=f"s-{n}") for n in (9, 10)}
-    series = {n: dataclasses.replace(job, keep_until_ms=FOR_LONG) for n, job in stream.items()}
+    series = {n: dataclasses.replace(job, keep_ms=FOR_LONG) for n, job in stream.items()}
     series[9].write_task(batches_of(rows_of(9, 20)), 0, 0)
     series[10].write_task(batches_of(rows_of(10, 20)), 0, 0)
-    asyncio.run(forget_writes(write.connect, ["s-9"], now_ms=0))
+    asyncio.run(forget_writes(write.connect, ["s-9"]))
     with pytest.raises(ConnectionSuperseded, match="s-10 has begun"):
         series[9].write_task(batches_of(rows_of(9, 20)), 0, 1)
     assert write.in_log() == once(rows_of(9, 20) + rows_of(10, 20))

@@ -1,6 +1,7 @@
 """Micro-batches into a real cluster: each enters the log once, however often Spark runs it."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pyspark.sql.types import StructType
 
 import waltz_spark
 from waltz_core.client import WaltzClient
+from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.datasource.source import WaltzDataSource
 
 pytestmark = pytest.mark.spark
@@ -33,6 +35,14 @@ class Place:
         """Add a file, the input of one micro-batch."""
         table = self.spark.range(number * ROWS, (number + 1) * ROWS, numPartitions=1)
         table.write.mode("append").parquet(str(self.path / "in"))
+
+    def put_into_first(self, number: int) -> None:
+        """Have the first micro-batch of a stream that begins again hold another file's rows."""
+        self.put(number)
+        whole = self.spark.read.parquet(str(self.path / "in")).coalesce(1)
+        whole.write.parquet(str(self.path / "whole"))
+        shutil.rmtree(self.path / "in")
+        (self.path / "whole").rename(self.path / "in")
 
     def table(self) -> DataFrame:
         """Return what is written."""
@@ -93,6 +103,20 @@ def test_a_batch_that_spark_has_not_recorded_is_not_written_again(place: Place) 
     place.put(2)
     place.run()
     assert place.in_log() == once(3)
+
+
+def test_a_batch_that_comes_again_with_other_rows_fails(place: Place) -> None:
+    """A checkpoint that was cut back by hand: the batch is planned again, over more input."""
+    place.put(0)
+    place.run()
+    place.forget_commit(0)
+    for name in ("0", ".0.crc"):
+        (place.path / "checkpoint" / "offsets" / name).unlink(missing_ok=True)
+        (place.path / "checkpoint" / "sources" / "0" / name).unlink(missing_ok=True)
+    place.put_into_first(1)
+    with pytest.raises(StreamingQueryException, match=r"finished with 60 rows, and .* 120 rows"):
+        place.run()
+    assert place.in_log() == once(1)
 
 
 def test_without_it_such_a_batch_is_there_twice(place: Place) -> None:
@@ -195,7 +219,39 @@ def test_a_named_job_that_failed_is_run_again(place: Place) -> None:
     for _ in range(2):  # the second one finds it done
         right.write.format("waltz").mode("append").options(**options).save(place.connect)
         assert place.in_log() == Counter(dict.fromkeys(range(4_000), 1))
-    for _ in range(2):
-        result = waltz_spark.append(right, place.connect, writeId="another")
-        assert result.counts["committed"] == 4_000
-    assert sum(place.in_log().values()) == 8_000
+    again = waltz_spark.append(right.repartition(3), place.connect, **options)
+    assert (again.already_committed, again.counts["committed"]) == (True, 4_000)
+    with pytest.raises(BadConfig, match=r"there are no results in .* without option resultsPath"):
+        assert again.committed
+    with pytest.raises(BadRequest, match=r"with 4000 rows, and this run has 3999 rows: the same"):
+        right.where("data != '7'").write.format("waltz").mode("append").options(**options).save(
+            place.connect
+        )
+    assert place.in_log() == Counter(dict.fromkeys(range(4_000), 1))
+
+
+def test_a_named_append_reports_its_first_run_and_refuses_other_rows(
+    spark: SparkSession, connect: str
+) -> None:
+    days = {
+        day: spark.createDataFrame(rows, "data string")
+        for day, rows in (
+            ("monday", [("Anna",)]),
+            ("tuesday", [("Boris",)]),
+            ("both", [("Anna",), ("Boris",)]),
+        )
+    }
+    first, again = (waltz_spark.append(days["monday"], connect, writeId="daily") for _ in range(2))
+    assert (first.already_committed, again.already_committed) == (False, True)
+    assert again.counts == first.counts
+    assert again.results.collect() == first.results.collect()
+    for day, sentence in (
+        ("both", "with 1 row, and this run has 2 rows: the same write ID with different rows"),
+        ("tuesday", "the counts are equal, the hashes differ"),
+    ):
+        with pytest.raises(BadRequest, match=sentence):
+            waltz_spark.append(days[day], connect, writeId="daily")
+    empty = days["monday"].limit(0)
+    results = [waltz_spark.append(empty, connect, writeId="empty") for _ in range(2)]
+    assert [each.already_committed for each in results] == [False, True]
+    assert [each.results.count() for each in results] == [0, 0]

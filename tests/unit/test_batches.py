@@ -128,6 +128,16 @@ def test_a_batch_is_encoded_alike_whatever_the_environment_says(
     assert bytes(batches.encode_append_arrow(rows)) == bytes(usual)
 
 
+def test_checksums_that_were_made_before_are_sent_as_they_are() -> None:
+    """The server finds what has changed in a row since."""
+    data = pa.array([b"a", b"b" * 5_000])
+    rows = pa.RecordBatch.from_pydict({"data": data, "crc": batches.data_crcs(data)})
+    assert decode(batches.encode_append_arrow(rows)).data.to_pylist() == data.to_pylist()
+    changed = rows.set_column(0, "data", pa.array([b"a", b"c" * 5_000]))
+    with pytest.raises(BadRequest, match="CRC"):
+        decode(batches.encode_append_arrow(changed))
+
+
 def test_strings_are_payloads_too() -> None:
     payload = batches.encode_append_arrow(pa.RecordBatch.from_pydict({"data": pa.array(["é"])}))
     assert decode(payload).data.to_pylist() == ["é".encode()]
@@ -145,11 +155,18 @@ def test_a_null_list_that_spans_values_has_no_locks() -> None:
     assert listed(decode(payload).write_locks) == [[], [9]]
 
 
+@given(st.lists(st.sampled_from([b"", b"short", b"x" * 900, b"y" * 5_000]), max_size=8), st.data())
+def test_the_crc_of_each_row_of_a_slice(rows: list[bytes], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(rows)))
+    column = pa.array(rows, pa.binary()).slice(start, data.draw(st.integers(0, len(rows))))
+    assert batches.data_crcs(column).tolist() == [crc32(each) for each in column.to_pylist()]
+
+
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
         ({"header": [1]}, "expected data"),
-        ({"data": [b""], "crc": [1]}, "found .*crc"),
+        ({"data": [b""], "crc": ["x"]}, "column crc: expected uint32, found string"),
         ({"data": [b""], "colour": [1]}, "found .*colour"),
         ({"data": [None, b""]}, "column data: 1 nulls"),
         ({"data": [b""], "header": [None]}, "column header"),

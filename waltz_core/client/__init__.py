@@ -23,6 +23,7 @@ from waltz_core.client.claim import (
     end_write,
     forget_writes,
     summary_of_write,
+    tasks_of_write,
 )
 from waltz_core.client.compression import Zstd
 from waltz_core.client.decorator import transactional
@@ -77,5 +78,6 @@ __all__ = [
     "lock",
     "partition_of",
     "summary_of_write",
+    "tasks_of_write",
     "transactional",
 ]

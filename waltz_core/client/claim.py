@@ -35,7 +35,7 @@ class TaskClaim:
         task: the task's number, the same in each attempt.
         run: names one execution of the whole job.
         series: where this task may begin the write (rule 4), the marks from which it starts, by
-            partition, and until when it is to be kept; those of whoever came first hold.
+            partition, and for how many ms it is kept; those of whoever came first hold.
 
     Raises:
         BadRequest: the write cannot be called so.
@@ -145,11 +145,11 @@ class TaskClaim:
 
 
 async def begin_write(
-    connect: str, write: str, marks: Mapping[int, int], *, keep_until_ms: int
+    connect: str, write: str, marks: Mapping[int, int], *, keep_ms: int
 ) -> dict[str, Any] | None:
     """Begin a write unless it was; return its summary when it is done already, else None."""
     async with zookeeper.connected(connect) as coordinator:
-        state = await coordinator.writes.begin(write, marks, keep_until_ms)
+        state = await coordinator.writes.begin(write, marks, keep_ms)
         return None if state.summary is None else dict(state.summary)
 
 
@@ -160,8 +160,14 @@ async def summary_of_write(connect: str, write: str) -> dict[str, Any] | None:
         return None if state is None or state.summary is None else dict(state.summary)
 
 
+async def tasks_of_write(connect: str, write: str) -> list[int]:
+    """Return the numbers of the tasks that any run of a write has begun."""
+    async with zookeeper.connected(connect) as coordinator:
+        return await coordinator.writes.task_numbers(write)
+
+
 async def end_write(
-    connect: str, write: str, summary: Mapping[str, Any], *, keep_until_ms: int
+    connect: str, write: str, summary: Mapping[str, Any], *, keep_ms: int
 ) -> dict[str, Any]:
     """Mark a write as done; return the summary that holds, which is that of whoever was first.
 
@@ -169,16 +175,16 @@ async def end_write(
         ConnectionSuperseded: the write is forgotten.
     """
     async with zookeeper.connected(connect) as coordinator:
-        state = await coordinator.writes.finish(write, summary, keep_until_ms)
+        state = await coordinator.writes.finish(write, summary, keep_ms)
         assert state.summary is not None
         return dict(state.summary)
 
 
-async def forget_writes(connect: str, names: Sequence[str], *, now_ms: int) -> list[str]:
+async def forget_writes(connect: str, names: Sequence[str]) -> list[str]:
     """Remove writes by name, and some of those whose time is over; return which."""
     async with zookeeper.connected(connect) as coordinator:
         writes = coordinator.writes
-        removed = [*names, *await writes.out_of_time(now_ms)]
+        removed = [*names, *await writes.out_of_time()]
         for name in removed:
             await writes.forget(name)
         return removed

@@ -48,10 +48,11 @@ class _Entry:
     version: int = 0
     cversion: int = 0
     owner: int = PERSISTENT
+    mtime_ms: int = 0
 
     @property
     def stat(self) -> NodeStat:
-        return NodeStat(self.version, self.cversion, self.owner)
+        return NodeStat(self.version, self.cversion, self.owner, self.mtime_ms)
 
 
 @dataclass(slots=True)
@@ -143,7 +144,8 @@ class MemoryZooKeeper:
                 return self._create(operation, owner, touched)
             case Set(path, data, version):
                 entry = self._expect(path, version)
-                self._nodes[path] = replace(entry, data=data, version=version + 1)
+                written = replace(entry, data=data, version=version + 1, mtime_ms=self.now_ms)
+                self._nodes[path] = written
                 touched.append(path)
                 return version + 1
             case Delete(path, version):
@@ -170,7 +172,7 @@ class MemoryZooKeeper:
         if path in self._nodes:
             raise errors.CoordinatorConflict(f"{path} exists already")
         owner = owner if operation.ephemeral else PERSISTENT
-        self._nodes[path] = _Entry(operation.data, owner=owner)
+        self._nodes[path] = _Entry(operation.data, owner=owner, mtime_ms=self.now_ms)
         self._touch_parent(path)
         touched.append(path)
         return 0

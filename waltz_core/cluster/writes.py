@@ -13,8 +13,10 @@ Rules (spark.md, "Exactly once"):
        `check` says so from what ZooKeeper held after the call.
     4. A write that is forgotten is not begun again by those who only enter it. Of a series (`X-7`
        comes after `X-6`) none is begun when a later one is there.
-    5. A write is forgotten when its own time is over: set when it is begun, and again when it is
-       done. It is marked as done first, so that nobody enters while its tasks are removed.
+    5. A write is forgotten a given time after its node was last written: when it was begun, or when
+       it was done. ZooKeeper's clock measures that time; a driver's own clock may be days off.
+       A write that is forgotten is marked as done first, with an empty summary, so that no task
+       enters while its tasks are removed.
     6. A run is one execution of the whole job. A task's runs are written down, because what another
        run has written may be cut into other tasks.
 """
@@ -34,20 +36,22 @@ RUNS_MAX = 1_000
 REMOVALS_MAX = 500
 LOOKED_AT_MAX = 50
 NAME_CHARACTERS_MAX = 200
-_FORMAT = 1
+# How long a node of format 1 is kept: it says when, by a driver's clock.
+KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
+_FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
 
 
 @dataclass(frozen=True, slots=True)
 class WriteState:
-    """`R/x/writes/W`: JSON with `format` 1 and these fields.
+    """`R/x/writes/W`: JSON with `format` 2 and these fields.
 
-    `marks` are the log's high-water marks by partition when the write was first begun,
-    `keep_until_ms` is when it may be forgotten, `summary` what it has come to (None while it goes
-    on).
+    `marks` are the log's high-water marks by partition when the write was first begun, `keep_ms` is
+    how long after the node was last written it may be forgotten, `summary` what the write has come
+    to (None while it goes on, empty when it is being forgotten).
     """
 
     marks: Mapping[int, int]
-    keep_until_ms: int
+    keep_ms: int
     summary: Mapping[str, Any] | None = None
 
     @property
@@ -58,20 +62,23 @@ class WriteState:
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
         marks = {str(partition): mark for partition, mark in sorted(self.marks.items())}
-        fields = {"marks": marks, "keep_until_ms": self.keep_until_ms, "summary": self.summary}
-        return strict_json.to_json({"format": _FORMAT, **fields})
+        fields = {"marks": marks, "keep_ms": self.keep_ms, "summary": self.summary}
+        return strict_json.to_json({"format": _FORMAT_OF_WRITES, **fields})
 
     @staticmethod
     def from_bytes(data: bytes) -> "WriteState":
-        """Decode; raises BadFormat."""
-        values = _object(data, "WriteState", {"marks": dict, "keep_until_ms": int})
+        """Decode a node of format 1 or 2; raises BadFormat."""
+        values = _object(data, "WriteState", (1, _FORMAT_OF_WRITES))
+        if values["format"] == 1:
+            values["keep_ms"] = KEEP_MS_OF_FORMAT_1
+        _check_kinds(values, "WriteState", {"marks": dict, "keep_ms": int})
         marks, summary = values["marks"], values.get("summary")
         if not all(name.isdecimal() and _is_whole(mark) for name, mark in marks.items()):
             raise errors.BadFormat(f"WriteState: expected marks by partition, found {marks!r:.200}")
         if summary is not None and not isinstance(summary, dict):
             raise errors.BadFormat(f"WriteState: expected a summary, found {summary!r:.200}")
         return WriteState(
-            {int(name): mark for name, mark in marks.items()}, values["keep_until_ms"], summary
+            {int(name): mark for name, mark in marks.items()}, values["keep_ms"], summary
         )
 
 
@@ -86,13 +93,13 @@ class TaskState:
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
         fields = {"client_id": self.client_id, "attempt": self.attempt, "runs": list(self.runs)}
-        return strict_json.to_json({"format": _FORMAT, **fields})
+        return strict_json.to_json({"format": _FORMAT_OF_TASKS, **fields})
 
     @staticmethod
     def from_bytes(data: bytes) -> "TaskState":
         """Decode; raises BadFormat."""
-        kinds = {"client_id": int, "attempt": int, "runs": list}
-        values = _object(data, "TaskState", kinds)
+        values = _object(data, "TaskState", (_FORMAT_OF_TASKS,))
+        _check_kinds(values, "TaskState", {"client_id": int, "attempt": int, "runs": list})
         if not all(isinstance(run, str) for run in values["runs"]):
             raise errors.BadFormat(f"TaskState: expected names of runs, found {data!r:.200}")
         return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
@@ -113,14 +120,14 @@ class WriteRegistry:
         return None if node is None else decode_node(path, node, WriteState.from_bytes)
 
     async def begin(
-        self, write: str, marks: Mapping[int, int], keep_until_ms: int, *, in_series: bool = False
+        self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
     ) -> WriteState:
         """Return the write, begun with these marks unless somebody else was first (rule 1).
 
         Raises:
             ConnectionSuperseded: a later one of its series is there (rule 4).
         """
-        path, made = self._path(write), WriteState(dict(marks), keep_until_ms)
+        path, made = self._path(write), WriteState(dict(marks), keep_ms)
         for _ in range(ATTEMPTS_MAX):
             found = await self.read(write)
             if found is not None:
@@ -189,18 +196,21 @@ class WriteRegistry:
 
     async def tasks(self, write: str) -> dict[int, TaskState]:
         """Return the tasks that were ever begun."""
-        listing = await self._znodes.children(self._path(write))
         found: dict[int, TaskState] = {}
-        for name in () if listing is None else listing.names:
-            path = f"{self._path(write)}/{name}"
+        for task in await self.task_numbers(write):
+            path = self._path(write, task)
             node = await self._znodes.get(path)
-            if node is not None and name.isdecimal():
-                found[int(name)] = decode_node(path, node, TaskState.from_bytes)
+            if node is not None:
+                found[task] = decode_node(path, node, TaskState.from_bytes)
         return found
 
-    async def finish(
-        self, write: str, summary: Mapping[str, Any], keep_until_ms: int
-    ) -> WriteState:
+    async def task_numbers(self, write: str) -> list[int]:
+        """Return the numbers of the tasks that were ever begun."""
+        listing = await self._znodes.children(self._path(write))
+        names = () if listing is None else listing.names
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    async def finish(self, write: str, summary: Mapping[str, Any], keep_ms: int) -> WriteState:
         """Mark a write as done, and return it: with the summary of whoever was first.
 
         Raises:
@@ -215,7 +225,7 @@ class WriteRegistry:
             found = decode_node(path, node, WriteState.from_bytes)
             if found.is_done:
                 return found
-            done = replace(found, summary=dict(summary), keep_until_ms=keep_until_ms)
+            done = replace(found, summary=dict(summary), keep_ms=keep_ms)
             if await self._try([Set(path, done.to_bytes(), node.stat.version)]):
                 return done
         raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
@@ -245,8 +255,9 @@ class WriteRegistry:
         for start in range(0, len(removals), REMOVALS_MAX):
             await self._try(removals[start : start + REMOVALS_MAX])
 
-    async def out_of_time(self, now_ms: int) -> list[str]:
-        """Return writes whose time is over, of the few that are looked at in one call."""
+    async def out_of_time(self) -> list[str]:
+        """Return writes whose time is over, of the few that are looked at in one call (rule 5)."""
+        now_ms = await self._time_ms()
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         start = now_ms % len(names) if names else 0  # another place each time
@@ -256,6 +267,15 @@ class WriteRegistry:
             if node is not None and _is_over(node, now_ms):
                 over.append(name)
         return over
+
+    async def _time_ms(self) -> int:
+        """Return ZooKeeper's time: that at which it has just written a node."""
+        path = self._nodes.paths.writes
+        node = await self._znodes.get(path)
+        if node is not None:
+            await self._try([Set(path, b"", node.stat.version)])  # else another driver just did
+            node = await self._znodes.get(path)
+        return 0 if node is None else node.stat.mtime_ms
 
     def _path(self, write: str, task: int | None = None) -> str:
         check_name(write)
@@ -290,7 +310,7 @@ def _over(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded
 
 def _is_over(node: Node, now_ms: int) -> bool:
     try:
-        return WriteState.from_bytes(node.data).keep_until_ms < now_ms
+        return node.stat.mtime_ms + WriteState.from_bytes(node.data).keep_ms <= now_ms
     except errors.BadFormat:
         return False
 
@@ -299,17 +319,23 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
-def _object(data: bytes, what: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+def _object(data: bytes, what: str, formats: tuple[int, ...]) -> dict[str, Any]:
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
         raise errors.BadFormat(f"{what}: expected JSON: {error!s:.200}") from error
-    if not isinstance(values, dict) or values.get("format") != _FORMAT:
-        raise errors.BadFormat(f"{what}: expected an object of format 1, found {data!r:.200}")
+    if not isinstance(values, dict) or values.get("format") not in formats:
+        expected = " or ".join(map(str, formats))
+        raise errors.BadFormat(
+            f"{what}: expected an object of format {expected}, found {data!r:.200}"
+        )
+    return values
+
+
+def _check_kinds(values: Mapping[str, Any], what: str, kinds: Mapping[str, type]) -> None:
     for name, kind in kinds.items():
         value = values.get(name)
         if not isinstance(value, kind) or (kind is int and not _is_whole(value)):
             raise errors.BadFormat(
                 f"{what}: expected {name} as {kind.__name__}, found {value!r:.200}"
             )
-    return values

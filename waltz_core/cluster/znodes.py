@@ -27,11 +27,15 @@ PERSISTENT = 0
 
 
 class NodeStat(NamedTuple):
-    """A node's own version, the version of its list of children, and its owner session."""
+    """A node's own version, the version of its list of children, and its owner session.
+
+    `mtime_ms` is when the node was last written, by the clock of ZooKeeper's leader.
+    """
 
     version: int
     cversion: int
     owner: int = PERSISTENT
+    mtime_ms: int = 0
 
 
 class Node(NamedTuple):

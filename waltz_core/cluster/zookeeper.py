@@ -527,7 +527,7 @@ def _watch_of(signal: Signal | None) -> Callable[[object], None] | None:
 
 
 def _node_stat(stat: ZnodeStat) -> NodeStat:
-    return NodeStat(stat.version, stat.cversion, stat.ephemeralOwner)
+    return NodeStat(stat.version, stat.cversion, stat.ephemeralOwner, stat.mtime)
 
 
 def _add(request: TransactionRequest, operation: Operation, acl: list[ACL]) -> None:

@@ -10,23 +10,33 @@ Rules (spark.md, "Exactly once"):
     2. `commit` keeps the results first, and then marks the write as done: whoever finds it done
        finds the results. A write that nobody can name is forgotten instead. Forgetting can wait:
        where ZooKeeper does not answer it is no reason for a job to fail whose rows are in the log.
+       A write that was done before must have had the same rows (`row_sum.py`). One that was not
+       done must have no rows in the log from tasks that only an earlier run had.
     3. `abort` takes nothing back and forgets nothing: tasks may still run, and it may be run again.
 """
 
 import asyncio
+import dataclasses
+import functools
 import logging
 import secrets
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from waltz_core.client import begin_write, end_write, forget_writes, summary_of_write
-from waltz_core.errors import BadConfig, WaltzError
+from waltz_core.client import (
+    begin_write,
+    end_write,
+    forget_writes,
+    summary_of_write,
+    tasks_of_write,
+)
+from waltz_core.errors import BadConfig, BadRequest, ConnectionSuperseded, WaltzError
 from waltz_spark.connections import client_of
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
@@ -34,6 +44,7 @@ from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
 from waltz_spark.writer.results import check_carried, keep, tell_again
+from waltz_spark.writer.row_sum import RowSum
 from waltz_spark.writer.task import Job, Written, place_of_task
 
 _log = logging.getLogger("waltz")
@@ -41,6 +52,19 @@ _log = logging.getLogger("waltz")
 DAY_MS = 24 * 3_600 * 1_000
 # What is not done may be waited for longer, and of a stream only the last micro-batch is kept.
 UNDONE_DAYS = 365
+_HINT = (
+    "Give other rows a writeId of their own; a run that is repeated must compute the same rows. "
+    "This run has appended nothing."
+)
+_HINT_OF_RACE = "Another run of this write was faster. What this run has appended stays in the log."
+
+
+class Named(NamedTuple):
+    """A write that can be run again; `hint` is for one that comes again with other rows."""
+
+    write: str
+    keep_days: int
+    hint: str = _HINT
 
 
 def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job:
@@ -91,11 +115,10 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         write = named if named is not None else f"run-{secrets.token_hex(12)}"
         job = new_job(options, schema, write if options.exactly_once else None)
         self._job = job
-        self._is_named = named is not None
         if options.exactly_once:
-            days = UNDONE_DAYS if self._is_named else options.retention_days
-            until_ms = job.began_ms + days * DAY_MS
-            asyncio.run(begin_write(options.connect, write, job.marks, keep_until_ms=until_ms))
+            days = UNDONE_DAYS if job.is_named else options.retention_days
+            begun = begin_write(options.connect, write, job.marks, keep_ms=days * DAY_MS)
+            asyncio.run(begun)
 
     # -- in a task ----------------------------------------------------------------------------
 
@@ -109,17 +132,19 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     @plainly
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Close the results and say in one line what became of the job (rule 2)."""
-        tasks = [message for message in messages if isinstance(message, Written)]
-        write = self._job.write
-        finish(self._job, tasks, write=write if self._is_named else None)
-        forget(self._job, [] if write is None or self._is_named else [write])
+        write, days = self._job.write, self._job.options.retention_days
+        named = None if write is None or not self._job.is_named else Named(write, days)
+        finish(self._job, messages, named)
+        forget(self._job, [] if write is None or named is not None else [write])
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Say what is in the log; nothing is taken back, because a log cannot."""
         tasks = [message for message in messages if isinstance(message, Written)]
+        if any(task.was_done for task in tasks):
+            return  # the error says it
         committed = sum(task.committed for task in tasks)
         again = ""
-        if self._is_named:
+        if self._job.is_named:
             again = f"; run it again as write {self._job.write}, and they are not written twice"
         _log.warning(
             "waltz: the job failed; at least %d of its rows are in the log and stay there%s",
@@ -128,25 +153,39 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         )
 
 
-def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | None = None) -> None:
-    """Keep the results, mark the write as done for some days, and log what became of it."""
-    paths = [task.results_path for task in tasks if task.results_path is not None]
-    if any(task.was_done for task in tasks) and write is not None:
-        _log.warning("waltz: write %s was done already; nothing was appended", write)
-        done = asyncio.run(summary_of_write(job.options.connect, write))
-        if paths and done is not None:
-            tell_again(paths[0], done)
+def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Named | None) -> None:
+    """Keep the results, mark a write that has a name as done, and log what became of the job.
+
+    Args:
+        job: what its tasks had in common; of a stream, all but the names of the write.
+        messages: those of all tasks.
+        named: the write, if it has a name.
+
+    Raises:
+        BadRequest: an earlier run of the write had other rows.
+        ConnectionSuperseded: the write was done before, and is forgotten.
+    """
+    tasks = [message for message in messages if isinstance(message, Written)]
+    if named is not None and any(task.was_done for task in tasks):
+        _repeat(job, tasks, named)
         return
+    if named is not None and any(task.is_repeated for task in tasks):
+        _check_no_task_is_left(job, named.write, len(messages))
+    paths = [task.results_path for task in tasks if task.results_path is not None]
+    rows = _rows_of(tasks)
     summary = summarise(tasks, hands_back=job.options.hands_back)
     summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
+    if named is not None:
+        summary |= rows.as_fields()
     if paths:
         # The writer that commits a micro-batch is another one than its tasks had.
         name = next((task.results_name for task in tasks), job.results_name)
         summary |= {"results_path": paths[0], "results_name": name}
         keep(paths[0], [task.file for task in tasks if task.file is not None], name, summary)
-    if write is not None:
-        until_ms = now_ms() + max(days or 0, job.options.retention_days) * DAY_MS
-        asyncio.run(end_write(job.options.connect, write, summary, keep_until_ms=until_ms))
+    if named is not None:
+        keep_ms = named.keep_days * DAY_MS
+        ended = end_write(job.options.connect, named.write, summary, keep_ms=keep_ms)
+        rows.check_same(named.write, asyncio.run(ended), hint=_HINT_OF_RACE)
     _log.warning(
         "waltz: %(committed)d rows committed (%(recomputed)d computed anew), %(rejected)d "
         "rejected, %(retry)d to be tried again (%(rejected_by_own_rows)d refused by rows of this "
@@ -155,18 +194,62 @@ def finish(job: Job, tasks: list[Written], *, write: str | None, days: int | Non
     )
 
 
+def _repeat(job: Job, tasks: list[Written], named: Named) -> None:
+    """Report a write that was done before and had the same rows; nothing was appended."""
+    summary = asyncio.run(summary_of_write(job.options.connect, named.write))
+    if not summary:
+        raise ConnectionSuperseded(
+            f"write {named.write!r} was finished before, and is forgotten since its writeRetention "
+            "is over; nothing was appended. Hint: Run it once more to append its rows again."
+        )
+    is_alone = all(task.was_done for task in tasks)
+    hint = named.hint if is_alone else _HINT_OF_RACE
+    _rows_of(tasks).check_same(named.write, summary, hint=hint)
+    unknown = ""
+    if "rows_hash" not in summary:
+        unknown = "; an earlier version finished it, so its rows could not be compared"
+    _log.warning(
+        "waltz: write %s is already committed; nothing was appended%s", named.write, unknown
+    )
+    path = next((task.results_path for task in tasks if task.results_path is not None), None)
+    if path is not None:
+        tell_again(path, summary | {"already_committed": True})
+
+
+def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:
+    """Run tasks that only an earlier run had, without rows: the log must have none of theirs."""
+    again = dataclasses.replace(job, write=write, keep_ms=None)
+    for task in asyncio.run(tasks_of_write(job.options.connect, write)):
+        if task < task_count:
+            continue
+        try:
+            again.write_task(iter(()), task, 0)
+        except BadRequest:
+            raise BadRequest(
+                f"write {write!r}: an earlier run had more tasks than this one, which has "
+                f"{task_count}, and its task {task} has brought rows into the log that are not "
+                "among those of this run; what this run has appended stays in the log. Hint: Run "
+                "it again with the same rows in the same tasks as before. Other rows need a "
+                "writeId of their own."
+            ) from None
+
+
+def _rows_of(tasks: list[Written]) -> RowSum:
+    return functools.reduce(RowSum.plus, (task.rows for task in tasks), RowSum())
+
+
 def forget(job: Job, writes: list[str]) -> None:
     """Forget writes that nobody asks about any more, and some whose time is over (rule 2)."""
     if not job.options.exactly_once:
         return
     try:
-        asyncio.run(forget_writes(job.options.connect, writes, now_ms=now_ms()))
+        asyncio.run(forget_writes(job.options.connect, writes))
     except WaltzError as error:
         _log.warning("waltz: writes %s are forgotten later: %s", writes, error)
 
 
 def now_ms() -> int:
-    """Return the time, for what outlives a process."""
+    """Return the time, for what outlives a process; no other machine may depend on it."""
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 

@@ -28,6 +28,7 @@ from pyspark.sql.types import (
     StructType,
 )
 
+from waltz_core.batches import data_crcs
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
 from waltz_spark.options import WriteOptions
@@ -181,7 +182,7 @@ class Shaped:
     """
 
     partitions: npt.NDArray[np.int32]
-    append: pa.RecordBatch  # header, data, three lock lists, client_high_water_mark
+    append: pa.RecordBatch  # header, data, its crc, three lock lists, client_high_water_mark
     identity: pa.RecordBatch | None
     is_free: npt.NDArray[np.bool_]
     source: pa.RecordBatch | None = None
@@ -228,8 +229,9 @@ class Shaper:
         locks = [self._locks(batch, name) for name in LOCK_COLUMNS]
         partitions, is_free = self._partitions(batch, locks, count)
         marks = self._row_marks(batch, partitions)
-        columns = [self._header(batch, count), self._data(batch), *locks, pa.array(marks)]
-        names = ["header", "data", *LOCK_COLUMNS, MARK_COLUMN]
+        data = self._data(batch)
+        columns = [self._header(batch, count), data, data_crcs(data), *locks, pa.array(marks)]
+        names = ["header", "data", "crc", *LOCK_COLUMNS, MARK_COLUMN]
         append = pa.RecordBatch.from_arrays(columns, names)
         source = None if self._options.recompute is None else batch
         return Shaped(partitions, append, self.identity(batch), is_free, source)

@@ -63,6 +63,7 @@ class Already:
         self._keys = keys or RowKeys()
         self._own = {key: deque(sorted(found)) for key, found in (own or {}).items()}
         self._left = {found for waiting in self._own.values() for found in waiting}
+        self._found = len(self._left)
         self._others = others
         self._locks: dict[bytes, tuple[object, ...]] = {}
         self.next_sequences = dict(next_sequences or {})
@@ -122,8 +123,10 @@ class Already:
         Raises:
             BadRequest: rules 2 to 4.
         """
+        rows = 0
         with Spool() as spool:
             for shaped in batches:
+                rows += shaped.append.num_rows
                 rest, answers = self.split(shaped)
                 there.extend(answers)
                 if self.is_settled:
@@ -132,19 +135,20 @@ class Already:
                         yield rest
                 elif rest is not None:
                     spool.put(rest)
-            self.check_all_matched()
+            self._check_all_matched(rows)
             yield from spool.take()
 
-    def check_all_matched(self) -> None:
+    def _check_all_matched(self, rows: int) -> None:
         """Raise BadRequest when a record has found no row (rule 3)."""
         if self._left:
             partition, transaction_id = min(self._left)
             raise BadRequest(
-                f"the input is not deterministic: an earlier attempt of this task has brought "
-                f"{len(self._left)} rows into the log (the first is transaction {transaction_id} "
-                f"of partition {partition}) that are not among the rows it has now; sort the "
-                f"input, write from a checkpointed DataFrame, or cut it into the same tasks as "
-                f"before{self._keys.hint}"
+                f"an earlier attempt of this task has brought {self._found} rows into the log, "
+                f"{len(self._left)} of which (the first is transaction {transaction_id} of "
+                f"partition {partition}) are not among the {rows} rows that the task has now; this "
+                "attempt has appended nothing. Hint: Run it again with the same rows: sort the "
+                "input, write from a checkpointed DataFrame, or cut it into the same tasks as "
+                f"before{self._keys.hint}. Other rows need a writeId of their own."
             )
 
     def _check_locks(self, key: bytes, shaped: Shaped, row: int) -> None:

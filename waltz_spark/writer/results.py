@@ -99,8 +99,8 @@ class Place(NamedTuple):
     path: str
 
 
-def open_place(results_path: str) -> Place:
-    """Open `resultsPath`, making the directory.
+def open_place(results_path: str, *, is_read: bool = False) -> Place:
+    """Open `resultsPath`; make the directory, unless it is only read.
 
     Raises:
         BadConfig: no file system is known for it, or it cannot be made.
@@ -110,7 +110,8 @@ def open_place(results_path: str) -> Place:
             system, path = fs.FileSystem.from_uri(results_path)
         else:
             system, path = fs.LocalFileSystem(), results_path.removeprefix("file:")
-        system.create_dir(path, recursive=True)
+        if not is_read:
+            system.create_dir(path, recursive=True)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise BadConfig(f"option 'resultsPath': cannot use {results_path!r}: {error}") from None
     return Place(system, path.rstrip("/"))

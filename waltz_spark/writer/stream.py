@@ -7,7 +7,8 @@ Rules (spark.md, "Exactly once"):
     1. A micro-batch is the write (query, batch). Its tasks find both in their local properties, and
        tell the commit in their messages. The first task of its first run says where it starts.
     2. Spark records a micro-batch after our commit. If the driver dies in between, the batch comes
-       again with the same tasks, finds its write done and appends nothing.
+       again with the same tasks, finds its write done and appends nothing. With other rows the
+       query fails: what it has computed now is not in the log, and would be lost without a word.
     3. The write of the batch before is forgotten then: Spark has recorded it. The last one stays,
        for a year after its end: while it is there, no task of an earlier batch begins anew.
 """
@@ -24,13 +25,18 @@ from pyspark.sql.types import StructType
 from waltz_core.errors import BadConfig
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
-from waltz_spark.writer.batch import DAY_MS, UNDONE_DAYS, finish, forget, new_job
+from waltz_spark.writer.batch import DAY_MS, UNDONE_DAYS, Named, finish, forget, new_job
 from waltz_spark.writer.task import Job, Written, place_of_task
 
 _log = logging.getLogger("waltz")
 
 # What Spark tells a task of the stream that it is part of.
 _QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
+_HINT = (
+    "The rows of the micro-batch's first run stay in the log, these are not appended. A query must "
+    "compute the same rows when Spark repeats a micro-batch; to go on without them, start a query "
+    "with a new checkpointLocation."
+)
 
 
 class WaltzStreamWriter(DataSourceStreamArrowWriter):
@@ -72,12 +78,16 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         if write is not None and batchId > 0:
             before = [f"{write.removesuffix(str(batchId))}{batchId - 1}"]
         _log.info("waltz: micro-batch %d", batchId)
-        finish(self._job, tasks, write=write, days=UNDONE_DAYS)
+        keep_days = max(UNDONE_DAYS, self._job.options.retention_days)
+        named = None if write is None else Named(write, keep_days, _HINT)
+        finish(self._job, messages, named)
         forget(self._job, before)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Say what is in the log; when the stream goes on, it is found there."""
         tasks = [message for message in messages if isinstance(message, Written)]
+        if any(task.was_done for task in tasks):
+            return  # the error says it
         _log.warning(
             "waltz: micro-batch %d failed; at least %d of its rows are in the log and stay there",
             batchId,
@@ -97,5 +107,4 @@ def _job_of_batch(job: Job) -> Job:
         path = f"{options.results_path.rstrip('/')}/batch={batch}"
         options = dataclasses.replace(options, results_path=path)
     write = f"{options.write_name or 'stream'}-{query}-{batch}" if options.exactly_once else None
-    until_ms = job.began_ms + UNDONE_DAYS * DAY_MS
-    return dataclasses.replace(job, options=options, write=write, keep_until_ms=until_ms)
+    return dataclasses.replace(job, options=options, write=write, keep_ms=UNDONE_DAYS * DAY_MS)

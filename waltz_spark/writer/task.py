@@ -6,13 +6,14 @@ task, so it holds plain values only.
 Rules:
     1. With `exactlyOnce` an attempt first takes the task's place in the write (`TaskClaim`), and
        skips what an earlier attempt has brought into the log (`once.py`).
-    2. A write that is done already appends nothing, whatever its input.
+    2. A write that is done already appends nothing. Its tasks count and hash their rows all the
+       same: the driver compares them with those that the write was finished with.
 """
 
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,11 +26,12 @@ from waltz_core.errors import LockFailed
 from waltz_spark.connections import client_at, settle
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.writer.appender import Answered, Appender
-from waltz_spark.writer.columns import Shaper
+from waltz_spark.writer.columns import Shaped, Shaper
 from waltz_spark.writer.once import Already, read_back
 from waltz_spark.writer.recompute import Recomputer
 from waltz_spark.writer.results import REJECTED, RETRY, ResultFile, file_name
 from waltz_spark.writer.row_keys import RowKeys
+from waltz_spark.writer.row_sum import RowSum, row_sum
 
 _log = logging.getLogger("waltz")
 
@@ -44,6 +46,10 @@ class Written(WriterCommitMessage):
 
     write: str | None = None
     was_done: bool = False
+    is_repeated: bool = False  # an earlier attempt, or an earlier run, has begun tasks of the write
+    rows: RowSum = field(
+        default_factory=RowSum
+    )  # what the task was given, of a write that has a name
     results_path: str | None = None
     results_name: str = ""
     committed: int = 0
@@ -87,8 +93,8 @@ class Job:
     """What all tasks of one execution share.
 
     `marks` are the log's when it began, at `began_ms`; those in the options are the user's. `run`
-    names the execution, `write` the write: None where nothing is to be written once.
-    `keep_until_ms` is for a write that the first of its tasks begins.
+    names the execution, `write` the write: None where nothing is to be written once. `keep_ms` is
+    for a write that the first of its tasks begins.
     """
 
     layout: Layout
@@ -97,7 +103,13 @@ class Job:
     run: str
     began_ms: int
     write: str | None
-    keep_until_ms: int | None = None
+    keep_ms: int | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the whole job can be run again, as the same write."""
+        has_name = self.options.write_name is not None or self.keep_ms is not None
+        return has_name and self.write is not None
 
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
         """Write a task's rows; return what became of them."""
@@ -109,22 +121,27 @@ class Job:
         if self.write is None:
             client = client_at(self.layout)
             return self._send(client, batches, Already(), (task, attempt), self.marks)
-        until_ms = self.keep_until_ms
         claim = TaskClaim(
             self.layout.connect,
             self.write,
             task,
             run=self.run,
-            series=None if until_ms is None else (self.marks, until_ms),
+            series=None if self.keep_ms is None else (self.marks, self.keep_ms),
         )
         with WaltzClient.at(self.layout, claim=claim) as client:
             if claim.is_done:
-                for _ in batches:
-                    pass  # Spark waits until all of it is taken.
                 path = self.options.results_path
-                return Written(write=self.write, was_done=True, results_path=path)
+                written = Written(write=self.write, was_done=True, results_path=path)
+                shaper = self._shaper(claim.marks, task, wants_identity=False)
+                for _ in self._shaped(batches, shaper, written):
+                    pass  # it is counted (rule 2), and Spark waits until all of it is taken
+                return written
             already = self._look_back(client, claim)
-            return self._send(client, batches, already, (task, attempt), claim.marks)
+            written = self._send(
+                client, batches, already or Already(), (task, attempt), claim.marks
+            )
+            written.is_repeated = already is not None
+            return written
 
     @property
     def results_name(self) -> str:
@@ -134,10 +151,11 @@ class Job:
     def _file_name(self, task: int, attempt: int) -> str:
         return file_name(task, attempt, self.results_name)
 
-    def _look_back(self, client: WaltzClient, claim: TaskClaim) -> Already:
+    def _look_back(self, client: WaltzClient, claim: TaskClaim) -> Already | None:
+        """Return what the log has of an earlier attempt or run; None where there was none."""
         state, others = claim.state, client.other_clients()
         if state.attempt == 1 and not others:
-            return Already()
+            return None
         keys = RowKeys(self.options)
         own = int(state.client_id)
         already = read_back(client, claim.marks, own=own, others=others, keys=keys)
@@ -166,14 +184,8 @@ class Job:
         if options.results_path is not None:
             refused = RETRY if options.hands_back else REJECTED
             results = ResultFile(options.results_path, self._file_name(*place), refused=refused)
-        shaper = Shaper(
-            options,
-            self.layout.cluster.partition_count,
-            {**marks, **options.marks},
-            wants_identity=results is not None,
-            first_turn=place[0],
-        )
-        shaped = (shaper.shape(batch) for batch in batches if batch.num_rows)
+        shaper = self._shaper(marks, place[0], wants_identity=results is not None)
+        shaped = self._shaped(batches, shaper, written)
         began = time.monotonic()
         there: list[Answered] = []
         sent = self._appender(client, shaper).send(already.missing(shaped, there))
@@ -187,6 +199,26 @@ class Job:
         took, rows = time.monotonic() - began, written.committed + written.rejected
         _log.info("%s: %d rows in %.2f s (%d rejected)", file_name, rows, took, written.rejected)
         return written
+
+    def _shaper(self, marks: Mapping[int, int], task: int, *, wants_identity: bool) -> Shaper:
+        return Shaper(
+            self.options,
+            self.layout.cluster.partition_count,
+            {**marks, **self.options.marks},
+            wants_identity=wants_identity,
+            first_turn=task,
+        )
+
+    def _shaped(
+        self, batches: Iterator[pa.RecordBatch], shaper: Shaper, written: Written
+    ) -> Iterator[Shaped]:
+        for batch in batches:
+            if not batch.num_rows:
+                continue
+            shaped = shaper.shape(batch)
+            if self.is_named:
+                written.rows = written.rows.plus(row_sum(batch, shaped, self.options))
+            yield shaped
 
     def _appender(self, client: WaltzClient, shaper: Shaper) -> Appender:
         recomputer = None

@@ -102,14 +102,14 @@ def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
 def test_writes_are_forgotten_by_name_and_when_their_time_is_over(monkeypatch):
     async def story(coordinator):
         writes = coordinator.writes
-        for name, keep_until_ms in (("named", 50), ("old", 5), ("kept", 50)):
-            assert await begin_write("memory", name, MARKS, keep_until_ms=keep_until_ms) is None
+        for name, keep_ms in (("named", 50), ("old", 0), ("kept", 50)):
+            assert await begin_write("memory", name, MARKS, keep_ms=keep_ms) is None
         assert await summary_of_write("memory", "kept") is None
         summary = {"rows": 3}
-        assert await end_write("memory", "kept", summary, keep_until_ms=60) == summary
-        assert await end_write("memory", "kept", {"rows": 4}, keep_until_ms=60) == summary
+        assert await end_write("memory", "kept", summary, keep_ms=60) == summary
+        assert await end_write("memory", "kept", {"rows": 4}, keep_ms=60) == summary
         assert await summary_of_write("memory", "kept") == summary
-        assert await forget_writes("memory", ["named"], now_ms=10) == ["named", "old"]
+        assert await forget_writes("memory", ["named"]) == ["named", "old"]
         found = [await writes.read(name) for name in ("named", "old", "kept")]
         assert [each is None for each in found] == [True, True, False]
 

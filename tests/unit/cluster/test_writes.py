@@ -113,9 +113,39 @@ def test_an_answer_that_is_lost_costs_an_attempt_and_nothing_else(fault):
     st.integers(0, 1 << 50),
     st.none() | st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8)),
 )
-def test_a_write_round_trips(marks, keep_until_ms, summary):
-    state = WriteState(marks, keep_until_ms, summary)
+def test_a_write_round_trips(marks, keep_ms, summary):
+    state = WriteState(marks, keep_ms, summary)
     assert WriteState.from_bytes(state.to_bytes()) == state
+
+
+def test_a_write_of_format_1_is_read_and_kept_for_a_year():
+    """It says when it may be forgotten, by the clock of the driver that wrote it."""
+    old = (
+        b'{"format":1,"marks":{"0":41},"keep_until_ms":1795472000000,'
+        b'"summary":{"committed":7,"rejected":0,"retry":0}}'
+    )
+    found = WriteState.from_bytes(old)
+    assert (found.marks, found.summary["committed"], found.is_done) == ({0: 41}, 7, True)
+    assert found.keep_ms == 365 * 24 * 3_600 * 1_000
+    assert b'"format":2' in found.to_bytes()
+
+
+def test_how_long_a_write_is_kept_is_measured_by_zookeeper():
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        writes = Coordinator(await world.znodes(), ROOT).writes
+        world.zookeeper.advance(5_000)
+        await writes.begin("w", MARKS, 1_000)
+        world.zookeeper.advance(999)
+        assert await writes.out_of_time() == []
+        await writes.finish("w", {"rows": 1}, 1_000)
+        world.zookeeper.advance(999)
+        assert await writes.out_of_time() == []
+        world.zookeeper.advance(1)
+        assert await writes.out_of_time() == ["w"]
+
+    asyncio.run(story())
 
 
 @given(st.integers(1, 1 << 30), st.integers(1, 1 << 40), st.lists(st.text(max_size=20), max_size=5))
