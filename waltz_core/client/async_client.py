@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from waltz_core import errors, tls
 from waltz_core.client.appends import BatchOrder, Row
 from waltz_core.client.callbacks import AsyncCallbacks, check_callbacks, check_headers
+from waltz_core.client.catch_up import Recipient
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLinks
 from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
@@ -45,7 +46,7 @@ from waltz_core.client.ranges import (
     read_chunks,
 )
 from waltz_core.client.requests import Requests, by_partition
-from waltz_core.client.subscriptions import Recipient, Subscriptions
+from waltz_core.client.subscriptions import Subscriptions
 from waltz_core.client.transaction import (
     TransactionContext,
     check_data,

@@ -10,9 +10,9 @@ from concurrent.futures import CancelledError
 import pytest
 
 from waltz_core import errors
-from waltz_core.client import Callbacks, TransactionContext, WaltzClient, feed
+from waltz_core.client import Callbacks, TransactionContext, WaltzClient, data_cache
+from waltz_core.client.data_cache import DataBudget, DataCache
 from waltz_core.client.directory import ClusterInfo, Layout
-from waltz_core.client.feed import DataCache
 from waltz_core.client.sync_client import WORKERS_MAX
 from waltz_core.memory import MemoryWaltz
 
@@ -275,16 +275,20 @@ def test_data_that_is_asked_for_when_the_loop_was_closed_is_told_as_unavailable(
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was not, a moment ago
-    cache = DataCache(None, None, mark=lambda: 7, bytes_max=1_000, loop=loop)
+    cache = DataCache(
+        None, None, mark=lambda: 7, bytes_max=1_000, budget=DataBudget(1_000), loop=loop
+    )
     with pytest.raises(errors.Unavailable, match="the client is closed"):
         cache.data_of_blocking(3)
 
 
 def test_data_that_a_loop_was_asked_for_and_never_looked_at_leaves_no_coroutine_behind(monkeypatch):
-    monkeypatch.setattr(feed, "LOOK_S", 0.001)
+    monkeypatch.setattr(data_cache, "LOOK_S", 0.001)
     loop = asyncio.new_event_loop()
     monkeypatch.setattr(loop, "is_closed", lambda: True)  # it has ended before it came to that
-    cache = DataCache(None, None, mark=lambda: 7, bytes_max=1_000, loop=loop)
+    cache = DataCache(
+        None, None, mark=lambda: 7, bytes_max=1_000, budget=DataBudget(1_000), loop=loop
+    )
     monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *_: None)
     with pytest.raises(errors.Unavailable, match="the client is closed"):
         cache.data_of_blocking(3)
