@@ -631,3 +631,25 @@ async def test_a_deadline_ends_a_context_that_waits_for_its_window():
         assert context.ended == ["expired"]
         window.give(10**9, 0)
         assert window.is_empty
+
+
+class WithoutMark:
+    """Applies, and derives from nothing."""
+
+    async def apply_transaction(self, transaction):
+        raise AssertionError
+
+    async def uncaught_exception(self, partition, transaction_id, error):
+        raise AssertionError
+
+
+@told
+async def test_callbacks_that_lack_a_method_are_refused_with_its_name():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        text = (
+            "WithoutMark: expected a method client_high_water_mark, found none. "
+            "Hint: derive it from AsyncCallbacks"
+        )
+        with pytest.raises(errors.UsageError, match=text):
+            await client.subscribe(WithoutMark())
+        assert client.partitions == ()
