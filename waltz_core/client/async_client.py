@@ -444,7 +444,10 @@ class AsyncWaltzClient(OpenedByConnect):
         if await run.begin():
             self._runs[run] = None
             run.future.add_done_callback(lambda _: self._runs.pop(run, None))
-            self.spawn(run.follow(), "context")
+            if self._closing.is_set():
+                await run.follow()  # closed during the first attempt, which was not sent
+            else:
+                self.spawn(run.follow(), "context")
         return run.future
 
     # --- the feed

@@ -59,6 +59,10 @@ class _Feed:
         self.partition.unsubscribe()
 
 
+class _Start:
+    """Stands for a feed while the application is asked for its mark."""
+
+
 class Subscriptions:
     """The feeds of one client."""
 
@@ -71,11 +75,11 @@ class Subscriptions:
         self._config = config
         self._recipients: dict[PartitionId, Recipient] = {}
         self._last: Recipient | None = None
-        # None while the application is asked for its mark.
-        self._feeds: dict[PartitionId, _Feed | None] = {}
+        self._feeds: dict[PartitionId, _Feed | _Start] = {}
         self._data: dict[PartitionId, DataCache] = {}
         self.data_budget = DataBudget(DATA_BYTES_MAX)
         self._setting = asyncio.Lock()
+        self._set_count = 0  # of calls of `set_partitions`
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -85,7 +89,10 @@ class Subscriptions:
     async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
         """Start the feeds of these partitions."""
         self._last = recipient
+        number = self._set_count
         for partition_id in partition_ids:
+            if self._set_count != number:
+                return  # `set_partitions` was called meanwhile, and has the last word
             if self._is_fed(partition_id):
                 raise errors.BadRequest(f"partition {partition_id} is subscribed to already")
             self._recipients[partition_id] = recipient
@@ -98,8 +105,9 @@ class Subscriptions:
         wanted = dict.fromkeys(partition_ids)
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
-            if feed is not None and feed.task is task:
+            if isinstance(feed, _Feed) and feed.task is task:
                 raise waits_for_itself(partition_id)
+        self._set_count += 1
         async with self._setting:
             for partition_id in [each for each in self._feeds if each not in wanted]:
                 await self._stop(partition_id)
@@ -127,20 +135,23 @@ class Subscriptions:
         if partition_id not in self._feeds:
             return False
         feed = self._feeds[partition_id]
-        return feed is None or feed.is_applied
+        return isinstance(feed, _Start) or feed.is_applied
 
     async def _start(self, partition_id: PartitionId) -> None:
         """Start a feed; raises what `client_high_water_mark` raises."""
         await self._stop(partition_id)  # one that ended by itself has left something behind
         assert self._last is not None
         recipient = self._recipients.setdefault(partition_id, self._last)
-        self._feeds[partition_id] = None
+        start = self._feeds[partition_id] = _Start()
         try:
             partition = await self._find(partition_id)
             mark = await recipient.consumer.start_mark(partition_id)
         except BaseException:
-            del self._feeds[partition_id]
+            if self._feeds.get(partition_id) is start:
+                del self._feeds[partition_id]
             raise
+        if self._feeds.get(partition_id) is not start:
+            return  # laid down meanwhile, and perhaps taken up again
         data = self._data[partition_id] = self._data_of(partition, recipient.header_values)
         catch_up = CatchUp(partition, recipient, self._requests, self._config, data)
         feed = _Feed(partition, catch_up, data)
@@ -153,6 +164,9 @@ class Subscriptions:
     async def _stop(self, partition_id: PartitionId) -> None:
         feed = self._feeds.get(partition_id)
         if feed is None:
+            return
+        if isinstance(feed, _Start):
+            del self._feeds[partition_id]
             return
         await feed.stop()
         if self._feeds.get(partition_id) is feed:

@@ -253,7 +253,10 @@ class WaltzClient:
         return self._call(self._client.has_original(partitions))
 
     def flush(self, partition: int) -> TransactionId:
-        """Wait until every append made before is final; return the partition's mark."""
+        """Wait until every append made before is final; return the partition's mark.
+
+        The mark covers those appends; see `AsyncWaltzClient.flush` for what it may lack.
+        """
         return self._call(self._client.flush(partition))
 
     def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
@@ -414,7 +417,10 @@ class WaltzClient:
 
         async def begin() -> None:
             inner = await call
-            inner.add_done_callback(lambda done: _copy(done, outcome))
+            if inner.done():  # the loop may end before it comes to a callback
+                _copy(inner, outcome)
+            else:
+                inner.add_done_callback(lambda done: _copy(done, outcome))
 
         try:
             self._call(begin())

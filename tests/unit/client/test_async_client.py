@@ -1073,3 +1073,32 @@ async def test_of_two_writers_with_one_id_the_later_attempt_wins():
 
 def test_the_cluster_in_memory_is_what_the_tests_take_it_for():
     assert MemoryCluster.__doc__ == "ZooKeeper, logs and servers."
+
+
+class Computing(Counting):
+    """Computes its first attempt for a while."""
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.begun, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def execute(self, builder):
+        self.begun.set()
+        await self.goes_on.wait()
+        builder.set_transaction_data(1)
+        return True
+
+
+@told
+async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes_ends():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        context = Computing({"value": 0})
+        async with asyncio.TaskGroup() as tasks:
+            submitted = tasks.create_task(client.submit(context))
+            await context.begun.wait()
+            await client.close()
+            context.goes_on.set()
+        with pytest.raises(errors.Unreachable, match="closed before it was sent"):
+            await submitted.result()
+        assert context.heard == ["exception Unreachable"]

@@ -653,3 +653,52 @@ async def test_callbacks_that_lack_a_method_are_refused_with_its_name():
         with pytest.raises(errors.UsageError, match=text):
             await client.subscribe(WithoutMark())
         assert client.partitions == ()
+
+
+class AskedForLong(Shared):
+    """Takes its time to state its mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def client_high_water_mark(self, partition):
+        self.is_asked.set()
+        await self.may_answer.wait()
+        return await super().client_high_water_mark(partition)
+
+
+@told
+async def test_a_partition_that_is_laid_down_while_its_feed_starts_is_not_applied():
+    async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
+        await write(client, 0, 3)
+        callbacks = AskedForLong()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.subscribe(callbacks, [0, 1]))
+            await callbacks.is_asked.wait()
+            await client.set_partitions([])
+            assert client.partitions == ()
+            callbacks.may_answer.set()
+        assert client.partitions == ()
+        # Taken up again it begins from its mark, once.
+        await client.set_partitions([0])
+        await until(lambda: callbacks.seen[0] == [0, 1, 2])
+        assert client.partitions == (0,)
+
+
+@told
+async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_applied_once():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await write(client, 0, 3)
+        callbacks = AskedForLong()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.subscribe(callbacks, [0]))
+            await callbacks.is_asked.wait()
+            await client.set_partitions([])
+            callbacks.is_asked.clear()
+            tasks.create_task(client.set_partitions([0]))
+            await callbacks.is_asked.wait()
+            callbacks.may_answer.set()
+        await until(lambda: callbacks.seen[0] == [0, 1, 2])
+        await write(client, 0, 2)
+        await until(lambda: callbacks.seen[0] == [0, 1, 2, 3, 4])
