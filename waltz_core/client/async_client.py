@@ -392,6 +392,8 @@ class AsyncWaltzClient(OpenedByConnect):
         chosen = await self._partition(self._choose(partition, locks))
         if (write or read) and told is None and not chosen.is_ready:
             await chosen.mounted()  # there is no mark to go by before
+        if (write or read) and told is None and chosen.is_starting:
+            await chosen.fed()
         mark = chosen.mark if told is None else told
         row = Row(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added

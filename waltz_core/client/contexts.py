@@ -266,6 +266,8 @@ class ContextRun:
         """Rule 2."""
         while self._partition.goes_by_feed:
             applier = await self._partition.fed()
+            if applier is None:
+                break
             try:
                 await applier.reached(mark)
             except errors.Unavailable:

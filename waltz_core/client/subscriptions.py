@@ -145,7 +145,9 @@ class Subscriptions:
         start = self._feeds[partition_id] = _Start()
         try:
             partition = await self._find(partition_id)
-            mark = await recipient.consumer.start_mark(partition_id)
+            # A context must not claim to have seen the whole log while the view is older.
+            with partition.starting():
+                mark = await recipient.consumer.start_mark(partition_id)
         except BaseException:
             if self._feeds.get(partition_id) is start:
                 del self._feeds[partition_id]

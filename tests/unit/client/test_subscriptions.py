@@ -1,6 +1,7 @@
 """Partitions that are taken up and laid down while a client runs."""
 
 import asyncio
+import contextlib
 from collections import defaultdict
 
 import pytest
@@ -702,3 +703,55 @@ async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_appli
         await until(lambda: callbacks.seen[0] == [0, 1, 2])
         await write(client, 0, 2)
         await until(lambda: callbacks.seen[0] == [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("is_context", [True, False])
+def test_what_is_computed_before_the_mark_is_known_claims_nothing(is_context):
+    @told
+    async def story():
+        async with two_clients() as (_, client, other):
+            locks = [lock("counter")]
+            await (await other.append(b"\x01", partition=0, header=3, write_locks=locks))
+            callbacks = AskedForLong()
+            await client.mount([0])
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(client.subscribe(callbacks, [0]))
+                await callbacks.is_asked.wait()
+                context = Tried(callbacks.state)
+                use = (
+                    client.submit(context)
+                    if is_context
+                    else client.append(b"x", partition=0, write_locks=locks)
+                )
+                used = tasks.create_task(use)
+                await client.high_water_mark(0)  # the loop turns; the log's mark is known
+                assert not used.done()
+                callbacks.may_answer.set()
+            if is_context:
+                assert await used.result() == 1
+                await until(lambda: callbacks.state == {"value": 2})
+            else:
+                with contextlib.suppress(errors.LockFailed):  # or the feed was as fast
+                    await used.result()
+
+    story()
+
+
+@told
+async def test_a_context_goes_on_where_the_feed_could_not_start():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+
+        class Broken(AskedForLong):
+            async def client_high_water_mark(self, partition):
+                await super().client_high_water_mark(partition)
+                raise ValueError("no mark")
+
+        callbacks = Broken()
+        subscribing = asyncio.get_running_loop().create_task(client.subscribe(callbacks, [0]))
+        await callbacks.is_asked.wait()
+        async with asyncio.TaskGroup() as tasks:
+            submitted = tasks.create_task(client.submit(Tried({"value": 0})))
+            callbacks.may_answer.set()
+        with pytest.raises(ValueError, match="no mark"):
+            await subscribing
+        assert await submitted.result() == 0
