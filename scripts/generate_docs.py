@@ -47,9 +47,9 @@ handlers = ["stderr"]
 [loggers."waltz_core.driver"]
 level = "INFO"
 
-# kazoo tells of each lost connection at length.
+# INFO or WARNING: kazoo logs each attempt to connect, several a second while ZooKeeper is away.
 [loggers."waltz_core.kazoo"]
-level = "WARNING"
+level = "ERROR"
 """
 
 SPARK = """\

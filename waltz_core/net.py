@@ -428,6 +428,8 @@ class Link:
             self.closed_reason = f"connection lost: {error}" if error else "closed by the peer"
             if isinstance(error, SSLError):
                 self.closed_reason, self._has_tls_failed = tls.told(error), True
+            if isinstance(error, TimeoutError):  # the kernel's own probes of an idle connection
+                _log.warning("net.peer_silent peer=%s error=%s", self.address, error)
         self._set_timer(None, None)
         self._closed.set()
         self._arrived.set()

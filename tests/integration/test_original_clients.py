@@ -261,3 +261,27 @@ def test_whose_mark_is_above_the_log_is_told_so_also_where_his_mount_had_ended()
             wire.close()
 
     run(main())
+
+
+def test_a_client_that_catches_up_costs_a_storage_one_read_for_many_transactions() -> None:
+    async def main() -> None:
+        async with cluster() as (_, server):
+            writer = await connect(server)
+            await writer.mount()
+            assert await ids(writer.append(2_000, size=100)) == list(range(2_000))
+            reads = server.hosts[PartitionId(0)].partition.reads
+            reads.forget_all()  # as in a server that has just got the partition
+            applied: list[tuple[int, int]] = []
+
+            def apply(_partition: int, number: int, header: int, _req: Req, data: bytes) -> None:
+                assert data == bytes(100)
+                applied.append((number, header))
+
+            async with OriginalClient(9, [0], apply) as client:
+                client.set_endpoints(endpoints_of(server))
+                await until(lambda: len(applied) == 2_000)
+            assert applied == [(each, each) for each in range(2_000)]
+            # Headers, one transaction by itself, and the others in stretches of 64 KiB.
+            assert reads.fetches <= 10
+
+    run(main())

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import re
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ from kazoo.client import KazooClient
 from tests import writes_contract
 from tests.cluster_contract import STORIES, Inbox, created, descriptor, owned, running
 from tests.integration.conftest import ZooKeeperProcess
+from tests.loops import until
 from waltz_core import errors
 from waltz_core.cluster import zookeeper as door
 from waltz_core.cluster.coordinator import Coordinator
@@ -243,6 +246,48 @@ def test_zookeeper_is_killed_and_comes_back(own_zookeeper: ZooKeeperProcess):
                 await replicas.until(lambda found: not found.partitions)
 
     asyncio.run(run())
+
+
+def test_the_log_has_one_line_when_zookeeper_goes_and_one_when_it_returns(
+    own_zookeeper: ZooKeeperProcess, caplog: pytest.LogCaptureFixture
+):
+    async def run():
+        async with world_at(own_zookeeper.host) as world:
+            states = Inbox()
+            znodes = await world.znodes()
+            znodes.on_state(states)
+            own_zookeeper.kill()
+            await states.until(lambda state: state is SessionState.SUSPENDED)
+            # Meanwhile kazoo tries to connect, again and again.
+            attempts = count_attempts(znodes)
+            await until(lambda: attempts() >= 5)
+            await asyncio.to_thread(own_zookeeper.start)
+            await states.until(lambda state: state is SessionState.CONNECTED)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(run())
+    lines = [
+        record.getMessage() for record in caplog.records if record.name.startswith("waltz_core")
+    ]
+    lost, found = lines
+    host = re.escape(own_zookeeper.host)
+    at = r"at=20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+    assert re.fullmatch(f"zookeeper.disconnected hosts={host} {at}", lost)
+    pattern = f"zookeeper.connected hosts={host} away_ms=\\d+ session=(same|new) {at}"
+    assert re.fullmatch(pattern, found)
+
+
+def count_attempts(znodes: door.ZooKeeperSession):
+    """Return what counts the connections that kazoo has tried to make from now on."""
+    handler, attempts = znodes._client.handler, []
+    connect = handler.create_connection
+
+    def counted(*args, **kwargs):
+        attempts.append(args)
+        return connect(*args, **kwargs)
+
+    handler.create_connection = counted
+    return lambda: len(attempts)
 
 
 def any_operation(random: Random, root: str) -> Operation:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 
 import pytest
@@ -472,3 +473,15 @@ async def test_a_listener_may_say_when_a_link_is_congested(pair):
         there.limit_write_buffer(64 * 1024)
         there.send(raw(500_000))
         await until(lambda: there.is_congested)
+
+
+@on_loop
+async def test_an_idle_connection_whose_host_is_gone_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    link = net.Link(Surface.CLIENT, is_listener=True, write_backlog_bytes_max=1 << 30)
+    link.address = "10.1.2.3:4"
+    net._LinkProtocol(link).connection_lost(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
+    assert link.closed_reason == "connection lost: [Errno 110] Connection timed out"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("net.peer_silent peer=10.1.2.3:4 error=[Errno 110]")

@@ -222,7 +222,6 @@ def _start_logging(path: Path | None) -> None:
             datefmt="%Y-%m-%dT%H:%M:%S",
             stream=sys.stderr,
         )
-        logging.getLogger("waltz_core.kazoo").setLevel(logging.ERROR)
         return
     try:
         with path.open("rb") as stream:

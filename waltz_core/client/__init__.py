@@ -5,8 +5,8 @@
 
 Why it stands alone: it is the public API; what is not named here may change from release to
 release. From the top: `async_client` and `sync_client` (the faces), `contexts` (retries),
-`decorator` (a context made of a function), `subscriptions`, `feed`, `catch_up`, `outage` (the log
-on its way to the application), `partition` (one partition's shell),
+`decorator` (a context made of a function), `subscriptions`, `feed`, `data_cache`, `catch_up`,
+`outage` (the log on its way to the application), `partition` (one partition's shell),
 `appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
 `requests` and `ranges` (reading), `claim` (a task of a write that must enter the log once),
 `connections` and `directory` (where to go), `originals`, `original_rows`, `original_link` and

@@ -435,14 +435,14 @@ class Appends:
             self._end(row)
             if row.future.done():
                 continue
+            ids = (TransactionId(transaction_id), TransactionId(conflicting))
+            told = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.following)
             if row.is_attempt:
-                ids = (TransactionId(transaction_id), TransactionId(conflicting))
-                told = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.following)
                 row.future.set_result(told)
             elif reason == Reason.COMMITTED:
                 row.future.set_result(TransactionId(transaction_id))
             else:
-                error = self._error(reason, conflicting, outcome)
+                error = error_of(self._partition_id, row, told)
                 if isinstance(error, errors.LockFailed) and outcome.following is not None:
                     error.following = outcome.following
                     error.conflicting = outcome.following.mark
@@ -481,9 +481,6 @@ class Appends:
     def _end(self, row: Row) -> None:
         self.window.give(1, row.size_bytes)
 
-    def _error(self, reason: int, conflicting: int, outcome: BatchOutcome) -> errors.WaltzError:
-        return error_of(self._partition_id, reason, conflicting, outcome.high_water_mark)
-
     def _landed(self) -> None:
         """A parcel has its outcome: what was gathered meanwhile may go."""
         self._release()
@@ -498,28 +495,29 @@ class Appends:
                     future.set_result(None)
 
 
-def error_of(
-    partition_id: PartitionId, reason: int, conflicting: int, high_water_mark: int
-) -> errors.WaltzError:
-    """Return the error that tells why a row is not in the log."""
+def error_of(partition_id: PartitionId, row: Row, told: RowOutcome) -> errors.WaltzError:
+    """Return the error that states why a row is not in the log."""
     where = f"partition {partition_id}"
-    if reason == Reason.LOCK:
+    if told.reason == Reason.LOCK:
         failed = errors.LockFailed(
-            f"{where}: a lock of the transaction was written by transaction {conflicting} "
-            "(or one before it), after the client's high-water mark"
+            f"{where}: a lock of the transaction was written by transaction {told.conflicting} "
+            f"(or one before it), after the client's high-water mark {row.mark}"
         )
-        failed.conflicting = conflicting
-        failed.high_water_mark = high_water_mark
+        failed.conflicting = told.conflicting
+        failed.high_water_mark = told.high_water_mark
         return failed
-    if reason == Reason.AHEAD:
+    if told.reason == Reason.AHEAD:
         return errors.ClientAhead(
-            f"{where}: the client's high-water mark is above the log's {high_water_mark}: "
-            "another cluster, or the log was lost"
+            f"{where}: the client's high-water mark {row.mark} is above the log's "
+            f"{told.high_water_mark}: another cluster, or the log was lost"
         )
-    if reason == Reason.TOO_LARGE:
-        return errors.TooLarge(f"{where}: the transaction is too large for the log")
-    made = _TRANSIENT.get(reason, errors.Unavailable)
-    return made(f"{where}: not appended ({Reason(reason).name}); it is not in the log, try again")
+    if told.reason == Reason.TOO_LARGE:
+        return errors.TooLarge(
+            f"{where}: a transaction of {len(row.data)} bytes is too large for the log"
+        )
+    made = _TRANSIENT.get(told.reason, errors.Unavailable)
+    name = Reason(told.reason).name
+    return made(f"{where}: not appended ({name}); it is not in the log, try again")
 
 
 def _kind(each: Row | _Batch) -> tuple[bool, bool]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from waltz_core import errors, tls
 from waltz_core.client.appends import BatchOrder, Row
 from waltz_core.client.callbacks import AsyncCallbacks, check_callbacks, check_headers
+from waltz_core.client.catch_up import Recipient
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.connections import ServerLinks
 from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
@@ -45,7 +46,7 @@ from waltz_core.client.ranges import (
     read_chunks,
 )
 from waltz_core.client.requests import Requests, by_partition
-from waltz_core.client.subscriptions import Recipient, Subscriptions
+from waltz_core.client.subscriptions import Subscriptions
 from waltz_core.client.transaction import (
     TransactionContext,
     check_data,
@@ -391,6 +392,8 @@ class AsyncWaltzClient(OpenedByConnect):
         chosen = await self._partition(self._choose(partition, locks))
         if (write or read) and told is None and not chosen.is_ready:
             await chosen.mounted()  # there is no mark to go by before
+        if (write or read) and told is None and chosen.is_starting:
+            await chosen.fed()
         mark = chosen.mark if told is None else told
         row = Row(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added
@@ -443,7 +446,10 @@ class AsyncWaltzClient(OpenedByConnect):
         if await run.begin():
             self._runs[run] = None
             run.future.add_done_callback(lambda _: self._runs.pop(run, None))
-            self.spawn(run.follow(), "context")
+            if self._closing.is_set():
+                await run.follow()  # closed during the first attempt, which was not sent
+            else:
+                self.spawn(run.follow(), "context")
         return run.future
 
     # --- the feed

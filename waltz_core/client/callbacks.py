@@ -59,7 +59,8 @@ class Callbacks(ABC):
     def client_high_water_mark(self, partition: int) -> int:
         """Return the last transaction that the application has applied, -1 for none.
 
-        `LATEST` starts at the end of the log, whatever is in it.
+        `LATEST` starts at the end of the log, whatever is in it. Unless overridden it is -1: every
+        start applies the whole log again, as a state that is kept in memory only needs it.
         """
         return BEFORE_FIRST
 
@@ -92,7 +93,8 @@ class AsyncCallbacks(ABC):
     async def client_high_water_mark(self, partition: int) -> int:
         """Return the last transaction that the application has applied, -1 for none.
 
-        `LATEST` starts at the end of the log, whatever is in it.
+        `LATEST` starts at the end of the log, whatever is in it. Unless overridden it is -1: every
+        start applies the whole log again, as a state that is kept in memory only needs it.
         """
         return BEFORE_FIRST
 
@@ -131,6 +133,13 @@ def check_callbacks(callbacks: object, *, is_async: bool) -> None:
             f"{type(callbacks).__name__} is made of plain functions: use WaltzClient, or derive "
             "it from AsyncCallbacks"
         )
+    for name in _HOOKS:
+        if not hasattr(callbacks, name):
+            base = "AsyncCallbacks" if is_async else "Callbacks"
+            raise errors.UsageError(
+                f"{type(callbacks).__name__}: expected a method {name}, found none. "
+                f"Hint: derive it from {base}, which has one that can be overridden."
+            )
     for name in () if is_async else ("apply_transaction", *_HOOKS):
         if inspect.iscoroutinefunction(getattr(callbacks, name, None)):
             raise errors.UsageError(

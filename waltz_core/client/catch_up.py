@@ -12,11 +12,12 @@ Rules:
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from waltz_core import errors
+from waltz_core.client.data_cache import DataCache
 from waltz_core.client.feed import Applier, Consumer
 from waltz_core.client.outage import Outage
 from waltz_core.client.partition import ClientPartition
@@ -30,22 +31,30 @@ from waltz_core.wire.messages import RangeForm
 T = TypeVar("T")
 
 
+class Recipient(NamedTuple):
+    """Who applies a feed, and which application headers are wanted; none for all."""
+
+    consumer: Consumer
+    header_values: tuple[int, ...]
+
+
 class CatchUp:
     """One partition's way from a mark to its feed, and back to it whenever it falls behind."""
 
     def __init__(
         self,
         partition: ClientPartition,
-        consumer: Consumer,
+        recipient: Recipient,
         requests: Requests,
         config: ClientConfig,
-        header_values: tuple[int, ...],
+        data: DataCache,
     ) -> None:
         self._partition = partition
         self._requests = requests
         self._config = config
-        self._header_values = header_values
-        self._applier = Applier(partition.partition_id, consumer, partition.applied)
+        self._header_values = recipient.header_values
+        self._data = data
+        self._applier = Applier(partition.partition_id, recipient.consumer, self._applied)
         self._outage = Outage(partition.partition_id, "range")
         partition.applier = self._applier
         partition.fetch = self._fetch_all
@@ -70,6 +79,10 @@ class CatchUp:
         except Exception as error:  # not the application's: its thread cannot be started, say
             await self._applier.stop(error)
             raise
+
+    def _applied(self, mark: TransactionId) -> None:
+        self._data.applied(mark)
+        self._partition.applied(mark)
 
     async def _fetch_all(self, fed: TransactionId, last: TransactionId) -> None:
         """Hand on what lies after `fed`, up to near the end of the log."""

@@ -232,12 +232,7 @@ class ContextRun:
         if outcome.reason == Reason.COMMITTED:
             await self._complete(outcome.transaction_id)
             return False
-        refusal = error_of(
-            self._partition.partition_id,
-            outcome.reason,
-            outcome.conflicting,
-            outcome.high_water_mark,
-        )
+        refusal = error_of(self._partition.partition_id, row, outcome)
         if outcome.reason in _FINAL:
             await self._fail(refusal)
             return False
@@ -271,6 +266,8 @@ class ContextRun:
         """Rule 2."""
         while self._partition.goes_by_feed:
             applier = await self._partition.fed()
+            if applier is None:
+                break
             try:
                 await applier.reached(mark)
             except errors.Unavailable:

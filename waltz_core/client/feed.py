@@ -1,34 +1,29 @@
 """Applies one partition's feed to the application: in order, once, whatever the application does.
 
 Why it stands alone: between what the server sends and what the application has applied there is a
-queue, a policy for a transaction that cannot be applied, and data fetched ahead. None of it is
-part of the protocol, and all of it is part of what an application sees.
+queue, and a policy for a transaction that cannot be applied. Neither is part of the protocol, and
+both are part of what an application sees.
 
 Rules:
     1. A transaction is handed over when the one before it was applied (or skipped).
     2. What waits here is bounded: the stream is told what was applied and asks for no more.
     3. A transaction that raised follows `PoisonPolicy`; after STOP nothing more is handed over.
-    4. Data comes in ranges: whoever asks for one transaction's data gets its followers' as well.
-    5. A feed that was ended hands nothing more over but what is being applied.
+    4. A feed that was ended hands nothing more over but what is being applied.
 """
 
 import asyncio
-import bisect
 import contextlib
-import inspect
 import logging
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import CancelledError
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from waltz_core import errors, raw_records
 from waltz_core.client.callbacks import AsyncCallbacks, PoisonPolicy, policy_of
 from waltz_core.client.outage import Outage
-from waltz_core.client.ranges import RangeChunk, RangeQuery
 from waltz_core.client.transaction import AsyncTransaction, DataSource, check_mark
-from waltz_core.record import BEFORE_FIRST, RECORD_PREFIX, PartitionId, TransactionId
+from waltz_core.record import PartitionId, TransactionId
 from waltz_core.wire.messages import Buffer
 
 _log = logging.getLogger(__name__)
@@ -39,11 +34,6 @@ assert FEED_WORDS.size == raw_records.FEED_HEADER_BYTES
 # So many transactions are handed over between two looks at the event loop.
 HAND_OVER_MAX = 256
 RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
-CHUNKS_KEPT_MAX = 4
-# The first fetch after a jump is small, and each one that goes on doubles.
-PREFETCH_BYTES_MIN = 64 * 1024
-# How often a thread that waits for data looks whether there still is an event loop.
-LOOK_S = 1.0
 
 ResultT = TypeVar("ResultT")
 
@@ -311,118 +301,3 @@ class Applier:
         for _, future in waiting:
             if not future.done():
                 future.set_result(None)  # `reached` looks again, and raises
-
-
-class _Kept(NamedTuple):
-    """A chunk of the log in memory."""
-
-    ids: Sequence[int]  # in order
-    offsets: list[int]
-    records: memoryview
-
-    def data(self, transaction_id: TransactionId) -> bytes | None:
-        index = bisect.bisect_left(self.ids, transaction_id)
-        if index == len(self.ids) or self.ids[index] != transaction_id:
-            return None
-        start, end = self.offsets[index], self.offsets[index + 1]
-        return bytes(self.records[start + RECORD_PREFIX.size : end - 4])
-
-
-class DataCache:
-    """The data of one partition's transactions, fetched in ranges (rule 4)."""
-
-    def __init__(
-        self,
-        fetch: Callable[[RangeQuery], Awaitable[RangeChunk]],
-        fetch_one: Callable[[TransactionId], Awaitable[bytes]],
-        *,
-        mark: Callable[[], TransactionId],
-        bytes_max: int,
-        loop: asyncio.AbstractEventLoop,
-        header_values: tuple[int, ...] = (),
-    ) -> None:
-        self._fetch = fetch
-        self._fetch_one = fetch_one
-        self._mark = mark
-        self._bytes_max = bytes_max
-        self._loop = loop
-        self._header_values = header_values
-        # Oldest first. Read from other threads too, so it is never changed but in single steps.
-        self._kept: dict[TransactionId, _Kept] = {}
-        self._expected = BEFORE_FIRST
-        self._bytes = PREFETCH_BYTES_MIN
-        self._turn = asyncio.Lock()
-
-    async def data_of(self, transaction_id: TransactionId) -> bytes:
-        """Return one transaction's data."""
-        found = self._find(transaction_id)
-        if found is not None:
-            return found
-        async with self._turn:
-            found = self._find(transaction_id)
-            if found is not None:
-                return found
-            return await self._load(transaction_id)
-
-    def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
-        """Return the same to a thread that is not the event loop's."""
-        found = self._find(transaction_id)
-        if found is not None:
-            return found
-        asking = self.data_of(transaction_id)
-        try:
-            asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
-        except RuntimeError:  # a loop that was closed says it so
-            asking.close()
-            raise errors.Unavailable("the client is closed") from None
-        while True:
-            try:
-                return asked.result(LOOK_S)
-            except TimeoutError:
-                # A loop that was closed in the meantime tells nobody.
-                if not asked.done() and self._loop.is_closed():
-                    if inspect.getcoroutinestate(asking) == inspect.CORO_CREATED:
-                        asking.close()
-                    raise errors.Unavailable("the client is closed") from None
-                if asked.done():
-                    raise
-            except CancelledError:
-                raise errors.Unavailable("the client is closed") from None
-
-    def _find(self, transaction_id: TransactionId) -> bytes | None:
-        for kept in list(self._kept.values()):
-            data = kept.data(transaction_id)
-            if data is not None:
-                return data
-        return None
-
-    async def _load(self, transaction_id: TransactionId) -> bytes:
-        goes_on = transaction_id == self._expected
-        if self._header_values:  # the next one that passes the filter is somewhere behind
-            goes_on = BEFORE_FIRST < self._expected <= transaction_id
-        self._bytes = min(2 * self._bytes, self._bytes_max) if goes_on else PREFETCH_BYTES_MIN
-        last = max(transaction_id, self._mark())
-        try:
-            query = RangeQuery(
-                transaction_id, last, header_values=self._header_values, bytes_max=self._bytes
-            )
-            chunk = await self._fetch(query)
-        except errors.BadRequest:
-            return await self._fetch_one(transaction_id)
-        if chunk.count == 0:
-            raise errors.DataLoss(
-                f"transaction {transaction_id} was fed, but the log ends at {chunk.high_water_mark}"
-            )
-        offsets = raw_records.offsets_of(chunk.lengths).tolist()
-        records = memoryview(chunk.records)
-        ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)
-        if self._header_values:
-            ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
-        kept = _Kept(ids, offsets, records)
-        self._kept[chunk.first] = kept
-        while len(self._kept) > CHUNKS_KEPT_MAX:
-            del self._kept[next(iter(self._kept))]
-        self._expected = chunk.next
-        found = kept.data(transaction_id)
-        assert found is not None
-        return found

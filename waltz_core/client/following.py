@@ -18,7 +18,7 @@ Rules (decision 017):
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, overload
 
 from waltz_core import errors
 from waltz_core.checksum import crc32
@@ -56,7 +56,13 @@ class Predecessor(NamedTuple):
     header: int
     data: bytes
 
-    def value(self, serializer: Serializer[T] = MSGPACK) -> T:
+    @overload
+    def value(self) -> Any: ...  # noqa: ANN401 - whatever msgpack has
+
+    @overload
+    def value(self, serializer: Serializer[T]) -> T: ...
+
+    def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
         """Return the data deserialized."""
         return serializer.deserialize(self.data)
 

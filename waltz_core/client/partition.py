@@ -13,8 +13,9 @@ Rules:
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
@@ -92,6 +93,7 @@ class ClientPartition:
         self._applier: Applier | None = None
         self._consumed: TransactionId | None = None
         self._applier_changed = asyncio.Event()
+        self._starts = 0
         # Fetches the feed after one mark up to about another, and says `caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
@@ -110,25 +112,46 @@ class ClientPartition:
     @applier.setter
     def applier(self, applier: "Applier | None") -> None:
         self._applier = applier
+        self._change_applier()
+
+    def _change_applier(self) -> None:
         self._applier_changed.set()
         self._applier_changed = asyncio.Event()
 
     @property
+    def is_starting(self) -> bool:
+        """Whether a feed begins and the application has not stated its mark yet."""
+        return self._starts > 0
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Begin a feed, by requesting the application's mark."""
+        self._starts += 1
+        try:
+            yield
+        finally:
+            self._starts -= 1
+            self._change_applier()
+
+    @property
     def goes_by_feed(self) -> bool:
         """Whether the application has a view of this partition, fed now or earlier (rule 3)."""
-        return self._consumed is not None or self._applier is not None
+        return self.is_starting or self._consumed is not None or self._applier is not None
 
     @property
     def is_fed(self) -> bool:
         """Whether there is a feed that the application has not laid down."""
         return self._applier is not None and not self._applier.is_laid_down
 
-    async def fed(self) -> "Applier":
+    async def fed(self) -> "Applier | None":
         """Return who applies the feed, once there is one that the application has not laid down.
 
-        Raises what has ended the stream.
+        None where the first feed of the partition could not be started: the application has no view
+        of it. Raises what has ended the stream.
         """
         while self._applier is None or self._applier.is_laid_down:
+            if not self.goes_by_feed:
+                return None
             if self._stopped is not None:
                 raise self._stopped
             await self._applier_changed.wait()

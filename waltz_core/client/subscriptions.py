@@ -13,11 +13,11 @@ Rules:
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from waltz_core import errors
-from waltz_core.client.catch_up import CatchUp
-from waltz_core.client.feed import Consumer, DataCache
+from waltz_core.client.catch_up import CatchUp, Recipient
+from waltz_core.client.data_cache import DATA_BYTES_MAX, DataBudget, DataCache
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.requests import Requests
 from waltz_core.config import ClientConfig
@@ -27,22 +27,13 @@ FindPartition = Callable[[PartitionId], Coroutine[Any, Any, ClientPartition]]
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
-class Recipient(NamedTuple):
-    """Who applies a feed, and which application headers are wanted; none for all."""
-
-    consumer: Consumer
-    header_values: tuple[int, ...]
-
-
 class _Feed:
     """One partition that is fed, or was until its feed ended by itself."""
 
-    def __init__(
-        self, partition: ClientPartition, catch_up: CatchUp, header_values: tuple[int, ...]
-    ) -> None:
+    def __init__(self, partition: ClientPartition, catch_up: CatchUp, data: DataCache) -> None:
         self.partition = partition
-        self.header_values = header_values
         self._catch_up = catch_up
+        self._data = data
         self.task: asyncio.Task[None] | None = None
         self._is_over = asyncio.Event()
 
@@ -57,6 +48,7 @@ class _Feed:
         try:
             await self._catch_up.run(mark)
         finally:
+            self._data.clear()
             self._is_over.set()
 
     async def stop(self) -> None:
@@ -65,6 +57,10 @@ class _Feed:
         self._catch_up.applier.lay_down(errors.Unavailable(text))
         await self._is_over.wait()
         self.partition.unsubscribe()
+
+
+class _Start:
+    """Stands for a feed while the application is asked for its mark."""
 
 
 class Subscriptions:
@@ -79,10 +75,11 @@ class Subscriptions:
         self._config = config
         self._recipients: dict[PartitionId, Recipient] = {}
         self._last: Recipient | None = None
-        # None while the application is asked for its mark.
-        self._feeds: dict[PartitionId, _Feed | None] = {}
+        self._feeds: dict[PartitionId, _Feed | _Start] = {}
         self._data: dict[PartitionId, DataCache] = {}
+        self.data_budget = DataBudget(DATA_BYTES_MAX)
         self._setting = asyncio.Lock()
+        self._set_count = 0  # of calls of `set_partitions`
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -92,7 +89,10 @@ class Subscriptions:
     async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
         """Start the feeds of these partitions."""
         self._last = recipient
+        number = self._set_count
         for partition_id in partition_ids:
+            if self._set_count != number:
+                return  # `set_partitions` was called meanwhile, and has the last word
             if self._is_fed(partition_id):
                 raise errors.BadRequest(f"partition {partition_id} is subscribed to already")
             self._recipients[partition_id] = recipient
@@ -105,8 +105,9 @@ class Subscriptions:
         wanted = dict.fromkeys(partition_ids)
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
-            if feed is not None and feed.task is task:
+            if isinstance(feed, _Feed) and feed.task is task:
                 raise waits_for_itself(partition_id)
+        self._set_count += 1
         async with self._setting:
             for partition_id in [each for each in self._feeds if each not in wanted]:
                 await self._stop(partition_id)
@@ -116,42 +117,46 @@ class Subscriptions:
 
     def data(self, partition_id: PartitionId) -> DataCache:
         """Return where the data of a partition's transactions comes from."""
-        found = self._data.get(partition_id)
-        if found is None:
-            feed = self._feeds[partition_id]
-            assert feed is not None
-            stream = feed.partition.stream
-            found = self._data[partition_id] = DataCache(
-                lambda query: self._requests.data_range(partition_id, query),
-                lambda transaction_id: self._requests.data(partition_id, transaction_id),
-                mark=lambda: stream.high_water_mark,
-                bytes_max=self._config.range_bytes_max,
-                loop=asyncio.get_running_loop(),
-                header_values=feed.header_values,
-            )
-        return found
+        return self._data[partition_id]
+
+    def _data_of(self, partition: ClientPartition, header_values: tuple[int, ...]) -> DataCache:
+        partition_id, stream = partition.partition_id, partition.stream
+        return DataCache(
+            lambda query: self._requests.data_range(partition_id, query),
+            lambda transaction_id: self._requests.data(partition_id, transaction_id),
+            mark=lambda: stream.high_water_mark,
+            bytes_max=self._config.range_bytes_max,
+            budget=self.data_budget,
+            loop=asyncio.get_running_loop(),
+            header_values=header_values,
+        )
 
     def _is_fed(self, partition_id: PartitionId) -> bool:
         if partition_id not in self._feeds:
             return False
         feed = self._feeds[partition_id]
-        return feed is None or feed.is_applied
+        return isinstance(feed, _Start) or feed.is_applied
 
     async def _start(self, partition_id: PartitionId) -> None:
         """Start a feed; raises what `client_high_water_mark` raises."""
         await self._stop(partition_id)  # one that ended by itself has left something behind
         assert self._last is not None
-        consumer, values = self._recipients.setdefault(partition_id, self._last)
-        self._feeds[partition_id] = None
+        recipient = self._recipients.setdefault(partition_id, self._last)
+        start = self._feeds[partition_id] = _Start()
         try:
             partition = await self._find(partition_id)
-            mark = await consumer.start_mark(partition_id)
+            # A context must not claim to have seen the whole log while the view is older.
+            with partition.starting():
+                mark = await recipient.consumer.start_mark(partition_id)
         except BaseException:
-            del self._feeds[partition_id]
+            if self._feeds.get(partition_id) is start:
+                del self._feeds[partition_id]
             raise
-        catch_up = CatchUp(partition, consumer, self._requests, self._config, values)
-        feed = _Feed(partition, catch_up, values)
-        self._data.pop(partition_id, None)
+        if self._feeds.get(partition_id) is not start:
+            return  # laid down meanwhile, and perhaps taken up again
+        data = self._data[partition_id] = self._data_of(partition, recipient.header_values)
+        catch_up = CatchUp(partition, recipient, self._requests, self._config, data)
+        feed = _Feed(partition, catch_up, data)
         self._feeds[partition_id] = feed
         if mark is not None:
             # At once: a context that is submitted now must not claim to have seen the whole log.
@@ -161,6 +166,9 @@ class Subscriptions:
     async def _stop(self, partition_id: PartitionId) -> None:
         feed = self._feeds.get(partition_id)
         if feed is None:
+            return
+        if isinstance(feed, _Start):
+            del self._feeds[partition_id]
             return
         await feed.stop()
         if self._feeds.get(partition_id) is feed:

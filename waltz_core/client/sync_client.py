@@ -17,7 +17,8 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
@@ -50,6 +51,8 @@ from waltz_core.record import PartitionId, TransactionId
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     from waltz_core.client.appends import BatchOrder
     from waltz_core.client.monitor import BatchOutcome
 
@@ -63,6 +66,9 @@ END_S_MAX = 5.0
 _log = logging.getLogger(__name__)
 
 _CLOSED = "the client is closed"
+_NOT_CLOSED = "a WaltzClient was not closed before the interpreter ended"
+# How `ThreadPoolExecutor.submit` begins what it raises after a shutdown, its own or the process's.
+_NO_MORE_WORK = "cannot schedule new futures"
 
 ResultT = TypeVar("ResultT")
 
@@ -135,8 +141,8 @@ class WaltzClient:
             target=self._loop.run_forever, name="waltz-client", daemon=True
         )
         self._thread.start()
-        self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="waltz-context")
-        self._appliers = ThreadPoolExecutor(APPLIERS_MAX, thread_name_prefix="waltz-callback")
+        self._workers = _Workers(WORKERS_MAX, thread_name_prefix="waltz-context")
+        self._appliers = _Workers(APPLIERS_MAX, thread_name_prefix="waltz-callback")
         self._running: set[Future[Verdict]] = set()  # callbacks
         self._applying = threading.local()  # which partition's transaction this thread applies
 
@@ -247,7 +253,10 @@ class WaltzClient:
         return self._call(self._client.has_original(partitions))
 
     def flush(self, partition: int) -> TransactionId:
-        """Wait until every append made before is final; return the partition's mark."""
+        """Wait until every append made before is final; return the partition's mark.
+
+        The mark covers those appends; see `AsyncWaltzClient.flush` for what it may lack.
+        """
         return self._call(self._client.flush(partition))
 
     def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
@@ -367,25 +376,26 @@ class WaltzClient:
         replicas: ReplicaSet | None = None,
     ) -> Iterator[RangeChunk]:
         """Yield the committed transactions first..last in checked chunks, dense and in order."""
-        chunks = self._client.read_range(
-            partition,
-            first,
-            last,
-            form=form,
-            header_values=header_values,
-            bytes_max=bytes_max,
-            replicas=replicas,
+        chunks = _Chunks(
+            self._client.read_range(
+                partition,
+                first,
+                last,
+                form=form,
+                header_values=header_values,
+                bytes_max=bytes_max,
+                replicas=replicas,
+            )
         )
-        turn = asyncio.Lock()  # Ctrl-C may end the wait for a chunk, not yet the fetch
         try:
             while True:
-                chunk = self._call(_next_or_none(chunks, turn))
+                chunk = self._call(chunks.next_or_none())
                 if chunk is None:
                     return
                 yield chunk
         finally:
             if not self._is_closed and os.getpid() == self._pid:
-                self._call(_end(chunks, turn))
+                self._call(chunks.end())
 
     # --- private
 
@@ -407,7 +417,10 @@ class WaltzClient:
 
         async def begin() -> None:
             inner = await call
-            inner.add_done_callback(lambda done: _copy(done, outcome))
+            if inner.done():  # the loop may end before it comes to a callback
+                _copy(inner, outcome)
+            else:
+                inner.add_done_callback(lambda done: _copy(done, outcome))
 
         try:
             self._call(begin())
@@ -476,6 +489,38 @@ class WaltzClient:
         left = wait(set(self._running), self._client.config.request_timeout_ms / 1000).not_done
         if left:
             _log.warning("client.closed_while_applying callbacks=%d", len(left))
+
+
+class _Workers(ThreadPoolExecutor):
+    """Threads for the application's code.
+
+    When the interpreter ends, an open client goes on until its own thread ends, but no thread takes
+    work any more: what would run is cancelled, as in a client that is closed.
+    """
+
+    is_ended = False
+
+    def submit(
+        self,
+        fn: Callable[..., ResultT],
+        /,
+        *args: Any,  # noqa: ANN401 - fn's
+        **kwargs: Any,  # noqa: ANN401 - fn's
+    ) -> "Future[ResultT]":
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith(_NO_MORE_WORK):
+                raise
+        if not self.is_ended:
+            warnings.warn(_NOT_CLOSED, ResourceWarning, stacklevel=1)
+        outcome: Future[ResultT] = Future()
+        outcome.cancel()
+        return outcome
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002
+        self.is_ended = True
+        super().shutdown(wait, cancel_futures=cancel_futures)
 
 
 class _ThreadContext:
@@ -626,17 +671,26 @@ def _copy(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
         outcome.set_result(done.result())
 
 
-async def _next_or_none(
-    chunks: Any,  # noqa: ANN401 - an async generator
-    turn: asyncio.Lock,
-) -> RangeChunk | None:
-    try:
-        async with turn:
-            return cast("RangeChunk", await anext(chunks))
-    except StopAsyncIteration:
-        return None
+class _Chunks:
+    """The chunks of a range, on the loop: Ctrl-C may end the wait for one, not yet its fetch."""
 
+    def __init__(self, chunks: AsyncIterator[RangeChunk]) -> None:
+        self._chunks = cast("AsyncGenerator[RangeChunk, None]", chunks)
+        self._turn = asyncio.Lock()
+        self._fetching: asyncio.Task[Any] | None = None
 
-async def _end(chunks: Any, turn: asyncio.Lock) -> None:  # noqa: ANN401 - an async generator
-    async with turn:
-        await chunks.aclose()
+    async def next_or_none(self) -> RangeChunk | None:
+        """Return the next chunk, None after the last."""
+        self._fetching = asyncio.current_task()
+        try:
+            async with self._turn:
+                return await anext(self._chunks)
+        except StopAsyncIteration:
+            return None
+
+    async def end(self) -> None:
+        """End the range, and a fetch that is not waited for any more."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+        async with self._turn:
+            await self._chunks.aclose()

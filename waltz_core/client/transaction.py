@@ -15,7 +15,7 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol, SupportsIndex, TypeVar, cast
+from typing import Any, Protocol, SupportsIndex, TypeVar, cast, overload
 
 from waltz_core import errors
 from waltz_core.checksum import crc32
@@ -364,7 +364,13 @@ class Transaction(FeedItem):
         """
         return self._source.data_of_blocking(self.transaction_id)
 
-    def value(self, serializer: Serializer[T] = MSGPACK) -> T:
+    @overload
+    def value(self) -> Any: ...  # noqa: ANN401 - whatever msgpack has
+
+    @overload
+    def value(self, serializer: Serializer[T]) -> T: ...
+
+    def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
         """Return the data deserialized."""
         return serializer.deserialize(self.data())
 
@@ -381,6 +387,12 @@ class AsyncTransaction(FeedItem):
         """
         return await self._source.data_of(self.transaction_id)
 
-    async def value(self, serializer: Serializer[T] = MSGPACK) -> T:
+    @overload
+    async def value(self) -> Any: ...  # noqa: ANN401 - whatever msgpack has
+
+    @overload
+    async def value(self, serializer: Serializer[T]) -> T: ...
+
+    async def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
         """Return the data deserialized."""
         return serializer.deserialize(await self.data())

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -87,9 +88,14 @@ CONFLICT_ERRORS = (
 # What the other operations of a refused write are said to have met.
 BYSTANDER_ERRORS = (RolledBackError, RuntimeInconsistency)
 
-# kazoo tells of each lost connection at length; whoever wants to read it turns this logger on.
+_log = logging.getLogger(__name__)
+
+# kazoo logs each attempt to connect, several a second while no ZooKeeper answers, without a host.
+# A session logs the beginning and the end of that. Setting this logger's level brings all back.
 logger = logging.getLogger("waltz_core.kazoo")
 logger.addHandler(logging.NullHandler())
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.ERROR)
 
 T = TypeVar("T")
 
@@ -200,6 +206,7 @@ class ZooKeeperSession:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._state = SessionState.LOST
         self._session_number = PERSISTENT
+        self._disconnected_ms: int | None = None
         self._is_connected = asyncio.Event()
         self._is_closed = False
         self._signals: list[_Signal] = []
@@ -371,6 +378,8 @@ class ZooKeeperSession:
         _call_soon(self._loop, self._change_state, state, number)
 
     def _change_state(self, state: SessionState, number: int | None = None) -> None:
+        if not self._is_closed:
+            self._log_change(state, is_same=number in (None, self._session_number))
         self._state = state
         # While there is no connection the last number stands: the session may come back.
         self._session_number = self._session_number if number is None else number
@@ -382,6 +391,22 @@ class ZooKeeperSession:
             callback(state)
         for signal in list(self._signals):
             signal.set()
+
+    def _log_change(self, state: SessionState, *, is_same: bool) -> None:
+        """Log one line when the connection is lost, and one when there is one again."""
+        if state is SessionState.CONNECTED and self._disconnected_ms is not None:
+            away_ms, self._disconnected_ms = clock_ms() - self._disconnected_ms, None
+            session = "same" if is_same else "new"
+            _log.warning(
+                "zookeeper.connected hosts=%s away_ms=%d session=%s at=%s",
+                self._hosts,
+                away_ms,
+                session,
+                _utc_now(),
+            )
+        elif self._state is SessionState.CONNECTED and state is not SessionState.CONNECTED:
+            self._disconnected_ms = clock_ms()
+            _log.warning("zookeeper.disconnected hosts=%s at=%s", self._hosts, _utc_now())
 
     # --- requests and answers
 
@@ -472,6 +497,11 @@ class ZooKeeperSession:
             f"password that made it, found user {self._credentials.user!r} with another password "
             "or another user"
         )
+
+
+def _utc_now() -> str:
+    """Return the time for a log that an application has not configured, which shows none."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 class _Signal:

@@ -19,7 +19,7 @@ Rules:
 
 from bisect import bisect_right
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,13 @@ class CachedRange(NamedTuple):
     entry: LineageEntry
 
 
+class Holder(Protocol):
+    """Something that holds bytes of a budget."""
+
+    def drop_oldest(self) -> None:
+        """Release what this holder has taken first."""
+
+
 class CacheBudget:
     """The bytes that the transaction caches of all partitions may hold together."""
 
@@ -68,7 +75,7 @@ class CacheBudget:
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
         self._serial = 0
-        self._holders: OrderedDict[int, TransactionCache] = OrderedDict()
+        self._holders: OrderedDict[int, Holder] = OrderedDict()
 
     @property
     def limit_bytes(self) -> int:
@@ -80,7 +87,7 @@ class CacheBudget:
         """What is held now."""
         return self._used_bytes
 
-    def take(self, cost_bytes: int, holder: "TransactionCache") -> int:
+    def take(self, cost_bytes: int, holder: Holder) -> int:
         """Make room, if need be by dropping the oldest batches of anybody; return a receipt."""
         assert 0 < cost_bytes <= self._limit_bytes
         while self._used_bytes + cost_bytes > self._limit_bytes:
@@ -101,10 +108,10 @@ class CacheBudget:
 class TransactionCache:
     """The newest committed batches of one partition, whole."""
 
-    __slots__ = ("_batches", "_budget", "_firsts", "_head", "hits", "misses")
+    __slots__ = ("_batches", "_firsts", "_head", "budget", "hits", "misses")
 
     def __init__(self, budget: CacheBudget) -> None:
-        self._budget = budget
+        self.budget = budget
         # Keyed by first id and in id order; `_firsts[_head:]` are the same keys, to be bisected.
         self._batches: OrderedDict[int, tuple[int, CachedBatch]] = OrderedDict()
         self._firsts: list[int] = []
@@ -122,10 +129,10 @@ class TransactionCache:
         if newest is not None and entry.first != newest + 1:
             self.clear()  # rule 1
         batch = CachedBatch(entry, lengths, records)
-        if batch.cost_bytes > self._budget.limit_bytes:
+        if batch.cost_bytes > self.budget.limit_bytes:
             self.clear()  # Kept without it, what follows would leave a gap.
             return
-        receipt = self._budget.take(batch.cost_bytes, self)
+        receipt = self.budget.take(batch.cost_bytes, self)
         self._batches[entry.first] = (receipt, batch)
         self._firsts.append(entry.first)
 
@@ -133,7 +140,7 @@ class TransactionCache:
         """Forget the oldest batch; the budget calls this to make room."""
         first, (receipt, batch) = self._batches.popitem(last=False)
         assert self._firsts[self._head] == first
-        self._budget.give_back(receipt, batch.cost_bytes)
+        self.budget.give_back(receipt, batch.cost_bytes)
         self._head += 1
         if self._head * 2 > len(self._firsts):
             del self._firsts[: self._head]
@@ -145,14 +152,14 @@ class TransactionCache:
         while newest is not None and newest > mark:
             first, (receipt, batch) = self._batches.popitem()
             assert self._firsts[-1] == first
-            self._budget.give_back(receipt, batch.cost_bytes)
+            self.budget.give_back(receipt, batch.cost_bytes)
             self._firsts.pop()
             newest = self.last
 
     def clear(self) -> None:
         """Forget everything."""
         for receipt, batch in self._batches.values():
-            self._budget.give_back(receipt, batch.cost_bytes)
+            self.budget.give_back(receipt, batch.cost_bytes)
         self._batches.clear()
         self._firsts.clear()
         self._head = 0

@@ -14,6 +14,8 @@ Rules:
        not have are never asked, however near.
     7. A replica that is slow to answer is given up for another one soon, until all were tried; it
        may be frozen. Who has failed is asked last for the next `SHUNNED_FETCHES`.
+    8. Requests for one transaction each that follow one another are read ahead. Whether that
+       succeeds decides nothing: each request is then made by itself.
 """
 
 from collections import deque
@@ -45,6 +47,7 @@ from waltz_core.replication.events import Batch
 from waltz_core.server.answers import refuse
 from waltz_core.server.cache import FeedCache, TransactionCache
 from waltz_core.server.events import Answer, Fetch, Limits, Received, Stretch
+from waltz_core.server.read_ahead import AHEAD_BYTES, AHEAD_COUNT, ReadAhead
 from waltz_core.wire.messages import (
     Buffer,
     RangeBytes,
@@ -81,7 +84,14 @@ class _Run(NamedTuple):
     lineage: tuple[LineageEntry, ...]
 
 
-_Key: TypeAlias = tuple[TransactionId, TransactionId, int, int]
+class _Key(NamedTuple):
+    """What is fetched: requests with equal keys share one answer (rule 2)."""
+
+    first: TransactionId
+    last: TransactionId
+    bytes_max: int
+    form: int
+    is_ahead: bool = False  # rule 8
 
 
 @dataclass(slots=True)
@@ -113,6 +123,8 @@ class Reads:
         self._limits = limits
         self._transactions = transactions
         self._feed = feed
+        self._ahead = ReadAhead(transactions.budget)
+        self._reading_ahead: dict[_Key, None] = {}
         self._entries: list[LineageEntry] = []
         self._session_id = NO_SESSION
         self._high_water_mark = BEFORE_FIRST
@@ -137,7 +149,7 @@ class Reads:
     def cache_reads(self) -> dict[tuple[str, str], int]:
         """Return how often each cache had what was asked for, and how often it had not."""
         return {
-            ("transaction", "hit"): self._transactions.hits,
+            ("transaction", "hit"): self._transactions.hits + self._ahead.hits,
             ("transaction", "miss"): self._transactions.misses,
             ("feed", "hit"): self._feed.hits,
             ("feed", "miss"): self._feed.misses,
@@ -176,6 +188,8 @@ class Reads:
     def forget_all(self) -> None:
         """Somebody else may have written: nothing that is remembered counts."""
         self._transactions.clear()
+        self._ahead.clear()
+        self._reading_ahead.clear()
         self._feed.clear()
         self._entries.clear()
 
@@ -207,7 +221,7 @@ class Reads:
         run_or_none = self._recall_run(first, last, bytes_max, message.form)
         if run_or_none is not None:
             return [self._range_answer(question, message, run_or_none)]
-        return self._fetch((first, last, bytes_max, message.form), question)
+        return self._fetch(_Key(first, last, bytes_max, message.form), question)
 
     def data(self, question: Received, message: TransactionDataRequest) -> list[Outcome]:
         """Answer a request for one transaction's data, now or when a storage has."""
@@ -219,17 +233,32 @@ class Reads:
             )
             answer = TransactionDataResponse(message.req_id, wanted, (None, fault))
             return [Answer(question.connection, answer, question.cost_bytes)]
+        record = self._ahead.find(wanted)
+        if record is not None:
+            return [_data_answer(question, message, record)]
         run = self._recall_run(wanted, wanted, 1, RangeForm.WHOLE)
         if run is not None:
-            return [_data_answer(question, message, run)]
-        return self._fetch((wanted, wanted, 1, int(RangeForm.WHOLE)), question)
+            return [_data_answer(question, message, run.records)]
+        return self._fetch(self._key_of_one(wanted), question)
+
+    def _key_of_one(self, wanted: TransactionId) -> _Key:
+        """Return what to fetch for a request of one transaction (rule 8)."""
+        for key in self._reading_ahead:
+            if key.first <= wanted <= key.last:
+                return key
+        if not self._ahead.is_wanted(wanted):
+            return _key_alone(wanted)
+        last = TransactionId(min(wanted + AHEAD_COUNT - 1, self._high_water_mark))
+        key = _Key(wanted, last, AHEAD_BYTES, RangeForm.WHOLE, is_ahead=True)
+        self._reading_ahead[key] = None
+        return key
 
     def headers(self, first: TransactionId, last: TransactionId) -> list[Outcome]:
         """Get feed headers from a storage; a `Stretch` follows."""
         last = min(last, self._high_water_mark)
         assert first <= last
         bytes_max = self._limits.feed_frame_count_max * RECORD_HEADER.size
-        return self._fetch((first, last, bytes_max, int(RangeForm.HEADERS)), None)
+        return self._fetch(_Key(first, last, bytes_max, RangeForm.HEADERS), None)
 
     # -----------------------------------------------------------------------------------------
     # memory
@@ -305,10 +334,16 @@ class Reads:
         except WaltzError as error:
             return self.failed(token, str(error), now_ms)
         del self._running[token], self._jobs[job.key]
+        if job.key in self._reading_ahead:
+            del self._reading_ahead[job.key]
+            self._ahead.keep(run.first, run.lengths, run.records)
+        elif job.key == _key_alone(run.first):
+            self._ahead.ended_at(run.last)
         out: list[Outcome] = []
         if job.for_feed:
             out.append(_feed_stretch(run))
-        out.extend(self._told(question, run) for question in job.waiting)
+        for question in job.waiting:
+            out += self._told(question, run)
         return out + self._start()
 
     def failed(self, token: int, reason: str, now_ms: int) -> list[Outcome]:
@@ -319,15 +354,16 @@ class Reads:
         del self._running[token]
         self.failed_fetches += 1
         self._shunned[job.tried[-1]] = self.fetches + SHUNNED_FETCHES
+        if job.key.is_ahead:
+            return self._give_up_ahead(job)
         if all(replica in job.tried for replica in self.replicas):
             job.tried.clear()
             job.rounds += 1
         out: list[Outcome] = []
         if not job.tried and job.rounds >= ROUNDS_MAX and job.waiting:
-            first, last, *_ = job.key
             error = Unreachable(
                 f"no replica of partition {self._partition_id} gave transactions "
-                f"{first}..{last}: {reason}"
+                f"{job.key.first}..{job.key.last}: {reason}"
             )
             out.extend(refuse(question, error) for question in job.waiting)
             job.waiting.clear()
@@ -340,6 +376,17 @@ class Reads:
             self._parked.append((now_ms + job.retry_ms, job))
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
         return out + self._start()
+
+    def _give_up_ahead(self, job: _Job) -> list[Outcome]:
+        """Fetch alone what was waited for: what follows it may be damaged."""
+        del self._jobs[job.key]
+        self._reading_ahead.pop(job.key, None)
+        out: list[Outcome] = []
+        for question in job.waiting:
+            assert isinstance(question.message, TransactionDataRequest)
+            wanted = TransactionId(question.message.transaction_id)
+            out += self._fetch(_key_alone(wanted), question)
+        return out
 
     def _dropped(self, token: int) -> list[Outcome]:
         """An answer came that nobody waits for: there is room for another fetch."""
@@ -381,15 +428,15 @@ class Reads:
         self.fetches += 1
         job.tried.append(replica)
         self._running[self._token] = job
-        first, last, bytes_max, form = job.key
+        key = job.key
         message = RangeRaw(
             self._session_id,
             self._token,
             self._partition_id,
-            first,
-            last,
-            bytes_max,
-            form,
+            key.first,
+            key.last,
+            key.bytes_max,
+            key.form,
             whole_batches=False,
             reader=True,
         )
@@ -399,12 +446,16 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _told(self, question: Received, run: _Run) -> Answer:
+    def _told(self, question: Received, run: _Run) -> list[Outcome]:
         message = question.message
         if isinstance(message, RangeRequest):
-            return self._range_answer(question, message, run)
+            return [self._range_answer(question, message, run)]
         assert isinstance(message, TransactionDataRequest)
-        return _data_answer(question, message, run)
+        skip = message.transaction_id - run.first
+        if skip >= run.lengths.size:
+            return self.data(question, message)  # what was read ahead ends before it
+        record, _ = raw_records.cut(run.records, run.lengths, skip=skip, count=1)
+        return [_data_answer(question, message, record)]
 
     def _range_answer(self, question: Received, message: RangeRequest, run: _Run) -> Answer:
         lengths, records = run.lengths, run.records
@@ -440,9 +491,12 @@ def _range_fault(message: RangeRequest) -> str | None:
     return None
 
 
-def _data_answer(question: Received, message: TransactionDataRequest, run: _Run) -> Answer:
-    assert run.first == run.last == message.transaction_id
-    data = memoryview(run.records)[RECORD_PREFIX.size : -4]
+def _key_alone(wanted: TransactionId) -> _Key:
+    return _Key(wanted, wanted, 1, RangeForm.WHOLE)
+
+
+def _data_answer(question: Received, message: TransactionDataRequest, record: Buffer) -> Answer:
+    data = memoryview(record)[RECORD_PREFIX.size : -4]
     answer = TransactionDataResponse(message.req_id, message.transaction_id, (data, None))
     return Answer(question.connection, answer, question.cost_bytes)
 
@@ -472,7 +526,7 @@ def _filtered(run: _Run, header_values: Sequence[int]) -> tuple[I64, Buffer, int
 
 def _checked(message: RangeBytes, key: _Key) -> _Run:
     """Rule 3; raises BadFormat or ChecksumMismatch."""
-    first, last, _, form = key
+    first, last, form = key.first, key.last, key.form
     reach = TransactionId(message.first + message.count - 1)
     if message.first != first or not first <= reach <= last or message.form != form:
         raise BadFormat(

@@ -232,7 +232,7 @@ async def test_a_lock_that_was_written_since_refuses_and_says_from_where_to_comp
         future = await client.append(
             b"b", partition=0, write_locks=[name], client_high_water_mark=-1
         )
-        with pytest.raises(errors.LockFailed) as failed:
+        with pytest.raises(errors.LockFailed, match="high-water mark -1") as failed:
             await future
         assert (failed.value.conflicting, failed.value.high_water_mark) == (0, 0)
         retry = await client.append(b"b", partition=0, write_locks=[name], client_high_water_mark=0)
@@ -242,8 +242,10 @@ async def test_a_lock_that_was_written_since_refuses_and_says_from_where_to_comp
 @told
 async def test_a_mark_above_the_log_is_the_callers_error():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await (await client.append(b"a", partition=0))
         future = await client.append(b"a", partition=0, client_high_water_mark=50)
-        with pytest.raises(errors.ClientAhead, match="another cluster"):
+        text = "partition 0: the client's high-water mark 50 is above the log's 0: another cluster"
+        with pytest.raises(errors.ClientAhead, match=text):
             await future
 
 
@@ -710,6 +712,8 @@ async def test_an_application_ahead_of_the_log_is_told_loudly():
         ((transaction_id, error),) = callbacks.errors
         assert transaction_id == 71
         assert isinstance(error, errors.ClientAhead)
+        assert "partition 0" in str(error)
+        assert "mark 70 is above the log's 0" in str(error)
 
 
 @told
@@ -1069,3 +1073,32 @@ async def test_of_two_writers_with_one_id_the_later_attempt_wins():
 
 def test_the_cluster_in_memory_is_what_the_tests_take_it_for():
     assert MemoryCluster.__doc__ == "ZooKeeper, logs and servers."
+
+
+class Computing(Counting):
+    """Computes its first attempt for a while."""
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.begun, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def execute(self, builder):
+        self.begun.set()
+        await self.goes_on.wait()
+        builder.set_transaction_data(1)
+        return True
+
+
+@told
+async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes_ends():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        context = Computing({"value": 0})
+        async with asyncio.TaskGroup() as tasks:
+            submitted = tasks.create_task(client.submit(context))
+            await context.begun.wait()
+            await client.close()
+            context.goes_on.set()
+        with pytest.raises(errors.Unreachable, match="closed before it was sent"):
+            await submitted.result()
+        assert context.heard == ["exception Unreachable"]

@@ -1,6 +1,7 @@
 """Partitions that are taken up and laid down while a client runs."""
 
 import asyncio
+import contextlib
 from collections import defaultdict
 
 import pytest
@@ -631,3 +632,127 @@ async def test_a_deadline_ends_a_context_that_waits_for_its_window():
         assert context.ended == ["expired"]
         window.give(10**9, 0)
         assert window.is_empty
+
+
+class WithoutMark:
+    """Applies, and derives from nothing."""
+
+    async def apply_transaction(self, transaction):
+        raise AssertionError
+
+    async def uncaught_exception(self, partition, transaction_id, error):
+        raise AssertionError
+
+
+@told
+async def test_callbacks_that_lack_a_method_are_refused_with_its_name():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        text = (
+            "WithoutMark: expected a method client_high_water_mark, found none. "
+            "Hint: derive it from AsyncCallbacks"
+        )
+        with pytest.raises(errors.UsageError, match=text):
+            await client.subscribe(WithoutMark())
+        assert client.partitions == ()
+
+
+class AskedForLong(Shared):
+    """Takes its time to state its mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def client_high_water_mark(self, partition):
+        self.is_asked.set()
+        await self.may_answer.wait()
+        return await super().client_high_water_mark(partition)
+
+
+@told
+async def test_a_partition_that_is_laid_down_while_its_feed_starts_is_not_applied():
+    async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
+        await write(client, 0, 3)
+        callbacks = AskedForLong()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.subscribe(callbacks, [0, 1]))
+            await callbacks.is_asked.wait()
+            await client.set_partitions([])
+            assert client.partitions == ()
+            callbacks.may_answer.set()
+        assert client.partitions == ()
+        # Taken up again it begins from its mark, once.
+        await client.set_partitions([0])
+        await until(lambda: callbacks.seen[0] == [0, 1, 2])
+        assert client.partitions == (0,)
+
+
+@told
+async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_applied_once():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await write(client, 0, 3)
+        callbacks = AskedForLong()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.subscribe(callbacks, [0]))
+            await callbacks.is_asked.wait()
+            await client.set_partitions([])
+            callbacks.is_asked.clear()
+            tasks.create_task(client.set_partitions([0]))
+            await callbacks.is_asked.wait()
+            callbacks.may_answer.set()
+        await until(lambda: callbacks.seen[0] == [0, 1, 2])
+        await write(client, 0, 2)
+        await until(lambda: callbacks.seen[0][-1] == 4)
+        assert callbacks.seen[0] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_context", [True, False])
+def test_what_is_computed_before_the_mark_is_known_claims_nothing(is_context):
+    @told
+    async def story():
+        async with two_clients() as (_, client, other):
+            locks = [lock("counter")]
+            await (await other.append(b"\x01", partition=0, header=3, write_locks=locks))
+            callbacks = AskedForLong()
+            await client.mount([0])
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(client.subscribe(callbacks, [0]))
+                await callbacks.is_asked.wait()
+                context = Tried(callbacks.state)
+                use = (
+                    client.submit(context)
+                    if is_context
+                    else client.append(b"x", partition=0, write_locks=locks)
+                )
+                used = tasks.create_task(use)
+                await client.high_water_mark(0)  # the loop turns; the log's mark is known
+                assert not used.done()
+                callbacks.may_answer.set()
+            if is_context:
+                assert await used.result() == 1
+                await until(lambda: callbacks.state == {"value": 2})
+            else:
+                with contextlib.suppress(errors.LockFailed):  # or the feed was as fast
+                    await used.result()
+
+    story()
+
+
+@told
+async def test_a_context_goes_on_where_the_feed_could_not_start():
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+
+        class Broken(AskedForLong):
+            async def client_high_water_mark(self, partition):
+                await super().client_high_water_mark(partition)
+                raise ValueError("no mark")
+
+        callbacks = Broken()
+        subscribing = asyncio.get_running_loop().create_task(client.subscribe(callbacks, [0]))
+        await callbacks.is_asked.wait()
+        async with asyncio.TaskGroup() as tasks:
+            submitted = tasks.create_task(client.submit(Tried({"value": 0})))
+            callbacks.may_answer.set()
+        with pytest.raises(ValueError, match="no mark"):
+            await subscribing
+        assert await submitted.result() == 0

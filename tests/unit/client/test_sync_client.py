@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -10,9 +12,9 @@ from concurrent.futures import CancelledError
 import pytest
 
 from waltz_core import errors
-from waltz_core.client import Callbacks, TransactionContext, WaltzClient, feed
+from waltz_core.client import Callbacks, TransactionContext, WaltzClient, data_cache
+from waltz_core.client.data_cache import DataBudget, DataCache
 from waltz_core.client.directory import ClusterInfo, Layout
-from waltz_core.client.feed import DataCache
 from waltz_core.client.sync_client import WORKERS_MAX
 from waltz_core.memory import MemoryWaltz
 
@@ -165,6 +167,35 @@ def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
             signal.signal(signal.SIGINT, before)
 
 
+def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
+    """The fetch has begun, and nobody has its future yet."""
+    with MemoryWaltz(1) as log, log.client() as client:
+        client.append(b"x", partition=0).result(60)
+        asked, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe
+
+        async def never(*_, **__):
+            asked.set()
+            await asyncio.Event().wait()
+
+        def interrupted(call, loop):
+            hand_over(call, loop)
+            assert asked.wait(60)
+            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", hand_over)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client._client.requests, "range", never)
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        reader = threading.Thread(target=lambda: list_interrupted(client), daemon=True)
+        reader.start()
+        reader.join(60)
+        assert not reader.is_alive()
+
+
+def list_interrupted(client):
+    with pytest.raises(KeyboardInterrupt):
+        next(client.read_range(0, 0, 0))
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -275,16 +306,20 @@ def test_data_that_is_asked_for_when_the_loop_was_closed_is_told_as_unavailable(
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was not, a moment ago
-    cache = DataCache(None, None, mark=lambda: 7, bytes_max=1_000, loop=loop)
+    cache = DataCache(
+        None, None, mark=lambda: 7, bytes_max=1_000, budget=DataBudget(1_000), loop=loop
+    )
     with pytest.raises(errors.Unavailable, match="the client is closed"):
         cache.data_of_blocking(3)
 
 
 def test_data_that_a_loop_was_asked_for_and_never_looked_at_leaves_no_coroutine_behind(monkeypatch):
-    monkeypatch.setattr(feed, "LOOK_S", 0.001)
+    monkeypatch.setattr(data_cache, "LOOK_S", 0.001)
     loop = asyncio.new_event_loop()
     monkeypatch.setattr(loop, "is_closed", lambda: True)  # it has ended before it came to that
-    cache = DataCache(None, None, mark=lambda: 7, bytes_max=1_000, loop=loop)
+    cache = DataCache(
+        None, None, mark=lambda: 7, bytes_max=1_000, budget=DataBudget(1_000), loop=loop
+    )
     monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *_: None)
     with pytest.raises(errors.Unavailable, match="the client is closed"):
         cache.data_of_blocking(3)
@@ -388,3 +423,52 @@ def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
         assert [future.result(60) for future in futures] == [0] * count
         wait_until(lambda: len(done) == count or together.broken)
         assert done == [0] * count
+
+
+NOT_CLOSED = """
+import time
+
+from waltz_core.client import Callbacks, TransactionContext
+from waltz_core.memory import MemoryWaltz
+
+
+class Applying(Callbacks):
+    def apply_transaction(self, transaction):
+        time.sleep(0.01)
+
+
+class Late(TransactionContext):
+    def partition_id(self, partition_count):
+        return 1
+
+    def execute(self, builder):
+        time.sleep(0.01)
+        builder.set_transaction_data(1)
+        builder.set_write_locks([7])
+        return True
+
+
+client = MemoryWaltz(partition_count=4).client()
+client.subscribe(Applying())
+for number in range(40):
+    client.append(b"x", partition=0)
+for number in range(5):
+    client.submit(Late())
+raise RuntimeError("boom")
+"""
+
+
+def test_a_client_that_is_not_closed_when_the_program_fails_adds_no_tracebacks(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(NOT_CLOSED)
+    ended = subprocess.run(
+        [sys.executable, "-W", "default:a WaltzClient:ResourceWarning", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    assert ended.stderr.count("RuntimeError: boom\n") == 1
+    assert ended.stderr.count("a WaltzClient was not closed") <= 1
+    assert "feed.stopped" not in ended.stderr

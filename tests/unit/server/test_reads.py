@@ -24,17 +24,26 @@ from waltz_core.record import (
 from waltz_core.replication.events import Batch
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.server.events import Answer, ConnectionId, Fetch, Limits, Received, Stretch
+from waltz_core.server.read_ahead import AHEAD_BYTES, AHEAD_COUNT
 from waltz_core.server.reads import RETRY_FIRST_MS, ROUNDS_MAX, ROWS_MAX, SHUNNED_FETCHES, Reads
-from waltz_core.wire.messages import ErrorResponse, RangeBytes, RangeData, RangeForm, RangeRequest
+from waltz_core.wire.messages import (
+    ErrorResponse,
+    RangeBytes,
+    RangeData,
+    RangeForm,
+    RangeRequest,
+    TransactionDataRequest,
+    TransactionDataResponse,
+)
 
 REPLICAS = [ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1")]
 
 
-def reads(mark: int = 999, **limits: int) -> Reads:
+def reads(mark: int = 999, *, budget_bytes: int = 1 << 20, **limits: int) -> Reads:
     made = Reads(
         PartitionId(0),
         Limits(lock_slot_count=11, **limits),
-        TransactionCache(CacheBudget(1 << 20)),
+        TransactionCache(CacheBudget(budget_bytes)),
         FeedCache(20 * 100),
     )
     made.replicas = REPLICAS
@@ -347,3 +356,122 @@ def test_what_a_storage_sends_is_checked_whole_before_it_goes_on(form, spoil) ->
     assert isinstance(answer, Answer)
     assert isinstance(answer.message, RangeData)
     assert (answer.message.first, answer.message.next) == (10, 12)
+
+
+def ask_data(each: Reads, wanted: int, *, sequence: int = 1) -> list[Answer | Fetch | Stretch]:
+    req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
+    message = TransactionDataRequest(req_id, wanted)
+    return each.data(Received(ConnectionId(1), message, 70, 0), message)
+
+
+def data_of(outcome: Answer | Fetch | Stretch) -> tuple[int, bytes]:
+    assert isinstance(outcome, Answer)
+    assert isinstance(outcome.message, TransactionDataResponse)
+    data, error = outcome.message.result
+    assert error is None
+    assert data is not None
+    return outcome.message.transaction_id, bytes(data)
+
+
+def written(transaction_id: int) -> tuple[int, bytes]:
+    record, _ = make_run(transaction_id, [5])
+    return transaction_id, record[36:-4]
+
+
+def test_one_by_one_in_order_is_read_ahead() -> None:
+    each = reads(mark=5_000)
+    fetch = fetch_of(ask_data(each, 7))
+    assert (fetch.message.first, fetch.message.last) == (7, 7)
+    (answer,) = each.fetched(fetch.token, whole(fetch, 7), 0)
+    assert data_of(answer) == written(7)
+    fetch = fetch_of(ask_data(each, 8))
+    assert (fetch.message.first, fetch.message.last) == (8, 8 + AHEAD_COUNT - 1)
+    assert fetch.message.bytes_max == AHEAD_BYTES
+    (answer,) = each.fetched(fetch.token, whole(fetch, *range(8, 20)), 0)
+    assert data_of(answer) == written(8)
+    # What came with it is there now, and after it the next stretch is asked for.
+    for transaction_id in range(9, 20):
+        (answer,) = ask_data(each, transaction_id)
+        assert data_of(answer) == written(transaction_id)
+    assert each.cache_reads()["transaction", "hit"] == 11
+    fetch = fetch_of(ask_data(each, 20))
+    assert fetch.message.last == 20 + AHEAD_COUNT - 1
+    assert each.fetches == 3
+
+
+def test_transactions_here_and_there_are_not_read_ahead() -> None:
+    each = reads()
+    for wanted in (500, 400, 600, 200, 700, 699):
+        fetch = fetch_of(ask_data(each, wanted))
+        assert (fetch.message.first, fetch.message.last) == (wanted, wanted)
+        each.fetched(fetch.token, whole(fetch, wanted), 0)
+
+
+def test_reading_ahead_ends_at_the_mark() -> None:
+    each = reads(mark=12)
+    fetch = fetch_of(ask_data(each, 9))
+    each.fetched(fetch.token, whole(fetch, 9), 0)
+    assert fetch_of(ask_data(each, 10)).message.last == 12
+
+
+def test_what_is_being_read_ahead_is_not_asked_twice() -> None:
+    each = reads()
+    fetch = fetch_of(ask_data(each, 7))
+    each.fetched(fetch.token, whole(fetch, 7), 0)
+    fetch = fetch_of(ask_data(each, 8))
+    assert [ask_data(each, wanted, sequence=wanted) for wanted in (9, 10, 11)] == [[], [], []]
+    # It reaches less far than was hoped for: what lies beyond is asked again.
+    *answers, more = each.fetched(fetch.token, whole(fetch, 8, 9), 0)
+    assert [data_of(answer) for answer in answers] == [written(8), written(9)]
+    more = fetch_of([more])
+    assert more.message.first == 10
+    answers = each.fetched(more.token, whole(more, 10, 11), 0)
+    assert [data_of(answer) for answer in answers] == [written(10), written(11)]
+    assert each.fetches == 3
+
+
+def test_damage_ahead_takes_nothing_from_those_before_it() -> None:
+    each = reads()
+    fetch = fetch_of(ask_data(each, 7))
+    each.fetched(fetch.token, whole(fetch, 7), 0)
+    ahead = fetch_of(ask_data(each, 8))
+    assert ask_data(each, 9, sequence=2) == []
+    alone = each.fetched(ahead.token, rotten(whole(ahead, 8, 9)), 0)
+    assert [(one.message.first, one.message.last) for one in alone if isinstance(one, Fetch)] == [
+        (8, 8),
+        (9, 9),
+    ]
+    assert all(isinstance(one, Fetch) and one.replica != ahead.replica for one in alone)
+    (answer,) = each.fetched(fetch_of(alone[:1]).token, whole(fetch_of(alone[:1]), 8), 0)
+    assert data_of(answer) == written(8)
+
+
+def test_what_is_too_large_to_keep_is_answered_and_not_kept() -> None:
+    each = reads(budget_bytes=2_000)
+    fetch = fetch_of(ask_data(each, 7))
+    each.fetched(fetch.token, whole(fetch, 7), 0)
+    fetch = fetch_of(ask_data(each, 8))
+    assert ask_data(each, 9, sequence=2) == []
+    answers = each.fetched(fetch.token, whole(fetch, *range(8, 60)), 0)
+    assert [data_of(answer) for answer in answers] == [written(8), written(9)]
+    assert fetch_of(ask_data(each, 10)).message.first == 10
+
+
+def test_nothing_read_ahead_outlives_a_session_that_cannot_vouch_for_it() -> None:
+    each = reads()
+    for wanted, until in ((7, 7), (8, 12)):
+        fetch = fetch_of(ask_data(each, wanted))
+        each.fetched(fetch.token, whole(fetch, *range(wanted, until + 1)), 0)
+    each.forget_all()
+    assert fetch_of(ask_data(each, 9)).message.first == 9
+
+
+def test_a_partition_that_is_given_up_while_it_is_read_ahead() -> None:
+    each = reads()
+    fetch = fetch_of(ask_data(each, 7))
+    each.fetched(fetch.token, whole(fetch, 7), 0)
+    ahead = fetch_of(ask_data(each, 8))
+    assert len(each.abandon()) == 1
+    each.opened(SessionId(5), TransactionId(999))
+    assert each.fetched(ahead.token, whole(ahead, 8, 9), 0) == []
+    assert fetch_of(ask_data(each, 9)).message.first == 9

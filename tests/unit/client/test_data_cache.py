@@ -1,0 +1,132 @@
+"""The data of fed transactions: what is kept of it, for how long, and in how many bytes."""
+
+import asyncio
+from collections import defaultdict
+
+from tests.unit.client.memory_cluster import memory_cluster
+from tests.unit.client.test_async_client import batch_of, told, until
+from waltz_core.client import AsyncCallbacks
+from waltz_core.client.data_cache import DataBudget
+from waltz_core.record import TransactionId
+
+COUNT = 200
+SIZE = 2_000
+
+
+class Reading(AsyncCallbacks):
+    """Requests the data of each transaction."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[bytes]] = defaultdict(list)
+        self.kept_bytes: list[int] = []
+        self.budget: DataBudget | None = None
+        self.held: dict[int, object] = {}
+
+    async def apply_transaction(self, transaction):
+        self.seen[transaction.partition_id].append(await transaction.data())
+        self.held.setdefault(transaction.partition_id, transaction)
+        assert self.budget is not None
+        self.kept_bytes.append(self.budget.used_bytes)
+
+
+async def write(client, partition):
+    payload = batch_of(*(b"%d" % i + bytes(SIZE) for i in range(COUNT)))
+    await (await client.append_batch(partition, payload, COUNT, client_high_water_mark=-1))
+
+
+async def read_all(client, partitions):
+    callbacks = Reading()
+    callbacks.budget = client.subscriptions.data_budget
+    await client.subscribe(callbacks, range(partitions))
+    await until(lambda: all(len(callbacks.seen[each]) == COUNT for each in range(partitions)))
+    assert all(
+        callbacks.seen[each] == [b"%d" % i + bytes(SIZE) for i in range(COUNT)]
+        for each in range(partitions)
+    )
+    return callbacks
+
+
+@told
+async def test_all_partitions_share_one_budget_while_they_catch_up():
+    bytes_max = 100_000
+    async with memory_cluster(partition_count=8) as cluster, cluster.client().opened() as client:
+        client.subscriptions.data_budget = DataBudget(bytes_max)
+        for partition in range(8):
+            await write(client, partition)
+        callbacks = await read_all(client, 8)
+        assert SIZE < max(callbacks.kept_bytes) <= bytes_max
+
+
+@told
+async def test_nothing_is_kept_of_what_was_applied():
+    async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
+        for partition in range(2):
+            await write(client, partition)
+        callbacks = await read_all(client, 2)
+        assert max(callbacks.kept_bytes) >= SIZE
+        await until(lambda: client.subscriptions.data_budget.used_bytes == 0)
+        # It can still be had, from the log.
+        assert await callbacks.held[1].data() == b"0" + bytes(SIZE)
+        await client.set_partitions([0])
+        assert await callbacks.held[1].data() == b"0" + bytes(SIZE)
+
+
+@told
+async def test_a_feed_that_ends_releases_what_it_had_fetched_ahead():
+    async with memory_cluster(partition_count=1) as cluster, cluster.client().opened() as client:
+        await write(client, 0)
+        may_go_on = asyncio.Event()
+
+        class Waiting(AsyncCallbacks):
+            async def apply_transaction(self, transaction):
+                await transaction.data()
+                await may_go_on.wait()
+
+        await client.subscribe(Waiting())
+        budget = client.subscriptions.data_budget
+        await until(lambda: budget.used_bytes > 0)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.set_partitions([]))
+            may_go_on.set()
+        assert budget.used_bytes == 0
+
+
+class Holder:
+    """Stands for a cache: keeps its own books."""
+
+    def __init__(self, budget):
+        self.budget = budget
+        self.kept = {}
+        budget.enter(self)
+
+    def keep(self, first, cost_bytes):
+        self.kept[first] = cost_bytes
+        self.budget.take(self, TransactionId(first), cost_bytes)
+
+    def drop(self, first):
+        del self.kept[first]
+        self.budget.give_back(self, first)
+
+
+def test_chunks_over_the_budget_go_oldest_first_and_the_newest_stays():
+    budget = DataBudget(100)
+    one, two = Holder(budget), Holder(budget)
+    one.keep(0, 40)
+    two.keep(0, 40)
+    one.keep(7, 30)
+    assert (one.kept, two.kept) == ({7: 30}, {0: 40})
+    assert budget.used_bytes == 70
+    two.keep(9, 500)  # one that is larger than all
+    assert (one.kept, two.kept) == ({}, {9: 500})
+    two.keep(10, 1)
+    assert (two.kept, budget.used_bytes) == ({10: 1}, 1)
+
+
+def test_the_share_of_a_partition_shrinks_with_their_number():
+    budget = DataBudget(8_000)
+    assert budget.fetch_bytes_max == 2_000
+    holders = [Holder(budget) for _ in range(10)]
+    assert budget.fetch_bytes_max == 200
+    for each in holders[1:]:
+        budget.leave(each)
+    assert budget.fetch_bytes_max == 2_000

@@ -1,0 +1,67 @@
+"""What is kept of records that were read ahead, and in how many bytes."""
+
+import pytest
+
+from tests.unit.storage.logs import make_run
+from waltz_core.record import TransactionId
+from waltz_core.server.cache import CacheBudget
+from waltz_core.server.read_ahead import NEAR_COUNT, STRETCHES_MAX, ReadAhead
+
+
+def keep(ahead: ReadAhead, first: int, count: int, *, size: int = 100) -> None:
+    records, lengths = make_run(first, [size] * count)
+    ahead.keep(TransactionId(first), lengths, records)
+
+
+def record_of(transaction_id: int, *, size: int = 100) -> bytes:
+    return make_run(transaction_id, [size])[0]
+
+
+def kept(ahead: ReadAhead, *ids: int) -> list[int]:
+    found = {each: ahead.find(TransactionId(each)) for each in ids}
+    assert all(record in (None, record_of(each)) for each, record in found.items())
+    return [each for each in ids if found[each] is not None]
+
+
+def test_each_record_of_a_stretch_is_found_and_none_beside_it() -> None:
+    ahead = ReadAhead(CacheBudget(1 << 20))
+    keep(ahead, 10, 5)
+    assert kept(ahead, *range(8, 18)) == [10, 11, 12, 13, 14]
+    assert ahead.hits == 5
+
+
+def test_the_oldest_stretch_makes_room_for_the_next() -> None:
+    budget = CacheBudget(1 << 20)
+    ahead = ReadAhead(budget)
+    for place in range(STRETCHES_MAX):
+        keep(ahead, 10 * place, 5)
+    full_bytes = budget.used_bytes
+    keep(ahead, 1_000, 5)
+    assert kept(ahead, 0, 10, 1_000) == [10, 1_000]
+    assert budget.used_bytes == full_bytes
+    # The same one again takes its own place.
+    keep(ahead, 1_000, 5)
+    assert kept(ahead, 10, 1_000) == [10, 1_000]
+    ahead.clear()
+    assert budget.used_bytes == 0
+    assert kept(ahead, 10, 1_000) == []
+
+
+def test_all_partitions_share_the_budget() -> None:
+    budget = CacheBudget(20_000)
+    partitions = [ReadAhead(budget) for _ in range(50)]
+    for ahead in partitions:
+        keep(ahead, 0, 20)
+        assert 0 < budget.used_bytes <= 20_000
+    assert [kept(ahead, 0) for ahead in partitions[:3]] == [[], [], []]
+    assert kept(partitions[-1], 0) == [0]
+
+
+@pytest.mark.parametrize(
+    ("after", "is_wanted"), [(0, False), (1, True), (NEAR_COUNT, True), (NEAR_COUNT + 1, False)]
+)
+def test_a_request_that_follows_another_closely_is_read_ahead(after: int, is_wanted: bool) -> None:
+    ahead = ReadAhead(CacheBudget(1 << 20))
+    ahead.ended_at(TransactionId(100))
+    assert ahead.is_wanted(TransactionId(100 + after)) is is_wanted
+    assert not ahead.is_wanted(TransactionId(99))

@@ -1,0 +1,214 @@
+"""The data of fed transactions, fetched in ranges and kept until it was applied.
+
+A separate file because it has readers of its own: the feed carries headers only, and callbacks
+request data from the event loop or from worker threads, or not at all.
+
+Rules:
+    1. A request for one transaction's data also fetches what follows it, more each time.
+    2. A chunk is dropped when the application has applied all of it.
+    3. The chunks of all partitions of a client share one budget (`DataBudget`). Each partition
+       fetches so much at a time that its chunks fit into an equal share; what is over the budget
+       all the same, because single transactions are large, goes oldest first.
+"""
+
+import asyncio
+import bisect
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import Final, NamedTuple
+
+from waltz_core import errors, raw_records
+from waltz_core.client.ranges import RangeChunk, RangeQuery
+from waltz_core.record import BEFORE_FIRST, RECORD_PREFIX, TransactionId
+
+DATA_BYTES_MAX: Final = 64 * 1024 * 1024
+CHUNKS_KEPT_MAX: Final = 4
+# The first fetch after a jump is small, and each one that goes on doubles.
+PREFETCH_BYTES_MIN: Final = 64 * 1024
+# What a record costs in addition to its bytes: its place in a list, its part of the lineage.
+RECORD_COST_BYTES: Final = 96
+# How often a thread that waits for data looks whether there still is an event loop.
+LOOK_S = 1.0
+
+
+class _Kept(NamedTuple):
+    """A chunk of the log in memory, up to the transaction `last`."""
+
+    ids: Sequence[int]  # in order
+    offsets: list[int]
+    records: memoryview
+    last: TransactionId
+
+    @property
+    def cost_bytes(self) -> int:
+        return len(self.records) + RECORD_COST_BYTES * len(self.ids)
+
+    def data(self, transaction_id: TransactionId) -> bytes | None:
+        index = bisect.bisect_left(self.ids, transaction_id)
+        if index == len(self.ids) or self.ids[index] != transaction_id:
+            return None
+        start, end = self.offsets[index], self.offsets[index + 1]
+        return bytes(self.records[start + RECORD_PREFIX.size : end - 4])
+
+
+class DataBudget:
+    """The bytes that all data caches of one client may keep; used on the event loop only."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._caches: dict[DataCache, None] = {}
+        self._kept: dict[tuple[DataCache, TransactionId], int] = {}  # oldest first
+        self.used_bytes = 0
+
+    @property
+    def fetch_bytes_max(self) -> int:
+        """How much one cache may fetch at a time (rule 3)."""
+        return self._bytes_max // (CHUNKS_KEPT_MAX * max(1, len(self._caches)))
+
+    def enter(self, cache: "DataCache") -> None:
+        """Share with one more cache."""
+        self._caches[cache] = None
+
+    def leave(self, cache: "DataCache") -> None:
+        """Share no longer with a cache whose feed has ended."""
+        self._caches.pop(cache, None)
+
+    def take(self, cache: "DataCache", first: TransactionId, cost_bytes: int) -> None:
+        """Count a chunk, and drop the oldest other ones that are over the budget."""
+        self._kept[cache, first] = cost_bytes
+        self.used_bytes += cost_bytes
+        while self.used_bytes > self._bytes_max and len(self._kept) > 1:
+            holder, its_first = next(iter(self._kept))
+            holder.drop(its_first)
+
+    def give_back(self, cache: "DataCache", first: TransactionId) -> None:
+        """A chunk was dropped."""
+        self.used_bytes -= self._kept.pop((cache, first))
+
+
+class DataCache:
+    """The data of one partition's transactions; see the module's rules."""
+
+    def __init__(  # noqa: PLR0913 - two ways to fetch, and what bounds them
+        self,
+        fetch: Callable[[RangeQuery], Awaitable[RangeChunk]],
+        fetch_one: Callable[[TransactionId], Awaitable[bytes]],
+        *,
+        mark: Callable[[], TransactionId],
+        bytes_max: int,
+        budget: DataBudget,
+        loop: asyncio.AbstractEventLoop,
+        header_values: tuple[int, ...] = (),
+    ) -> None:
+        self._fetch = fetch
+        self._fetch_one = fetch_one
+        self._mark = mark
+        self._bytes_max = bytes_max
+        self._budget = budget
+        self._loop = loop
+        self._header_values = header_values
+        # Oldest first. Read from other threads too, so it is never changed but in single steps.
+        self._kept: dict[TransactionId, _Kept] = {}
+        self._expected = BEFORE_FIRST
+        self._bytes = PREFETCH_BYTES_MIN
+        self._turn = asyncio.Lock()
+        budget.enter(self)
+
+    async def data_of(self, transaction_id: TransactionId) -> bytes:
+        """Return one transaction's data."""
+        found = self._find(transaction_id)
+        if found is not None:
+            return found
+        async with self._turn:
+            found = self._find(transaction_id)
+            if found is not None:
+                return found
+            return await self._load(transaction_id)
+
+    def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
+        """Return the same to a thread that is not the event loop's."""
+        found = self._find(transaction_id)
+        if found is not None:
+            return found
+        asking = self.data_of(transaction_id)
+        try:
+            asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        except RuntimeError:  # a loop that was closed says it so
+            asking.close()
+            raise errors.Unavailable("the client is closed") from None
+        while True:
+            try:
+                return asked.result(LOOK_S)
+            except TimeoutError:
+                # A loop that was closed in the meantime tells nobody.
+                if not asked.done() and self._loop.is_closed():
+                    if inspect.getcoroutinestate(asking) == inspect.CORO_CREATED:
+                        asking.close()
+                    raise errors.Unavailable("the client is closed") from None
+                if asked.done():
+                    raise
+            except CancelledError:
+                raise errors.Unavailable("the client is closed") from None
+
+    def applied(self, mark: TransactionId) -> None:
+        """Drop what the application has applied (rule 2)."""
+        for first, kept in list(self._kept.items()):
+            if kept.last <= mark:
+                self.drop(first)
+
+    def drop(self, first: TransactionId) -> None:
+        """Drop the chunk that begins at `first`."""
+        del self._kept[first]
+        self._budget.give_back(self, first)
+
+    def clear(self) -> None:
+        """Drop everything: the feed has ended."""
+        for first in list(self._kept):
+            self.drop(first)
+        self._budget.leave(self)
+
+    def _find(self, transaction_id: TransactionId) -> bytes | None:
+        for kept in list(self._kept.values()):
+            data = kept.data(transaction_id)
+            if data is not None:
+                return data
+        return None
+
+    async def _load(self, transaction_id: TransactionId) -> bytes:
+        goes_on = transaction_id == self._expected
+        if self._header_values:  # the next one that passes the filter is somewhere behind
+            goes_on = BEFORE_FIRST < self._expected <= transaction_id
+        wanted_bytes = 2 * self._bytes if goes_on else PREFETCH_BYTES_MIN
+        self._bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)
+        last = max(transaction_id, self._mark())
+        try:
+            query = RangeQuery(
+                transaction_id, last, header_values=self._header_values, bytes_max=self._bytes
+            )
+            chunk = await self._fetch(query)
+        except errors.BadRequest:
+            return await self._fetch_one(transaction_id)
+        if chunk.count == 0:
+            raise errors.DataLoss(
+                f"transaction {transaction_id} was fed, but the log ends at {chunk.high_water_mark}"
+            )
+        found = self._keep(chunk).data(transaction_id)
+        assert found is not None
+        return found
+
+    def _keep(self, chunk: RangeChunk) -> _Kept:
+        offsets = raw_records.offsets_of(chunk.lengths).tolist()
+        records = memoryview(chunk.records)
+        ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)
+        if self._header_values:
+            ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
+        kept = _Kept(ids, offsets, records, TransactionId(chunk.next - 1))
+        if chunk.first in self._kept:
+            self.drop(chunk.first)
+        self._kept[chunk.first] = kept
+        self._budget.take(self, chunk.first, kept.cost_bytes)
+        while len(self._kept) > CHUNKS_KEPT_MAX:
+            self.drop(next(iter(self._kept)))
+        self._expected = chunk.next
+        return kept

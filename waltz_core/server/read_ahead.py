@@ -1,0 +1,97 @@
+"""Records that follow those a client requests one by one, fetched together from a storage.
+
+A client of Waltz 0.13 requests the data of each transaction in a message of its own. Each of these
+would be a round trip to a storage for a client that catches up beyond the transaction cache.
+
+Rules:
+    1. A stretch is fetched where a request follows an earlier one of the partition closely. One
+       stretch has at most `AHEAD_COUNT` records, and not more than `AHEAD_BYTES` but for its first.
+    2. The last `STRETCHES_MAX` stretches of a partition are kept, in the budget of the transaction
+       caches: what all partitions keep never exceeds it.
+    3. Only checked records of committed transactions are kept, and only within a session whose
+       owner is sure of the log (`clear`).
+"""
+
+from collections import OrderedDict, deque
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.raw_records import Buffer, offsets_of
+from waltz_core.record import TransactionId
+from waltz_core.server.cache import BATCH_OVERHEAD_BYTES, CacheBudget
+
+I64 = npt.NDArray[np.int64]
+
+AHEAD_COUNT: Final = 1_024
+AHEAD_BYTES: Final = 64 * 1024
+STRETCHES_MAX: Final = 4
+# A request follows another one where it is at most so many transactions after it: clients request
+# no data of transactions whose header does not concern them.
+NEAR_COUNT: Final = 32
+_ENDS_MAX: Final = 16
+
+
+class _Stretch(NamedTuple):
+    receipt: int
+    cost_bytes: int
+    offsets: I64
+    records: memoryview
+
+
+class ReadAhead:
+    """The stretches of one partition."""
+
+    def __init__(self, budget: CacheBudget) -> None:
+        self._budget = budget
+        self._stretches: OrderedDict[TransactionId, _Stretch] = OrderedDict()  # by first id
+        self._ends: deque[TransactionId] = deque(maxlen=_ENDS_MAX)
+        self.hits = 0
+
+    def find(self, transaction_id: TransactionId) -> memoryview | None:
+        """Return the record of a transaction, if it is kept."""
+        for first, stretch in self._stretches.items():
+            index = transaction_id - first
+            if 0 <= index < stretch.offsets.size - 1:
+                self.hits += 1
+                return stretch.records[stretch.offsets[index] : stretch.offsets[index + 1]]
+        return None
+
+    def is_wanted(self, transaction_id: TransactionId) -> bool:
+        """Whether a stretch should be fetched from this transaction on (rule 1)."""
+        return any(0 < transaction_id - end <= NEAR_COUNT for end in self._ends)
+
+    def ended_at(self, transaction_id: TransactionId) -> None:
+        """Note that records up to this one were fetched."""
+        self._ends.append(transaction_id)
+
+    def keep(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
+        """Keep a stretch, in place of the oldest one (rule 2)."""
+        self.ended_at(TransactionId(first + lengths.size - 1))
+        if first in self._stretches:
+            self._drop(first)
+        offsets = offsets_of(lengths)
+        cost_bytes = len(records) + offsets.nbytes + BATCH_OVERHEAD_BYTES
+        if cost_bytes > self._budget.limit_bytes:
+            return
+        if len(self._stretches) == STRETCHES_MAX:
+            self.drop_oldest()
+        receipt = self._budget.take(cost_bytes, self)
+        # A copy, because a view would also keep the rest of the storage's answer in memory.
+        copy = memoryview(bytes(records))
+        self._stretches[first] = _Stretch(receipt, cost_bytes, offsets, copy)
+
+    def drop_oldest(self) -> None:
+        """Release the oldest stretch; the budget calls this to make room."""
+        self._drop(next(iter(self._stretches)))
+
+    def clear(self) -> None:
+        """Release everything."""
+        for first in list(self._stretches):
+            self._drop(first)
+        self._ends.clear()
+
+    def _drop(self, first: TransactionId) -> None:
+        stretch = self._stretches.pop(first)
+        self._budget.give_back(stretch.receipt, stretch.cost_bytes)
