@@ -19,7 +19,7 @@ from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.membership import Ownership, ServersView
 from waltz_core.cluster.znodes import NO_NODE, Create, Delete, SessionState, Set, Znodes
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
 STORAGES = tuple(NewStorage(f"10.0.0.{n}:5280", 5281, n) for n in range(3))
 ADDRESSES = tuple(storage.address for storage in STORAGES)

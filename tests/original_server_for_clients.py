@@ -21,7 +21,7 @@ from zlib import crc32
 from waltz_core.client.directory import Changed, ClusterInfo, Owner
 from waltz_core.record import Generation, PartitionId
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 HELLO = struct.Struct(">Bhi")
 REQ_ID_BYTES = 16
 LOCK_SLOTS = 30_000

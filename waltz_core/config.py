@@ -54,16 +54,20 @@ def _ms(default: int, doc: str, *, least: int = 1) -> Any:  # noqa: ANN401 - see
     return setting(default, doc, least=least, most=MS_MAX)
 
 
+def _zookeeper_connect_timeout_ms(default: int) -> Any:  # noqa: ANN401 - see `setting`
+    return _ms(
+        default,
+        "How long a start waits for a connection to ZooKeeper, and how long it repeats a request "
+        "that ZooKeeper does not answer. Too long hides a wrong address.",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZooKeeperConfig(Config):
     """How a process deals with ZooKeeper; part of every other kind."""
 
     connect: str = _connect()
-    zookeeper_connect_timeout_ms: int = _ms(
-        10_000,
-        "How long a start waits for a connection to ZooKeeper, and how long it repeats a request "
-        "that ZooKeeper does not answer. Too long hides a wrong address.",
-    )
+    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(10_000)
     zookeeper_session_timeout_ms: int = _ms(
         4_000,
         "After how much silence ZooKeeper takes this process for dead. Too short: a pause of the "
@@ -138,6 +142,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "storage"
 
+    # A daemon waits longer than a client: no person waits for it, and its log says what it awaits.
+    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     directory: str = setting(
         "",
         "Where the log lies. One directory belongs to one storage of one cluster, for ever.",
@@ -238,6 +244,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "server"
 
+    # A daemon waits longer than a client: no person waits for it, and its log says what it awaits.
+    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     listen_host: str = setting(
         "127.0.0.1",
         'The address to listen at; "0.0.0.0" for every one, which needs `advertised_host`.',
@@ -516,6 +524,13 @@ class LocalConfig(Config):
     server_count: int = setting(2, "Servers, which share the partitions.", least=1, most=16)
     partition_count: int = setting(
         4, "Partitions. Fixed for the life of the directory.", least=1, most=1_024
+    )
+    port_base: int = setting(
+        0,
+        "First of the consecutive ports of all processes. 0: the usual ports where they are free, "
+        "and random ones. Fixed for the life of the directory.",
+        least=0,
+        most=65_000,
     )
     ready_timeout_ms: int = _ms(60_000, "How long `up` waits until every partition takes appends.")
 

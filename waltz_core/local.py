@@ -8,13 +8,16 @@ Rules:
     1. Every part is real: sockets, disks, fdatasync, ZooKeeper out of PySpark's own jars.
     2. Nothing is ended that was not started here: a process counts as ours only while its pid AND
        its start time are those that were noted.
-    3. Ports are chosen once for a directory and noted in it; a storage's address is its identity.
+    3. Ports are chosen once for a directory and noted in it. Each is held until its daemon listens.
+       A port that another program has by the next start is replaced, except where others know the
+       process by it: a storage's address is its identity.
     4. All that is needed to start again lies in the directory, so killing everything loses nothing.
 """
 
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import json
 import shutil
 import signal
@@ -26,7 +29,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import psutil
 
@@ -35,6 +38,9 @@ from waltz_core.cluster.connect_string import ConnectString
 from waltz_core.config import render_toml
 from waltz_core.errors import BadConfig, Unreachable, WaltzError
 from waltz_core.zookeeper_process import Peer, write_node_number, zookeeper_config
+
+if TYPE_CHECKING:
+    import socket
 
 ROOT_DEFAULT = "/waltz/local"
 LOOPBACK = "127.0.0.1"
@@ -46,6 +52,7 @@ USUAL_ELECTION_PORT = 3888
 USUAL_STORAGE_PORT = 15280
 USUAL_SERVER_PORT = 15180
 STOP_TIMEOUT_S = 10.0
+PORTS = ("port", "admin_port", "http_port", "quorum_port", "election_port")
 
 
 @dataclass(slots=True)
@@ -103,6 +110,12 @@ class State:
     host: str = LOOPBACK
     auth_file: str = ""
     tls: str = ""
+    port_base: int = 0
+
+    @property
+    def ports(self) -> set[int]:
+        """Return all ports of all members."""
+        return {getattr(member, name) for member in self.members for name in PORTS} - {0}
 
 
 class LocalCluster:
@@ -115,9 +128,11 @@ class LocalCluster:
         server_count: servers.
         partition_count: partitions; fixed for the life of the directory.
         usual_ports: try the well-known ports first; else free ones are taken at once.
+        port_base: the first of the consecutive ports of all processes; 0: no such ports.
         bound: the processes end with this one, however it ends.
         host: the address of this machine at which all of them listen and are known; other machines
-            reach them there, and nobody is asked who he is. Fixed for the life of the directory.
+            reach them there; without `tls` no client is authenticated. Fixed for the life of the
+            directory.
         auth_file: with what ZooKeeper is told who we are (docs/zookeeper.md); none: it is not told.
         tls: settings of kind "tls" that all of them have (docs/operations.md); none: no TLS.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
@@ -132,6 +147,7 @@ class LocalCluster:
         server_count: int = 2,
         partition_count: int = 4,
         usual_ports: bool = False,
+        port_base: int = 0,
         bound: bool = False,
         host: str = LOOPBACK,
         auth_file: Path | None = None,
@@ -143,6 +159,7 @@ class LocalCluster:
             raise BadConfig(f"a cluster has 1 ZooKeeper or more, found {zookeeper_count}")
         self._counts = (zookeeper_count, storage_count, server_count, partition_count)
         self._usual_ports = usual_ports
+        self._port_base = port_base
         self._bound = bound
         self._host = host
         self._auth_file = "" if auth_file is None else str(auth_file.absolute())
@@ -150,6 +167,7 @@ class LocalCluster:
         self._settings = settings or {}
         self._state: State | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._held: list[socket.socket] = []
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -180,6 +198,11 @@ class LocalCluster:
         """Return how many partitions the cluster has."""
         return self._loaded().partition_count
 
+    @property
+    def port_base(self) -> int:
+        """Return the port base that the cluster was made with, 0 for none."""
+        return self._loaded().port_base
+
     def member(self, name: str) -> Member:
         """Return a member by name.
 
@@ -209,14 +232,17 @@ class LocalCluster:
 
         Raises:
             Unreachable: the cluster was not ready in time; the message shows the end of the log.
-            BadConfig: a storage's port is taken by somebody else.
+            BadConfig: another program has a port that is fixed (rule 3).
         """
         deadline = time.monotonic() + timeout_s
-        self.prepare(timeout_s)
-        with self._exclusive():
-            for member in self.members:
-                self.start(member.name)
-        self._await_ready(deadline)
+        try:
+            self._prepare(deadline)
+            with self._exclusive():
+                for member in self.members:
+                    self.start(member.name)
+            self._await_ready(deadline)
+        finally:
+            self._let_ports_go()
         return self.connect
 
     def prepare(self, timeout_s: float = 60.0) -> None:
@@ -225,10 +251,17 @@ class LocalCluster:
         Raises:
             Unreachable: ZooKeeper was not ready in time.
         """
-        deadline = time.monotonic() + timeout_s
+        try:
+            self._prepare(time.monotonic() + timeout_s)
+        finally:
+            self._let_ports_go()
+
+    def _prepare(self, deadline: float) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
             self._load_or_create()
+            for member in self.members:  # before ports are written down for others
+                self._settle_ports(member)
             for member in self.zookeepers:
                 self.start(member.name)
             self._create_cluster(deadline)
@@ -239,13 +272,9 @@ class LocalCluster:
         `waltz-core cluster add-storage` makes it part of the cluster.
         """
         state = self._loaded()
-        taken = {port for each in state.members for port in (each.port, each.admin_port)}
-        taken |= {each.http_port for each in state.members}
-        ports = [local_ports.draw(taken, state.host)]
-        for _ in range(2):
-            ports.append(local_ports.draw({*taken, *ports}, state.host))
         number = sum(each.kind == "storage" for each in state.members) + 1
-        made = Member(f"storage-{number}", *ports)
+        made = Member(f"storage-{number}", *[self._draw(state.ports) for _ in range(3)])
+        self._let_ports_go()
         state.members.append(made)
         self._save()
         return made
@@ -256,8 +285,7 @@ class LocalCluster:
         if member.process() is not None:
             return
         self._await_end(member, STOP_TIMEOUT_S)
-        if not local_ports.is_free_soon(member.port, self._loaded().host):
-            self._move_port(member)
+        self._settle_ports(member)
         self._write_config(member)
         self.log_path(name).parent.mkdir(exist_ok=True)
         with self.log_path(name).open("ab") as log:
@@ -281,6 +309,7 @@ class LocalCluster:
         """
         ended: list[str] = []
         self._loaded()
+        self._let_ports_go()
         with self._exclusive():
             for kind in _STOP_ORDER[:-1] if keep_zookeeper else _STOP_ORDER:
                 running = [m for m in self.members if m.kind == kind and m.process() is not None]
@@ -349,6 +378,7 @@ class LocalCluster:
                 host = raw.get("host", LOOPBACK)
                 files = [raw.get(name, "") for name in ("auth_file", "tls")]
                 self._state = State(raw["root"], raw["partition_count"], members, host, *files)
+                self._state.port_base = raw.get("port_base", 0)
             except FileNotFoundError:
                 raise BadConfig(
                     f"no local cluster in {self.directory}: start one with `waltz-core local up`"
@@ -362,14 +392,10 @@ class LocalCluster:
             self._loaded()
             return
         zookeepers, storages, servers, partitions = self._counts
-        taken: set[int] = set()
-        host = self._host
+        numbers = itertools.count(self._port_base)
 
-        def port(usual: int) -> int:
-            is_chosen = self._usual_ports and local_ports.is_free(usual, host)
-            chosen = usual if is_chosen else local_ports.draw(taken, host)
-            taken.add(chosen)
-            return chosen
+        def port(usual: int | None) -> int:
+            return self._named(next(numbers)) if self._port_base else self._usual(usual)
 
         members = [Member("zookeeper", port(USUAL_ZOOKEEPER_PORT))]
         if zookeepers > 1:
@@ -390,10 +416,45 @@ class LocalCluster:
             for index in range(servers)
         ]
         for member in members[zookeepers:]:
-            member.http_port = local_ports.draw(taken, host)
-            taken.add(member.http_port)
-        self._state = State(ROOT_DEFAULT, partitions, members, host, self._auth_file, self._tls)
+            member.http_port = port(None)
+        files = (self._auth_file, self._tls)
+        self._state = State(
+            ROOT_DEFAULT, partitions, members, self._host, *files, port_base=self._port_base
+        )
         self._save()
+
+    def _named(self, port: int) -> int:
+        """Return a port that was named by the port base, and hold it."""
+        held = local_ports.hold(port, self._host)
+        if held is not None:
+            self._held.append(held)
+        elif not local_ports.is_free(port, self._host):  # else old connections linger there
+            raise BadConfig(
+                f"--port-base {self._port_base}: port {port} is taken by another program. "
+                "Hint: give another port base, or none."
+            )
+        return port
+
+    def _usual(self, usual: int | None) -> int:
+        """Return the usual port where it is free, another one where it is not, and hold it."""
+        if self._usual_ports and usual is not None:
+            held = local_ports.hold(usual, self._host)
+            if held is not None:
+                self._held.append(held)
+                return usual
+        return self._draw(set())
+
+    def _draw(self, taken: set[int]) -> int:
+        """Return a free port that no member has, and hold it."""
+        host = self._host if self._state is None else self._state.host
+        port, held = local_ports.draw(taken, host)
+        self._held.append(held)
+        return port
+
+    def _let_ports_go(self) -> None:
+        """Hold no ports any more: their daemons listen, or nothing is started."""
+        while self._held:
+            self._held.pop().close()
 
     def _save(self) -> None:
         state = self._loaded()
@@ -403,15 +464,31 @@ class LocalCluster:
         draft.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
         draft.replace(path)
 
-    def _move_port(self, member: Member) -> None:
-        """Give a member another port, where its address is nobody's identity (rule 3)."""
-        if member.kind == "storage":
-            raise BadConfig(
-                f"port {member.port} of {member.name} is taken by another program; a storage is "
-                f"known by its address, so free that port and start again"
-            )
-        member.port = local_ports.draw({m.port for m in self.members}, self._loaded().host)
-        self._save()
+    def _settle_ports(self, member: Member) -> None:
+        """Give a member that does not run other ports for those that are taken (rule 3)."""
+        if member.process() is not None:
+            return
+        state = self._loaded()
+        for name in PORTS:
+            port: int = getattr(member, name)
+            if not port or local_ports.is_free_soon(port, state.host):
+                continue
+            if reason := self._why_fixed(member, name):
+                raise BadConfig(
+                    f"port {port} of {member.name} is taken by another program; {reason}, "
+                    "so free that port and start again"
+                )
+            setattr(member, name, self._draw(state.ports))
+            self._save()
+
+    def _why_fixed(self, member: Member, name: str) -> str:
+        """Return why a port of a member cannot be replaced; empty when it can."""
+        if name in {"quorum_port", "election_port"}:
+            is_known = any(each.process() is not None for each in self.zookeepers)
+            return "the other nodes of ZooKeeper know it by that port" if is_known else ""
+        if member.kind == "storage" and name != "http_port" and self._created.exists():
+            return "a storage is known by its address"
+        return ""
 
     # -- the processes ----------------------------------------------------------------------
 
@@ -463,9 +540,13 @@ class LocalCluster:
             cwd=self.directory,
         )
 
+    @property
+    def _created(self) -> Path:
+        """The file that is there once ZooKeeper has the cluster."""
+        return self.directory / "created"
+
     def _create_cluster(self, deadline: float) -> None:
-        marker = self.directory / "created"
-        if marker.exists():
+        if self._created.exists():
             return
         storages = [member for member in self.members if member.kind == "storage"]
         assert storages, "a cluster has storages"
@@ -484,7 +565,7 @@ class LocalCluster:
                 f"the cluster could not be created: {told.strip()}\n"
                 f"{self._tail(self.zookeepers[0].name)}"
             )
-        marker.touch()
+        self._created.touch()
 
     def _await_creation(self, creating: subprocess.Popen[str], *, deadline: float) -> str:
         """Return what it has said; raises Unreachable as soon as no ZooKeeper can answer it."""

@@ -1,11 +1,15 @@
-"""Ports of this machine for daemons: which are free, and one that nobody has.
+"""Ports of this machine for daemons: which are free, and how one is held until a daemon listens.
 
 Why it stands alone: a cluster draws all its ports before any daemon listens at one, and keeps them
 while daemons come and go.
+
+A port is held by a socket that is bound to it and does not listen. No other program can bind to it
+as `hold` does; a daemon can listen at it, because both sockets have SO_REUSEADDR by then (Linux).
 """
 
 import random
 import socket
+import sys
 import time
 
 from waltz_core.errors import Unreachable
@@ -37,11 +41,33 @@ def is_free_soon(port: int, host: str) -> bool:
     return True
 
 
-def draw(taken: set[int], host: str) -> int:
-    """Return a free port that is none of these; raises Unreachable when none is found."""
+def hold(port: int, host: str) -> socket.socket | None:
+    """Return a socket that holds a port, or None when another program has it.
+
+    A port that is held so is still free for a daemon (`is_free`). Where the system is not Linux the
+    socket is closed: a daemon could not listen beside it.
+    """
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        held.bind((host, port))  # without SO_REUSEADDR: one of two that do so gets it
+    except OSError:
+        held.close()
+        return None
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if not sys.platform.startswith("linux"):
+        held.close()
+    return held
+
+
+def draw(taken: set[int], host: str) -> tuple[int, socket.socket]:
+    """Return a free port that is none of these, and what holds it.
+
+    Raises Unreachable when none is found.
+    """
     chooser = random.SystemRandom()
     for _ in range(1000):
         port = chooser.randint(FIRST, LAST)
-        if port not in taken and is_free(port, host):
-            return port
+        held = None if port in taken else hold(port, host)
+        if held is not None:
+            return port, held
     raise Unreachable(f"no free port between {FIRST} and {LAST} on {host}")

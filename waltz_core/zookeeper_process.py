@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from waltz_core import local_ports
 from waltz_core.errors import BadConfig
 
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
@@ -140,12 +141,25 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def check_port(config: Path) -> None:
+    """Raise BadConfig when another program has the port of a zoo.cfg."""
+    lines = config.read_text(encoding="latin-1").splitlines()
+    values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
+    port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
+    if port.isdecimal() and not local_ports.is_free_soon(int(port), host):
+        raise BadConfig(f"{config}: port {port} of ZooKeeper is taken by another program")
+
+
 def run(config: Path, *, exit_with_parent: bool) -> int:
     """Become ZooKeeper, or run it as a child that ends when standard input does.
 
     Returns the exit code (only when it runs as a child).
+
+    Raises:
+        BadConfig: another program has its port, where Java would print a stack without it.
     """
     line = command(config)
+    check_port(config)
     sys.stdout.flush()
     if not exit_with_parent:
         os.execve(line[0], line, environment())  # noqa: S606 - found by find_java, no shell

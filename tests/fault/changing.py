@@ -1,14 +1,19 @@
 """Commands that change a cluster while a load goes on, and whether its replicas are equal."""
 
+import asyncio
 import json
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tests.fault.load import Story, command, segments, shown, wait_until
+from waltz_core.cluster.storages import Layout
+from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster
+from waltz_core.local_ports import is_free
 
-COMMAND_S = 60
+COMMAND_S = 120
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,21 @@ def address(cluster: LocalCluster, name: str) -> str:
     return f"127.0.0.1:{cluster.member(name).port}"
 
 
+def change_layout(cluster: LocalCluster, change: Callable[[Layout], Layout]) -> None:
+    """Write what ZooKeeper has of the storages, as no command does."""
+
+    async def write() -> None:
+        async with connected(cluster.connect) as coordinator:
+            await coordinator.storages.change(change)
+
+    asyncio.run(write())
+
+
 def new_storage(cluster: LocalCluster) -> str:
     """Start one more storage, which belongs to nothing yet; return its address."""
     made = cluster.add_storage()
     cluster.start(made.name)
+    wait_until("it listens", lambda: not is_free(made.port, cluster.host))
     return f"127.0.0.1:{made.port}"
 
 

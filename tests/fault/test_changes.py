@@ -14,7 +14,8 @@ from tests.fault.changing import (
     refuses,
     replicas,
 )
-from tests.fault.load import Story, shown, wait_until
+from tests.fault.doctor import doctor, from_elsewhere
+from tests.fault.load import Story, segments, shown, wait_until
 
 pytestmark = pytest.mark.fault
 
@@ -24,6 +25,12 @@ def held_by(story: Story) -> set[str]:
     found = shown(story.cluster)["storages"]
     assert isinstance(found, dict)
     return set(found)
+
+
+def check_nothing_is_wrong(story: Story) -> None:
+    """Wait until the doctor reports nothing, as after every operation on a healthy cluster."""
+    words = from_elsewhere(story.cluster.connect)
+    wait_until("the doctor reports nothing", lambda: not doctor(*words))
 
 
 def test_the_four_examples_of_recovery_with_writes_going_on(story: Story):
@@ -41,6 +48,8 @@ def test_the_four_examples_of_recovery_with_writes_going_on(story: Story):
         load.goes_on()
         does(cluster, "remove-replica", "0", d)
         assert replicas(cluster)[0] == usual
+        assert not segments(cluster, "storage-4")
+        check_nothing_is_wrong(story)
         steps = does(cluster, "add-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: +{d}", f"partition 0: +{e}"]
         load.goes_on()
@@ -48,6 +57,7 @@ def test_the_four_examples_of_recovery_with_writes_going_on(story: Story):
         steps = does(cluster, "remove-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: -{d}", f"partition 0: -{e}"]
         load.goes_on()
+    check_nothing_is_wrong(story)
     check_level(story)
     story.check_agrees()
     assert "would be left without a replica" in refuses(
@@ -67,6 +77,7 @@ def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_goes_on(sto
         assert does(cluster, "auto-assign")["changed"]
         for assigned in replicas(cluster).values():
             assert sorted(groups[each] for each in assigned) == [0, 1, 2]
+        check_nothing_is_wrong(story)
         for name in ("storage-1", "storage-4"):
             cluster.kill(name)
         load.goes_on(1_000)
@@ -78,6 +89,7 @@ def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_goes_on(sto
         does(cluster, "remove-storage", e)
         load.goes_on()
     assert held_by(story) == {first, second, third}
+    check_nothing_is_wrong(story)
     check_level(story)
     story.check_agrees()
 
@@ -104,6 +116,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(story: Story):
         load.goes_on()
         cluster.start("storage-2")
         load.goes_on()
+    check_nothing_is_wrong(story)
     check_level(story)
     story.check_agrees()
 
@@ -115,8 +128,10 @@ def test_preferred_partitions_are_owned_by_who_prefers_them(story: Story):
         load.goes_on()
         assert does(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]
         load.goes_on()
+        check_nothing_is_wrong(story)
         assert len(does(cluster, "unprefer", "0-3", one)["owns"]) == 2
         load.goes_on()
+    check_nothing_is_wrong(story)
     story.check_agrees()
     assert "no server is registered at 127.0.0.1:1" in refuses(
         cluster, "prefer", "0", "127.0.0.1:1"

@@ -24,7 +24,7 @@ from waltz_core.local import LocalCluster, running
 
 pytestmark = pytest.mark.fault
 
-COMMAND_S = 60
+COMMAND_S = 120
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fault.changing import address, does, replicas
+from tests.fault.changing import address, change_layout, does, replicas
 from tests.fault.doctor import (
     Patient,
     await_findings,
@@ -135,20 +135,14 @@ def spoil_log(cluster: LocalCluster) -> None:
 
 
 def remove_replica(cluster: LocalCluster) -> None:
+    """A replica is taken from a storage, which then is given files of it again."""
     does(cluster, "remove-replica", "0", address(cluster, "storage-3"))
+    storage(cluster, "add-partition", "storage-3")
 
 
 def prefer_twice(cluster: LocalCluster) -> None:
     for name in ("server-1", "server-2"):
         does(cluster, "prefer", "1", address(cluster, name))
-
-
-def change_layout(cluster: LocalCluster, change: Callable[[Layout], Layout]) -> None:
-    async def write() -> None:
-        async with connected(cluster.connect) as coordinator:
-            await coordinator.storages.change(change)
-
-    asyncio.run(write())
 
 
 def misname_admin_port(cluster: LocalCluster) -> None:

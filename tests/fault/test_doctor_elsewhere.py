@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fault.changing import address, does
+from tests.fault.changing import address, change_layout, does, refuses
 from tests.fault.doctor import (
     Patient,
     await_findings,
@@ -25,6 +25,7 @@ from tests.fault.doctor import (
 from tests.fault.load import command, wait_until
 from tests.ports import free_port
 from waltz_core.local import LocalCluster
+from waltz_core.record import ReplicaId
 
 pytestmark = pytest.mark.fault
 
@@ -144,7 +145,9 @@ def test_a_storage_that_was_made_known_and_has_never_started(patient: Patient):
     look = from_elsewhere(cluster.connect)
     port, admin_port = free_port(), free_port()
     storage = f"127.0.0.1:{port}"
-    does(cluster, "add-storage", storage, "--admin-port", str(admin_port))
+    words = ("add-storage", storage, "--admin-port", str(admin_port))
+    assert "Hint: start the storage with an empty directory" in refuses(cluster, *words)
+    change_layout(cluster, lambda old: old.with_storage(ReplicaId(storage), admin_port, None))
     (found,) = await_findings(["storage-never-started"], *look)
     assert storage in found["sentence"]
     where = cluster.directory / "settings" / "new"

@@ -14,10 +14,12 @@ import psutil
 import pytest
 
 from tests.fault.load import command, wait_until
+from waltz_core import local_ports
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
 from waltz_core.local import LOOPBACK, LocalCluster, cluster, running
 from waltz_core.local_ports import is_free
+from waltz_core.zookeeper_process import zookeeper_config
 
 pytestmark = pytest.mark.fault
 # `WALTZ_LOCAL_CYCLES=20` is the long version.
@@ -170,6 +172,85 @@ def test_taken_ports_are_avoided_but_for_a_storages_own(directory: Path):
             sentence = refused(local(directory, "up", *SMALL))
         assert f"port {storage} of storage-1 is taken by another program" in sentence
         assert up(directory) == connect
+
+
+def test_clusters_that_start_at_the_same_time_get_ports_of_their_own(tmp_path: Path):
+    places = [tmp_path / str(number) for number in range(3)]
+    starts = [
+        subprocess.Popen(
+            command("local", "up", "--directory", str(each), *SMALL, "--timeout-s", "300"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for each in places
+    ]
+    try:
+        ended = [(each.communicate(timeout=400), each.returncode) for each in starts]
+        assert [code for _, code in ended] == [0, 0, 0], ended
+        ports = [LocalCluster(each)._loaded().ports for each in places]
+        assert len(set().union(*ports)) == sum(map(len, ports))
+    finally:
+        for start in starts:
+            start.kill()
+            start.communicate()
+        for each in places:
+            if (each / "cluster.json").exists():
+                LocalCluster(each).down()
+
+
+def test_up_draws_again_what_another_program_has_taken_meanwhile(directory: Path):
+    """A start that died early has noted ports and started nothing; no address is known yet."""
+    made = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
+    directory.mkdir()
+    made._load_or_create()
+    made._let_ports_go()
+    names = ("zookeeper", "storage-1", "server-1")
+    before = made._loaded().ports
+    with ExitStack() as stack:
+        for port in before:
+            stack.enter_context(taken(port))
+        up(directory)
+        again = LocalCluster(directory)
+        assert not again._loaded().ports & before
+        # A storage that was registered keeps its address; where its figures are shown may change.
+        assert local(directory, "down").returncode == 0
+        storage = again.member("storage-1")
+        stack.enter_context(taken(storage.http_port))
+        up(directory)
+        moved = LocalCluster(directory).member("storage-1")
+        assert (moved.port, moved.admin_port) == (storage.port, storage.admin_port)
+        assert moved.http_port != storage.http_port
+        assert {status(directory)[name]["state"] for name in names} == {"up"}
+
+
+def test_a_port_base_names_all_ports(directory: Path):
+    base = local_ports.FIRST + 100
+    while not all(is_free(base + offset, LOOPBACK) for offset in range(6)):
+        base += 6
+    with taken(base + 3):
+        sentence = refused(local(directory, "up", *SMALL, "--port-base", str(base)))
+    assert f"--port-base {base}: port {base + 3} is taken by another program" in sentence
+    assert not (directory / "cluster.json").exists()
+    up(directory, *SMALL, "--port-base", str(base))
+    assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
+    sentence = refused(local(directory, "up", "--port-base", "20000"))
+    assert f"--port-base: the cluster in {directory} was made with {base}" in sentence
+
+
+def test_zookeeper_names_a_port_that_is_taken(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        config = tmp_path / "zoo.cfg"
+        config.write_text(zookeeper_config(tmp_path / "data", port))
+        done = subprocess.run(
+            command("zookeeper", "run", "--config", str(config)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+    assert refused(done).endswith(f"port {port} of ZooKeeper is taken by another program")
 
 
 def test_up_waits_for_every_server(directory: Path):

@@ -41,12 +41,12 @@ def test_what_a_killed_server_owned_goes_on_elsewhere_at_once(story: Story):
     with story.load() as load:
         load.goes_on(1_000)
         story.cluster.kill("server-1")
-        wait_until("the others own all", lambda: owners(story) == others, seconds=40)
+        wait_until("the others own all", lambda: owners(story) == others)
         load.goes_on(1_000)
         # The last one has nobody who could tell: but it is there, and who is killed beside it
         # leaves everything to it.
         story.cluster.kill("server-2")
-        wait_until("one owns all", lambda: len(owners(story)) == 1, seconds=40)
+        wait_until("one owns all", lambda: len(owners(story)) == 1)
         load.goes_on(1_000)
     log = story.cluster.log_path("server-3").read_text(encoding="utf-8")
     assert re.search(r"neighbours\.taken_out server=\d+ address=127\.0\.0\.1:\d+", log)

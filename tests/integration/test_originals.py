@@ -20,7 +20,7 @@ from waltz_core.server.daemon import Server
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire" / "client_server_v4.json"
 VERSIONS = range(5)
-PATIENCE_S = 20
+PATIENCE_S = 120
 MOUNT_FIELDS = struct.Struct(">qq")
 LONG = struct.Struct(">q")
 NOT_FOUND = (

@@ -49,7 +49,7 @@ from waltz_core.wire.messages import (
 ROOT = Path(__file__).parents[2]
 RUNNER = ROOT / "tests" / "integration" / "run_storage.py"
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
-READY_S = 30
+READY_S = 120
 
 
 def on_loop(main):

@@ -21,7 +21,7 @@ from waltz_core.config import ClientConfig, render_toml
 from waltz_core.local import LocalCluster, running
 
 PARTITION = 1
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
         if each.type is int:
             least, most = each.metadata["least"], each.metadata["most"]
             assert least <= each.default <= most, each.name
-            assert each.name.endswith((*UNITS, "port", "group")), (
+            assert each.name.endswith((*UNITS, "port", "port_base", "group")), (
                 f"{each.name} does not end with its unit"
             )
 
@@ -133,3 +133,13 @@ def test_an_address_that_nobody_can_connect_to_is_not_advertised(kind, more, hos
     with pytest.raises(BadConfig, match="advertised_host: listen_host is"):
         kind(**settings)
     assert kind(**settings, advertised_host="db1").listen_host == host
+
+
+def test_a_daemon_waits_for_zookeeper_longer_than_a_client():
+    """A ZooKeeper that answers nothing for 30 s ends no daemon that starts."""
+    daemons = (
+        ServerConfig(connect=CONNECT),
+        StorageConfig(connect=CONNECT, directory="there"),
+    )
+    assert {each.zookeeper_connect_timeout_ms for each in daemons} == {60_000}
+    assert ClientConfig(connect=CONNECT).zookeeper_connect_timeout_ms == 10_000

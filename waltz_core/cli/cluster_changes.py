@@ -8,14 +8,17 @@ import asyncio
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from waltz_core.cli import transport
 from waltz_core.cli.asking import answers
 from waltz_core.cli.changing import Command, Result, add_common, run
+from waltz_core.client.storage_admin import administered
 from waltz_core.cluster import changes
 from waltz_core.cluster.changes import Placement, Plan
 from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.storages import Layout
-from waltz_core.errors import BadConfig, BadRequest
+from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
 from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.wire.admin_messages import Done, RemovePartition
 from waltz_core.wire.messages import Surface
 
 LOOK_AGAIN_S = 0.1
@@ -108,6 +111,13 @@ async def _add_storage(command: Command) -> Result:
     arguments = command.arguments
     address = ReplicaId(arguments.address)
     port = _admin_port(arguments.admin_port, address)
+    before = await command.coordinator.storages.read()
+    before.with_storage(address, port, arguments.group)  # bad words are refused first
+    if not await answers(Surface.STORAGE, address):
+        raise Unreachable(
+            f"{address}: expected a storage that answers, found none; nothing was changed. "
+            "Hint: start the storage with an empty directory, then give the command again."
+        )
     layout = await command.coordinator.storages.change(
         lambda old: old.with_storage(address, port, arguments.group)
     )
@@ -267,10 +277,33 @@ async def _go(
         if set(replicas) != set(layout.assignment.replicas_of(each))
     }
     await command.carry_out(Plan.to(wanted, layout.assignment))
+    await _delete_files(command, layout, moved)
     return {
         "changed": sorted(moved),
         "summary": f"{len(moved)} of {len(wanted)} partitions have changed",
     }
+
+
+async def _delete_files(command: Command, layout: Layout, moved: Placement) -> None:
+    """Have storages delete what they hold of partitions that are assigned to others now.
+
+    The partition's session is open without them. A storage that does not answer keeps its files,
+    and the doctor names them.
+    """
+    left: dict[ReplicaId, list[PartitionId]] = {}
+    for partition_id, replicas in moved.items():
+        for address in layout.assignment.replicas_of(partition_id):
+            if address not in replicas:
+                left.setdefault(address, []).append(partition_id)
+    for address, partitions in left.items():
+        admin = f"{split_address(address)[0]}:{layout.admin_ports[address]}"
+        try:
+            async with administered(admin, ssl=transport.ssl()) as storage:
+                for partition_id in partitions:
+                    await storage.ask(Done, RemovePartition, partition_id, True, False)  # noqa: FBT003 - the wire's
+        except WaltzError as error:
+            names = ", ".join(map(str, partitions))
+            command.note(f"{address} may still have files of partitions {names}: {error}")
 
 
 async def _look(command: Command) -> tuple[Layout, Placement]:

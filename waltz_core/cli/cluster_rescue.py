@@ -104,6 +104,7 @@ class _Heard:
     told: dict[ReplicaId, Prepared]
     links: dict[ReplicaId, ReplicaLink]
     unheard: dict[ReplicaId, str]
+    is_rolled_back: bool  # a replica knows a session that ZooKeeper does not
 
     @property
     def logs(self) -> dict[ReplicaId, Log]:
@@ -173,7 +174,7 @@ async def _hear(
             link.close()
         raise
     after = PartitionView(claimed, versions.metadata, marker, versions.marker)
-    return _Heard(session, after, told, links, unheard)
+    return _Heard(session, after, told, links, unheard, newest > metadata.session_id)
 
 
 def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -> None:
@@ -204,12 +205,34 @@ async def _decide(command: Command, partition_id: PartitionId, heard: _Heard) ->
             "summary": f"nothing was changed; with --yes the log of {chosen} is the log of "
             f"partition {partition_id} from then on, and what only others have is lost",
         }
+    _check_needed(partition_id, heard)
     members = await _declare(command, partition_id, heard, chosen)
     return {
         **shown,
         "summary": f"the log of {chosen}, 0..{logs[chosen].synced_max}, is the log of partition "
         f"{partition_id}; its replicas are {', '.join(members)}",
     }
+
+
+def _check_needed(partition_id: PartitionId, heard: _Heard) -> None:
+    """Raise BadRequest where its server can open a session without a decision."""
+    metadata, marker = heard.view.metadata, heard.view.marker
+    assert metadata is not None
+    if heard.is_rolled_back or rebuilding.is_waiting(metadata, marker):
+        return
+    trusted = [
+        each
+        for each, log in heard.logs.items()
+        if each in metadata.states and not log.is_suspect and not log.is_damaged
+    ]
+    count = len(metadata.states)
+    quorum = count // 2 + 1
+    if len(trusted) >= quorum:
+        raise BadRequest(
+            f"partition {partition_id}: expected fewer than {quorum} of {count} replicas with a "
+            f"trusted log, found {len(trusted)} ({', '.join(trusted)}); nothing was changed. "
+            "Hint: its server opens a session by itself; `waltz-core doctor` says if it does not."
+        )
 
 
 def _chosen(

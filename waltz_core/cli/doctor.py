@@ -35,7 +35,7 @@ NOT_MEASURED: Final = (
     "the clocks of ZooKeeper's nodes, which tell no time",
     "the clocks of servers, but for commit times that lie in the future",
     "whether the processes can reach each other, but for servers to storages",
-    "who else reaches the ports, which ask nobody who he is: keep them in a private network",
+    "which machines reach the ports: without certificates they belong in a private network",
 )
 
 

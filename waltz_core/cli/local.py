@@ -12,12 +12,13 @@ from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 from waltz_core.settings import Loaded, load
 
-# flag -> setting
-COUNTS = {
+# flag -> setting; all of them are fixed for the life of a directory
+FIXED = {
     "--zookeepers": "zookeeper_count",
     "--storages": "storage_count",
     "--servers": "server_count",
     "--partitions": "partition_count",
+    "--port-base": "port_base",
 }
 
 
@@ -26,7 +27,7 @@ def add(command: argparse.ArgumentParser) -> None:
     verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
     up = verbs.add_parser("up", help="start the cluster; what runs already is left alone")
     up.add_argument("--config", type=Path, help="a TOML file (conf/local.toml); flags win over it")
-    for flag, name in COUNTS.items():
+    for flag, name in FIXED.items():
         (doc,) = [each.metadata["doc"] for each in fields(LocalConfig) if each.name == name]
         default = getattr(LocalConfig(), name)
         up.add_argument(flag, dest=name, metavar="N", help=f"default {default}. {doc}")
@@ -69,6 +70,7 @@ def _up(arguments: argparse.Namespace) -> int:
         auth_file=arguments.zookeeper_auth,
         tls=arguments.tls_file,
         usual_ports=True,
+        port_base=config.port_base,
     )
     began = time.monotonic()
     connect = cluster.up(config.ready_timeout_ms / 1000)
@@ -79,13 +81,13 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _check_made(cluster: LocalCluster, settings: Loaded[LocalConfig]) -> None:
-    """Refuse counts that a directory's cluster was not made with; nothing is started then."""
+    """Refuse counts and ports that a directory's cluster was not made with; nothing starts then."""
     if not cluster.exists():
         return
     kinds = [member.kind for member in cluster.members]
-    made = {"partition_count": cluster.partition_count}
+    made = {"partition_count": cluster.partition_count, "port_base": cluster.port_base}
     made |= {f"{kind}_count": kinds.count(kind) for kind in ("zookeeper", "storage", "server")}
-    for flag, name in COUNTS.items():
+    for flag, name in FIXED.items():
         found = getattr(settings.config, name)
         origin = settings.origins.get(name)
         if origin and found != made[name]:
@@ -103,7 +105,7 @@ def _config(arguments: argparse.Namespace) -> LocalConfig:
 def _settings(arguments: argparse.Namespace) -> Loaded[LocalConfig]:
     """Return the settings by file, environment and flag, and where from; raises BadConfig."""
     given = vars(arguments)
-    flags = {name: given.get(name) for name in COUNTS.values()}
+    flags = {name: given.get(name) for name in FIXED.values()}
     if arguments.directory is not None:
         flags["directory"] = str(arguments.directory)
     if given.get("timeout_s") is not None:

@@ -203,6 +203,7 @@ class _Cluster:
         self._case = case
         self._cluster = cluster
         self._tell = case.tell
+        self.left_over: dict[ReplicaId, list[PartitionId]] = {}
 
     def look(self) -> None:
         for server in self._cluster.servers.values():
@@ -221,6 +222,9 @@ class _Cluster:
             if partition_id in crowded:
                 spread = self._spread(partition_id)
                 self._tell("groups-crowded", partition_id, partition=partition_id, spread=spread)
+        for address, partitions in self.left_over.items():
+            names = _ranges(partitions)
+            self._tell("replica-left-over", address, storage=address, partitions=names)
 
     # --- servers
 
@@ -464,7 +468,7 @@ class _Partition:
             if held is None or not held.is_held or is_wanted:
                 continue
             if held.last <= now.newest and held.last_session <= metadata.session_id:
-                self._tell("replica-left-over", storage.address, storage=storage.address)
+                self._whole.left_over.setdefault(storage.address, []).append(self._id)
 
     def _look_at_count(self) -> None:
         counts = [len(each) for each in self._cluster.assigned.values()]

@@ -254,8 +254,10 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-left-over",
-            "partition {partition}: {storage} holds it, and nothing assigns it there",
-            f"waltz-core storage remove-partition {_AT} --delete-files",
+            "storage {storage} has files of partitions {partitions}, which are assigned to other "
+            "storages; the command deletes these files",
+            "waltz-core storage remove-partition --connect {connect} --storage {storage} "
+            "--partition {partitions} --delete-files",
         ),
         _row(
             "replica-stuck",

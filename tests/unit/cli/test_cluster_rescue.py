@@ -1,14 +1,23 @@
 """Which replica `accept-replicas` takes, and in which order it makes the decision durable."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from waltz_core.cli import cluster_rescue
 from waltz_core.cli.cluster_rescue import _chosen
+from waltz_core.cluster.model import (
+    UNRESOLVED,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
 from waltz_core.cluster.rebuilding import Log
-from waltz_core.errors import BadConfig, Unavailable
+from waltz_core.errors import BadConfig, BadRequest, Unavailable
+from waltz_core.record import BEFORE_FIRST, NO_SESSION
 
 A, B, C = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280"
 
@@ -36,6 +45,41 @@ def test_who_is_named_is_taken_if_he_was_heard():
         _chosen(C, 0, {A: log()})
     with pytest.raises(Unavailable, match="no replica answers"):
         _chosen(None, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("logs", "is_rolled_back", "is_refused"),
+    [
+        ({A: log(), B: log(), C: log()}, False, True),
+        ({A: log(), B: log(last=50)}, False, True),
+        ({A: log(), B: log(), C: log()}, True, False),
+        ({A: log(), B: log(is_suspect=True), C: log(is_suspect=True)}, False, False),
+        ({A: log(), B: log(is_damaged=True)}, False, False),
+        ({A: log()}, False, False),
+    ],
+)
+def test_nothing_is_accepted_where_a_quorum_is_trusted(logs, is_rolled_back, is_refused):
+    states = dict.fromkeys((A, B, C), ReplicaState(7, UNRESOLVED))
+    view = SimpleNamespace(
+        metadata=PartitionMetadata(1, 8, states), marker=PartitionMarker(MarkerState.OPEN)
+    )
+    heard = SimpleNamespace(view=view, logs=logs, is_rolled_back=is_rolled_back)
+    refusal = pytest.raises(BadRequest, match="expected fewer than 2 of 3") if is_refused else None
+    with refusal or contextlib.nullcontext():
+        cluster_rescue._check_needed(0, heard)
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_rebuilding_that_waits_may_be_decided(is_waiting):
+    state = ReplicaState(NO_SESSION if is_waiting else 7, BEFORE_FIRST)
+    metadata = PartitionMetadata(1, 8, dict.fromkeys((A, B, C), state))
+    view = SimpleNamespace(metadata=metadata, marker=PartitionMarker(MarkerState.OPEN))
+    heard = SimpleNamespace(view=view, logs={A: log(), B: log(last=50)}, is_rolled_back=False)
+    if is_waiting:
+        assert cluster_rescue._check_needed(0, heard) is None
+    else:
+        with pytest.raises(BadRequest, match="nothing was changed"):
+            cluster_rescue._check_needed(0, heard)
 
 
 class Died(Exception):

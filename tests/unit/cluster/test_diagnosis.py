@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.cluster.printed_commands import check_understood
+from waltz_core.cluster import diagnosis
 from waltz_core.cluster.coordinator import Ownership
-from waltz_core.cluster.diagnosis import LAG_MAX, diagnose, summary
+from waltz_core.cluster.diagnosis import LAG_MAX, summary
 from waltz_core.cluster.facts import (
     ClusterFacts,
     Facts,
@@ -38,6 +40,14 @@ ROOMY, OPEN, NEW = (
     PartitionMarker(MarkerState.NEW),
 )
 ENGAGED = ReplicaState(7, UNRESOLVED)
+
+
+def diagnose(facts):
+    """Return what is found; every command of it can be given as it is printed."""
+    found = diagnosis.diagnose(facts)
+    for each in found:
+        check_understood(each.command)
+    return found
 
 
 def storage(address, partitions=(0, 1)):
@@ -362,10 +372,14 @@ def test_a_replica_that_is_not_served(case):
 
 def test_a_partition_that_is_left_over(case):
     case.replica(SPARE, last=90, last_session=6)
-    assert case.the_only("replica-left-over").command == (
-        f"waltz-core storage remove-partition --connect {CONNECT} --storage {SPARE} --partition 0 "
-        "--delete-files"
-    )
+    remove = f"waltz-core storage remove-partition --connect {CONNECT} --storage {SPARE}"
+    assert case.the_only("replica-left-over").command == f"{remove} --partition 0 --delete-files"
+    # One finding and one command for all that a storage has left over.
+    case.replica(SPARE, number=1, last=90, last_session=6)
+    found = case.the_only("replica-left-over")
+    assert (found.about, found.partition) == (SPARE, None)
+    assert found.command == f"{remove} --partition 0-1 --delete-files"
+    case.storage(SPARE, replicas={0: ReplicaFacts(last=90, last_session=6)})
     # Until its owner has left it out, it is on its way.
     case.states({A: ENGAGED, B: ENGAGED, C: ENGAGED, SPARE: ENGAGED})
     assert case.found() == [("session-of-other-replicas", "0")]
@@ -519,8 +533,9 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
     assert case.found() == [("no-replicas", "0"), ("no-replicas", "1")]
 
 
+KEY = "191568e5-8d82-421b-82d3-20ab46b03e4e"
 REBUILD = (
-    f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name pay --cluster-key K "
+    f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name pay --cluster-key {KEY} "
     "--partitions 2 --replicas 3 "
     + " ".join(f"--storage {each[:-5]}:5280:5281:{at}" for at, each in enumerate((A, B, C)))
     + f" --storage {SPARE[:-5]}:5280:5281:2"
@@ -528,7 +543,7 @@ REBUILD = (
 
 
 def test_metadata_that_is_lost(case):
-    case.cluster(cluster_key="K", name="pay")
+    case.cluster(cluster_key=KEY, name="pay")
     case.partition(metadata=PartitionMetadata())
     found = case.the_only("metadata-lost")
     # What is left of the old nodes has to go first: over it nothing is rebuilt.
@@ -546,7 +561,7 @@ def test_metadata_that_is_lost(case):
 
 
 def test_a_rebuilding_that_was_broken_off_goes_on(case):
-    case.cluster(cluster_key="K", name="pay")
+    case.cluster(cluster_key=KEY, name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
     found = case.the_only("rebuilding-unfinished")
     assert found.about == "0"

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.unit.cluster.printed_commands import check_understood
 from waltz_core.cluster.findings import KINDS, fields_of, finding
 
 
@@ -27,6 +28,44 @@ def test_a_finding_names_what_it_was_given(name):
         *("waltz-core", "kill", "timedatectl"),
         *("<start>", "<move>", "<empty>", "<rebuild>", "<spread>"),
     )
+
+
+# What a row's fields may be. Whole commands are made by the diagnosis, whose tests check them.
+VALUES = {
+    "connect": "zk1:2181/waltz/payments",
+    "spoken": "'zk1:2181/waltz/payments?tls=FILE'",
+    "hosts": "zk1:2181/waltz/payments",
+    "partition": "3",
+    "partitions": "0-3,7",
+    "storage": "10.0.0.1:15280",
+    "server": "10.0.1.1:15180",
+    "port": "15281",
+    "pid": "77",
+    "usual": "3",
+    "directory": "here/.waltz",
+}
+COMPOSED = {"start", "move", "empty", "rebuild", "spread"}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_command_is_understood(name):
+    command = KINDS[name].command
+    if command.strip("{}") not in COMPOSED:
+        check_understood(command.format_map(VALUES))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "waltz-core cluster prefer 0",
+        "waltz-core doctor --nothing",
+        "waltz-core local down && waltz-core cluster undo",
+        "rm -r there",
+    ],
+)
+def test_a_command_that_cannot_be_given_is_noticed(line):
+    with pytest.raises(AssertionError):
+        check_understood(line)
 
 
 def test_a_field_that_is_missing_is_our_bug():

@@ -1,0 +1,39 @@
+"""What the doctor prints is understood by the programs that it names."""
+
+import re
+import shlex
+
+from waltz_core.cli.main import noun_of, parser_for
+
+# Words in capitals are filled in by people.
+FILLED_IN = {
+    "COUNT": "3",
+    "ADMIN_PORT": "15281",
+    "CLUSTER_KEY": "191568e5-8d82-421b-82d3-20ab46b03e4e",
+}
+OTHER_PROGRAMS = {"kill", "timedatectl", "wait"}
+
+
+def check_understood(line: str) -> None:
+    """Fail unless each command of a shell's line is one that can be given."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&{}")
+    lexer.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    for word in lexer:
+        if re.fullmatch(r"[;&{}]+", word):
+            commands.append([])
+        else:
+            commands[-1].append(FILLED_IN.get(word, word))
+    given = [each for each in commands if each]
+    assert given, line
+    for program, *words in given:
+        if program != "waltz-core":
+            assert program in OTHER_PROGRAMS, line
+            continue
+        noun = noun_of(words)
+        try:
+            arguments, unknown = parser_for(noun, words[1]).parse_known_args(words)
+        except SystemExit:
+            raise AssertionError(f"not understood: {line}") from None
+        assert not unknown, line
+        assert getattr(arguments, "verb", None), line
