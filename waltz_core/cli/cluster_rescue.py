@@ -27,16 +27,17 @@ from waltz_core.cluster.model import (
     PartitionMetadata,
     ReplicaAssignments,
 )
-from waltz_core.cluster.rebuilding import Log, Verdict
+from waltz_core.cluster.rebuilding import NO_IDS, Ids, Log, Verdict
 from waltz_core.errors import (
     BadConfig,
     BadRequest,
     CoordinatorConflict,
+    Damaged,
     SessionFenced,
     Unavailable,
     UnknownPartition,
 )
-from waltz_core.record import NO_SESSION, Generation, PartitionId, ReplicaId, SessionId
+from waltz_core.record import NO_SESSION, ClientId, Generation, PartitionId, ReplicaId, SessionId
 from waltz_core.wire.messages import Nack, Prepared
 
 ATTEMPTS_MAX = 10
@@ -315,8 +316,21 @@ async def _rebuild(command: Command) -> Result:
         ]
         sessions, told = await _hear_all(undecided, links)
         verdicts, failures = _choose_all(undecided, told, new.groups, replica_count, missing)
+        newest = {
+            verdict.partition_id: await _newest_ids(
+                command, verdict, sessions[verdict.partition_id], links
+            )
+            for verdict in verdicts
+        }
+        # Before any partition can be opened, so that no server has a generation that was used.
+        await command.coordinator.raise_ids(
+            ClientId(max((each.client_id for each in newest.values()), default=0)),
+            {each: Generation(its.generation + 1) for each, its in newest.items()},
+        )
         for verdict in verdicts:
-            await _write_verdict(command.coordinator, verdict, sessions[verdict.partition_id])
+            generation = Generation(newest[verdict.partition_id].generation + 1)
+            session = sessions[verdict.partition_id]
+            await _write_verdict(command.coordinator, verdict, session, generation)
             command.note(
                 f"partition {verdict.partition_id}: 0..{verdict.log.synced_max} of {verdict.source}"
             )
@@ -447,13 +461,33 @@ async def _hear_all(
     return sessions, told
 
 
-async def _write_verdict(coordinator: Coordinator, verdict: Verdict, session: Session) -> None:
+async def _newest_ids(
+    command: Command,
+    verdict: Verdict,
+    session: Session,
+    links: Mapping[ReplicaId, ReplicaLink],
+) -> Ids:
+    """Return the greatest ids at the end of the chosen log (rule 5 there)."""
+    last = verdict.log.synced_max
+    try:
+        return await links[verdict.source].newest_ids(verdict.partition_id, session, last)
+    except Damaged as error:
+        command.note(
+            f"partition {verdict.partition_id}: the ids in its last records are unknown, only the "
+            f"clock of this machine says where new ones start: {error}"
+        )
+        return NO_IDS
+
+
+async def _write_verdict(
+    coordinator: Coordinator, verdict: Verdict, session: Session, generation: Generation
+) -> None:
     view = await coordinator.read_partition(verdict.partition_id)
     metadata = view.metadata
     assert metadata is not None
-    written: PartitionMetadata = verdict.metadata(
-        Generation(metadata.generation), session.session_id
-    )
+    # A server that has not read the raised generation yet cannot claim the partition.
+    generation = max(metadata.generation, generation)
+    written: PartitionMetadata = verdict.metadata(generation, session.session_id)
     marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
     await coordinator.write_partition(verdict.partition_id, written, marker, view.versions)
 

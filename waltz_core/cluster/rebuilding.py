@@ -25,7 +25,8 @@ Rules (correctness.md 2.4, row 15):
     4. Who counts as heard is a copy of the newest session, and nobody else. This may refuse what
        would have been safe (one replica behind and another one lost); a person can decide then.
     5. Client ids and generations go on above all that were ever given out, so that no append is
-       taken for an old one.
+       taken for an old one. They start at the seconds since 2020. The operator's clock may have
+       been set back, so they also start above the greatest ones in the last records of each log.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,20 @@ class Log(NamedTuple):
     def rank(self) -> tuple[int, int]:
         """Greater has more."""
         return self.last_session, self.synced_max
+
+
+class Ids(NamedTuple):
+    """A client id and a generation that were given out (rule 5)."""
+
+    client_id: int
+    generation: int
+
+    def at_least(self, other: "Ids") -> "Ids":
+        """Return the greater of each."""
+        return Ids(*map(max, self, other))
+
+
+NO_IDS = Ids(0, -1)
 
 
 @dataclass(frozen=True, slots=True)
