@@ -248,28 +248,46 @@ async def _declare(
     command: Command, partition_id: PartitionId, heard: _Heard, chosen: ReplicaId
 ) -> tuple[ReplicaId, ...]:
     """Take one log for the log, and have the others copy what they lack of it."""
-    coordinator, session = command.coordinator, heard.session
-    log = heard.logs[chosen]._replace(last_session=session.session_id)
-    others = sorted(heard.logs, key=lambda each: heard.logs[each].rank, reverse=True)
+    session_id, logs = heard.session.session_id, heard.logs
+    others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
-    verdict = Verdict(partition_id, chosen, log, members)
+    verdict = Verdict(partition_id, chosen, logs[chosen], members).declared_in(session_id)
     metadata = heard.view.metadata
     assert metadata is not None
-    marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
-    await coordinator.write_partition(
-        partition_id,
-        verdict.metadata(metadata.generation, session.session_id),
-        marker,
-        heard.view.versions,
-    )
-    # ZooKeeper first: a marked replica is trusted. If the command died between the two with the
-    # old metadata still in ZooKeeper, a session would count the replica, with what it has lost.
-    await heard.links[chosen].set_mark(partition_id, session, heard.told[chosen])
+    hands = _Hands(command.coordinator, verdict, heard)
+    await rebuilding.declare(verdict.metadata(metadata.generation, session_id), hands)
     command.note(f"partition {partition_id}: the log of {chosen} is the log")
-    await _assign(coordinator, [verdict])
-    layout = await coordinator.storages.read()
+    layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to({partition_id: members}, layout.assignment))
     return members
+
+
+@dataclass(frozen=True, slots=True)
+class _Hands:
+    """See `rebuilding.Hands`."""
+
+    coordinator: Coordinator
+    verdict: Verdict
+    heard: _Heard
+
+    async def write(self, metadata: PartitionMetadata) -> None:
+        """Write ZooKeeper."""
+        session = self.heard.session
+        marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
+        versions = self.heard.view.versions
+        await self.coordinator.write_partition(
+            self.verdict.partition_id, metadata, marker, versions
+        )
+
+    async def mark(self) -> None:
+        """Mark the replica."""
+        source = self.verdict.source
+        told, link = self.heard.told[source], self.heard.links[source]
+        await link.set_mark(self.verdict.partition_id, self.heard.session, told)
+
+    async def assign(self) -> None:
+        """Assign the first replicas."""
+        await _assign(self.coordinator, [self.verdict])
 
 
 async def _assign(coordinator: Coordinator, verdicts: Sequence[Verdict]) -> None:
@@ -312,7 +330,7 @@ async def _rebuild(command: Command) -> Result:
         undecided = [
             partition_id
             for partition_id in map(PartitionId, range(new.partition_count))
-            if await _is_waiting(command.coordinator, partition_id)
+            if await _is_undecided(command.coordinator, partition_id)
         ]
         sessions, told = await _hear_all(undecided, links)
         verdicts, failures = _choose_all(undecided, told, new.groups, replica_count, missing)
@@ -406,7 +424,7 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
             f"at {coordinator.where} there is another cluster, {found.store.cluster_key}"
         )
     for number in range(new.partition_count):
-        if await _is_waiting(coordinator, PartitionId(number)):
+        if await _is_undecided(coordinator, PartitionId(number)):
             return
     raise BadRequest(
         f"the cluster at {coordinator.where} has its metadata: nothing is to rebuild. Where only "
@@ -414,9 +432,15 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
     )
 
 
-async def _is_waiting(coordinator: Coordinator, partition_id: PartitionId) -> bool:
+async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
+    """Whether a partition waits for its log to be chosen, or for that log's replicas.
+
+    A command that died before it assigned them has left the second. It was never opened, so its log
+    is chosen again.
+    """
     view = await coordinator.read_partition(partition_id)
-    return rebuilding.is_waiting(view.metadata, view.marker)
+    assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
+    return rebuilding.is_waiting(view.metadata, view.marker) or not assigned
 
 
 async def _await_storages(

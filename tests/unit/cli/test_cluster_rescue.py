@@ -96,8 +96,15 @@ class Storage:
         pass
 
 
-def rebuilt(monkeypatch, storage, *, now_s):
-    """Rebuild a cluster of one partition on one storage, and return what it gives out then."""
+async def die(*_):
+    raise Died
+
+
+def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
+    """Rebuild a cluster of one partition on one storage, and return what it gives out then.
+
+    The command dies once at each of these calls, and is run again.
+    """
     address, notes = "10.0.0.1:5280", []
 
     async def open_links(*_):
@@ -126,6 +133,8 @@ def rebuilt(monkeypatch, storage, *, now_s):
 
         async def make_nodes_and_register(*its):
             await make_nodes(*its)
+            if (await its[0].coordinator.read_servers()).servers:
+                return
             await zookeeper.coordinator("/a/w").register_server(ServerDescriptor(1, "h", 1))
             node = "/a/w/serverDescriptors"
             before = PartitionAssignment.from_bytes(zookeeper.dump()[node])
@@ -135,7 +144,14 @@ def rebuilt(monkeypatch, storage, *, now_s):
             zookeeper.apply([Set(node, after.to_bytes(), zookeeper.entry(node).version)], 0)
 
         monkeypatch.setattr(cluster_rescue, "_make_nodes", make_nodes_and_register)
+        for name in dies_at:
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster_rescue, name, die)
+                with pytest.raises(Died):
+                    await cluster_rescue._rebuild(command)
         await cluster_rescue._rebuild(command)
+        replicas = await command.coordinator.read_replica_assignment()
+        assert replicas.replicas_of(0) == (address,)
         assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
         metadata = (await command.coordinator.read_partition(0)).metadata
         client_id = await command.coordinator.next_client_id()
@@ -168,3 +184,11 @@ def test_a_log_whose_end_cannot_be_read_is_rebuilt_with_ids_of_the_clock(monkeyp
     client_id, owned, _, notes = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000)
     assert (client_id, owned) == (1_001, 1_001)
     assert any("only the clock of this machine" in each for each in notes)
+
+
+def test_a_rebuilding_that_died_before_it_assigned_replicas_goes_on(monkeypatch):
+    steps = ("_newest_ids", "_write_verdict", "_assign", "_assign")
+    client_id, owned, written, _ = rebuilt(
+        monkeypatch, Storage(Ids(70, 5)), now_s=IDS_EPOCH_S + 1_000, dies_at=steps
+    )
+    assert (client_id, owned, written) == (1_001, 1_001, 1_000)
