@@ -115,6 +115,13 @@ class Load:
         self._client.close()
         assert self._failure is None, self._failure
 
+    @property
+    def client_id(self) -> int:
+        """The client id that its rows have in the log; it has appended."""
+        client_id = self._client.client_id
+        assert client_id is not None
+        return client_id
+
     def goes_on(self, rows: int = 400) -> None:
         """Wait until so many more rows are told committed."""
         wanted = self.committed + rows

@@ -4,6 +4,7 @@ from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.client import stream, verdicts
 from waltz_core.client.monitor import Monitor
 from waltz_core.client.outbox import Waiting
+from waltz_core.client.partition import ClientPartition
 from waltz_core.client.stream import PartitionStream
 from waltz_core.errors import OutcomeUnknown
 from waltz_core.wire.messages import Reason
@@ -80,3 +81,14 @@ def spoiled_link_mounted_again() -> Patches:
         out[-1] = stream.OpenLink(self.attempt, ())
 
     yield instead(PartitionStream, "_open_link", _open_link)
+
+
+@switch
+def log_mark_claimed_while_laid_down() -> Patches:
+    """A context of a partition that was unsubscribed claims the log's mark for an old view."""
+    fed = property(lambda self: self._applier is not None)
+    mark = property(
+        lambda self: self.stream.high_water_mark if self._applier is None else self._consumed
+    )
+    yield instead(ClientPartition, "goes_by_feed", fed)
+    yield instead(ClientPartition, "mark", mark)

@@ -1,6 +1,7 @@
 """Rules of replication and of store sessions, each broken alone."""
 
 from tests.sim.switches import Patches, instead, nothing, switch
+from waltz_core.cluster import rebuilding
 from waltz_core.cluster.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import claim, partition_store, recovery, repair, store_session
 from waltz_core.replication.events import Committed
@@ -455,3 +456,15 @@ def stamps_go_on_from_the_clock() -> Patches:
         original(self, now_ms)
 
     yield instead(Settling, "begin", begin)
+
+
+@switch
+def marked_before_zookeeper() -> Patches:
+    """`accept-replicas` marks the replica, which is trusted then, before it writes ZooKeeper."""
+
+    async def declare(metadata, hands):
+        await hands.mark()
+        await hands.write(metadata)
+        await hands.assign()
+
+    yield instead(rebuilding, "declare", declare)

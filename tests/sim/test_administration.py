@@ -92,9 +92,16 @@ class Hands:
 def run(seed):
     schedule = schedule_of(seed, faults.WEIGHTS)
     cluster = SimCluster(schedule)
+    try:
+        return administered(cluster, schedule)
+    finally:
+        cluster.close()
+
+
+def administered(cluster, schedule):
     faults.plan(cluster, schedule)
     cluster.start_clients()
-    hands = Hands(cluster, Random(seed))
+    hands = Hands(cluster, Random(schedule.seed))
     setup = schedule.setup
     cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
     cluster.heal()

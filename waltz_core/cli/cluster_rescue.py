@@ -27,16 +27,17 @@ from waltz_core.cluster.model import (
     PartitionMetadata,
     ReplicaAssignments,
 )
-from waltz_core.cluster.rebuilding import Log, Verdict
+from waltz_core.cluster.rebuilding import NO_IDS, Ids, Log, Verdict
 from waltz_core.errors import (
     BadConfig,
     BadRequest,
     CoordinatorConflict,
+    Damaged,
     SessionFenced,
     Unavailable,
     UnknownPartition,
 )
-from waltz_core.record import NO_SESSION, Generation, PartitionId, ReplicaId, SessionId
+from waltz_core.record import NO_SESSION, ClientId, Generation, PartitionId, ReplicaId, SessionId
 from waltz_core.wire.messages import Nack, Prepared
 
 ATTEMPTS_MAX = 10
@@ -270,28 +271,46 @@ async def _declare(
     command: Command, partition_id: PartitionId, heard: _Heard, chosen: ReplicaId
 ) -> tuple[ReplicaId, ...]:
     """Take one log for the log, and have the others copy what they lack of it."""
-    coordinator, session = command.coordinator, heard.session
-    log = heard.logs[chosen]._replace(last_session=session.session_id)
-    others = sorted(heard.logs, key=lambda each: heard.logs[each].rank, reverse=True)
+    session_id, logs = heard.session.session_id, heard.logs
+    others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
-    verdict = Verdict(partition_id, chosen, log, members)
+    verdict = Verdict(partition_id, chosen, logs[chosen], members).declared_in(session_id)
     metadata = heard.view.metadata
     assert metadata is not None
-    marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
-    await coordinator.write_partition(
-        partition_id,
-        verdict.metadata(metadata.generation, session.session_id),
-        marker,
-        heard.view.versions,
-    )
-    # ZooKeeper first: a marked replica is trusted. If the command died between the two with the
-    # old metadata still in ZooKeeper, a session would count the replica, with what it has lost.
-    await heard.links[chosen].set_mark(partition_id, session, heard.told[chosen])
+    hands = _Hands(command.coordinator, verdict, heard)
+    await rebuilding.declare(verdict.metadata(metadata.generation, session_id), hands)
     command.note(f"partition {partition_id}: the log of {chosen} is the log")
-    await _assign(coordinator, [verdict])
-    layout = await coordinator.storages.read()
+    layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to({partition_id: members}, layout.assignment))
     return members
+
+
+@dataclass(frozen=True, slots=True)
+class _Hands:
+    """See `rebuilding.Hands`."""
+
+    coordinator: Coordinator
+    verdict: Verdict
+    heard: _Heard
+
+    async def write(self, metadata: PartitionMetadata) -> None:
+        """Write ZooKeeper."""
+        session = self.heard.session
+        marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
+        versions = self.heard.view.versions
+        await self.coordinator.write_partition(
+            self.verdict.partition_id, metadata, marker, versions
+        )
+
+    async def mark(self) -> None:
+        """Mark the replica."""
+        source = self.verdict.source
+        told, link = self.heard.told[source], self.heard.links[source]
+        await link.set_mark(self.verdict.partition_id, self.heard.session, told)
+
+    async def assign(self) -> None:
+        """Assign the first replicas."""
+        await _assign(self.coordinator, [self.verdict])
 
 
 async def _assign(coordinator: Coordinator, verdicts: Sequence[Verdict]) -> None:
@@ -334,12 +353,25 @@ async def _rebuild(command: Command) -> Result:
         undecided = [
             partition_id
             for partition_id in map(PartitionId, range(new.partition_count))
-            if await _is_waiting(command.coordinator, partition_id)
+            if await _is_undecided(command.coordinator, partition_id)
         ]
         sessions, told = await _hear_all(undecided, links)
         verdicts, failures = _choose_all(undecided, told, new.groups, replica_count, missing)
+        newest = {
+            verdict.partition_id: await _newest_ids(
+                command, verdict, sessions[verdict.partition_id], links
+            )
+            for verdict in verdicts
+        }
+        # Before any partition can be opened, so that no server has a generation that was used.
+        await command.coordinator.raise_ids(
+            ClientId(max((each.client_id for each in newest.values()), default=0)),
+            {each: Generation(its.generation + 1) for each, its in newest.items()},
+        )
         for verdict in verdicts:
-            await _write_verdict(command.coordinator, verdict, sessions[verdict.partition_id])
+            generation = Generation(newest[verdict.partition_id].generation + 1)
+            session = sessions[verdict.partition_id]
+            await _write_verdict(command.coordinator, verdict, session, generation)
             command.note(
                 f"partition {verdict.partition_id}: 0..{verdict.log.synced_max} of {verdict.source}"
             )
@@ -415,7 +447,7 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
             f"at {coordinator.where} there is another cluster, {found.store.cluster_key}"
         )
     for number in range(new.partition_count):
-        if await _is_waiting(coordinator, PartitionId(number)):
+        if await _is_undecided(coordinator, PartitionId(number)):
             return
     raise BadRequest(
         f"the cluster at {coordinator.where} has its metadata: nothing is to rebuild. Where only "
@@ -423,9 +455,15 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
     )
 
 
-async def _is_waiting(coordinator: Coordinator, partition_id: PartitionId) -> bool:
+async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
+    """Whether a partition waits for its log to be chosen, or for that log's replicas.
+
+    A command that died before it assigned them has left the second. It was never opened, so its log
+    is chosen again.
+    """
     view = await coordinator.read_partition(partition_id)
-    return rebuilding.is_waiting(view.metadata, view.marker)
+    assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
+    return rebuilding.is_waiting(view.metadata, view.marker) or not assigned
 
 
 async def _await_storages(
@@ -470,13 +508,33 @@ async def _hear_all(
     return sessions, told
 
 
-async def _write_verdict(coordinator: Coordinator, verdict: Verdict, session: Session) -> None:
+async def _newest_ids(
+    command: Command,
+    verdict: Verdict,
+    session: Session,
+    links: Mapping[ReplicaId, ReplicaLink],
+) -> Ids:
+    """Return the greatest ids at the end of the chosen log (rule 5 there)."""
+    last = verdict.log.synced_max
+    try:
+        return await links[verdict.source].newest_ids(verdict.partition_id, session, last)
+    except Damaged as error:
+        command.note(
+            f"partition {verdict.partition_id}: the ids in its last records are unknown, only the "
+            f"clock of this machine says where new ones start: {error}"
+        )
+        return NO_IDS
+
+
+async def _write_verdict(
+    coordinator: Coordinator, verdict: Verdict, session: Session, generation: Generation
+) -> None:
     view = await coordinator.read_partition(verdict.partition_id)
     metadata = view.metadata
     assert metadata is not None
-    written: PartitionMetadata = verdict.metadata(
-        Generation(metadata.generation), session.session_id
-    )
+    # A server that has not read the raised generation yet cannot claim the partition.
+    generation = max(metadata.generation, generation)
+    written: PartitionMetadata = verdict.metadata(generation, session.session_id)
     marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
     await coordinator.write_partition(verdict.partition_id, written, marker, view.versions)
 

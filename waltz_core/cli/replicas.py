@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from waltz_core.cli import transport
-from waltz_core.cluster.rebuilding import Log
+from waltz_core.cluster.rebuilding import NO_IDS, Ids, Log
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
 from waltz_core.net import Link
-from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.record import (
+    RECORD_HEADER,
+    REQ_ID,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.wire.messages import (
     DamageFound,
     Message,
@@ -25,6 +32,9 @@ from waltz_core.wire.messages import (
     OpenRequest,
     Prepare,
     Prepared,
+    RangeBytes,
+    RangeForm,
+    RangeRaw,
     ReplicaState,
     SetLowWaterMark,
     StorageMessage,
@@ -34,6 +44,7 @@ from waltz_core.wire.messages import (
 
 DIAL_TIMEOUT_S: Final = 3.0
 ANSWER_S: Final = 30.0
+IDS_ROWS_MAX: Final = 10_000
 _NOBODY: Final = -1
 _ANY_STORAGE: Final = bytes(16)
 
@@ -106,6 +117,31 @@ class ReplicaLink:
         mark = SetLowWaterMark(*fields, told.synced_max, bytes(told.chain))
         (answer,) = await self._ask([mark])
         self._expect(answer, ReplicaState)
+
+    async def newest_ids(
+        self, partition_id: PartitionId, session: Session, last: TransactionId
+    ) -> Ids:
+        """Return the greatest ids in the last `IDS_ROWS_MAX` records, up to `last`.
+
+        Raises what the storage answers, also for records that it cannot read.
+        """
+        first = max(0, last - IDS_ROWS_MAX + 1)
+        fields = (session.session_id, 1_000_001, partition_id)
+        size = RECORD_HEADER.size * IDS_ROWS_MAX
+        newest = NO_IDS
+        while first <= last:
+            window = (first, last, size, RangeForm.HEADERS)
+            asked = RangeRaw(*fields, *window, whole_batches=False, reader=False)
+            (answer,) = await self._ask([asked])
+            self._expect(answer, RangeBytes)
+            assert isinstance(answer, RangeBytes)
+            if not answer.count:
+                raise self._unexpected(answer)
+            for _, packed, _ in RECORD_HEADER.iter_unpack(answer.records):
+                client_id, generation, *_ = REQ_ID.unpack(packed)
+                newest = newest.at_least(Ids(client_id, generation))
+            first += answer.count
+        return newest
 
     def close(self) -> None:
         """End the link."""

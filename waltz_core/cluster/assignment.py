@@ -122,6 +122,20 @@ def move_partitions(
     return PartitionAssignment(old.cversion, old.partition_count, servers)
 
 
+def with_generations(
+    old: PartitionAssignment, at_least: Mapping[PartitionId, Generation]
+) -> PartitionAssignment:
+    """Return the assignment for the same owners with no generation below these."""
+    servers = {
+        server_id: {
+            partition_id: max(generation, at_least.get(partition_id, generation))
+            for partition_id, generation in its.items()
+        }
+        for server_id, its in old.servers.items()
+    }
+    return PartitionAssignment(old.cversion, old.partition_count, servers)
+
+
 class _Deal:
     """One dealing of partitions: what is still free, and what each server has so far."""
 

@@ -16,6 +16,7 @@ the path) for a node that cannot be decoded, BadConfig where there is no cluster
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple, Never
 from uuid import UUID
 
@@ -247,6 +248,25 @@ class Coordinator:
             return last_id + 1
         raise errors.CoordinatorUnavailable(
             f"no id from {path} in {ID_ATTEMPTS_MAX} attempts: too many take one at once"
+        )
+
+    async def raise_ids(
+        self, client_id: ClientId, generations: Mapping[PartitionId, Generation]
+    ) -> None:
+        """Give out only client ids above this one, and have no partition below its generation.
+
+        For a rebuilding (rebuilding.py, rule 5).
+        """
+        path = self.paths.client_ids
+        for _ in range(ID_ATTEMPTS_MAX):
+            node = await self._nodes.require(path)
+            if decode_node(path, node, model.decode_id) >= client_id:
+                return await self._membership.raise_generations(generations)
+            step = Set(path, model.encode_id(client_id), node.stat.version)
+            with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._znodes.write([step])
+        raise errors.CoordinatorUnavailable(
+            f"{path} was changed by others in {ID_ATTEMPTS_MAX} attempts"
         )
 
     # --- partitions

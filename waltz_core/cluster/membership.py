@@ -31,6 +31,7 @@ from waltz_core.cluster.assignment import (
     handed_over,
     is_in_force,
     move_partitions,
+    with_generations,
 )
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.paths import DESCRIPTOR_PREFIX
@@ -228,6 +229,25 @@ class Membership:
         except errors.CoordinatorConflict:
             return False
         return True
+
+    async def raise_generations(self, at_least: Mapping[PartitionId, Generation]) -> None:
+        """Raise the generations in the assignment that are below these; owners stay the same.
+
+        Raises CoordinatorUnavailable when others write it at each attempt.
+        """
+        for _ in range(WRITE_ATTEMPTS_MAX):
+            membership = await self._read_membership()
+            raised = with_generations(membership.assignment, at_least)
+            if raised == membership.assignment:
+                return
+            step = Set(self._nodes.paths.servers, raised.to_bytes(), membership.stat.version)
+            try:
+                await self._nodes.znodes.write([step])
+            except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
+                await self._nodes.znodes.sync()
+        raise errors.CoordinatorUnavailable(
+            f"{self._nodes.paths.servers} was changed by others in {WRITE_ATTEMPTS_MAX} attempts"
+        )
 
     async def take_out(self, dead: model.ServerDescriptor) -> None:
         """Delete the node of a server whose process is known to be dead, if it is still there.

@@ -25,12 +25,16 @@ Rules (correctness.md 2.4, row 15):
     4. Who counts as heard is a copy of the newest session, and nobody else. This may refuse what
        would have been safe (one replica behind and another one lost); a person can decide then.
     5. Client ids and generations go on above all that were ever given out, so that no append is
-       taken for an old one.
+       taken for an old one. They start at the seconds since 2020. The operator's clock may have
+       been set back, so they also start above the greatest ones in the last records of each log.
+    6. ZooKeeper is written before a replica is marked: a marked replica is trusted. If a command
+       died between the two and the old metadata was still in ZooKeeper, a session would count the
+       replica, although it lacks records.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from waltz_core import errors
 from waltz_core.cluster import model
@@ -75,6 +79,20 @@ class Log(NamedTuple):
         return self.last_session, self.synced_max
 
 
+class Ids(NamedTuple):
+    """A client id and a generation that were given out (rule 5)."""
+
+    client_id: int
+    generation: int
+
+    def at_least(self, other: "Ids") -> "Ids":
+        """Return the greater of each."""
+        return Ids(*map(max, self, other))
+
+
+NO_IDS = Ids(0, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Whose log is the log of a partition, and who is to have it."""
@@ -89,10 +107,34 @@ class Verdict:
         """Who is assigned at first (rule 2)."""
         return self.members[:2]
 
+    def declared_in(self, session_id: SessionId) -> "Verdict":
+        """Return the verdict with a log that is marked in this session."""
+        return replace(self, log=self.log._replace(last_session=session_id))
+
     def metadata(self, generation: Generation, session_id: SessionId) -> model.PartitionMetadata:
         """Return what ZooKeeper is told; `session_id` is the one that the replicas promised."""
         states = {self.source: model.ReplicaState(self.log.last_session, model.UNRESOLVED)}
         return model.PartitionMetadata(generation, session_id, states)
+
+
+class Hands(Protocol):
+    """What a log is declared with; each call returns when that is durable."""
+
+    async def write(self, metadata: model.PartitionMetadata) -> None:
+        """Write the partition's metadata, with a marker of the session."""
+
+    async def mark(self) -> None:
+        """Have the source's replica mark its log in the session, which makes it trusted."""
+
+    async def assign(self) -> None:
+        """Assign the first replicas."""
+
+
+async def declare(metadata: model.PartitionMetadata, hands: Hands) -> None:
+    """Declare a log to be the log of its partition (rule 6)."""
+    await hands.write(metadata)
+    await hands.mark()
+    await hands.assign()
 
 
 def choose(

@@ -100,6 +100,10 @@ class Budget:
         """Whether a replica has lost something, and nobody knows yet that it is mended."""
         return storage.replica in self.lost
 
+    def has_rot(self, storage: "SimStorage") -> bool:
+        """Whether a replica that has lost something cannot be read whole."""
+        return self.has_lost(storage) and not is_sound(storage)
+
     def spend(self, victim: "SimStorage") -> None:
         """A replica loses something."""
         self.lost[victim.replica] = self._metadata.session_id

@@ -30,9 +30,11 @@ from waltz_core.replication.replica_session import Stage
 from waltz_core.sim.budget import Budget, read_whole
 from waltz_core.sim.checkers import Checks
 from waltz_core.sim.clients import SimClient
+from waltz_core.sim.contexts import ContextClient
 from waltz_core.sim.coordinator import SimCoordinator
 from waltz_core.sim.network import Network
 from waltz_core.sim.process import Process
+from waltz_core.sim.rescue import Rescue
 from waltz_core.sim.schedule import Schedule
 from waltz_core.sim.servers import SimServer
 from waltz_core.sim.storages import RESTART_MS, SimStorage
@@ -86,6 +88,9 @@ class SimCluster:
         self.swapped: dict[str, SimStorage] = {}  # by name: who has a disk that is another's
         self.held_down: dict[str, None] = {}  # machines that are not to come back for a while
         self.is_healing = False
+        # Whose log a command has begun to make the log, where it has not ended (rescue.py).
+        self.unfinished_rescue: ReplicaId | None = None
+        self.rescue_count = 0
         self._unreadable: dict[str, int] = {}  # how often a log could not be read whole
         for n in range(setup.replicas + setup.spare_storages):
             replica = ReplicaId(f"storage{n}:1")
@@ -93,6 +98,10 @@ class SimCluster:
         self.servers += [SimServer(self, f"server{n}") for n in range(setup.servers)]
         self.workload = Workload(self)
         self.clients = [SimClient(self, f"client{n}") for n in range(setup.clients)]
+        # Not among the processes that faults choose from: they end and pause by themselves.
+        self.context_clients = [
+            ContextClient(self, f"context-client{n}") for n in range(setup.context_clients)
+        ]
         for server in self.servers:
             server.started()
 
@@ -130,6 +139,13 @@ class SimCluster:
         """Begin the workload."""
         for client in self.clients:
             self.start_client(client)
+        for context_client in self.context_clients:
+            context_client.started()
+
+    def close(self) -> None:
+        """End what would be collected with the world, at any time."""
+        for each in self.context_clients:
+            each.loop.close()
 
     def start_client(self, client: SimClient) -> None:
         """Begin a new life of a client."""
@@ -191,6 +207,8 @@ class SimCluster:
                 self.replace(storage)
             elif not is_patient and self._cannot_be_mended(storage):
                 self.replace(storage)
+        if self.unfinished_rescue is not None:
+            Rescue(self, lambda _: None, accepted=self.unfinished_rescue)
         if not is_patient:
             self.read_all()
             self._checkpoint()
@@ -295,6 +313,8 @@ class SimCluster:
     def is_equal(self) -> bool:
         """Whether nothing is under way, and all replicas hold the whole log."""
         if self.workload.pending_count or not self.is_whole():
+            return False
+        if any(each.running for each in self.context_clients):
             return False
         if not self.checks.outcomes.are_all_fed():
             return False

@@ -14,9 +14,11 @@ Rules:
        is set again, and read for, with the next one.
     5. A client may be told what held some time ago.
     6. A server whose event loop hangs keeps its session as long as the production watchdog lets it.
+    7. With `Setup.has_new_owner_ids` a server that restarts has another id, as real ones do: what
+       its former process owned gets another owner, or itself, in the next generation.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from waltz_core.cluster.model import (
@@ -25,7 +27,7 @@ from waltz_core.cluster.model import (
     PartitionMetadata,
 )
 from waltz_core.cluster.watchdog import Watchdog
-from waltz_core.record import Generation, ReplicaId
+from waltz_core.record import Generation, ReplicaId, SessionId
 from waltz_core.replication import events
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class SimCoordinator:
         self.storage_ids: dict[ReplicaId, bytes] = {}
         self.former_ids: dict[ReplicaId, list[bytes]] = {}  # of storages that were replaced
         self.assignment = Assignment(None, Generation(-1), replicas)
+        self._registered: dict[str, int] = {}  # the incarnation of each server that came last
         self.alive: dict[str, bool] = {}  # server sessions, in the order of their first coming
         self.client_count = 0
         self.connection_count = 0
@@ -175,8 +178,19 @@ class SimCoordinator:
             server.after(100_000, lambda: self.register_server(server))
             return
         self.alive[server.name] = True
+        former = self._registered.get(server.name)
+        self._registered[server.name] = server.incarnation
+        is_another = former not in {None, server.incarnation}
+        if is_another and self._cluster.setup.has_new_owner_ids:
+            self._take_out_former(server)
         self.assign()
         self._tell(server)
+
+    def _take_out_former(self, server: "SimServer") -> None:
+        """Take the partition from the process that ran at this address before (rule 7)."""
+        if self.assignment.owner == server.name:
+            living = [name for name, is_alive in self.alive.items() if is_alive]
+            self.give(self._rng.choice(living))
 
     def watch_server(self, server: "SimServer") -> None:
         """Look, after the time that a session lives, whether a server is still silent."""
@@ -320,6 +334,21 @@ class SimCoordinator:
         self.marker_version = -1 if marker is None else self.marker_version + 1
         self.metadata, self.marker = metadata, marker
         self._cluster.checks.zookeeper_changed()
+
+    def claim(self, name: str, session_id: SessionId, nonce: bytes) -> None:
+        """A command takes a session, as an owner does: for itself, and it changes nothing else."""
+        before, marker = self.metadata, self.marker
+        assert before is not None
+        assert marker is not None
+        after = replace(before, session_id=session_id)
+        claimed = PartitionMarker(marker.state, session_id, nonce)
+        if session_id != before.session_id + 1:
+            self.put_back(after, claimed)  # ZooKeeper's data was older than what storages know
+            return
+        self.metadata, self.marker = after, claimed
+        self.metadata_version += 1
+        self.marker_version += 1
+        self._cluster.checks.wrote(name, before, after, claimed)
 
     # ---- clients
 

@@ -16,7 +16,7 @@ from waltz_core.sim.disk import Contents, SimDisk, Survival
 from waltz_core.sim.disk import Fault as DiskFault
 from waltz_core.sim.inode import SECTOR_BYTES
 from waltz_core.sim.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
-from waltz_core.sim.striking import any_storage, counted, keep_down
+from waltz_core.sim.striking import any_storage, counted, keep_down, trust_again_later
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME
 from waltz_core.storage.engine import STORAGE_ID_NAME
 from waltz_core.storage.format import SLOT_BLOCK_BYTES
@@ -196,15 +196,9 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
             storage.lose_power(Survival.NOTHING, with_lies=True)
         disk.stop_lying()
 
-    def trust_again() -> None:
-        if storage.log is None:  # It has not been opened since, with this in its settings.
-            cluster.world.after(1_000 * MS, trust_again)
-        else:
-            storage.trusts_fsync = True
-
     lies_ms = rng.randrange(5, 800)
     cluster.world.after(lies_ms * MS, lose_power)
-    cluster.world.after((lies_ms + 1_000) * MS, trust_again)
+    trust_again_later(cluster, storage, after_ms=lies_ms + 1_000)
     return False
 
 

@@ -111,6 +111,7 @@ KINDS: Final[dict[str, Strike]] = {
         zookeeper_faults.change_replicas,
         zookeeper_faults.change_replicas_with_one_away,
         zookeeper_faults.checkpoint,
+        zookeeper_faults.accept_replicas,
     )
 }
 # What the budget seldom allows comes more often.

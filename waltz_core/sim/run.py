@@ -95,6 +95,8 @@ def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False)
         rule, text = violation.rule, str(violation)
     except Exception:  # noqa: BLE001 - whatever a machine raises is what is looked for
         rule, text = "Crash", traceback.format_exc(limit=-6)
+    finally:
+        cluster.close()
     world = cluster.world
     return Verdict(
         schedule=schedule,

@@ -63,6 +63,8 @@ class Setup:
     has_large_batches: bool = False  # every batch counts as one that may go in pieces
     quorum_ms_max: int = 4_000  # without a quorum, until the partition is released
     followers: int = 0  # so many of the clients follow what is in flight
+    context_clients: int = 0  # so many more run contexts by a view of their own
+    has_new_owner_ids: bool = False  # a server that restarts is another owner, as real ones are
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
     is_unbounded: bool = False  # losses may hit any number of replicas, and ZooKeeper (budget.py)
@@ -172,6 +174,8 @@ def schedule_of(
         has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
         scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
         followers=chance_of(seed ^ 0xF078E).choice((0, 0, 2, 4)),
+        context_clients=chance_of(seed ^ 0xC0417).choice((0, 0, 0, 0, 0, 0, 1, 2)),
+        has_new_owner_ids=chance_of(seed ^ 0x1D5).random() < 0.5,
         quorum_ms_max=chance_of(seed ^ 0x9007).choice((4_000, 4_000, 4_000, 700)),
     )
     share = rng.choice((0.3, 0.6, 0.9))
@@ -234,5 +238,6 @@ LATER_KINDS: Final[Mapping[str, Later]] = {
     "unseen_rot": Later(0x207, _every(0, 0, 150, 450)),
     "two_attempts": Later(0x2A77, _every(0, 0, 300, 1_500)),
     "hanging_server": Later(0x4A65, _every(0, 0, 0, 400, 1_500)),
+    "accept_replicas": Later(0xACCE7, _every(0, 0, 0, 0, 400, 1_500)),
     "memory_pressure": Later(0x9E55, _every(0, 0, 100, 400)),
 }

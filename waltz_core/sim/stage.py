@@ -322,7 +322,8 @@ class Stage:
     def declare(self) -> None:
         """Have the storages' logs decide what ZooKeeper has to hold."""
 
-        def told(verdict: Verdict) -> None:
+        def told(verdict: Verdict | None) -> None:
+            assert verdict is not None
             log = self.telling.span(0, verdict.log.synced_max)
             self.telling.tell(f"the log of {verdict.source} is the log: {log}")
 

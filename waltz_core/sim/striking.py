@@ -57,3 +57,15 @@ def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
         process.start()
 
     cluster.world.after(away_ms * MS, back)
+
+
+def trust_again_later(cluster: SimCluster, storage: SimStorage, *, after_ms: int) -> None:
+    """Have an operator forget that a disk has lied, once its storage has started with that."""
+
+    def trust_again() -> None:
+        if storage.log is None:  # It has not been opened since, with this in its settings.
+            cluster.world.after(1_000 * MS, trust_again)
+        else:
+            storage.trusts_fsync = True
+
+    cluster.world.after(after_ms * MS, trust_again)

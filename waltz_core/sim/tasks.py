@@ -9,8 +9,8 @@ Rules:
        of AtMostOnce.
     2. The first attempt continues only when the second one has all rows in the log. Earlier the two
        may take turns, and what is in the log would have to be read back (`client/claim.py`).
-    3. It does not continue where the owner has died. A server that restarts has another ID and, as
-       owner, another generation, which refuses this attempt; the simulator's servers keep both.
+    3. Without `Setup.has_new_owner_ids` it does not continue where the owner has died: that server
+       would keep its generation over the restart, and nothing would refuse this attempt.
 """
 
 import zlib
@@ -81,7 +81,8 @@ class TwoAttempts(Process):
         """Mount with a connection sequence, and append all rows; try again, as a client does."""
         cluster, owner = self._cluster, self._cluster.owner
 
-        if self._owner.incarnation != self._incarnation:  # rule 3
+        has_restarted = self._owner.incarnation != self._incarnation
+        if has_restarted and not cluster.setup.has_new_owner_ids:  # rule 3
             return
 
         def again() -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from waltz_core.sim.clients import SimClient
     from waltz_core.sim.cluster import SimCluster
+    from waltz_core.sim.process import Process
 
 # The write, read and append locks of one row.
 Locks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -150,6 +151,27 @@ class Workload:
         checks.history.operations[number] = operation
         return operation
 
+    def operation(self, author: str, row: Ask, mark: int) -> Operation:
+        """Enter one row in the books, whose author learns of its outcome elsewhere."""
+        return self._operation(author, row, mark, None)
+
+    def think_us(self, process: "Process") -> int:
+        """Return for how long an application does nothing."""
+        think_us = self._cluster.setup.think_ms * 1_000
+        if self._cluster.is_healing:
+            # All that is left to be seen is whether it becomes whole, and that may take long.
+            late_us = max(0, self.healing_us() - PATIENCE_US)
+            think_us += think_us * late_us // SLOWING_US
+        return int(process.chance() * 2 * think_us) + 100
+
+    def deal_of(self, process: "Process") -> Deal:
+        """Return what an application deals in next."""
+        keys, roll = self._cluster.setup.keys, process.chance()
+        one = int(process.chance() * keys)
+        if roll < 0.4:
+            return Deal(Kind.TRANSFER, one, (one + 1 + int(process.chance() * (keys - 1))) % keys)
+        return Deal(Kind.PUSH, one, one) if roll < 0.7 else Deal(Kind.GUARD, one, one ^ 1)
+
     def ended(self, token: int) -> "list[Operation]":
         """Take a parcel out: its outcome is known, or never will be."""
         return self._parcels.pop(token)
@@ -183,12 +205,7 @@ class _Application:
         self._later()
 
     def _later(self) -> None:
-        think_us = self._cluster.setup.think_ms * 1_000
-        if self._cluster.is_healing:
-            # All that is left to be seen is whether it becomes whole, and that may take long.
-            late_us = max(0, self._workload.healing_us() - PATIENCE_US)
-            think_us += think_us * late_us // SLOWING_US
-        self._client.after(int(self._chance() * 2 * think_us) + 100, self._go)
+        self._client.after(self._workload.think_us(self._client), self._go)
 
     def _go(self) -> None:
         if self._workload.is_over:
@@ -235,15 +252,8 @@ class _Application:
 
     def _row(self) -> Ask:
         if self._chance() < DEAL_SHARE:
-            return self._deal()
+            return self._workload.deal_of(self._client)
         return self._some(0.5), self._some(0.3), self._some(0.2)
-
-    def _deal(self) -> Deal:
-        keys, roll = self._cluster.setup.keys, self._chance()
-        one = int(self._chance() * keys)
-        if roll < 0.4:
-            return Deal(Kind.TRANSFER, one, (one + 1 + int(self._chance() * (keys - 1))) % keys)
-        return Deal(Kind.PUSH, one, one) if roll < 0.7 else Deal(Kind.GUARD, one, one ^ 1)
 
     def _some(self, share: float) -> tuple[int, ...]:
         if self._chance() >= share:

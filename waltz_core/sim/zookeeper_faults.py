@@ -6,15 +6,20 @@ data away strikes in worlds without a budget only.
 
 from typing import TYPE_CHECKING
 
+from waltz_core.cluster.rebuilding import Verdict
 from waltz_core.replication import events
 from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.striking import pause_ms
+from waltz_core.sim.disk import Survival
+from waltz_core.sim.rescue import BEST, STEPS, Rescue
+from waltz_core.sim.striking import keep_down, pause_ms, trust_again_later
 
 if TYPE_CHECKING:
     from random import Random
 
+    from waltz_core.record import ReplicaId
     from waltz_core.sim.clients import SimClient
     from waltz_core.sim.servers import SimServer
+    from waltz_core.sim.storages import SimStorage
 
 
 # ---- answers, sessions, watches
@@ -299,3 +304,66 @@ def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
         return False
     owner.step(events.Checkpoint())
     return True
+
+
+def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
+    """A replica's log is accepted by command, which may die after each step, and is run again.
+
+    Often the replica has lost its last records and is suspect, another one lacks them, and those
+    that have them are away: nothing that the command leaves behind may open the partition then.
+    """
+    metadata, replicas = cluster.coordinator.metadata, list(cluster.replicas)
+    held = {} if metadata is None else metadata.states
+    if set(held) != set(replicas) or len(replicas) < 2 or cluster.swapped:
+        return False
+    rng.shuffle(replicas)
+    accepted, behind, *others = (cluster.storages[each] for each in replicas)
+    at_ms = rng.randrange(50, 300)
+    if others and rng.random() < 0.6 and accepted.is_up and not accepted.disk.has_trouble:
+        accepted.disk.is_lying = True
+        behind.kill()
+        keep_down(cluster, behind, at_ms)
+        cluster.world.after((at_ms + 20) * MS, lambda: _lose_the_end(cluster, accepted, others))
+        _accept_later(cluster, accepted.replica, rng, at_ms + 30)
+    else:
+        _accept_later(cluster, BEST, rng, at_ms)
+    return False
+
+
+def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", after_ms: int) -> None:
+    """Run the command when the replica can be asked; where it has died, once more, or never."""
+    dies_after = rng.choice(("", "", *STEPS))
+    again_ms = rng.choice((None, 200, 1_500))
+
+    def told(verdict: Verdict | None) -> None:
+        cluster.checks.count("fault accept_replicas")
+        cluster.checks.count("rescue broken off" if verdict is None else "rescue done")
+        if verdict is None and again_ms is not None:
+            cluster.world.after(again_ms * MS, run_again)
+
+    def run_again() -> None:
+        if not cluster.is_healing:
+            Rescue(cluster, lambda _: None, accepted=accepted)
+
+    def run(left: int = 20) -> None:
+        if left and accepted != BEST and cluster.storages[accepted].log is None:
+            cluster.world.after(50 * MS, lambda: run(left - 1))
+        elif not cluster.is_healing:
+            Rescue(cluster, told, accepted=accepted, dies_after=dies_after)
+
+    cluster.world.after(after_ms * MS, run)
+
+
+def _lose_the_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimStorage]") -> None:
+    """A disk that has lied loses what was not synced, and the replicas that have it go away."""
+    if not victim.disk.is_lying:
+        return
+    if victim.is_up and not cluster.is_healing and cluster.budget.allows(victim):
+        cluster.budget.spend(victim)
+        for each in others:
+            each.kill()
+            keep_down(cluster, each, 2_000)
+        victim.trusts_fsync = False
+        victim.lose_power(Survival.NOTHING, with_lies=True)
+        trust_again_later(cluster, victim, after_ms=1_000)
+    victim.disk.stop_lying()

@@ -1,23 +1,30 @@
-"""Which replica `accept-replicas` takes, and in which order it makes the decision durable."""
+"""The replica that `accept-replicas` takes, the order of its writes, and ids after a rebuilding."""
 
 import asyncio
 import contextlib
 from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 
 from waltz_core.cli import cluster_rescue
 from waltz_core.cli.cluster_rescue import _chosen
+from waltz_core.cluster.assignment import assign_partitions
+from waltz_core.cluster.memory import MemoryZooKeeper
 from waltz_core.cluster.model import (
     UNRESOLVED,
     MarkerState,
+    PartitionAssignment,
     PartitionMarker,
     PartitionMetadata,
     ReplicaState,
+    ServerDescriptor,
 )
-from waltz_core.cluster.rebuilding import Log
-from waltz_core.errors import BadConfig, BadRequest, Unavailable
+from waltz_core.cluster.rebuilding import IDS_EPOCH_S, NO_IDS, Ids, Log
+from waltz_core.cluster.znodes import Set
+from waltz_core.errors import BadConfig, BadRequest, ReadFailed, Unavailable
 from waltz_core.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.wire.messages import Prepared
 
 A, B, C = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280"
 
@@ -111,3 +118,122 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
     with pytest.raises(Died):
         asyncio.run(cluster_rescue._declare(command, 0, heard, A))
     assert not marked
+
+
+class Storage:
+    """A link to a storage that has a log whose records have these client ids and generations."""
+
+    def __init__(self, *ids):
+        self.ids, self.is_readable = ids, True
+
+    async def prepare(self, sessions):
+        last = len(self.ids) - 1
+        fields = (bytes(16), 3, last, True, last, bytes(16), False, b"")
+        return {each: Prepared(its.session_id, 1, each, *fields) for each, its in sessions.items()}
+
+    async def newest_ids(self, partition_id, session, last):
+        if not self.is_readable:
+            raise ReadFailed("record 1 cannot be read")
+        assert last == len(self.ids) - 1
+        return max(self.ids, default=NO_IDS)
+
+    def close(self):
+        pass
+
+
+async def die(*_):
+    raise Died
+
+
+def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
+    """Rebuild a cluster of one partition on one storage, and return what it gives out then.
+
+    The command dies once at each of these calls, and is run again.
+    """
+    address, notes = "10.0.0.1:5280", []
+
+    async def open_links(*_):
+        return {address: storage}, {}
+
+    async def story():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        command = SimpleNamespace(
+            coordinator=zookeeper.coordinator("/a/w"),
+            arguments=SimpleNamespace(
+                name="w",
+                storage=[f"{address}:5281"],
+                missing=[],
+                cluster_key=UUID(int=5),
+                partitions=1,
+                from_directory=None,
+                replicas=1,
+                only_nodes=False,
+            ),
+            note=notes.append,
+            wait_for=lambda *_: None,
+            carry_out=lambda _: asyncio.sleep(0),
+        )
+        # A server has registered as soon as there were nodes, and owns the partition.
+        make_nodes = cluster_rescue._make_nodes
+
+        async def make_nodes_and_register(*its):
+            await make_nodes(*its)
+            if (await its[0].coordinator.read_servers()).servers:
+                return
+            await zookeeper.coordinator("/a/w").register_server(ServerDescriptor(1, "h", 1))
+            node = "/a/w/serverDescriptors"
+            before = PartitionAssignment.from_bytes(zookeeper.dump()[node])
+            after = assign_partitions(
+                before, {1: ServerDescriptor(1, "h", 1)}, cversion=1, partition_count=1
+            )
+            zookeeper.apply([Set(node, after.to_bytes(), zookeeper.entry(node).version)], 0)
+
+        monkeypatch.setattr(cluster_rescue, "_make_nodes", make_nodes_and_register)
+        for name in dies_at:
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster_rescue, name, die)
+                with pytest.raises(Died):
+                    await cluster_rescue._rebuild(command)
+        await cluster_rescue._rebuild(command)
+        replicas = await command.coordinator.read_replica_assignment()
+        assert replicas.replicas_of(0) == (address,)
+        assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
+        metadata = (await command.coordinator.read_partition(0)).metadata
+        client_id = await command.coordinator.next_client_id()
+        return client_id, assignment.servers[1][0], metadata.generation, notes
+
+    monkeypatch.setattr(cluster_rescue, "open_links", open_links)
+    monkeypatch.setattr(cluster_rescue.time, "time", lambda: now_s)
+    return asyncio.run(story())
+
+
+def test_ids_go_on_above_those_of_the_logs_where_a_clock_was_set_back(monkeypatch):
+    storage = Storage(Ids(70_000, 400), Ids(90_000, 500))
+    client_id, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
+    assert client_id > 90_000
+    assert owned > 500
+    # A server that has not read the raised generation yet can claim nothing.
+    assert 61 < written <= owned
+
+
+@pytest.mark.parametrize("storage", [Storage(Ids(70, 5)), Storage()], ids=["older ids", "no log"])
+def test_ids_go_on_from_the_clock_where_that_is_later(monkeypatch, storage):
+    client_id, owned, written, notes = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000)
+    assert (client_id, owned, written) == (1_001, 1_001, 1_000)
+    assert len(notes) == 2
+
+
+def test_a_log_whose_end_cannot_be_read_is_rebuilt_with_ids_of_the_clock(monkeypatch):
+    storage = Storage(Ids(70, 5))
+    storage.is_readable = False
+    client_id, owned, _, notes = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000)
+    assert (client_id, owned) == (1_001, 1_001)
+    assert any("only the clock of this machine" in each for each in notes)
+
+
+def test_a_rebuilding_that_died_before_it_assigned_replicas_goes_on(monkeypatch):
+    steps = ("_newest_ids", "_write_verdict", "_assign", "_assign")
+    client_id, owned, written, _ = rebuilt(
+        monkeypatch, Storage(Ids(70, 5)), now_s=IDS_EPOCH_S + 1_000, dies_at=steps
+    )
+    assert (client_id, owned, written) == (1_001, 1_001, 1_000)

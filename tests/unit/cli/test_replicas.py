@@ -6,12 +6,17 @@ import struct
 import pytest
 
 from waltz_core.cli.replicas import ClusterFacts, ReplicaLink, Session, log_of
+from waltz_core.cluster.rebuilding import NO_IDS, Ids
 from waltz_core.errors import RemoteProtocolError, SessionFenced
+from waltz_core.record import RECORD_HEADER, REQ_ID
 from waltz_core.wire.messages import (
     DamageFound,
     Nack,
     Prepare,
     Prepared,
+    RangeBytes,
+    RangeForm,
+    RangeRaw,
     ReplicaState,
     SetLowWaterMark,
     SuccessResponse,
@@ -68,3 +73,26 @@ def test_only_damage_above_the_mark_leaves_a_log_without_a_voice():
     assert not log_of(prepared(damaged=[(3, 4), (9, 10)])).is_damaged
     assert log_of(prepared(damaged=[(3, 4), (9, 11)])).is_damaged
     assert log_of(prepared()).rank == (6, 20)
+
+
+def heads(first, *ids):
+    records = b"".join(
+        RECORD_HEADER.pack(place, REQ_ID.pack(client_id, generation, 2, 1), 0)
+        for place, (client_id, generation) in enumerate(ids, first)
+    )
+    sizes = (b"", records, 0, b"c" * 16, b"")
+    return RangeBytes(7, 1_000_001, 2, first, len(ids), RangeForm.HEADERS, *sizes)
+
+
+def test_the_newest_ids_are_the_greatest_of_the_last_records():
+    link = Link([heads(0, (9, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
+    assert asked(link, lambda replica: replica.newest_ids(2, SESSION, 2)) == Ids(70, 4)
+    assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
+    assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
+    link = Link([heads(20_000, (9, 3))])
+    with pytest.raises(IndexError):  # the test's link has no more to say
+        asked(link, lambda replica: replica.newest_ids(2, SESSION, 30_000))
+    assert link.sent[0].first == 20_001
+    assert asked(Link(), lambda replica: replica.newest_ids(2, SESSION, -1)) == NO_IDS
+    with pytest.raises(RemoteProtocolError, match="unexpected RangeBytes"):
+        asked(Link([heads(0)]), lambda replica: replica.newest_ids(2, SESSION, 2))

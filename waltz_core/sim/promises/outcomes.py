@@ -22,6 +22,7 @@ from waltz_core.wire.messages import Reason
 
 if TYPE_CHECKING:
     from waltz_core.sim.clients import SimClient
+    from waltz_core.sim.process import Process
     from waltz_core.sim.promises.answers import Answers
     from waltz_core.sim.promises.locking import Locking
     from waltz_core.sim.promises.witness import Witness
@@ -134,7 +135,7 @@ class Outcomes:
         self._marks[client.name] = BEFORE_FIRST
         self.followers.pop(client.name, None)
 
-    def died(self, client: "SimClient") -> None:
+    def died(self, client: "Process") -> None:
         """What it waited for is nobody's any more."""
         self.followers.pop(client.name, None)
         for operation in self._witness.history.operations.values():
@@ -202,6 +203,15 @@ class Outcomes:
             operation.told = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:
                 self._witness.fail("OutcomeTruth", f"{operation} is in the log, told {error}")
+
+    def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
+        """11. OutcomeTruth, of an attempt of a context: its id, or why there is none."""
+        if isinstance(result, OutcomeUnknown):
+            operation.told = "unknown"
+        elif isinstance(result, int):
+            self._told_yes(operation, result)
+        else:
+            self._told_no(operation, Reason.LOST, BEFORE_FIRST)
 
     # ---- the feed
 

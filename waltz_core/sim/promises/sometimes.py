@@ -46,6 +46,10 @@ SOMETIMES: Final = (
     "follower of another session refused",
     "append on an older connection",
     "session of a hanging server expired",
+    "rescue broken off",
+    "replica marked by a command",
+    "feed laid down",
+    "context client restarted",
 )
 # Reports of machines under the names above.
 REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}

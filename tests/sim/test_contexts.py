@@ -1,0 +1,43 @@
+"""Contexts over a view that the application lays down and takes up: no old view is taken as new."""
+
+import pytest
+
+from tests.sim.broken_client import log_mark_claimed_while_laid_down
+from tests.sim.switches import broken
+from waltz_core.sim.contexts import ContextClient
+from waltz_core.sim.run import run
+from waltz_core.sim.schedule import Schedule, Setup
+
+pytestmark = pytest.mark.sim
+SETUP = Setup(clients=1, context_clients=2, think_ms=5, keys=2, steps_max=5_000)
+
+
+def schedule(seed):
+    return Schedule(seed, SETUP)
+
+
+def test_contexts_commit_what_they_decide_by_their_view():
+    found = run(schedule(3))
+    assert found.is_good, found.text
+    assert found.counts["feed laid down"] > 2
+    assert found.counts["deals"] > 50
+
+
+def test_the_same_seed_is_the_same_run():
+    one, other = run(schedule(4), is_traced=True), run(schedule(4), is_traced=True)
+    assert (one.fingerprint, one.trace) == (other.fingerprint, other.trace)
+    assert one.counts["context client restarted"] > 0
+
+
+def test_a_claim_beyond_the_view_is_found():
+    with broken(log_mark_claimed_while_laid_down.__name__):
+        assert run(schedule(3)).rule == "ClaimedMark"
+
+
+def test_double_spending_is_found_by_the_log_alone(monkeypatch):
+    """Whatever is claimed: what was decided by an old view is in the log."""
+    monkeypatch.setattr(ContextClient, "sending", lambda *_: None)
+    with broken(log_mark_claimed_while_laid_down.__name__):
+        rules = {run(schedule(seed)).rule for seed in range(4)}
+    assert rules & {"LockSerial", "Serializable"}
+    assert rules <= {"LockSerial", "Serializable", None}

@@ -1,0 +1,110 @@
+"""The event loop in virtual time: timers, tasks, errors, and its end with the process."""
+
+import asyncio
+
+import pytest
+
+from waltz_core.sim.event_loop import loop_of
+from waltz_core.sim.process import Process
+from waltz_core.sim.world import World
+
+
+@pytest.fixture
+def process():
+    return Process(World(7), "program")
+
+
+async def virtual(s):
+    """Let virtual time pass."""
+    passed = asyncio.Event()
+    timer = asyncio.get_running_loop().call_later(s, passed.set)
+    try:
+        await passed.wait()
+    finally:
+        timer.cancel()
+
+
+def test_time_passes_only_in_the_world(process):
+    loop, told = loop_of(process), []
+
+    async def wait(s):
+        await virtual(s)
+        told.append((s, loop.time()))
+
+    async def begin():
+        async with asyncio.TaskGroup() as group:
+            for s in (2.0, 0.5, 1.0):
+                group.create_task(wait(s))
+        told.append("all")
+
+    loop.enter(lambda: loop.create_task(begin()))
+    assert told == []
+    process.world.run(10_000_000)
+    assert [s for s, _ in told[:3]] == [0.5, 1.0, 2.0]
+    assert all(0 <= at - s < 0.001 for s, at in told[:3])
+    assert told[3] == "all"
+
+
+def test_a_timeout_ends_what_waits_and_leaves_no_timer(process):
+    loop, told = loop_of(process), []
+
+    async def late():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await virtual(60)
+        told.append(loop.time())
+        async with asyncio.timeout(60):
+            await virtual(1)
+
+    loop.enter(lambda: loop.create_task(late()))
+    process.world.run(10_000_000)
+    steps = process.world.step_count
+    process.world.run(100_000_000)
+    assert told[0] == pytest.approx(1.0, abs=0.001)
+    assert process.world.step_count == steps
+
+
+def test_a_program_that_stands_still_runs_no_callback(process):
+    loop, told = loop_of(process), []
+    loop.enter(lambda: loop.call_later(1, told.append, "late"))
+    process.pause()
+    process.world.run(5_000_000)
+    assert told == []
+    process.resume()
+    assert told == ["late"]
+
+
+def test_what_fails_inside_is_raised_when_the_loop_is_left(process):
+    loop = loop_of(process)
+
+    def survive():
+        loop.fail(ValueError("first"))
+        loop.fail(ValueError("second"))
+
+    with pytest.raises(ValueError, match="first"):
+        loop.enter(survive)
+    loop.enter(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        loop.enter(lambda: loop.call_soon(lambda: 1 / 0))
+
+
+def test_its_tasks_end_with_it_and_the_loop_outside_is_as_before(process):
+    told = []
+
+    async def outside():
+        loop = loop_of(process)
+
+        async def work():
+            try:
+                await virtual(60)
+            finally:
+                told.append("ended")
+
+        loop.enter(lambda: loop.create_task(work()))
+        loop.close()
+        assert loop.is_closed()
+        assert asyncio.get_running_loop() is not loop
+        process.world.run(100_000_000)
+
+    asyncio.run(outside())
+    assert told == ["ended"]
