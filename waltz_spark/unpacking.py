@@ -17,6 +17,7 @@ Rules:
 
 import base64
 import re
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from decimal import Decimal
 from itertools import chain, compress
@@ -313,7 +314,8 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     if not set(map(type, values)) <= {NoneType, float}:
         _only(values, float, int, Decimal)
         values = [
-            each if each is None or type(each) is float else _exact_float(each) for each in values
+            each if each is None or type(each) is float else _exact_float(each, kind)
+            for each in values
         ]
     numbers = pa.array(values, pa.float64())
     if kind == numbers.type:
@@ -324,10 +326,14 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     return narrow
 
 
-def _exact_float(value: int | Decimal) -> float:
+def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
     number = float(value)
-    if type(value) is int and int(number) != value:
-        raise ValueError(f"{value} has more digits than a float keeps")
+    if type(value) is int:
+        kept = number
+        if kind == pa.float32():
+            (kept,) = struct.unpack("f", struct.pack("f", number))
+        if int(kept) != value:
+            raise ValueError(f"{value} has more digits than a {kind} keeps")
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"{value} is over the range of a float")
     return number

@@ -220,6 +220,17 @@ def test_an_empty_map_is_a_struct_of_nulls() -> None:
     assert read({"s": {}}, kind, "json") == {"x": None, "s": {"y": None}}
 
 
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+def test_an_integer_becomes_a_float_only_where_it_is_exact(data_format: str) -> None:
+    assert read(1 << 24, pa.float32(), data_format) == float(1 << 24)
+    assert read((1 << 24) + 1, pa.float64(), data_format) == float((1 << 24) + 1)
+    for value, kind in (((1 << 24) + 1, pa.float32()), ((1 << 53) + 1, pa.float64())):
+        with pytest.raises(BadFormat, match=f"has more digits than a {kind} keeps"):
+            read(value, kind, data_format)
+    with pytest.raises(BadFormat, match="column 'a' is to be float"):
+        read(1 << 62 << 62 << 62, pa.float32(), "json")
+
+
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
