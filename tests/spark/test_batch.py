@@ -330,18 +330,23 @@ def test_the_schema_of_a_frame_without_nulls_reads_what_was_written_from_it(
     spark: SparkSession, connect: str
 ) -> None:
     before = marks_of(spark, connect)
-    table = spark.range(20).select(
-        "id",
-        F.lit("x").alias("word"),
-        F.array(F.lit(1), F.lit(2)).alias("list"),
-        F.struct(F.col("id").alias("inner")).alias("struct"),
-        F.create_map(F.lit("k"), F.col("id")).alias("map"),
+    table = (
+        spark.range(20)
+        .select(
+            "id",
+            F.lit("x").alias("word"),
+            F.array(F.lit(1), F.lit(2)).alias("list"),
+            F.struct(F.col("id").alias("inner")).alias("struct"),
+            F.create_map(F.lit("k"), F.col("id")).alias("map"),
+        )
+        .coalesce(1)
     )
     assert not any(field.nullable for field in table.schema)
     waltz_spark.append(table, connect, dataFormat="json")
     reader = since(spark, connect, before).option("dataFormat", "json").schema(table.schema)
-    assert_df_equality(reader.load(connect), table, ignore_row_order=True)
-    assert reader.load(connect).where("id is null or word is null").count() == 0
+    back = reader.load(connect)
+    assert sorted(back.collect()) == table.collect()
+    assert back.where("id is null or word is null").count() == 0
 
 
 def test_a_null_never_reaches_a_column_that_is_not_null(spark: SparkSession, connect: str) -> None:

@@ -229,6 +229,13 @@ def test_log_columns_are_not_packed() -> None:
     assert found.append.column("header").to_pylist() == [5]
 
 
+def test_a_column_that_is_no_number_or_string_chooses_partitions_by_its_hash() -> None:
+    columns = StructType([StructField("d", ArrayType(IntegerType()))])
+    options = replace(PLAIN, data_format="json", partition_by="d")
+    with pytest.raises(BadRequest, match=r"found array<int>\. Hint: .*xxhash64\('d'\)"):
+        check_schema(columns, options)
+
+
 @pytest.mark.parametrize("name", ["WRITE_LOCKS", "Append_Locks", "write_lock", "readlocks"])
 def test_a_lock_column_that_would_lock_nothing_is_refused(name: str) -> None:
     """Packed with the others, it would be payload, and nothing locked."""
