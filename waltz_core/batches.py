@@ -358,7 +358,8 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
     marks = _values(columns[MARK_FIELD.name], np.int64) if MARK_FIELD.name in columns else None
     if marks is not None and marks.min() < BEFORE_FIRST:
         raise BadRequest(
-            f"append batch: expected marks from {BEFORE_FIRST} on, found {marks.min()}"
+            f"append batch: column {MARK_FIELD.name}: expected marks from {BEFORE_FIRST} on, "
+            f"found {marks.min()}"
         )
     return AppendRows(
         headers=_values(columns["header"], np.int32),

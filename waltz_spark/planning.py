@@ -8,6 +8,8 @@ Rules:
     3. Spans never overlap, and together cover exactly what was asked for.
     4. A start by time may be too early, and never too late: nothing is skipped that is not known
        to be older.
+    5. Given marks name each partition that is read: a default for the others would read, or skip,
+       what the user has not asked for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -119,28 +121,63 @@ def limited(starts: Mapping[int, int], ends: Mapping[int, int], count_max: int) 
 
 
 def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
-    """Return the exclusive start of each partition in `marks` (the log's marks now)."""
+    """Return the exclusive start of each partition in `marks` (the log's marks now).
+
+    Raises:
+        BadConfig: marks were given, but none for one of the partitions (rule 5).
+        DataLoss: a mark lies past the end of its log.
+    """
     if options.starting == "earliest":
         return dict.fromkeys(marks, int(BEFORE_FIRST))
     if options.starting == "latest":
         return dict(marks)
     assert not isinstance(options.starting, str)
-    return _given(options, options.starting, marks, int(BEFORE_FIRST), "startingHighWaterMarks")
+    return _given(options, options.starting, marks, "startingHighWaterMarks")
 
 
 def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
-    """Return the inclusive end of each partition in `marks` (the log's marks now)."""
+    """Return the inclusive end of each partition in `marks` (the log's marks now).
+
+    Raises:
+        As `resolve_starts`.
+    """
     if isinstance(options.ending, str):
         return dict(marks)
-    return _given(options, options.ending, marks, None, "endingHighWaterMarks")
+    return _given(options, options.ending, marks, "endingHighWaterMarks")
+
+
+def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[int, int]) -> None:
+    """Refuse marks that end a partition before its start.
+
+    A start by time may be after the end: no transaction up to the end is that recent.
+
+    Raises:
+        BadConfig: names the partition and both marks.
+    """
+    if options.starting_ms is not None:
+        return
+    for partition, end in ends.items():
+        if starts[partition] > end:
+            raise BadConfig(
+                f"partition {partition}: the read starts after transaction {starts[partition]} and "
+                f"ends at {end}. Hint: startingHighWaterMarks must not be above "
+                "endingHighWaterMarks; equal marks read nothing."
+            )
 
 
 def _given(
-    options: ReadOptions, given: Marks, marks: Mapping[int, int], missing: int | None, name: str
+    options: ReadOptions, given: Marks, marks: Mapping[int, int], name: str
 ) -> dict[int, int]:
     found: dict[int, int] = {}
+    if missing := sorted(marks.keys() - given.keys()):
+        raise BadConfig(
+            f"option {name!r} has no mark for partition {_listed(missing)}; this read is of "
+            f"{len(marks)} partitions, and marks are given for {len(given)}. Hint: give a mark for "
+            'each partition ("3": -1 is before the first transaction), or choose partitions with '
+            "option 'partitions'."
+        )
     for partition, mark in marks.items():
-        wanted = given.get(partition, mark if missing is None else missing)
+        wanted = given[partition]
         if wanted > mark:
             if options.fail_on_data_loss:
                 raise DataLoss(
@@ -151,6 +188,11 @@ def _given(
             wanted = mark
         found[partition] = wanted
     return found
+
+
+def _listed(partitions: Sequence[int]) -> str:
+    shown = ", ".join(map(str, partitions[:10]))
+    return shown if len(partitions) <= 10 else f"{shown}, ..."
 
 
 def spans(

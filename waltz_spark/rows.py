@@ -50,6 +50,8 @@ def read_schema(columns: Sequence[str]) -> str:
 def check_log_types(schema: StructType) -> None:
     """Refuse a user's schema that gives one of the log's own columns another type.
 
+    `commit_time` may be null, so that it cannot be declared NOT NULL; no other one ever is.
+
     Raises:
         BadRequest: names the column and both types.
     """
@@ -59,6 +61,11 @@ def check_log_types(schema: StructType) -> None:
         if wanted is not None and found != wanted:
             raise BadRequest(
                 f"column {field.name!r} of the log is {wanted}; the schema says {found}"
+            )
+        if field.name == "commit_time" and not field.nullable:
+            raise BadRequest(
+                "column 'commit_time' is NOT NULL in the schema; it is null where a server of "
+                "Waltz 0.13 wrote the transaction. Hint: declare it nullable."
             )
 
 
@@ -106,7 +113,7 @@ def check_packed_type(name: str, kind: types.DataType, data_format: str | None =
         case _ if not isinstance(kind, _PACKED_TYPES):
             raise BadRequest(
                 f"column {name!r} is {kind.simpleString()}, which option 'dataFormat' does not "
-                "pack: cast it to a number or a string"
+                "pack. Hint: cast it to a string or a number first; a variant, by to_json()."
             )
         case _:
             pass
@@ -128,16 +135,18 @@ def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
 def check_nullable(name: str, kind: types.DataType, *, nullable: bool) -> None:
     """Refuse a wanted column that is declared to have no null, wherever that is nested.
 
-    Spark believes it: it answers `IS NULL` without a look, and takes a null for a zero.
+    For mode=PERMISSIVE, which gives nulls. Spark plans queries by the declaration: it answers
+    `IS NULL` without reading, and takes a null for a zero.
 
     Raises:
         BadRequest: names the column.
     """
     if not nullable:
         raise BadRequest(
-            f"column {name!r} of the schema is declared to have no nulls (NOT NULL, "
-            "nullable=False, containsNull=False); a payload may lack it or hold a null there: "
-            "declare it nullable"
+            f"column {name!r} is NOT NULL in the schema (nullable=False, containsNull=False), and "
+            "mode=PERMISSIVE gives nulls where a payload cannot be unpacked. Hint: read with "
+            ".schema(df.schema.toNullable()), or without NOT NULL in DDL; or with mode=FAILFAST or "
+            "DROPMALFORMED, which check that there is a value."
         )
     match kind:
         case types.ArrayType():

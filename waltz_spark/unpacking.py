@@ -11,13 +11,16 @@ Rules:
        casts what stands under a null too, and that may be no value of the type.
     4. A payload's key matches a column as Spark matches names: exactly, or in any case unless
        `spark.sql.caseSensitive` is on.
+    5. A field that is not nullable never has a null: Spark plans queries by it. A null, or an
+       absent value, does not fit there.
 """
 
 import base64
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from decimal import Decimal
-from itertools import chain
+from itertools import chain, compress
 from types import NoneType
 from typing import Any
 
@@ -73,7 +76,8 @@ class Unpacker:
             where: names row i in an error, "partition 0, transaction 17".
 
         Raises:
-            BadFormat: a payload is no map, is damaged, or holds a value of another type.
+            BadFormat: a payload is no map, is damaged, holds a value of another type, or has none
+                for a column that is not nullable.
         """
         rows = self._decoded(data, where)
         for index, name in self._lacking(rows):
@@ -95,7 +99,8 @@ class Unpacker:
     def piecemeal(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the same columns, null where what is there does not fit, and which rows are whole.
 
-        A value that does not fit is null in its column alone; a payload that is no map, in each.
+        A value that does not fit is null in its column alone; a payload that is no map, in each. A
+        row with a null in a column that is not nullable is not whole (rule 5).
         """
         rows, is_whole = self._maps(data)
         for index, _ in self._lacking(rows):
@@ -110,6 +115,8 @@ class Unpacker:
                     values[row] = None
                     is_whole[row] = False
                 columns.append(self._builders[each](values))
+            if not part.nullable:  # rule 5
+                is_whole &= columns[-1].is_valid().to_numpy(zero_copy_only=False)
         return columns, is_whole
 
     def _values(self, rows: list[dict[str, Any]], name: str) -> list[Any]:
@@ -173,11 +180,20 @@ class Unpacker:
         return rows
 
     def _column(self, values: list[Any], each: int, where: Callable[[int], str]) -> pa.Array:
+        part = self._fields[each]
         try:
-            return self._builders[each](values)
+            array = self._builders[each](values)
         except _MISFITS:
             row = next(self._misfits(values, each, 0))
-        part, value = self._fields[each], values[row]
+        else:
+            if not part.nullable and array.null_count:  # rule 5
+                raise BadFormat(
+                    f"{where(values.index(None))}: column {part.name!r} is NOT NULL in the schema, "
+                    "and the payload has no value for it. Hint: a nullable column reads it as null "
+                    "(.schema(df.schema.toNullable()), or no NOT NULL in DDL)."
+                )
+            return array
+        value = values[row]
         try:
             return self._builders[each]([value])
         except _MISFITS as error:
@@ -298,7 +314,8 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     if not set(map(type, values)) <= {NoneType, float}:
         _only(values, float, int, Decimal)
         values = [
-            each if each is None or type(each) is float else _exact_float(each) for each in values
+            each if each is None or type(each) is float else _exact_float(each, kind)
+            for each in values
         ]
     numbers = pa.array(values, pa.float64())
     if kind == numbers.type:
@@ -309,10 +326,14 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     return narrow
 
 
-def _exact_float(value: int | Decimal) -> float:
+def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
     number = float(value)
-    if type(value) is int and int(number) != value:
-        raise ValueError(f"{value} has more digits than a float keeps")
+    if type(value) is int:
+        kept = number
+        if kind == pa.float32():
+            (kept,) = struct.unpack("f", struct.pack("f", number))
+        if int(kept) != value:
+            raise ValueError(f"{value} has more digits than a {kind} keeps")
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"{value} is over the range of a float")
     return number
@@ -350,13 +371,17 @@ def _moments(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    parts = [(part.name, _builder(part.type, data_format, find)) for part in kind]
+    parts = [(part, _builder(part.type, data_format, find)) for part in kind]
 
     def build(values: list[Any]) -> pa.Array:
         present = _present(values, dict)
         if not parts:
             return pa.array([{} if is_there else None for is_there in present], kind)
-        arrays = [inner([value and find(value, name) for value in values]) for name, inner in parts]
+        arrays = []
+        for part, inner in parts:
+            found = [None if value is None else find(value, part.name) for value in values]
+            _check_nulls(part, compress(found, present))
+            arrays.append(inner(found))
         return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~present))
 
     return build
@@ -368,7 +393,9 @@ def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 
     def build(values: list[Any]) -> pa.Array:
         present = _present(values, list)
-        parts = inner(list(chain.from_iterable(filter(None, values))))
+        elements = list(chain.from_iterable(filter(None, values)))
+        _check_nulls(kind.value_field, elements)
+        parts = inner(elements)
         return of.from_arrays(_offsets(values), parts, type=kind, mask=pa.array(~present))
 
     return build
@@ -386,11 +413,18 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
             present = _present(values, list)
             pairs = list(chain.from_iterable(filter(None, values)))
             _check_pairs(pairs)
+        _check_nulls(kind.item_field, (pair[1] for pair in pairs))
         keys, items = key([pair[0] for pair in pairs]), item([pair[1] for pair in pairs])
         offsets = _offsets(values)
         return pa.MapArray.from_arrays(offsets, keys, items, type=kind, mask=pa.array(~present))
 
     return build
+
+
+def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
+    """Rule 5, for what is in a struct, a list or a map."""
+    if not part.nullable and any(value is None for value in values):
+        raise ValueError(f"{part.name!r} in it is NOT NULL in the schema, and a value is null")
 
 
 def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@ import pytest
 from chispa import assert_df_equality
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_core.local
 import waltz_spark
@@ -323,6 +324,47 @@ def test_a_payload_that_lacks_a_required_column_is_handled_as_mode_says(
     assert [row.n for row in reader.load(connect).collect()] == [1, 4, 7]
     with pytest.raises(Exception, match=r"'requiredColumns' names 'm'.*unpacked .* are n"):
         reader.option("requiredColumns", "n,m").load(connect).collect()
+
+
+def test_the_schema_of_a_frame_without_nulls_reads_what_was_written_from_it(
+    spark: SparkSession, connect: str
+) -> None:
+    before = marks_of(spark, connect)
+    table = (
+        spark.range(20)
+        .select(
+            "id",
+            F.lit("x").alias("word"),
+            F.array(F.lit(1), F.lit(2)).alias("list"),
+            F.struct(F.col("id").alias("inner")).alias("struct"),
+            F.create_map(F.lit("k"), F.col("id")).alias("map"),
+        )
+        .coalesce(1)
+    )
+    assert not any(field.nullable for field in table.schema)
+    waltz_spark.append(table, connect, dataFormat="json")
+    reader = since(spark, connect, before).option("dataFormat", "json").schema(table.schema)
+    back = reader.load(connect)
+    assert sorted(back.collect()) == table.collect()
+    assert back.where("id is null or word is null").count() == 0
+
+
+def test_a_null_never_reaches_a_column_that_is_not_null(spark: SparkSession, connect: str) -> None:
+    reader = corrupt_log(spark, connect).schema(
+        StructType([StructField("n", LongType(), nullable=False)])
+    )
+    dropped = reader.option("mode", "DROPMALFORMED").load(connect)
+    assert [row.n for row in dropped.collect()] == [1, 4, 7]
+    assert (dropped.where("n is null").count(), dropped.where("n is not null").count()) == (0, 3)
+    with pytest.raises(Exception, match=r"column 'n' is NOT NULL .* Hint: .*toNullable"):
+        reader.option("mode", "PERMISSIVE").load(connect).collect()
+    lacking = marks_of(spark, connect)
+    with WaltzClient(connect) as client:
+        client.append(b'{"m":1}', partition=0).result(30)
+    strict = since(spark, connect, lacking).option("dataFormat", "json")
+    with pytest.raises(Exception, match=r"transaction \d+: column 'n' is NOT NULL in the schema"):
+        strict.schema("n long not null").load(connect).collect()
+    assert strict.schema("n long").load(connect).where("n is null").count() == 1
 
 
 def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect: str) -> None:

@@ -18,18 +18,26 @@ def rows(spark: SparkSession, schema: str = DATA, *values: tuple[object, ...]) -
     return spark.createDataFrame(list(values) or [("x",)], schema)
 
 
+START = '{"0": -1, "1": -1, "2": -1, "3": -1}'
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"onLockFailur": "reject"}, "did you mean 'onLockFailure'"),
         ({"startingHighWaterMarks": "oldest"}, "startingHighWaterMarks"),
         ({"partitions": "99"}, "partition 99; this cluster has 0 to 3"),
-        ({"startingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
+        ({"partitions": "0", "startingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
+        ({"startingHighWaterMarks": '{"0": -1, "1": -1}'}, "has no mark for partition 2, 3"),
+        (
+            {"startingHighWaterMarks": "latest", "endingHighWaterMarks": START},
+            "the read starts after transaction .* and ends at -1",
+        ),
         ({"columns": "date"}, "did you mean 'data'"),
         ({"onLockFailure": "fail"}, "is for writing, this is reading"),
         ({"partitions": "a"}, "'partitions' is a list of whole numbers, '0,3,5'; found 'a'"),
         ({"failOnDataLoss": "yes"}, "'failOnDataLoss' is one of true, false; found 'yes'"),
-        ({"endingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
+        ({"partitions": "0", "endingHighWaterMarks": '{"0": 999999999}'}, "its log ends at"),
         ({"transactionIds": "5-3"}, "'transactionIds' is like '1000-1999,5000'; found '5-3'"),
         ({"minPartitions": "0"}, "whole number from 1 to 100000; found '0'"),
     ],
@@ -148,7 +156,7 @@ def test_results_that_have_no_place(spark: SparkSession, connect: str, place: st
 
 
 def test_a_null_is_no_payload(spark: SparkSession, connect: str) -> None:
-    with pytest.raises(Exception, match="column 'data' has a null"):
+    with pytest.raises(Exception, match="column 'data' is null in row 0 of its task"):
         rows(spark, "data string, partition int", (None, 0)).write.format("waltz").mode(
             "append"
         ).save(connect)

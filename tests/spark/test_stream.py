@@ -199,6 +199,7 @@ def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
         ({"pollInterval": "soon"}, "whole number from 0 to 3600000; found 'soon'"),
         ({"maxTransactionsPerTrigger": "0"}, "whole number from 1"),
         ({"startingTimestamp": "yesterday"}, "is a time like"),
+        ({"startingHighWaterMarks": '{"0": -1}'}, "has no mark for partition 1, 2, 3"),
         (
             {"startingTimestamp": "2026-01-01", "startingHighWaterMarks": "latest"},
             "both say where to start",

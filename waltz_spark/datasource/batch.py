@@ -53,7 +53,7 @@ class WaltzBatchReader(DataSourceReader):
 
         Raises:
             DataLoss: a mark lies past the end of its log.
-            BadConfig: a partition does not exist.
+            BadConfig: a partition does not exist or has no mark, or ends before its start.
             Unavailable: the cluster does not answer.
         """
         options = self._options
@@ -66,11 +66,10 @@ class WaltzBatchReader(DataSourceReader):
             group=options.group,
         )
         marks = {each: int(source.high_water_mark) for each, source in sources.items()}
-        whole = planning.spans(
-            starts(client, options, marks),
-            planning.resolve_ends(options, marks),
-            options.transaction_ids,
-        )
+        begin = starts(client, options, marks)
+        ends = planning.resolve_ends(options, marks)
+        planning.check_order(options, begin, ends)
+        whole = planning.spans(begin, ends, options.transaction_ids)
         return tasks_of(client, options, whole, sources)
 
     @plainly_each

@@ -24,6 +24,7 @@ from waltz_spark.failures import plainly
 from waltz_spark.option_table import Use
 from waltz_spark.options import (
     LOG_COLUMNS,
+    OnCorrupt,
     ReadOptions,
     WriteOptions,
     check_names,
@@ -87,6 +88,11 @@ class WaltzDataSource(DataSource):
                 f"column {corrupt.name!r} is to be string or binary, for payloads that cannot be "
                 f"unpacked; found {corrupt.dataType.simpleString()}"
             )
+        if corrupt is not None and not corrupt.nullable:
+            raise BadRequest(
+                f"column {corrupt.name!r} is NOT NULL in the schema; it is null where a payload "
+                "can be unpacked. Hint: declare it nullable."
+            )
         foreign = [field for field in schema.fields if field.name not in LOG_COLUMNS]
         if foreign and options.data_format is None:
             names = ", ".join(field.name for field in foreign[:5])
@@ -109,7 +115,8 @@ class WaltzDataSource(DataSource):
                 )
         for field in foreign:
             check_packed_type(field.name, field.dataType, options.data_format)
-            check_nullable(field.name, field.dataType, nullable=field.nullable)
+            if options.on_corrupt is OnCorrupt.NULLS:
+                check_nullable(field.name, field.dataType, nullable=field.nullable)
         return options
 
     @plainly

@@ -19,6 +19,7 @@ def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) 
     """Return the exclusive start of each partition in `marks` (the log's marks now).
 
     Raises:
+        BadConfig: marks were given, but none for one of the partitions.
         DataLoss: a mark that was given lies past the end of its log.
         Unavailable: a partition does not answer.
     """

@@ -71,7 +71,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         Raises:
             DataLoss: a mark lies past the end of its log.
-            BadConfig: a partition does not exist.
+            BadConfig: a partition does not exist, or has no mark.
             Unavailable: the cluster does not answer.
         """
         # Rule 3: a mark that was given is held against what a quorum confirms.

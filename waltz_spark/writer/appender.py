@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from waltz_core.batches import encode_append_arrow
 from waltz_core.client import BatchOrder, BatchOutcome, Reason
@@ -49,8 +50,8 @@ _NEVER: dict[Reason, tuple[type[WaltzError], str]] = {
     Reason.AHEAD: (
         ClientAhead,
         (
-            "a row's client_high_water_mark lies past the end of the log: the marks are of another "
-            "cluster, or the log was made anew"
+            "the log ends at {end}, and a row's client_high_water_mark is {mark}: the marks are of "
+            "another cluster, or the log was created again"
         ),
     ),
     Reason.TOO_LARGE: (TooLarge, "the log found a transaction too large"),
@@ -302,7 +303,9 @@ class Appender:
         reasons = outcome.reasons
         for reason, (kind, text) in _NEVER.items():
             if (reasons == reason).any():
-                raise kind(f"partition {chunk.partition}: {text}")
+                mark = pc.max(chunk.append.column(MARK_COLUMN)).as_py()
+                told = text.format(end=outcome.high_water_mark, mark=mark)
+                raise kind(f"partition {chunk.partition}: {told}")
         lost = np.isin(reasons, [int(reason) for reason in _SEND_AGAIN])
         if lost.any():
             lane.order.seen += 1

@@ -137,7 +137,8 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
         if not isinstance(kind, (*_INTEGERS, StringType)):
             raise BadRequest(
                 f"option 'partitionBy': column {options.partition_by!r} is to be a whole number or "
-                f"a string; found {kind.simpleString()}"
+                f"a string; found {kind.simpleString()}. Hint: for another type give a column of "
+                f"hashes: .withColumn('key', xxhash64({options.partition_by!r})), partitionBy=key."
             )
 
 
@@ -216,6 +217,7 @@ class Shaper:
         )
         self._wants_identity = wants_identity
         self._turn = first_turn % partition_count
+        self._rows = 0  # those of earlier batches, to name a row by its place in the task
 
     def shape(self, batch: pa.RecordBatch) -> Shaped:
         """Return the append columns of a batch.
@@ -234,6 +236,7 @@ class Shaper:
         names = ["header", "data", "crc", *LOCK_COLUMNS, MARK_COLUMN]
         append = pa.RecordBatch.from_arrays(columns, names)
         source = None if self._options.recompute is None else batch
+        self._rows += count
         return Shaped(partitions, append, self.identity(batch), is_free, source)
 
     def identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
@@ -249,7 +252,10 @@ class Shaper:
         if self._options.data_format is None:
             data = batch.column("data").cast(pa.binary())
             if data.null_count:
-                raise BadRequest("column 'data' has a null; a transaction needs a payload")
+                raise BadRequest(
+                    f"column 'data' is null in {self._row(batch, data.is_null())}; a transaction "
+                    "needs a payload. Hint: leave such rows out with .where('data is not null')."
+                )
         else:
             names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
             data = pack([batch.column(name) for name in names], names, self._options.data_format)
@@ -260,6 +266,15 @@ class Shaper:
                 "keep large objects elsewhere and write their address"
             )
         return data
+
+    def _row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:
+        """Name the first wrong row: its place in the task, and the rest of it as far as short."""
+        index = pc.index(is_wrong, True).as_py()
+        rest = {
+            name: batch.column(name)[index].as_py() for name in batch.schema.names if name != "data"
+        }
+        shown = f" ({str(rest)[:200]})" if rest else ""
+        return f"row {self._rows + index} of its task{shown}"
 
     @staticmethod
     def _header(batch: pa.RecordBatch, count: int) -> pa.Array:
@@ -334,6 +349,13 @@ class Shaper:
         marks = self._marks[partitions]
         if MARK_COLUMN in batch.schema.names:
             given = batch.column(MARK_COLUMN).cast(pa.int64())
+            is_wrong = pc.fill_null(pc.less(given, int(BEFORE_FIRST)), False)  # noqa: FBT003
+            if pc.any(is_wrong).as_py():
+                found = given.filter(is_wrong)[0]
+                raise BadRequest(
+                    f"column {MARK_COLUMN!r} is {found} in {self._row(batch, is_wrong)}; expected "
+                    "-1 (before the first transaction) or the ID of a transaction"
+                )
             marks = np.where(
                 np.asarray(given.is_valid()), np.asarray(pc.fill_null(given, 0)), marks
             )

@@ -186,8 +186,11 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
                 future.set_result(BatchOutcome(0, nothing, reasons, nothing))
             self._open.clear()
 
-    with pytest.raises(ClientAhead, match="partition 2"):
-        list(Appender(Ahead(0, loss=0.0), OPTIONS).send([shaped([(2, b"a")])]))
+    rows = shaped([(2, b"a")])
+    mark = rows.append.column("client_high_water_mark")[0]
+    sentence = f"partition 2: the log ends at 0, and a row's client_high_water_mark is {mark}: "
+    with pytest.raises(ClientAhead, match=sentence):
+        list(Appender(Ahead(0, loss=0.0), OPTIONS).send([rows]))
 
 
 class Mending:

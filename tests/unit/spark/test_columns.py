@@ -198,8 +198,26 @@ def test_a_payload_over_the_limit_is_refused() -> None:
 
 
 def test_a_null_payload_is_refused() -> None:
-    with pytest.raises(BadRequest, match="'data' has a null"):
-        shaper().shape(pa.record_batch({"data": pa.array([b"x", None])}))
+    shaped = shaper()
+    shaped.shape(pa.record_batch({"data": pa.array([b"x", b"y"])}))
+    with pytest.raises(BadRequest, match=r"'data' is null in row 3 of its task; .* Hint: "):
+        shaped.shape(pa.record_batch({"data": pa.array([b"x", None])}))
+    batch = pa.record_batch(
+        {"data": pa.array([None, b"x"]), "header": pa.array([7, 8], pa.int32())}
+    )
+    with pytest.raises(BadRequest, match=r"is null in row 0 of its task \({'header': 7}\)"):
+        shaper().shape(batch)
+
+
+def test_a_mark_before_the_log_is_refused_by_column_and_row() -> None:
+    marks = pa.array([-1, None, -7, -8], pa.int64())
+    batch = pa.record_batch({"data": pa.array([b"x"] * 4), "client_high_water_mark": marks})
+    with pytest.raises(
+        BadRequest,
+        match=r"column 'client_high_water_mark' is -7 in row 2 of its task .*expected -1",
+    ):
+        shaper().shape(batch)
+    assert shaper().shape(batch[:2]).append.num_rows == 2
 
 
 def test_log_columns_are_not_packed() -> None:
@@ -209,6 +227,13 @@ def test_log_columns_are_not_packed() -> None:
     found = shaper(PACKED).shape(batch)
     assert found.append.column("data").to_pylist() == [b"\x81\xa1a\x01"]
     assert found.append.column("header").to_pylist() == [5]
+
+
+def test_a_column_that_is_no_number_or_string_chooses_partitions_by_its_hash() -> None:
+    columns = StructType([StructField("d", ArrayType(IntegerType()))])
+    options = replace(PLAIN, data_format="json", partition_by="d")
+    with pytest.raises(BadRequest, match=r"found array<int>\. Hint: .*xxhash64\('d'\)"):
+        check_schema(columns, options)
 
 
 @pytest.mark.parametrize("name", ["WRITE_LOCKS", "Append_Locks", "write_lock", "readlocks"])

@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadConfig, DataLoss
+from waltz_spark.option_table import Use
 from waltz_spark.options import parse_read
 from waltz_spark.planning import (
     Span,
     check_marks,
+    check_order,
     chosen_partitions,
     first_since,
     limited,
@@ -25,7 +27,9 @@ def read(**options: str):
 
 def test_starts_are_exclusive_and_ends_inclusive() -> None:
     marks = {0: 9, 1: 4}
-    options = read(startingHighWaterMarks='{"0": 4}', endingHighWaterMarks='{"0": 6}')
+    options = read(
+        startingHighWaterMarks='{"0": 4, "1": -1}', endingHighWaterMarks='{"0": 6, "1": 4}'
+    )
     starts, ends = resolve_starts(options, marks), resolve_ends(options, marks)
     assert spans(starts, ends) == [Span(0, 5, 6), Span(1, 0, 4)]
 
@@ -35,6 +39,34 @@ def test_a_mark_of_a_partition_that_is_not_there_is_refused(name: str) -> None:
     check_marks(read(**{name: '{"3": 1}'}), 4)
     with pytest.raises(BadConfig, match=f"option '{name}' names partition 4; .* has 0 to 3"):
         check_marks(read(**{name: '{"4": 1}'}), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "resolve", "use"),
+    [
+        ("startingHighWaterMarks", resolve_starts, Use.BATCH),
+        ("startingHighWaterMarks", resolve_starts, Use.STREAM),
+        ("endingHighWaterMarks", resolve_ends, Use.BATCH),
+    ],
+)
+def test_marks_are_given_for_each_partition_that_is_read(name, resolve, use) -> None:
+    options = parse_read({"path": "zk:2181/w/x", name: '{"0": 4, "2": 3}'}, use)
+    assert resolve(options, {0: 9, 2: 3}) == {0: 4, 2: 3}
+    with pytest.raises(BadConfig, match=rf"'{name}' has no mark for partition 1, 3; .* Hint: "):
+        resolve(options, {0: 9, 1: 5, 2: 3, 3: 3})
+
+
+@pytest.mark.parametrize("starting", ['{"0": 5, "1": 7}', "latest"])
+def test_a_start_after_the_end_is_refused(starting: str) -> None:
+    marks = {0: 9, 1: 7}
+    options = read(startingHighWaterMarks=starting, endingHighWaterMarks='{"0": 9, "1": 6}')
+    with pytest.raises(
+        BadConfig, match="partition 1: the read starts after transaction 7 and ends at 6"
+    ):
+        check_order(options, resolve_starts(options, marks), resolve_ends(options, marks))
+    check_order(options, {0: 9, 1: 6}, {0: 9, 1: 6})
+    since = read(startingTimestamp="2026-11-21", endingHighWaterMarks='{"0": 9, "1": 6}')
+    check_order(since, {0: 9, 1: 7}, resolve_ends(since, marks))
 
 
 def test_an_empty_log_gives_no_task() -> None:

@@ -321,10 +321,12 @@ def test_json_packs_maps_with_any_key() -> None:
         ),
     ],
 )
-def test_a_wanted_column_can_be_null(kind: types.DataType, nullable: bool, name: str) -> None:
-    with pytest.raises(BadRequest, match="declare it nullable") as caught:
+def test_permissive_refuses_not_null(kind: types.DataType, nullable: bool, name: str) -> None:
+    with pytest.raises(BadRequest, match=r"Hint: read with .*toNullable") as caught:
         check_nullable("a", kind, nullable=nullable)
-    assert f"column {name} of the schema" in str(caught.value)
+    assert f"column {name} is NOT NULL in the schema" in str(caught.value)
+    as_struct = types.StructType([types.StructField("a", kind, nullable=nullable)])
+    check_nullable("a", as_struct.toNullable(), nullable=True)  # what the hint says
 
 
 def test_reader_and_writer_refuse_types_before_any_task() -> None:
@@ -332,10 +334,16 @@ def test_reader_and_writer_refuse_types_before_any_task() -> None:
     source = WaltzDataSource(connect)
     log = types.StructField("header", INT, nullable=False)  # the log has no null there
     never = types.StructType([log, types.StructField("a", INT, nullable=False)])
-    with pytest.raises(BadRequest, match="column 'a' of the schema is declared to have no nulls"):
-        source.reader(never)
-    with pytest.raises(BadRequest, match="column 'a' of the schema is declared to have no nulls"):
-        source.streamReader(never).initialOffset()
+    permissive = WaltzDataSource(connect | {"mode": "PERMISSIVE"})
+    with pytest.raises(BadRequest, match="column 'a' is NOT NULL in the schema"):
+        permissive.reader(never)
+    with pytest.raises(BadRequest, match="column 'a' is NOT NULL in the schema"):
+        permissive.streamReader(never).initialOffset()
+    source.reader(never)  # checked row by row
+    for name, kind in (("commit_time", types.TimestampType()), ("_corrupt_record", STRING)):
+        wrong = types.StructType([*never, types.StructField(name, kind, nullable=False)])
+        with pytest.raises(BadRequest, match=f"column '{name}' is NOT NULL in the schema; it is"):
+            source.reader(wrong)
     source._write_options(never)  # what is written may well be without nulls
     keyed = types.StructType([types.StructField("a", types.MapType(STRUCT, INT))])
     for call in (source.reader, lambda schema: source.writer(schema, overwrite=False)):

@@ -171,6 +171,66 @@ def test_a_required_column_that_a_payload_lacks_is_an_error() -> None:
     assert is_whole.tolist() == [True, True, False]
 
 
+def test_a_column_that_is_not_nullable_never_has_a_null() -> None:
+    fields = [pa.field("id", pa.int64(), nullable=False), pa.field("b", pa.int32())]
+    rows = [{"id": 1}, {"b": 2}, {"id": None, "b": 3}, {"id": "x"}]
+    data = pa.array([msgpack.packb(row) for row in rows], pa.binary())
+    unpacker = Unpacker(fields, "msgpack")
+    assert unpacker.columns(data[:1], where)[0].to_pylist() == [1]
+    for row in (1, 2):
+        with pytest.raises(BadFormat, match=r"transaction 0: column 'id' is NOT NULL .* Hint"):
+            unpacker.columns(data[row : row + 1], where)
+    _, is_whole = unpacker.what_can_be_read(data)
+    assert is_whole.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (
+            pa.struct([pa.field("x", pa.int32(), nullable=False)]),
+            [{"x": 1}, None],
+            [{}, {"x": None}],
+        ),
+        (pa.list_(pa.field("element", pa.int32(), nullable=False)), [[1], [], None], [[1, None]]),
+        (
+            pa.map_(pa.string(), pa.field("value", pa.int32(), nullable=False)),
+            [{"k": 1}, {}, None],
+            [{"k": 1, "l": None}],
+        ),
+    ],
+)
+def test_what_is_nested_and_not_nullable_never_has_a_null(kind, good, bad) -> None:
+    field = pa.field("a", kind)
+    unpacker = Unpacker([field], "msgpack")
+    data = pa.array([msgpack.packb({"a": each}) for each in good], pa.binary())
+    (column,) = unpacker.columns(data, where)
+    assert (column.type, column.to_pylist(maps_as_pydicts="strict")) == (kind, good)
+    for each in bad:
+        data = pa.array([msgpack.packb({"a": each})], pa.binary())
+        with pytest.raises(BadFormat, match="NOT NULL in the schema, and a value is null"):
+            unpacker.columns(data, where)
+        columns, is_whole = unpacker.what_can_be_read(data)
+        assert (columns[0].to_pylist(), is_whole.tolist()) == ([None], [False])
+
+
+def test_an_empty_map_is_a_struct_of_nulls() -> None:
+    kind = pa.struct([("x", pa.int32()), ("s", pa.struct([("y", pa.int32())]))])
+    assert read({}, kind, "msgpack") == {"x": None, "s": None}
+    assert read({"s": {}}, kind, "json") == {"x": None, "s": {"y": None}}
+
+
+@pytest.mark.parametrize("data_format", ["msgpack", "json"])
+def test_an_integer_becomes_a_float_only_where_it_is_exact(data_format: str) -> None:
+    assert read(1 << 24, pa.float32(), data_format) == float(1 << 24)
+    assert read((1 << 24) + 1, pa.float64(), data_format) == float((1 << 24) + 1)
+    for value, kind in (((1 << 24) + 1, pa.float32()), ((1 << 53) + 1, pa.float64())):
+        with pytest.raises(BadFormat, match=f"has more digits than a {kind} keeps"):
+            read(value, kind, data_format)
+    with pytest.raises(BadFormat, match="column 'a' is to be float"):
+        read(1 << 62 << 62 << 62, pa.float32(), "json")
+
+
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
