@@ -27,7 +27,6 @@ from pyspark.sql.datasource import (
     InputPartition,
     WriterCommitMessage,
 )
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_spark.api import session, snapshot
@@ -242,7 +241,7 @@ def _batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.Reco
     )
     stamps = pa.array(longs, pa.timestamp("us", tz="UTC"))
     rest = [pa.array(ints), pa.array(longs), pa.array(ints), request, stamps]
-    arrow = to_arrow_schema(schema, timezone="UTC")
+    arrow = arrow_schema(schema)
     rng = np.random.default_rng(0)
     rows = [[rng.bytes(payload_bytes) for _ in range(count)] for _ in range(BATCH_COUNT)]
     return [
