@@ -35,6 +35,7 @@ from waltz_spark.functions import lock
 from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
 from waltz_spark.options import LOG_COLUMNS
 from waltz_spark.rows import read_schema
+from waltz_spark.spark_version import arrow_schema
 
 PARTITION = 0
 ROUNDS = 3
