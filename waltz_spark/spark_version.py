@@ -88,8 +88,7 @@ _log = logging.getLogger("waltz")
 
 Offset = dict[str, int]
 
-_TIMEZONE = "timezone"
-_IS_UTC_UNASKED = _TIMEZONE not in inspect.signature(types.to_arrow_schema).parameters
+_TAKES_TIMEZONE = "timezone" in inspect.signature(types.to_arrow_schema).parameters
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
@@ -98,7 +97,9 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     Raises:
         PySparkException: Arrow has no such type.
     """
-    return types.to_arrow_schema(schema, **({} if _IS_UTC_UNASKED else {_TIMEZONE: "UTC"}))
+    if _TAKES_TIMEZONE:
+        return types.to_arrow_schema(schema, timezone="UTC")
+    return types.to_arrow_schema(schema)  # in UTC, before 4.3
 
 
 def stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReader:
