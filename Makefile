@@ -23,6 +23,10 @@ QUICK = $(call present,tidy unit property golden)
 SIMULATED = $(call present,sim crash)
 REAL = $(call present,integration fault chaos)
 SPARK = $(call present,notebooks spark)
+# The PySparks that `make spark-versions` tests, oldest first. `make test` tests the one in .venv and,
+# with the tests that are marked `core`, the oldest one.
+SPARKS ?= 4.0.0 4.1.4 4.2.1 4.3.0
+OLDEST_SPARK = $(firstword $(SPARKS))
 # Each file has a cluster of its own. Three Sparks fill two cores; of tests with daemons, which wait
 # more than they work, four do.
 THREE = -n 3 --dist loadfile
@@ -30,12 +34,12 @@ FOUR = -n 4 --dist loadfile
 # Than cores: of the quick tests, too, some wait.
 ONE_MORE := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help demo test check sim chaos bench notebook docs local format
+.PHONY: help demo test spark-versions check sim chaos bench notebook docs local format
 
 help: ## Show this list
 	@printf 'make TARGET\n\n'
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do \
-	    printf '  %-10s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do \
+	    printf '  %-14s %s\n' "$$name" "$$text"; done
 	@printf '\nNeeds Python 3.11 or newer; everything else goes into .venv by itself.\n'
 
 demo: ## 336,776 flights through Spark into three replicas and back, then a conflict of dispatchers
@@ -47,6 +51,15 @@ test: check ## Everything: check, then the simulator, real daemons, faults, Spar
 	@$(RUN) python -m tests.java_classes
 	@$(RUN) python -m pytest $(FOUR) $(REAL) $(ARGS)
 	@$(RUN) python -m pytest $(THREE) $(SPARK) $(ARGS)
+	@scripts/spark_version $(OLDEST_SPARK)
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest -m core tests/spark $(ARGS)
+
+spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versions SPARKS='4.0.5 4.2.0'
+	@scripts/bootstrap dev
+	@for version in $(SPARKS); do \
+	    scripts/spark_version $$version; export PYSPARK_VERSION=$$version; echo "PySpark $$version"; \
+	    $(RUN) python -m tests.java_classes; \
+	    $(RUN) python -m pytest $(THREE) tests/unit/spark tests/spark $(ARGS); done
 
 check: ## Style, types, layers, and the quick tests; under a minute
 	@scripts/bootstrap dev

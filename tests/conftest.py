@@ -4,6 +4,7 @@ import os
 import random
 import sys
 from collections import Counter
+from importlib.metadata import version
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +29,12 @@ WITH_PROCESSES = ("integration", "fault", "chaos", "spark")
 TIMEOUT_S = 300
 
 _left_open: list[str] = []
+
+
+def pytest_configure(config):
+    """Accept that PySpark before 4.3 leaves its sockets of `collect` to the garbage collector."""
+    if [int(part) for part in version("pyspark").split(".")[:2]] < [4, 3]:
+        config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
 
 
 def pytest_collection_modifyitems(items):

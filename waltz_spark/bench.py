@@ -27,7 +27,6 @@ from pyspark.sql.datasource import (
     InputPartition,
     WriterCommitMessage,
 )
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_spark.api import session, snapshot
@@ -36,6 +35,7 @@ from waltz_spark.functions import lock
 from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
 from waltz_spark.options import LOG_COLUMNS
 from waltz_spark.rows import read_schema
+from waltz_spark.spark_version import arrow_schema
 
 PARTITION = 0
 ROUNDS = 3
@@ -242,7 +242,7 @@ def _batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.Reco
     )
     stamps = pa.array(longs, pa.timestamp("us", tz="UTC"))
     rest = [pa.array(ints), pa.array(longs), pa.array(ints), request, stamps]
-    arrow = to_arrow_schema(schema, timezone="UTC")
+    arrow = arrow_schema(schema)
     rng = np.random.default_rng(0)
     rows = [[rng.bytes(payload_bytes) for _ in range(count)] for _ in range(BATCH_COUNT)]
     return [

@@ -42,6 +42,7 @@ def accounts(spark: SparkSession, count: int) -> DataFrame:
     )
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 def test_a_table_comes_back_whole(spark: SparkSession, connect: str, data_format: str) -> None:
     before = marks_of(spark, connect)
@@ -135,6 +136,7 @@ def dispatches(spark: SparkSession, who: str, first: int, last: int) -> DataFram
     )
 
 
+@pytest.mark.core
 def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str) -> None:
     marks = marks_of(spark, connect)
     first = waltz_spark.append(

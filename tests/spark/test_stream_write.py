@@ -84,6 +84,7 @@ def once(batches: int) -> Counter[int]:
     return Counter(dict.fromkeys(range(batches * ROWS), 1))
 
 
+@pytest.mark.core
 def test_a_stream_writes_what_a_batch_writes(place: Place) -> None:
     place.put(0)
     place.run()
@@ -94,6 +95,7 @@ def test_a_stream_writes_what_a_batch_writes(place: Place) -> None:
     assert place.in_log() == once(3)
 
 
+@pytest.mark.core
 def test_a_batch_that_spark_has_not_recorded_is_not_written_again(place: Place) -> None:
     """The driver dies between our commit and Spark's own."""
     place.put(0)
@@ -200,6 +202,7 @@ def test_a_stream_that_a_log_cannot_take_says_why(place: Place) -> None:
         query.awaitTermination(120)
 
 
+@pytest.mark.core
 def test_a_named_job_that_failed_is_run_again(place: Place) -> None:
     """The batch twin: rows that are in the log by then are not written again."""
     table = place.spark.range(0, 4_000, numPartitions=4).selectExpr(

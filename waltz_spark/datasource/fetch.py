@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_core import batches
@@ -23,6 +22,7 @@ from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
 from waltz_core.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, OnCorrupt, ReadOptions
 from waltz_spark.planning import Span
+from waltz_spark.spark_version import arrow_schema
 from waltz_spark.unpacking import Unpacker, is_case_sensitive
 
 _log = logging.getLogger("waltz")
@@ -41,7 +41,7 @@ class Shape:
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self.options = options
-        self.arrow = to_arrow_schema(schema, timezone="UTC")
+        self.arrow = arrow_schema(schema)
         self._wanted = [part.name for part in self.arrow if part.name in LOG_COLUMNS]
         corrupt = options.corrupt_column
         foreign = [

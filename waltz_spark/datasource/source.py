@@ -72,12 +72,13 @@ class WaltzDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
         """Return the reader of a stream; `schema` may be the user's own."""
         from waltz_spark.datasource import stream  # noqa: PLC0415 - see the module
+        from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
 
         try:
             options = self._read_options(schema, Use.STREAM)
         except WaltzError as error:
-            return stream.RefusedStream(error)
-        return stream.WaltzStreamReader(options, schema)
+            return stream_reader(stream.RefusedStream(error))
+        return stream_reader(stream.WaltzStreamReader(options, schema))
 
     def _read_options(self, schema: StructType, use: Use) -> ReadOptions:
         options = parse_read(self.options, use)

@@ -23,7 +23,6 @@ from functools import partial
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from waltz_core.client import ReplicaSet, WaltzClient
@@ -35,6 +34,7 @@ from waltz_spark.datasource.batch import read_task, tasks_of
 from waltz_spark.datasource.starts import starts
 from waltz_spark.failures import plainly, plainly_each
 from waltz_spark.options import Marks, ReadOptions
+from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 _log = logging.getLogger("waltz")
 
@@ -158,7 +158,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         now_s = time.monotonic()
         if now_s >= self._marks_until_s:
             known = self._marks
-            self._marks = self._asked(linearizable=False)
+            # Rule 2: a reader that knows no marks yet has no others to compare them with.
+            self._marks = self._asked(linearizable=not known)
             self._confirm(known)
             self._marks_until_s = now_s + self._options.poll_ms / 1000
         self._confirm(least or {})

@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 from pyspark.errors import PySparkException
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_core.client import Reason
 from waltz_core.errors import BadConfig, BadRequest
+from waltz_spark.spark_version import arrow_schema
 from waltz_spark.writer.appender import Answered
 
 COMMITTED, REJECTED, RETRY = "COMMITTED", "REJECTED", "RETRY"
@@ -83,7 +83,7 @@ def check_carried(schema: StructType, names: Sequence[str] | None) -> None:
             continue
         try:
             # All are nullable in results (rule 2).
-            kind = to_arrow_schema(StructType().add(part.name, part.dataType), timezone="UTC")
+            kind = arrow_schema(StructType().add(part.name, part.dataType))
             pq.ParquetWriter(pa.BufferOutputStream(), kind).close()
         except (ValueError, pa.ArrowException, PySparkException) as error:
             raise BadRequest(

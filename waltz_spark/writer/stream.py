@@ -19,12 +19,13 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
+from waltz_spark.spark_version import DataSourceStreamArrowWriter
 from waltz_spark.writer.batch import DAY_MS, UNDONE_DAYS, Named, finish, forget, new_job
 from waltz_spark.writer.task import Job, Written, place_of_task
 

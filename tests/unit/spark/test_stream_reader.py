@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
-from pyspark.sql.streaming.datasource import ReadMaxRows
 from pyspark.sql.types import StructType
 
 from waltz_core.client import ReplicaSet
@@ -14,6 +13,7 @@ from waltz_spark.datasource import stream
 from waltz_spark.datasource.batch import Task
 from waltz_spark.datasource.stream import WaltzStreamReader
 from waltz_spark.options import parse_read
+from waltz_spark.spark_version import ReadMaxRows
 
 CONNECT = "zk:2181/w/x"
 LIMIT = ReadMaxRows(1_000)

@@ -1,0 +1,117 @@
+"""What other versions of PySpark get: a stream reader without admission control, Arrow batches."""
+
+import logging
+
+import pytest
+from pyspark.sql.types import StructType
+
+from tests.unit.spark.test_stream_reader import (  # noqa: F401 - a fixture
+    Cluster,
+    cluster,
+    read,
+    reader_of,
+)
+from waltz_core.errors import DataLoss
+from waltz_spark import spark_version
+from waltz_spark.datasource.stream import WaltzStreamReader
+from waltz_spark.spark_version import DataSourceStreamArrowWriter, arrow_schema, stream_reader
+
+
+@pytest.fixture(autouse=True)
+def before_4_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark_version, "HAS_ADMISSION_CONTROL", False)
+
+
+def old_reader_of(**options: str):
+    return stream_reader(reader_of(pollInterval="0", **options))
+
+
+def test_a_micro_batch_reads_all_that_is_there_and_a_warning_says_so(
+    cluster: Cluster,  # noqa: F811 - the fixture
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = old_reader_of(maxTransactionsPerTrigger="3")
+    start = reader.initialOffset()
+    with caplog.at_level(logging.WARNING, "waltz"):
+        end = reader.latestOffset()
+    assert end == {"0": 10, "1": 10}
+    assert read(reader, start, end) == {0, 1}
+    assert "a micro-batch has 22 transactions, maxTransactionsPerTrigger is 3" in caplog.text
+
+
+def test_offsets_never_go_back(cluster: Cluster) -> None:  # noqa: F811
+    reader = old_reader_of()
+    reader.partitions({"0": 10, "1": 10}, {"0": 10, "1": 10})  # as Spark does after a restart
+    assert reader.latestOffset() == {"0": 10, "1": 10}
+    cluster.become(1, 9, 12)
+    with pytest.raises(DataLoss, match="partition 0 up to transaction 10, but its log ends at 9"):
+        reader.latestOffset()
+
+
+def test_the_end_may_be_asked_for_before_the_start_is_known(
+    cluster: Cluster,  # noqa: F811
+) -> None:
+    """PySpark does so with availableNow."""
+    reader = old_reader_of()
+    end = reader.latestOffset()
+    assert end == {"0": 10, "1": 10}
+    with pytest.raises(DataLoss, match="partition 1 up to transaction 30, but its log ends at 10"):
+        reader.partitions({"0": 4, "1": 30}, end)
+    assert read(reader, {"0": 4, "1": 10}, end) == {0}
+
+
+def test_a_start_that_was_found_after_the_end_is_no_data_loss(
+    cluster: Cluster,  # noqa: F811
+) -> None:
+    reader = old_reader_of()
+    end = reader.latestOffset()
+    cluster.become(1, 12, 12)
+    assert read(reader, {"0": 12, "1": 10}, end) == set()
+
+
+def test_where_data_loss_is_allowed_another_log_is_read_from_its_start(
+    cluster: Cluster,  # noqa: F811
+) -> None:
+    reader = old_reader_of(failOnDataLoss="false")
+    end = reader.latestOffset()
+    tasks = reader.partitions({"0": 10, "1": 30}, end)
+    assert [(each.partition, each.first, each.last) for each in tasks] == [(1, 0, 10)]
+
+
+def test_the_first_marks_are_confirmed_by_a_quorum(
+    cluster: Cluster,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else tells a reader whose start is unknown that a server is not the owner now."""
+    asked = []
+    given = WaltzStreamReader._asked
+
+    def noted(self: WaltzStreamReader, *, linearizable: bool):
+        asked.append(linearizable)
+        return given(self, linearizable=linearizable)
+
+    monkeypatch.setattr(WaltzStreamReader, "_asked", noted)
+    reader = old_reader_of()
+    reader.latestOffset()
+    reader.latestOffset()
+    assert asked == [True, False]
+
+
+def test_a_new_pyspark_gets_the_reader_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark_version, "HAS_ADMISSION_CONTROL", True)
+    reader = reader_of()
+    assert stream_reader(reader) is reader
+
+
+def test_timestamps_are_in_utc_with_any_version() -> None:
+    schema = arrow_schema(StructType().add("at", "timestamp").add("local", "timestamp_ntz"))
+    assert [str(part.type) for part in schema] == ["timestamp[us, tz=UTC]", "timestamp[us]"]
+
+
+def test_a_stream_writer_gets_arrow_batches_with_any_version() -> None:
+    """PySpark 4.0 looks for a batch writer, later versions for a stream writer."""
+    from pyspark.sql import datasource  # noqa: PLC0415
+
+    kind = getattr(datasource, "DataSourceStreamArrowWriter", datasource.DataSourceArrowWriter)
+    assert issubclass(DataSourceStreamArrowWriter, kind)
+    assert issubclass(DataSourceStreamArrowWriter, datasource.DataSourceStreamWriter)

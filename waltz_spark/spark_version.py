@@ -1,0 +1,168 @@
+"""All that differs between PySpark 4.0, 4.1, 4.2 and 4.3.
+
+The other modules use the names of PySpark 4.3. Where an older PySpark lacks one of them, this
+module provides it or works around it. docs/spark.md, "Versions of Spark", has the table of what
+works where.
+
+Rules:
+    1. Look for what PySpark has, not at its version number.
+    2. No other module catches an ImportError or a TypeError because of PySpark's version.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyspark.sql import datasource
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    InputPartition,
+)
+from pyspark.sql.pandas import types
+from pyspark.sql.types import StructType
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import DataSourceStreamArrowWriter
+    from pyspark.sql.streaming.datasource import (
+        ReadAllAvailable,
+        ReadLimit,
+        ReadMaxRows,
+        SupportsTriggerAvailableNow,
+    )
+
+    HAS_ADMISSION_CONTROL: bool
+else:
+    try:
+        from pyspark.sql.streaming.datasource import (
+            ReadAllAvailable,
+            ReadLimit,
+            ReadMaxRows,
+            SupportsTriggerAvailableNow,
+        )
+    except ImportError:  # before 4.2
+        from dataclasses import dataclass
+
+        class ReadLimit:
+            """How much a micro-batch may read."""
+
+        @dataclass
+        class ReadAllAvailable(ReadLimit):
+            """No limit."""
+
+        @dataclass
+        class ReadMaxRows(ReadLimit):
+            """At most this many transactions."""
+
+            max_rows: int
+
+        class SupportsTriggerAvailableNow:
+            """A mixin that PySpark before 4.2 does not look for."""
+
+        HAS_ADMISSION_CONTROL = False
+    else:
+        HAS_ADMISSION_CONTROL = True
+
+    if hasattr(datasource, "DataSourceStreamArrowWriter"):
+        DataSourceStreamArrowWriter = datasource.DataSourceStreamArrowWriter
+    else:
+
+        class DataSourceStreamArrowWriter(DataSourceStreamWriter, DataSourceArrowWriter):
+            """PySpark 4.0 gives Arrow batches to each writer of the second class."""
+
+
+__all__ = [
+    "HAS_ADMISSION_CONTROL",
+    "DataSourceStreamArrowWriter",
+    "ReadLimit",
+    "ReadMaxRows",
+    "SupportsTriggerAvailableNow",
+    "arrow_schema",
+    "stream_reader",
+]
+
+_log = logging.getLogger("waltz")
+
+Offset = dict[str, int]
+
+_TAKES_TIMEZONE = "timezone" in inspect.signature(types.to_arrow_schema).parameters
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """Return a schema as Spark wants its Arrow batches, with timestamps in UTC.
+
+    Raises:
+        PySparkException: Arrow has no such type.
+    """
+    if _TAKES_TIMEZONE:
+        return types.to_arrow_schema(schema, timezone="UTC")
+    return types.to_arrow_schema(schema)  # in UTC, before 4.3
+
+
+def stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReader:
+    """Return a reader that this PySpark can use, from one with admission control."""
+    return reader if HAS_ADMISSION_CONTROL else _WithoutAdmissionControl(reader)
+
+
+class _WithoutAdmissionControl(DataSourceStreamReader):
+    """A stream reader for PySpark before 4.2, which passes `latestOffset` neither start nor limit.
+
+    Rules:
+        1. A micro-batch reads all that is available. These versions run `availableNow` and `once`
+           as one micro-batch, so a limit would end such a query too early, and the reader cannot
+           find out which trigger the query has.
+        2. The start is the offset that Spark has used last. Before the first micro-batch it may be
+           unknown; then `partitions` checks for data loss, because it has both ends.
+    """
+
+    def __init__(self, reader: DataSourceStreamReader) -> None:
+        self._reader = reader
+        self._start: Offset = {}
+
+    def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
+        """Return where a query without a checkpoint starts."""
+        self._start = self._reader.initialOffset()
+        return self._start
+
+    def latestOffset(self) -> Offset:  # type: ignore[override]  # noqa: N802 - Spark's name
+        """Return the end of the next micro-batch (rule 1)."""
+        end = self._reader.latestOffset(self._start, ReadAllAvailable())
+        if self._start:
+            self._warn_of_a_large_batch(self._start, end)
+            self._start = end
+        return end
+
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        """Return the tasks of a micro-batch; a restarted query passes its last offset twice."""
+        self._start = end
+        if any(mark < start.get(partition, mark) for partition, mark in end.items()):
+            # Rule 2. It raises, or goes back to the start of a partition that is of another log.
+            found = self._reader.latestOffset(start, ReadAllAvailable())
+            start = {each: min(mark, found.get(each, mark)) for each, mark in start.items()}
+        return self._reader.partitions(start, end)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield a task's transactions as Arrow batches."""
+        return self._reader.read(partition)
+
+    def commit(self, end: Offset) -> None:
+        """Pass it on."""
+        self._reader.commit(end)
+
+    def stop(self) -> None:
+        """Pass it on."""
+        self._reader.stop()
+
+    def _warn_of_a_large_batch(self, start: Offset, end: Offset) -> None:
+        limit = self._reader.getDefaultReadLimit()
+        count = sum(mark - start.get(partition, -1) for partition, mark in end.items())
+        if isinstance(limit, ReadMaxRows) and count > limit.max_rows:
+            _log.warning(
+                "a micro-batch has %d transactions, maxTransactionsPerTrigger is %d: PySpark "
+                "before 4.2 cannot limit a micro-batch",
+                count,
+                limit.max_rows,
+            )
