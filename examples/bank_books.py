@@ -19,6 +19,7 @@ Rules:
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -164,10 +165,12 @@ class Books(SqlCallbacks):
         self._note(partition, mark)
         return mark
 
-    def apply_transaction(self, transaction: Transaction) -> None:
-        """Bring a transaction in, or see that another instance has."""
-        super().apply_transaction(transaction)
-        self._note(transaction.partition_id, transaction.transaction_id)
+    def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
+        """Bring transactions in, or see that another instance has."""
+        count = super().apply_some(partition, transactions, last)
+        if count:
+            self._note(partition, transactions[count - 1].transaction_id)
+        return count
 
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception

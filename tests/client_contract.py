@@ -417,8 +417,10 @@ def a_context_ends_with_its_time(world: World) -> None:
         )
         context.timeout_ms = 500
         future = client.submit(context)
-        with pytest.raises(errors.LockFailed):
+        with pytest.raises(errors.ViewBehind, match="nothing was applied meanwhile") as behind:
             future.result(PATIENCE_S)
+        assert behind.value.applied is not None
+        assert behind.value.applied < (behind.value.high_water_mark or 0)
         assert context.has_ended.wait(PATIENCE_S)
         ledger.may_go.set()
         assert context.hooks == ["lock failure", "expiration"]

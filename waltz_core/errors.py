@@ -8,7 +8,7 @@ retry can help, and both ends must agree on them. Nothing else in the project de
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition, NotOpen
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsMismatch),
-        CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown
+        CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind
       Superseded        someone newer owns this; give up the handle
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and tell a human
@@ -148,6 +148,19 @@ class CoordinatorOutcomeUnknown(Unavailable):
     code = 29
 
 
+class ViewBehind(Unavailable):
+    """A context's time was over before its callbacks had applied what the log holds.
+
+    `applied` and `high_water_mark` are where the callbacks and the log are, and `rate_per_s` is how
+    many transactions a second were applied meanwhile. The context is not in the log.
+    """
+
+    code = 31
+    applied: int | None = None
+    high_water_mark: int | None = None
+    rate_per_s: float | None = None
+
+
 class Superseded(WaltzError):
     """Somebody newer has taken over."""
 
@@ -221,7 +234,7 @@ class MissingSegment(Damaged):
 
 
 class ClusterKeyMismatch(Damaged):
-    """A storage directory, or a peer, belongs to another cluster."""
+    """A storage directory, a peer, or an application's view belongs to another cluster."""
 
     code = 64
 

@@ -14,7 +14,8 @@ Rules:
        a cluster may show it as well.
     2. Everything drawn comes from the seed, in the order in which messages arrive.
     3. Knobs may be turned from any thread; they hold for what arrives afterwards.
-    4. A suspended feed holds back what was committed; what is being applied is finished.
+    4. A suspended feed holds back what was committed; what is being applied is finished, a batch as
+       well as a transaction.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from waltz_core.client.opening import Opening
 from waltz_core.client.sync_client import WaltzClient
 from waltz_core.client.verdicts import reason_of
 from waltz_core.config import ClientConfig
-from waltz_core.record import PartitionId
+from waltz_core.record import PartitionId, TransactionId
 from waltz_core.server.in_process import GENERATION, Failures, Faults, MemoryServer
 from waltz_core.server.memory import StoredTransaction
 
@@ -303,6 +304,11 @@ class _Gate:
                     await event.wait()
         return False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody is let through."""
+        return self._is_open
+
     def close(self) -> None:
         """Let nobody through."""
         with self._lock:
@@ -319,17 +325,25 @@ class _Gate:
 
 
 class _GatedConsumer:
-    """Hands transactions on one by one, each through the gate (rule 4)."""
+    """Hands transactions on while the gate is open (rule 4)."""
 
     def __init__(self, consumer: Consumer, gate: _Gate) -> None:
         self._gate = gate
         self._consumer = consumer
+        self.is_batched = consumer.is_batched
         self.start_mark = consumer.start_mark
         self.uncaught = consumer.uncaught
 
     async def apply(
-        self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
+        self,
+        partition_id: PartitionId,
+        run: Run,
+        last: TransactionId,
+        goes_on: Callable[[], bool],
     ) -> Verdict:
         if not await self._gate.passed(goes_on):
             return Verdict(0, None)
-        return await self._consumer.apply(partition_id, run[:1], goes_on)
+        gate = self._gate
+        return await self._consumer.apply(
+            partition_id, run, last, lambda: gate.is_open and goes_on()
+        )

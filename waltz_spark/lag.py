@@ -19,6 +19,8 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryProgress,
 )
 
+from waltz_spark.offsets import decode
+
 _log = logging.getLogger("waltz")
 
 Lags = dict[int, int]
@@ -45,7 +47,7 @@ def _marks(offset: object) -> dict[int, int] | None:
         parsed = json.loads(offset) if isinstance(offset, str) else offset
         if not isinstance(parsed, Mapping):
             return None
-        return {int(partition): int(mark) for partition, mark in parsed.items()}
+        return decode(parsed).marks
     except (ValueError, TypeError):
         return None
 

@@ -1,14 +1,15 @@
 """One of several processes that apply a log to one database; `test_sql_instances.py` starts it.
 
 It says "ready" when its feeds have begun, and goes on until its input ends. After SIGUSR1 the next
-transaction that it applies never ends: it says "inside", with its changes made and nothing
-committed.
+transaction that it applies (with `--together` the next batch of several) never ends: it says
+"inside", with its changes made and nothing committed.
 """
 
 import argparse
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
@@ -67,6 +68,24 @@ class Sums(SqlCallbacks):
             threading.Event().wait()
 
 
+class SumsTogether(Sums):
+    """The same, a batch with one statement each."""
+
+    def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
+        """Add all."""
+        partition = int(transactions[0].partition_id)
+        shared = {"partition_id": partition, "applied_by": self._name}
+        entries = [{"transaction_id": int(each.transaction_id), **shared} for each in transactions]
+        connection.execute(ENTRIES.insert(), entries)
+        its = SUMS.c.partition_id == partition
+        total = connection.execute(sa.select(SUMS.c.total).where(its)).scalar_one()
+        added = sum(each.header for each in transactions)
+        connection.execute(SUMS.update().where(its).values(total=total + added))
+        if self.is_to_stay and len(transactions) > 1:
+            say("inside")
+            threading.Event().wait()
+
+
 def say(word: str) -> None:
     """Tell whoever has started this process."""
     sys.stdout.write(f"{word}\n")
@@ -79,8 +98,10 @@ def main() -> None:
     for word in ("--connect", "--database", "--name"):
         parser.add_argument(word, required=True)
     parser.add_argument("--isolation")
+    parser.add_argument("--together", action="store_true")
     options = parser.parse_args()
-    callbacks = Sums(engine_of(options.database, options.isolation), options.name)
+    kind = SumsTogether if options.together else Sums
+    callbacks = kind(engine_of(options.database, options.isolation), options.name)
 
     def stay(*_: object) -> None:
         callbacks.is_to_stay = True

@@ -53,11 +53,15 @@ def engine(place: Place) -> Iterator[sa.Engine]:
 class Instance(Child):
     """One of the processes."""
 
-    def __init__(self, connect: str, place: Place, name: str, directory: Path) -> None:
+    def __init__(
+        self, connect: str, place: Place, name: str, directory: Path, *, together: bool = False
+    ) -> None:
         command = [sys.executable, str(ROOT / "tests" / "fault" / "sql_instance.py")]
         command += ["--connect", connect, "--database", place.url, "--name", name]
         if place.isolation is not None:
             command += ["--isolation", place.isolation]
+        if together:
+            command += ["--together"]
         self.name = name
         self._output = directory / f"{name}.out"
         with self._output.open("w") as output:
@@ -141,7 +145,9 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
     numbers = itertools.count(1)
 
     def start() -> Instance:
-        return Instance(waltz_cluster, place, f"instance {next(numbers)}", tmp_path)
+        number = next(numbers)  # every second one applies a batch with one statement each
+        name = f"instance {number}"
+        return Instance(waltz_cluster, place, name, tmp_path, together=number % 2 == 0)
 
     with WaltzClient(waltz_cluster) as client:
         with engine.begin() as connection:

@@ -60,7 +60,7 @@ ONE_DOOR = {
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local.py",),
     "py4j": ("waltz_spark/unwrapping.py",),
-    "sqlalchemy": ("waltz_core/client/sql.py",),
+    "sqlalchemy": ("waltz_core/client/sql.py", "waltz_core/cli/sql_view.py"),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
 # The core has two doors: rows in batches, with what they are made over, and the codec of payloads.

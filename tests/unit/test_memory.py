@@ -347,7 +347,7 @@ def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
         won = client.append(b"b", partition=0, append_locks=[lock("told")]).result()
         context = Told(0)
         context.timeout_ms = 100
-        with pytest.raises(errors.LockFailed):
+        with pytest.raises(errors.ViewBehind):
             client.submit(context).result()
         assert (ledger.ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()

@@ -53,6 +53,7 @@ class Load:
     interval_ms: float = 0.0
     lock_pool: int = 0
     partitions: int | None = None
+    database: str | None = None
 
     @property
     def batch_rows(self) -> int:
@@ -150,7 +151,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--directory",
         type=Path,
         help="a local cluster's directory: use it, and measure its CPU; "
-        "storage-append, storage-open, many-partitions: on which disk",
+        "storage-append, storage-open, many-partitions, sql-view: on which disk",
     )
     command.add_argument("--payload", type=int, default=512, help="bytes of data (512)")
     command.add_argument("--locks", type=int, default=1, help="write locks of a transaction (1)")
@@ -186,6 +187,9 @@ def add(command: argparse.ArgumentParser) -> None:
         help="test-producers: write locks are drawn from so many (0: no locks)",
     )
     command.add_argument("--partitions", type=int, help="many-partitions: how many (1000)")
+    command.add_argument(
+        "--database", help="sql-view: SQLAlchemy's URL of a database (a new SQLite file)"
+    )
     command.add_argument(
         "--rows", type=int, default=500_000, help="rows, for workloads of so many (500000)"
     )
@@ -245,6 +249,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             arguments.interval_ms,
             arguments.lock_pool,
             arguments.partitions,
+            arguments.database,
         )
         meter = Meter(cluster)
         say(f"running {arguments.workload}")

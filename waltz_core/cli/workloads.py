@@ -33,6 +33,7 @@ from waltz_core.cli.many_partitions import many_partitions
 from waltz_core.cli.producers import producers
 from waltz_core.cli.refusals import move_refusals
 from waltz_core.cli.singles import append_one, append_single, conditional, feed
+from waltz_core.cli.sql_view import sql_view
 from waltz_core.cli.storage_bench import storage_append, storage_open
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.record import BEFORE_FIRST
@@ -320,6 +321,7 @@ WORKLOADS: dict[str, Callable[..., Measured]] = {
     "feed": feed,
     "test-consumers": feed,  # as the original calls it
     "test-producers": producers,
+    "sql-view": sql_view,
     "failover-kill": failover_kill,
     "failover-term": failover_term,
     "failover-freeze": failover_freeze,

@@ -471,7 +471,7 @@ class AsyncWaltzClient(OpenedByConnect):
         """
         check_callbacks(callbacks, is_async=True)
         consumer = LoopConsumer(callbacks, self.subscriptions.data)
-        await self.subscribe_consumer(consumer, partitions, check_headers(callbacks, headers))
+        await self.subscribe_consumer(consumer, partitions, check_headers(headers))
 
     async def subscribe_consumer(
         self, consumer: Consumer, partitions: Iterable[int] | None, header_values: tuple[int, ...]

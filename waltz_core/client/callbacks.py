@@ -16,9 +16,8 @@ Rules:
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
-from typing import ClassVar
 
 from waltz_core import errors
 from waltz_core.client.transaction import AsyncTransaction, Transaction, check_header, each_of
@@ -53,9 +52,6 @@ def policy_of(error: Exception) -> PoisonPolicy:
 class Callbacks(ABC):
     """What `WaltzClient` calls, on worker threads: these methods may block."""
 
-    # Whether it counts on seeing every transaction, so that its feed must not be filtered.
-    needs_all: ClassVar[bool] = False
-
     def client_high_water_mark(self, partition: int) -> int:
         """Return the last transaction that the application has applied, -1 for none.
 
@@ -84,11 +80,28 @@ class Callbacks(ABC):
         return policy_of(error)
 
 
+class BatchCallbacks(Callbacks):
+    """Callbacks that apply several transactions at once and store their mark, as SQL views do."""
+
+    @abstractmethod
+    def begin(self, cluster_key: bytes) -> None:
+        """Take the key of the cluster whose log is applied, before each `client_high_water_mark`.
+
+        Whatever raises here, or there, is raised by `subscribe`.
+        """
+
+    @abstractmethod
+    def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
+        """Apply the first of these transactions, or more of them in order; return how many.
+
+        It is called again with the rest; after 0 with the same ones. With all of them everything up
+        to `last` is applied: where a filter leaves out what follows the last of them, `last` is
+        higher, and there may be no transactions. What it raises concerns the first transaction.
+        """
+
+
 class AsyncCallbacks(ABC):
     """What `AsyncWaltzClient` calls, on its event loop: these methods must not block."""
-
-    # Whether it counts on seeing every transaction, so that its feed must not be filtered.
-    needs_all: ClassVar[bool] = False
 
     async def client_high_water_mark(self, partition: int) -> int:
         """Return the last transaction that the application has applied, -1 for none.
@@ -147,21 +160,14 @@ def check_callbacks(callbacks: object, *, is_async: bool) -> None:
             )
 
 
-def check_headers(
-    callbacks: Callbacks | AsyncCallbacks, headers: Iterable[int] | None
-) -> tuple[int, ...]:
+def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
     """Return the headers of a filter, none for no filter.
 
-    Raises BadRequest for what is no header, for a filter that lets nothing through, and for
-    callbacks that need every transaction.
+    Raises BadRequest for what is no header, and for a filter that lets nothing through.
     """
     if headers is None:
         return ()
     values = tuple(sorted({check_header(each) for each in each_of("headers", headers)}))
     if not 0 < len(values) <= HEADERS_MAX:
         raise errors.BadRequest(f"headers: expected 1 to {HEADERS_MAX}, found {len(values)}")
-    if callbacks.needs_all:
-        raise errors.BadRequest(
-            f"headers: {type(callbacks).__name__} counts on seeing every transaction"
-        )
     return values

@@ -17,6 +17,7 @@ Rules:
        all of it was.
     6. An attempt of a context that follows, refused for what is in flight, is made again at once,
        as though that were there. It holds for that one attempt, and is not applied.
+    7. A context that expires while its view is behind reports where the view and the log are.
 """
 
 import asyncio
@@ -139,6 +140,9 @@ class ContextRun:
         self._deadline_s = None if timeout_ms is None else loop.time() + timeout_ms / 1000
         self._retries = 0
         self._pause_s = PAUSE_S_MIN
+        applier = partition.applier
+        self._began_s = loop.time()
+        self._began_at = None if applier is None else applier.mark
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
         # The hooks have told it; nobody needs to look at the future.
         self.future.add_done_callback(_look_at)
@@ -250,7 +254,8 @@ class ContextRun:
         if limit is not None and self._retries > limit:
             return await self._expire(error)
         if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
-            return await self._expire(error)  # a timeout ends only what suspends
+            # A timeout ends only what suspends.
+            return await self._expire(self._behind(wait_for) or error)
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 if wait_for is None:
@@ -259,8 +264,31 @@ class ContextRun:
                 else:
                     await self._consumed(wait_for)
         except TimeoutError:
-            return await self._expire(error)
+            return await self._expire(self._behind(wait_for) or error)
         return await self._attempt()
+
+    def _behind(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
+        """Return how far the view has come, when it was to apply `wanted` and has not (rule 7)."""
+        partition, applier = self._partition, self._partition.applier
+        if wanted is None or applier is None or applier.is_laid_down:
+            return None
+        applied = partition.mark if applier.mark is None else applier.mark
+        if applied >= wanted:
+            return None
+        log = max(wanted, partition.stream.high_water_mark)
+        took_s = max(self._loop.time() - self._began_s, 0.001)
+        rate_per_s = 0 if self._began_at is None else (applied - self._began_at) / took_s
+        hint = "look at what the callbacks wait for, nothing was applied meanwhile."
+        if rate_per_s:
+            left_s = (log - applied) / rate_per_s
+            hint = f"at this rate the view reaches that in {left_s:,.1f} s; submit it then."
+        error = errors.ViewBehind(
+            f"context in partition {partition.partition_id}: after {self._context.timeout_ms} ms "
+            f"(timeout_ms) its view has not caught up: it is at transaction {applied}, the log at "
+            f"{log}, and {rate_per_s:,.1f} transactions a second were applied. Hint: {hint}"
+        )
+        error.applied, error.high_water_mark, error.rate_per_s = applied, log, rate_per_s
+        return error
 
     async def _consumed(self, mark: TransactionId) -> None:
         """Rule 2."""

@@ -9,6 +9,8 @@ Rules:
     2. What waits here is bounded: the stream is told what was applied and asks for no more.
     3. A transaction that raised follows `PoisonPolicy`; after STOP nothing more is handed over.
     4. A feed that was ended hands nothing more over but what is being applied.
+    5. A batched consumer gets all that has arrived while it was applying. It is given the mark as
+       well, because a filtered feed moves on past the last transaction that passes.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from waltz_core import errors, raw_records
 from waltz_core.client.callbacks import AsyncCallbacks, PoisonPolicy, policy_of
 from waltz_core.client.outage import Outage
 from waltz_core.client.transaction import AsyncTransaction, DataSource, check_mark
-from waltz_core.record import PartitionId, TransactionId
+from waltz_core.record import BEFORE_FIRST, PartitionId, TransactionId
 from waltz_core.wire.messages import Buffer
 
 _log = logging.getLogger(__name__)
@@ -31,8 +33,12 @@ _log = logging.getLogger(__name__)
 FEED_WORDS = struct.Struct(">iiiii")
 assert FEED_WORDS.size == raw_records.FEED_HEADER_BYTES
 
-# So many transactions are handed over between two looks at the event loop.
+# Transactions that are handed over between two looks at the event loop, and to a batched consumer.
 HAND_OVER_MAX = 256
+BATCH_MAX = 4_096
+# How long the mark of a batched consumer may wait while the filter leaves everything out, so that
+# one write passes over many transactions.
+PASS_S = 0.2
 RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 
 ResultT = TypeVar("ResultT")
@@ -52,13 +58,24 @@ class Verdict(NamedTuple):
 class Consumer(Protocol):
     """Applies transactions; one for callbacks on the loop, one for callbacks on threads."""
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether it applies many at once, and keeps marks of its own (rule 5)."""
+
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         """Return the application's mark, None for the end of the log."""
 
     async def apply(
-        self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
+        self,
+        partition_id: PartitionId,
+        run: Run,
+        last: TransactionId,
+        goes_on: Callable[[], bool],
     ) -> Verdict:
-        """Apply transactions in order, up to the first that raises, and while the feed goes on."""
+        """Apply transactions in order, up to the first that raises, and while the feed goes on.
+
+        With all of them everything up to `last` is applied. A batched consumer may apply fewer.
+        """
 
     async def uncaught(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
@@ -68,6 +85,8 @@ class Consumer(Protocol):
 
 class LoopConsumer:
     """Hands transactions to `AsyncCallbacks` on the event loop."""
+
+    is_batched = False
 
     def __init__(
         self, callbacks: AsyncCallbacks, source_of: Callable[[PartitionId], DataSource]
@@ -81,7 +100,11 @@ class LoopConsumer:
         return mark_of(partition_id, await _result_of(asked))
 
     async def apply(
-        self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
+        self,
+        partition_id: PartitionId,
+        run: Run,
+        last: TransactionId,
+        goes_on: Callable[[], bool],
     ) -> Verdict:
         """Apply transactions in order, up to the first that raises, and while the feed goes on."""
         source = self._source_of(partition_id)
@@ -156,6 +179,7 @@ class Applier:
         self._arrived = asyncio.Event()
         self._ended = asyncio.Event()
         self._applied: TransactionId | None = None
+        self._advanced_s = 0.0
         self._waiting: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._outage = Outage(partition_id, "data")
         self.stopped: Exception | None = None
@@ -187,23 +211,57 @@ class Applier:
                 ) from self.stopped
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((mark, future))
+            self._arrived.set()  # a mark that is held back may be what is waited for
             await future
 
     async def run(self) -> None:
         """Apply until stopped or cancelled."""
+        size = BATCH_MAX if self._consumer.is_batched else HAND_OVER_MAX
         while self.stopped is None:
             if not self._queue:
                 self._arrived.clear()
                 await self._arrived.wait()
                 continue
-            ids, headers, last = self._queue.popleft()
-            run = list(zip(ids, FEED_WORDS.iter_unpack(headers), strict=True))
-            for start in range(0, len(run), HAND_OVER_MAX):
-                if not await self._apply(run[start : start + HAND_OVER_MAX]):
+            run, last = self._take(size)
+            if not run and not self._consumer.is_batched:
+                self._advance(last)
+                continue
+            if not run and not await self._is_passed(last):
+                continue
+            for start in range(0, max(len(run), 1), size):
+                piece = run[start : start + size]
+                is_end = start + size >= len(run)
+                if not await self._apply(piece, last if is_end else TransactionId(piece[-1][0])):
                     return
                 await asyncio.sleep(0)
-            if self._applied != last:
-                self._advance(last)
+
+    def _take(self, size: int) -> tuple[Run, TransactionId]:
+        """Take stretches off the queue, up to about `size` transactions."""
+        run: Run = []
+        last = BEFORE_FIRST
+        while self._queue and len(run) < size:
+            ids, headers, last = self._queue.popleft()
+            run += zip(ids, FEED_WORDS.iter_unpack(headers), strict=True)
+        return run, last
+
+    async def _is_passed(self, last: TransactionId) -> bool:
+        """Hold a mark back that no transaction comes with; False when a later one takes its place.
+
+        Not longer than PASS_S, and not while anything waits for it.
+        """
+        due_s = self._advanced_s + PASS_S
+        while not self._is_wanted(last) and self.stopped is None:
+            left_s = due_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return True
+            if self._queue:
+                return False
+            self._arrived.clear()
+            await self._pause(left_s, self._arrived)
+        return True
+
+    def _is_wanted(self, mark: TransactionId) -> bool:
+        return any(wanted <= mark for wanted, _ in self._waiting)
 
     async def stop(self, error: Exception) -> None:
         """The feed cannot go on: tell the application, and whoever waits for it."""
@@ -219,19 +277,21 @@ class Applier:
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
             )
 
-    async def _apply(self, run: Run) -> bool:
-        """Hand transactions over; False when the feed has ended with one of them."""
+    async def _apply(self, run: Run, last: TransactionId) -> bool:
+        """Hand transactions over, and the mark; False when the feed has ended with one of them."""
         pause_s = RETRY_S_MIN
-        while run and self.stopped is None:
-            verdict = await self._consumer.apply(self._partition_id, run, self._goes_on)
+        while self._applied != last and self.stopped is None:
+            verdict = await self._consumer.apply(self._partition_id, run, last, self._goes_on)
             if verdict.applied_count:
                 self._advance(TransactionId(run[verdict.applied_count - 1][0]))
                 run = run[verdict.applied_count :]
                 pause_s = RETRY_S_MIN
             if verdict.error is None:
                 self._outage.is_over()
+                if not run and self.stopped is None:
+                    self._advance(last)
                 continue
-            first = TransactionId(run[0][0])
+            first = TransactionId(run[0][0]) if run else last
             policy = await self._judge(first, verdict.error)
             if policy is PoisonPolicy.STOP:
                 _log.error("feed.stopped partition=%d error=%s", self._partition_id, verdict.error)
@@ -241,18 +301,18 @@ class Applier:
                 self._advance(first)
                 run = run[1:]
             else:
-                await self._pause(pause_s)
+                await self._pause(pause_s, self._ended)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
         return self.stopped is None
 
     def _goes_on(self) -> bool:
         return self.stopped is None
 
-    async def _pause(self, pause_s: float) -> None:
-        """Wait before a transaction is applied once more, unless the feed ends meanwhile."""
+    async def _pause(self, pause_s: float, event: asyncio.Event) -> None:
+        """Wait for an event, such as the feed's end, for a while."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
-                await self._ended.wait()
+                await event.wait()
 
     async def _judge(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
         if policy_of(error) is PoisonPolicy.RETRY:
@@ -278,6 +338,7 @@ class Applier:
     def _advance(self, mark: TransactionId) -> None:
         assert self._applied is None or mark > self._applied or mark == self._applied
         self._applied = mark
+        self._advanced_s = asyncio.get_running_loop().time()
         self._tell_applied(mark)
         if self._waiting:
             waiting, self._waiting = self._waiting, []

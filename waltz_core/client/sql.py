@@ -4,29 +4,38 @@ Why it stands alone: it is the only part of the client that needs SQLAlchemy (ex
 only one that knows what a database transaction is.
 
 Rules:
-    1. A transaction of the log is applied in one transaction of the database, which moves the mark
-       of its partition first, from the id before it to its own. Of several instances that share a
-       database one gets to move it; the others find it moved and pass on. So each is applied once.
+    1. A batch of the log's transactions is applied in one transaction of the database. It moves the
+       mark of the partition first, from where this instance knows it to be to the batch's end. Of
+       several instances that share a database one moves the mark; the others find it moved, and
+       leave out what it covers. So each transaction is applied once.
     2. What would end that transaction early is refused: the changes and the mark would come apart.
     3. Who computes from the database reads the mark before anything else (`reading`): what it reads
        is at least as new.
     4. A conflict between transactions of the database is tried again here, a database that cannot
        be reached is waited for; neither is poison.
-    5. What the application has skipped moves the mark as well, with the next transaction.
+    5. A batch that fails is undone and applied in halves, so that an error is always that of one
+       transaction, and those before it stay applied.
+    6. Applying a batch takes about `BATCH_S`, because it holds locks: the size doubles or halves by
+       how long the last one took. The commit is not counted; larger batches make it cheaper. While
+       the feed is live a batch is what has arrived.
+    7. A view is of one log: the cluster's key is stored with each mark.
 """
 
 import logging
 import re
+import threading
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from waltz_core import errors
 from waltz_core.client.backoff import Backoff
-from waltz_core.client.callbacks import Callbacks, PoisonPolicy
+from waltz_core.client.callbacks import BatchCallbacks, PoisonPolicy
+from waltz_core.client.feed import BATCH_MAX
 from waltz_core.client.transaction import Transaction, TransactionBuilder
 from waltz_core.record import BEFORE_FIRST, TransactionId
 
@@ -42,6 +51,9 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 
+BATCH_MIN = 16
+assert BATCH_MAX % BATCH_MIN == 0
+BATCH_S = 0.1
 TRIES_MAX = 12
 PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
@@ -59,11 +71,12 @@ _ENDS = re.compile(
 T = TypeVar("T")
 
 
-class SqlCallbacks(Callbacks):
+class SqlCallbacks(BatchCallbacks):
     """Callbacks whose mark lies in the application's own database.
 
-    Subclass it and write `apply`; give it to `WaltzClient.subscribe`. Instances in any number of
-    processes may share a database.
+    Subclass it and write `apply`, or `apply_batch` where the rate matters; give it to
+    `WaltzClient.subscribe`. Instances in any number of processes may share a database; they must
+    subscribe with the same `headers`.
 
         class Accounts(SqlCallbacks):
             def apply(self, connection, transaction):
@@ -79,11 +92,10 @@ class SqlCallbacks(Callbacks):
         table: the name of the table of marks; it is made when it is not there.
 
     Raises:
-        BadConfig: the engine commits each statement by itself, or has one connection for all.
+        BadConfig: the engine commits each statement by itself, or has one connection for all; or
+            the class has neither `apply` nor `apply_batch`.
         sqlalchemy.exc.SQLAlchemyError: the database cannot be reached, or the table not be made.
     """
-
-    needs_all = True  # rule 1: the mark moves by one
 
     def __init__(
         self, engine: sa.Engine, *, application: str = "", table: str = "waltz_high_water_marks"
@@ -96,15 +108,25 @@ class SqlCallbacks(Callbacks):
             sa.Column("application", sa.String(200), primary_key=True),
             sa.Column("partition_id", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("high_water_mark", sa.BigInteger, nullable=False),
+            # In hexadecimal; null in marks of development versions, until they are read.
+            sa.Column("cluster_key", sa.String(32)),
         )
-        # What `apply` has raised on; whether it was skipped the next transaction tells (rule 5).
-        self._failed: dict[int, int] = {}
+        self._key: str | None = None
+        # By partition: the mark as this instance knows it, and the size of the next batch.
+        self._known: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        _check_class(type(self))
         _check_engine(engine)
+        _check_statements(engine)
         self._make_table()
+        # SQLite has one writer, and the others poll for its lock: here partitions take turns.
+        is_sqlite = engine.dialect.name == "sqlite"
+        self._turn: AbstractContextManager[object] = (
+            threading.Lock() if is_sqlite else nullcontext()
+        )
 
     # -- for the application ---------------------------------------------------------------------
 
-    @abstractmethod
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
         """Bring one transaction of the log into the database, by this connection.
 
@@ -114,6 +136,17 @@ class SqlCallbacks(Callbacks):
         then `uncaught_exception` decides. It may be called again for the same transaction, so
         whatever else it does must bear that.
         """
+        raise NotImplementedError
+
+    def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
+        """Bring 1 to 4,096 transactions of one partition into the database, in their order.
+
+        Calls `apply` for each, unless overridden: with one statement for many rows
+        (`connection.execute(statement, rows)`) a batch takes a fraction of the time. All that is
+        true of `apply` is true of it.
+        """
+        for each in transactions:
+            self.apply(connection, each)
 
     @contextmanager
     def reading(self, builder: TransactionBuilder) -> Iterator[sa.Connection]:
@@ -127,40 +160,69 @@ class SqlCallbacks(Callbacks):
         """
         with self._engine.connect() as connection:
             _begin_reading(connection)
-            mark = self._mark(connection, builder.partition_id)
-            if mark is None:
+            found = self._row(connection, builder.partition_id)
+            if found is None:
                 raise errors.BadRequest(
                     f"partition {builder.partition_id}: nothing of it is applied to this database; "
                     "subscribe to it, so that there is a high-water mark to compute from"
                 )
-            builder.client_high_water_mark = mark
+            builder.client_high_water_mark = TransactionId(found[0])
             yield connection
             connection.rollback()
 
     # -- for the client --------------------------------------------------------------------------
 
+    def begin(self, cluster_key: bytes) -> None:
+        """Take the key of the cluster whose log is applied (rule 7)."""
+        self._key = cluster_key.hex()
+
     def client_high_water_mark(self, partition: int) -> int:
-        """Return the mark that the database has; a partition begins at -1."""
+        """Return the mark that the database has; a partition begins at -1.
+
+        Raises:
+            ClusterKeyMismatch: the mark is that of another cluster's log (rule 7).
+        """
         mark = self._retried("mark", lambda: self._mark_or_begin(partition))
-        self._failed.pop(partition, None)
+        self._known[partition] = mark
         return mark
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Apply a transaction unless another instance has (rule 1).
+        """Apply a transaction unless another instance has; see `apply_some`."""
+        partition, last = int(transaction.partition_id), int(transaction.transaction_id)
+        self.apply_some(partition, [transaction], last)
+
+    def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
+        """Apply a batch of transactions, leaving out what another instance has applied (rule 1).
 
         Raises:
             DataLoss: the database's mark is older than what was applied: it was set back.
             BadRequest: `apply` has ended the database's transaction (rule 2).
         """
-        partition, this = int(transaction.partition_id), int(transaction.transaction_id)
-        if self._failed.get(partition) == this - 1:  # rule 5
-            self._retried("skip", lambda: self._skip(partition, this - 1))
-        try:
-            self._retried("apply", lambda: self._apply_once(transaction))
-        except Exception:
-            self._failed[partition] = this
-            raise
-        self._failed.pop(partition, None)
+        if partition not in self._known:
+            self.client_high_water_mark(partition)
+        while last > (known := self._known[partition]):
+            count = bisect_right(transactions, known, key=lambda each: int(each.transaction_id))
+            if count:
+                return count  # another instance has applied them
+            batch = transactions[: self._sizes.get(partition, BATCH_MIN)]
+            end = last if len(batch) == len(transactions) else int(batch[-1].transaction_id)
+            try:
+                if self._retried("apply", partial(self._apply_once, partition, batch, end)):
+                    return len(batch)
+            except Exception as error:
+                is_alone = len(batch) <= 1
+                if is_alone or (isinstance(error, DBAPIError) and is_outage(error)):
+                    raise
+                self._sizes[partition] = len(batch) // 2  # rule 5
+                _log.warning(
+                    "sql.batch_halved partition=%d first=%d count=%d error=%r",
+                    partition,
+                    batch[0].transaction_id,
+                    len(batch),
+                    error,
+                )
+                return 0
+        return len(transactions)
 
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
@@ -190,74 +252,119 @@ class SqlCallbacks(Callbacks):
 
     def _mark_or_begin(self, partition: int) -> int:
         with self._engine.begin() as connection:
-            mark = self._mark(connection, partition)
-        if mark is not None:
-            return mark
-        row = {
-            "application": self._application,
-            "partition_id": partition,
-            "high_water_mark": int(BEFORE_FIRST),
-        }
-        try:
-            with self._engine.begin() as connection:
-                connection.execute(self.marks.insert().values(row))
-        except IntegrityError:
-            with self._engine.begin() as connection:
-                mark = self._mark(connection, partition)
-            if mark is None:
-                raise
-            return mark  # another instance was faster
-        return BEFORE_FIRST
+            found = self._row(connection, partition)
+        if found is None:
+            beginning = self.marks.insert().values(
+                application=self._application,
+                partition_id=partition,
+                high_water_mark=int(BEFORE_FIRST),
+                cluster_key=self._key,
+            )
+            try:
+                with self._engine.begin() as connection:
+                    connection.execute(beginning)
+            except IntegrityError:
+                with self._engine.begin() as connection:
+                    found = self._row(connection, partition)
+                if found is None:
+                    raise
+            else:
+                return BEFORE_FIRST
+        mark, key = found
+        if self._key is not None and key is None:
+            key = self._claimed(partition)
+        if self._key not in (None, key):
+            raise errors.ClusterKeyMismatch(
+                f"partition {partition}: expected a view of cluster {self._key}, found one of "
+                f"cluster {key} (table {self.marks.name!r}, application {self._application!r}): "
+                "the log was created again, or the view belongs to another one. Hint: apply this "
+                "log to tables of its own, under another `application`, or connect to that cluster."
+            )
+        return mark
 
-    def _apply_once(self, transaction: Transaction) -> None:
-        partition, this = int(transaction.partition_id), int(transaction.transaction_id)
+    def _claimed(self, partition: int) -> str | None:
+        """Give a mark that has no key this cluster's, unless it has one by now (rule 7)."""
         with self._engine.begin() as connection:
+            connection.execute(
+                self.marks.update()
+                .where(*self._its(partition), self.marks.c.cluster_key.is_(None))
+                .values(cluster_key=self._key)
+            )
+            found = self._row(connection, partition)
+        return None if found is None else found[1]
+
+    def _apply_once(self, partition: int, batch: Sequence[Transaction], end: int) -> bool:
+        """Apply a batch; False when another instance has moved the mark."""
+        known, found, took_s = self._known[partition], None, 0.0
+        with self._turn, self._engine.begin() as connection:
             # First of all: it takes the row's lock, so that other instances wait here.
-            if self._move(connection, partition, this):
+            is_moved = self._move(connection, partition, known, end)
+            if not is_moved:
+                found = self._row(connection, partition)
+            elif batch:
+                began_s = time.monotonic()
                 with _guarded(connection):
-                    self.apply(connection, transaction)
-                return
-            found = self._mark(connection, partition)
-        if found is None or found < this:
+                    self.apply_batch(connection, batch)
+                took_s = time.monotonic() - began_s
+        if is_moved:
+            self._known[partition] = end
+            self._resize(partition, len(batch), took_s)
+            return True
+        if found is None or found[0] <= known:
             raise errors.DataLoss(
-                f"partition {partition}: expected the database to have applied {this - 1}, found "
-                f"{found}: it was set back while this instance ran; start it again, and it goes on "
-                "from there"
+                f"partition {partition}: expected the database to have applied {known}, found "
+                f"{'nothing' if found is None else found[0]}: it was set back while this instance "
+                "ran; start it again, and it goes on from there"
             )
+        self._known[partition] = found[0]
+        return False
 
-    def _skip(self, partition: int, transaction_id: int) -> None:
-        with self._engine.begin() as connection:
-            self._move(connection, partition, transaction_id)
+    def _resize(self, partition: int, count: int, took_s: float) -> None:
+        """Choose the size of the next batch by how long one was applied (rule 6)."""
+        size = self._sizes.get(partition, BATCH_MIN)
+        if count == size and took_s < BATCH_S / 2:
+            size = min(2 * size, BATCH_MAX)
+        elif took_s > BATCH_S:
+            size = max(1, size // 2)
+        self._sizes[partition] = size
 
-    def _move(self, connection: sa.Connection, partition: int, to: int) -> bool:
-        """Move the mark to an id from the one before; False when it does not stand there."""
-        marks = self.marks
+    def _move(self, connection: sa.Connection, partition: int, known: int, to: int) -> bool:
+        """Move the mark from where it is known to be; False when it is not there."""
         moved = connection.execute(
-            marks.update()
-            .where(
-                marks.c.application == self._application,
-                marks.c.partition_id == partition,
-                marks.c.high_water_mark == to - 1,
-            )
+            self.marks.update()
+            .where(*self._its(partition), self.marks.c.high_water_mark == known)
             .values(high_water_mark=to)
         )
         return moved.rowcount == 1
 
-    def _mark(self, connection: sa.Connection, partition: int) -> TransactionId | None:
+    def _row(self, connection: sa.Connection, partition: int) -> tuple[int, str | None] | None:
+        """Return a partition's mark and the key of its cluster."""
         marks = self.marks
-        query = sa.select(marks.c.high_water_mark).where(
-            marks.c.application == self._application, marks.c.partition_id == partition
-        )
-        found = connection.execute(query).scalar_one_or_none()
-        return None if found is None else TransactionId(found)
+        query = sa.select(marks.c.high_water_mark, marks.c.cluster_key)
+        found = connection.execute(query.where(*self._its(partition))).one_or_none()
+        return None if found is None else (int(found[0]), found[1])
+
+    def _its(self, partition: int) -> tuple[sa.ColumnElement[bool], ...]:
+        marks = self.marks
+        return marks.c.application == self._application, marks.c.partition_id == partition
 
     def _make_table(self) -> None:
         try:
             self.marks.create(self._engine, checkfirst=True)
+            if not self._has_key():
+                place = self._engine.dialect.identifier_preparer.format_table(self.marks)
+                with self._engine.begin() as connection:
+                    connection.execute(
+                        sa.text(f"ALTER TABLE {place} ADD COLUMN cluster_key VARCHAR(32)")
+                    )
         except DatabaseError:
             # Another instance may have made it just now.
-            if not sa.inspect(self._engine).has_table(self.marks.name):
+            if not sa.inspect(self._engine).has_table(self.marks.name) or not self._has_key():
                 raise
+
+    def _has_key(self) -> bool:
+        columns = sa.inspect(self._engine).get_columns(self.marks.name)
+        return any(each["name"] == "cluster_key" for each in columns)
 
 
 def is_conflict(error: DBAPIError) -> bool:
@@ -289,6 +396,19 @@ def _begin_reading(connection: sa.Connection) -> None:
             connection.exec_driver_sql("BEGIN")
 
 
+def _check_class(given: type[SqlCallbacks]) -> None:
+    plain = SqlCallbacks
+    if given.apply is plain.apply and given.apply_batch is plain.apply_batch:
+        raise errors.BadConfig(
+            f"{given.__name__}: expected `apply` or `apply_batch`, found neither"
+        )
+    if given.apply_transaction is not plain.apply_transaction:
+        raise errors.BadConfig(
+            f"{given.__name__}: expected `apply`, `apply_batch` or `apply_some` to be overridden, "
+            "found `apply_transaction`, which is not called: transactions are applied in batches"
+        )
+
+
 def _check_engine(engine: sa.Engine) -> None:
     given: object = engine
     if not isinstance(given, sa.Engine):
@@ -311,36 +431,62 @@ def _check_engine(engine: sa.Engine) -> None:
             )
 
 
+class _Guard(threading.local):
+    """The connection whose transaction must not end, on this thread, and what tried to end it."""
+
+    connection: sa.Connection | None = None
+    broken: str | None = None
+
+
+_guard = _Guard()
+# Private to SQLAlchemy. Its event for a commit is public, and makes every statement of a guarded
+# connection a half slower.
+assert hasattr(sa.Connection, "_commit_impl")
+
+
 @contextmanager
 def _guarded(connection: sa.Connection) -> Iterator[None]:
     """Refuse what would end the connection's transaction (rule 2), also where it is swallowed."""
-    broken: list[str] = []
-
-    def refuse(what: str) -> None:
-        broken.append(what)
-        raise _early_end(what)
-
-    def ends(_connection: sa.Connection) -> None:
-        refuse("commit() or rollback()")
-
-    def executes(*told: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
-        statement = told[2]
-        if _ENDS.search(_ASIDE.sub(" ", statement)):
-            refuse(statement.strip()[:40])
-
-    listeners = (("commit", ends), ("rollback", ends), ("before_cursor_execute", executes))
-    for name, listener in listeners:
-        sa.event.listen(connection, name, listener)
+    _guard.connection, _guard.broken = connection, None
+    vars(connection)["_commit_impl"] = partial(_refuse, "commit()")
     try:
         yield
     finally:
-        for name, listener in listeners:
-            sa.event.remove(connection, name, listener)
-        if broken and not connection.closed:
+        del vars(connection)["_commit_impl"]
+        _guard.connection, broken = None, _guard.broken
+        if connection.closed:
+            broken = "close()"
+        elif broken is None and not connection.in_transaction():
+            broken = "rollback()"  # SQLAlchemy takes no statement after it
+        elif broken is not None:
             # SQLAlchemy takes the transaction for ended now; the driver does not.
             connection.connection.rollback()
-    if broken or connection.closed or not connection.in_transaction():
-        raise _early_end(broken[0] if broken else "close()")
+    if broken is not None:
+        raise _early_end(broken)
+
+
+def _refuse(what: str) -> NoReturn:
+    _guard.broken = what
+    raise _early_end(what)
+
+
+def _check_statement(*told: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
+    statement, context = told[1], told[-1]
+    is_guarded = _guard.connection is not None and context.root_connection is _guard.connection
+    if is_guarded and _ends_transaction(statement):
+        _refuse(statement.strip()[:40])
+
+
+def _check_statements(engine: sa.Engine) -> None:
+    """Have the statements of guarded connections checked, once for each engine."""
+    for name in ("do_execute", "do_executemany", "do_execute_no_params"):
+        if not sa.event.contains(engine, name, _check_statement):
+            sa.event.listen(engine, name, _check_statement)
+
+
+@lru_cache(1_000)
+def _ends_transaction(statement: str) -> bool:
+    return _ENDS.search(_ASIDE.sub(" ", statement)) is not None
 
 
 def _early_end(what: str) -> errors.BadRequest:

@@ -18,7 +18,15 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
@@ -28,6 +36,7 @@ import uvloop
 from waltz_core import errors
 from waltz_core.client.async_client import AsyncWaltzClient
 from waltz_core.client.callbacks import (
+    BatchCallbacks,
     Callbacks,
     PoisonPolicy,
     check_callbacks,
@@ -344,10 +353,12 @@ class WaltzClient:
         With `headers` only transactions with one of these; see `AsyncWaltzClient.subscribe`.
         """
         check_callbacks(callbacks, is_async=False)
-        values = check_headers(callbacks, headers)
-        consumer = _ThreadConsumer(
-            callbacks, self._client, self._appliers, self._running, self._applying
-        )
+        values = check_headers(headers)
+        rest = self._client, self._appliers, self._running, self._applying
+        if isinstance(callbacks, BatchCallbacks):
+            consumer: _ThreadConsumer = _BatchConsumer(callbacks, *rest)
+        else:
+            consumer = _ThreadConsumer(callbacks, *rest)
         self._call(self._client.subscribe_consumer(consumer, partitions, values))
 
     @property
@@ -571,6 +582,8 @@ class _ThreadContext:
 class _ThreadConsumer:
     """Hands transactions to `Callbacks` on worker threads, a run of them at a time."""
 
+    is_batched = False
+
     def __init__(
         self,
         callbacks: Callbacks,
@@ -590,14 +603,17 @@ class _ThreadConsumer:
         return mark_of(partition_id, mark)
 
     async def apply(
-        self, partition_id: PartitionId, run: Run, goes_on: Callable[[], bool]
+        self,
+        partition_id: PartitionId,
+        run: Run,
+        last: TransactionId,
+        goes_on: Callable[[], bool],
     ) -> Verdict:
         source = self._client.subscriptions.data(partition_id)
         apply: Callable[[Transaction], object] = self._callbacks.apply_transaction
 
         def apply_all() -> Verdict:
             count = 0
-            self._applying.partition_id = partition_id
             try:
                 for number, words in run:
                     if not goes_on():
@@ -607,11 +623,21 @@ class _ThreadConsumer:
                     count += 1
             except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
                 return Verdict(count, _told_by_thread(error))
-            finally:
-                self._applying.partition_id = None
             return Verdict(count, None)
 
-        running = self._workers.submit(apply_all)
+        return await self._applied(partition_id, apply_all)
+
+    async def _applied(self, partition_id: PartitionId, apply: Callable[[], Verdict]) -> Verdict:
+        """Run callbacks on a thread, and have `close` know of it."""
+
+        def run() -> Verdict:
+            self._applying.partition_id = partition_id
+            try:
+                return apply()
+            finally:
+                self._applying.partition_id = None
+
+        running = self._workers.submit(run)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return await asyncio.wrap_future(running)
@@ -621,6 +647,43 @@ class _ThreadConsumer:
     ) -> PoisonPolicy:
         call = self._callbacks.uncaught_exception
         return await _on_thread(self._workers, lambda: call(partition_id, transaction_id, error))
+
+
+class _BatchConsumer(_ThreadConsumer):
+    """Hands transactions to `BatchCallbacks` on worker threads, a batch at a time."""
+
+    is_batched = True
+
+    def __init__(self, callbacks: BatchCallbacks, client: AsyncWaltzClient, *rest: Any) -> None:  # noqa: ANN401 - handed on
+        super().__init__(callbacks, client, *rest)
+        self._batched = callbacks
+        self._key = client.cluster().key
+
+    async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
+        await _on_thread(self._workers, self._batched.begin, self._key)
+        return await super().start_mark(partition_id)
+
+    async def apply(
+        self,
+        partition_id: PartitionId,
+        run: Run,
+        last: TransactionId,
+        goes_on: Callable[[], bool],
+    ) -> Verdict:
+        source = self._client.subscriptions.data(partition_id)
+        given: Sequence[Transaction] = [
+            Transaction(partition_id, TransactionId(number), words, source) for number, words in run
+        ]
+
+        def apply_some() -> Verdict:
+            if run and not goes_on():
+                return Verdict(0, None)
+            try:
+                return Verdict(self._batched.apply_some(partition_id, given, last), None)
+            except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
+                return Verdict(0, _told_by_thread(error))
+
+        return await self._applied(partition_id, apply_some)
 
 
 async def _on_thread(

@@ -4,16 +4,18 @@ Why it stands alone: Spark keeps one reader in a process of its own to ask it fo
 pickles another one to the tasks; the only thing they share is what stands in the checkpoint.
 
 Rules:
-    1. An offset is JSON from partition to mark, `{"0": 41}`: what was read, inclusive. A
-       micro-batch reads what lies between two of them, whoever plans it, however often.
+    1. An offset has the mark of each partition, what was read, inclusive, and the cluster's key
+       (`offsets.py`). A micro-batch reads what lies between two of them, whoever plans it, however
+       often.
     2. Offsets never go back, though a server that was the owner a moment ago may tell an old mark,
        but for rule 4.
     3. A start past the end of the log is data loss, once a quorum of the replicas has confirmed it.
-       So is another cluster in the place of the one that a running query has read from.
+       So is another cluster in the place of the one that the offset is of, however long its log.
     4. Where data loss is allowed a partition of another log is read from its start: an offset goes
        back to `BEFORE_FIRST`, by a micro-batch of its own that reads nothing of it.
-    5. Of a micro-batch that was planned of another log nothing is left: a running query knows it by
-       the cluster's key, and any query by an end past the end of the log.
+    5. Of a micro-batch that was planned of another log nothing is left. The cluster's key shows it,
+       or an end past the end of the log. Offsets of development versions have no key; the next one
+       has.
 """
 
 import logging
@@ -33,12 +35,11 @@ from waltz_spark.connections import client_of, sources_of
 from waltz_spark.datasource.batch import read_task, tasks_of
 from waltz_spark.datasource.starts import starts
 from waltz_spark.failures import plainly, plainly_each
+from waltz_spark.offsets import Offset, Position, decode, encode
 from waltz_spark.options import Marks, ReadOptions
 from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 _log = logging.getLogger("waltz")
-
-Offset = dict[str, int]
 
 _OTHER_LOG = (
     "it was made anew, or is another one. Begin with another checkpoint, or set "
@@ -60,8 +61,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target: Marks | None = None  # where a query ends that reads only what is there
         self._marks: Marks = {}
         self._marks_until_s = 0.0
-        self._cluster_key: bytes | None = None  # of the log that this query has read from
-        self._anew: set[int] = set()  # partitions to be begun again (rule 4)
+        self._cluster_key = b""  # of the cluster that the marks are of
 
     # ---- offsets, in the process that Spark keeps for them
 
@@ -76,7 +76,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         # Rule 3: a mark that was given is held against what a quorum confirms.
         client, sources = self._ask(linearizable=True)
-        return _offset(starts(client, self._options, _marks(sources)))
+        return encode(starts(client, self._options, _marks(sources)), client.cluster().key)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Return the most that a micro-batch reads, unless the trigger says otherwise."""
@@ -95,12 +95,13 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             DataLoss: the log ends before `start`.
             BadConfig: `start`, from a checkpoint, is of other partitions.
         """
-        begin = self._begin(start)
+        begin, cluster = self._begin(start)
         marks = self._marks_now(begin)
-        lost = [each for each, mark in begin.items() if each in self._anew or mark > marks[each]]
+        is_other = cluster not in (None, self._cluster_key.hex())
+        lost = [each for each, mark in begin.items() if is_other or mark > marks[each]]
         if lost:
-            self._anew.difference_update(lost)
-            return _offset({**begin, **self._begun_again(lost, begin, marks)})
+            again = self._begun_again(lost, Position(begin, cluster), marks)
+            return encode({**begin, **again}, self._cluster_key)
         ends = marks
         if self._target is not None:
             # A target of another log would never be reached.
@@ -108,12 +109,12 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ends = {each: max(mark, begin[each]) for each, mark in ends.items()}
         if isinstance(limit, ReadMaxRows):
             ends = planning.limited(begin, ends, limit.max_rows)
-        return _offset(ends)
+        return encode(ends, self._cluster_key)
 
     @plainly
     def reportLatestOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the marks of now, for the query's progress."""
-        return _offset(self._marks_now())
+        return encode(self._marks_now(), self._cluster_key)
 
     def commit(self, end: Offset) -> None:
         """Nothing: the log keeps everything, and the checkpoint knows what was read."""
@@ -121,20 +122,21 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def stop(self) -> None:
         """Nothing: the connections close with their process."""
 
-    def _begin(self, start: Offset) -> Marks:
-        """Return a checkpoint's offset by partition; one that it has not begins at the start."""
+    def _begin(self, start: Offset) -> Position:
+        """Return a checkpoint's offset; a partition that it has not begins at the start."""
         client = client_of(self._options.connect)
         chosen = planning.chosen_partitions(self._options, client.partition_count)
-        found = {int(partition): mark for partition, mark in start.items()}
+        found, cluster = decode(start)
         if foreign := sorted(found.keys() - set(chosen)):
             raise BadConfig(
                 f"the checkpoint is of a query that read partition {foreign[0]} too, which this "
                 "one leaves out: keep option 'partitions' as it was, or begin with another "
                 "checkpoint"
             )
-        return {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
+        marks = {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
+        return Position(marks, cluster)
 
-    def _begun_again(self, lost: Sequence[int], begin: Marks, marks: Marks) -> Marks:
+    def _begun_again(self, lost: Sequence[int], start: Position, marks: Marks) -> Marks:
         """Return the start of partitions that are another log's (rule 4).
 
         Raises:
@@ -142,16 +144,23 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         if self._options.fail_on_data_loss:
             # One that ends before shows best what has happened.
+            begin = start.marks
             shown = min(lost, key=lambda each: marks[each] - begin[each])
             what = (
                 f"the stream has read partition {shown} up to transaction {begin[shown]}, but its "
                 f"log ends at {marks[shown]}"
             )
             if marks[shown] >= begin[shown]:
-                what = f"{self._options.connect} is not the cluster that the stream has read from"
+                what = self._other_cluster(start.cluster, self._cluster_key)
             raise DataLoss(f"{what}: {_OTHER_LOG}")
         _log.warning("partitions %s are of another log and are read from its start", lost)
         return dict.fromkeys(lost, int(BEFORE_FIRST))
+
+    def _other_cluster(self, expected: str | None, found: bytes) -> str:
+        return (
+            f"{self._options.connect} is not the cluster that the stream has read from: expected "
+            f"cluster {expected}, found {found.hex()}"
+        )
 
     def _marks_now(self, least: Marks | None = None) -> Marks:
         """Return the marks, at most `pollInterval` old; less than `least` only if confirmed."""
@@ -176,7 +185,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _ask(
         self, partitions: Sequence[int] | None = None, *, linearizable: bool
     ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
-        """Ask for these partitions, or for all that are chosen, and note another cluster."""
+        """Ask for these partitions, or for all that are chosen, and note the cluster."""
         choose = partial(planning.chosen_partitions, self._options)
         client, sources = sources_of(
             self._options.connect,
@@ -185,10 +194,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             group=self._options.group,
         )
         key = client.cluster().key
-        if self._cluster_key not in (None, key):
-            self._anew.update(choose(client.partition_count))
-            self._marks_until_s = 0.0  # those that are known are the other cluster's
-        self._cluster_key = key
+        if self._cluster_key != key:
+            self._marks_until_s = 0.0  # those that are known are another cluster's
+            self._cluster_key = key
         return client, sources
 
     # ---- a micro-batch
@@ -200,17 +208,17 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         Raises:
             DataLoss: the micro-batch is of another log (rule 5).
         """
-        options, ends = self._options, self._begin(end)
-        whole = planning.spans(self._begin(start), ends, options.transaction_ids)
+        options, (ends, cluster) = self._options, self._begin(end)
+        whole = planning.spans(self._begin(start).marks, ends, options.transaction_ids)
         held = {span.partition: ends[span.partition] for span in whole}
         client, sources = self._ask(list(held), linearizable=False)
         if _past(held, sources):
             client, sources = self._ask(list(held), linearizable=True)
-        past = _past(held, sources)
-        # Another cluster may have been noted since `latestOffset` has planned the micro-batch.
-        if lost := [each for each in held if each in past or each in self._anew]:
+        past, key = _past(held, sources), client.cluster().key
+        is_other = cluster not in (None, key.hex())
+        if lost := [each for each in held if each in past or is_other]:
             if options.fail_on_data_loss:
-                what = f"{options.connect} is not the cluster that the stream has read from"
+                what = self._other_cluster(cluster, key)
                 if past:
                     what = (
                         f"the micro-batch ends at transaction {held[past[0]]} of partition "
@@ -264,7 +272,3 @@ def _marks(sources: Mapping[int, ReplicaSet]) -> Marks:
 def _past(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
     """Return the partitions whose log ends before an end."""
     return [each for each, end in ends.items() if end > sources[each].high_water_mark]
-
-
-def _offset(marks: Marks) -> Offset:
-    return {str(partition): int(mark) for partition, mark in sorted(marks.items())}

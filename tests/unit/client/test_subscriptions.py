@@ -16,7 +16,6 @@ from waltz_core.client import (
     TransactionContext,
     lock,
 )
-from waltz_core.client.sql import SqlCallbacks
 
 
 class Shared(AsyncCallbacks):
@@ -379,9 +378,6 @@ async def test_a_context_is_computed_anew_after_a_conflict_that_its_feed_does_no
 
 @told
 async def test_a_filter_that_makes_no_sense_is_told():
-    class Dense(Shared):
-        needs_all = SqlCallbacks.needs_all
-
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         for headers, message in (
             ([], "1 to 1000, found 0"),
@@ -390,8 +386,6 @@ async def test_a_filter_that_makes_no_sense_is_told():
         ):
             with pytest.raises(errors.BadRequest, match=message):
                 await client.subscribe(Shared(), headers=headers)
-        with pytest.raises(errors.BadRequest, match="Dense counts on seeing every transaction"):
-            await client.subscribe(Dense(), headers=[7])
         assert client.partitions == ()
 
 

@@ -1,5 +1,6 @@
 """A micro-batch that was planned just before the log was made anew, and longer."""
 
+import json
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ReplicaSet
 from waltz_core.client.directory import ClusterInfo, Layout
 from waltz_core.errors import DataLoss
+from waltz_spark import lag_of
 from waltz_spark.datasource import stream
 from waltz_spark.datasource.batch import Task
 from waltz_spark.datasource.stream import WaltzStreamReader
@@ -67,6 +69,11 @@ def reader_of(**options: str) -> WaltzStreamReader:
     return WaltzStreamReader(parse_read(chosen), StructType())
 
 
+def offset(key: int, *marks: int) -> stream.Offset:
+    by_name = {str(partition): mark for partition, mark in enumerate(marks)}
+    return {**by_name, "cluster": bytes([key] * 16).hex()}
+
+
 def read(reader: WaltzStreamReader, start: stream.Offset, end: stream.Offset) -> set[int]:
     """Return the partitions of which a micro-batch reads anything."""
     tasks = reader.partitions(start, end)
@@ -115,10 +122,10 @@ def test_where_data_loss_is_allowed_the_log_is_begun_again_and_nothing_else_is_r
     assert read(reader, start, end) == set()
     assert read(reader, start, end) == set()  # Spark may plan it again
     again = reader.latestOffset(end, LIMIT)
-    assert again == {"0": -1, "1": -1}
+    assert again == offset(2, -1, -1)
     assert read(reader, end, again) == set()
     last = reader.latestOffset(again, LIMIT)
-    assert last == {"0": marks[0], "1": marks[1]}
+    assert last == offset(2, *marks)
     assert read(reader, again, last) == {0, 1}
 
 
@@ -128,4 +135,43 @@ def test_a_log_that_only_grows_is_read_on(cluster: Cluster) -> None:
     end = reader.latestOffset(start, LIMIT)
     cluster.become(1, 50, 50)
     assert read(reader, start, end) == {0, 1}
-    assert reader.latestOffset(end, LIMIT) == {"0": 50, "1": 50}
+    assert reader.latestOffset(end, LIMIT) == offset(1, 50, 50)
+
+
+def test_a_query_that_starts_again_does_not_read_another_log_that_is_longer(
+    cluster: Cluster,
+) -> None:
+    reader = reader_of()
+    end = reader.latestOffset(reader.initialOffset(), LIMIT)
+    cluster.become(2, 50, 50)
+    with pytest.raises(DataLoss, match=r"expected cluster 0101.*, found 0202.*Begin with another"):
+        reader_of().latestOffset(end, LIMIT)
+    allowed = reader_of(failOnDataLoss="false")
+    again = allowed.latestOffset(end, LIMIT)
+    assert again == offset(2, -1, -1)
+    assert read(allowed, end, again) == set()
+    assert reader_of().latestOffset(again, LIMIT) == offset(2, 50, 50)
+
+
+def test_a_micro_batch_that_was_planned_before_a_restart_is_of_one_log(cluster: Cluster) -> None:
+    start = reader_of().initialOffset()
+    end = reader_of().latestOffset(start, LIMIT)
+    cluster.become(2, 50, 50)
+    with pytest.raises(DataLoss, match="is not the cluster that the stream has read"):
+        reader_of().partitions(start, end)
+    assert read(reader_of(failOnDataLoss="false"), start, end) == set()
+
+
+def test_offsets_of_development_versions_have_no_cluster_and_the_next_one_has(
+    cluster: Cluster,
+) -> None:
+    cluster.become(1, 50, 50)
+    reader = reader_of()
+    end = reader.latestOffset({"0": 10, "1": 10}, LIMIT)
+    assert end == offset(1, 50, 50)
+    assert read(reader, {"0": 10, "1": 10}, end) == {0, 1}
+
+
+def test_the_lag_is_of_partitions_alone() -> None:
+    progress = {"latestOffset": offset(1, 9, 50), "endOffset": json.dumps(offset(1, 4, 50))}
+    assert lag_of({"sources": [progress]}) == [{0: 5, 1: 0}]

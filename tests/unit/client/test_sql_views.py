@@ -1,0 +1,244 @@
+"""SQL views over a log in this process: batches, filters, and contexts on a view that is behind."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from tests.client_contract import PATIENCE_S
+from waltz_core import errors, memory
+from waltz_core.client import (
+    PoisonPolicy,
+    Transaction,
+    TransactionBuilder,
+    lock,
+    sql,
+    transactional,
+)
+from waltz_core.client.sql import SqlCallbacks
+from waltz_core.memory import MemoryWaltz
+
+METADATA = sa.MetaData()
+ROWS = sa.Table(
+    "rows",
+    METADATA,
+    # No key here: what is applied twice is to be seen, not refused.
+    sa.Column("transaction_id", sa.BigInteger, nullable=False),
+    sa.Column("header", sa.Integer, nullable=False),
+)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[sa.Engine]:
+    made = sa.create_engine(f"sqlite:///{tmp_path / 'view.db'}")
+    METADATA.create_all(made)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture(autouse=True)
+def a_busy_machine_makes_no_batch_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "BATCH_S", PATIENCE_S)
+
+
+class View(SqlCallbacks):
+    """Has a row for each transaction; notes the commits that moved its mark."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        super().__init__(engine)
+        self._engine = engine
+        self.poison: set[int] = set()
+        self.failed: list[int] = []
+        self.before_each: Callable[[], object] = lambda: None
+        self.sizes: list[int] = []
+        self.passes = 0
+
+    def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
+        self.before_each()
+        self.sizes.append(len(transactions))
+        ids = [int(each.transaction_id) for each in transactions]
+        headers = [each.header for each in transactions]
+        rows = [{"transaction_id": a, "header": b} for a, b in zip(ids, headers, strict=True)]
+        connection.execute(ROWS.insert(), rows)
+        if self.poison.intersection(ids):
+            raise ZeroDivisionError
+
+    def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
+        self.passes += not transactions
+        return super().apply_some(partition, transactions, last)
+
+    def uncaught_exception(
+        self, partition: int, transaction_id: int, error: Exception
+    ) -> PoisonPolicy:
+        if isinstance(error, ZeroDivisionError):
+            self.failed.append(transaction_id)
+            return PoisonPolicy.SKIP
+        return super().uncaught_exception(partition, transaction_id, error)
+
+    @property
+    def ids(self) -> list[int]:
+        with self._engine.connect() as connection:
+            return [int(each) for each in connection.scalars(sa.select(ROWS.c.transaction_id))]
+
+    @property
+    def mark(self) -> int:
+        with self._engine.connect() as connection:
+            query = sa.select(self.marks.c.high_water_mark)
+            return int(connection.execute(query).scalar_one())
+
+    def until_at(self, mark: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.mark < mark:
+            assert time.monotonic() < deadline, f"at {self.mark}, not at {mark}"
+            time.sleep(0.005)
+
+
+def fill(client: Any, headers: Sequence[int]) -> None:
+    futures = [client.append(b"", partition=0, header=each) for each in headers]
+    assert [each.result(PATIENCE_S) for each in futures] == list(range(len(headers)))
+
+
+def test_a_view_that_is_behind_is_applied_in_batches(
+    waltz_memory: MemoryWaltz, engine: sa.Engine
+) -> None:
+    view = View(engine)
+    with waltz_memory.client() as client:
+        fill(client, [1] * 2_000)
+        client.subscribe(view, [0])
+        view.until_at(1_999)
+    assert view.ids == list(range(2_000))
+    assert len(view.sizes) < 50
+
+
+def test_what_comes_alone_is_applied_at_once(waltz_memory: MemoryWaltz, engine: sa.Engine) -> None:
+    view = View(engine)
+    with waltz_memory.client() as client:
+        client.subscribe(view, [0])
+        for number in range(20):
+            assert client.append(b"", partition=0).result(PATIENCE_S) == number
+            view.until_at(number)
+    assert view.sizes == [1] * 20
+
+
+def test_a_transaction_that_is_skipped_costs_no_other(
+    waltz_memory: MemoryWaltz, engine: sa.Engine
+) -> None:
+    view = View(engine)
+    view.poison = {100, 101, 399}
+    with waltz_memory.client() as client:
+        fill(client, [1] * 500)
+        client.subscribe(view, [0])
+        view.until_at(499)
+    assert view.failed == [100, 101, 399]
+    assert view.ids == [each for each in range(500) if each not in view.poison]
+
+
+def test_a_filtered_view_has_what_it_wants_and_the_mark_of_the_log(
+    waltz_memory: MemoryWaltz, engine: sa.Engine
+) -> None:
+    view = View(engine)
+    with waltz_memory.client() as client:
+        fill(client, [7 if each % 10 == 0 else 1 for each in range(500)])
+        client.subscribe(view, [0], headers=[7])
+        view.until_at(499)
+        assert view.ids == list(range(0, 500, 10))
+        assert view.passes < 50
+
+
+def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
+    waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("waltz_core.client.feed.PASS_S", PATIENCE_S)
+    view = View(engine)
+    with waltz_memory.client() as client:
+        client.subscribe(view, [0], headers=[7])
+        fill(client, [1] * 300)
+        assert (view.passes, view.mark) == (0, -1)
+        assert client.append(b"", partition=0, header=7).result(PATIENCE_S) == 300
+        view.until_at(300)
+        assert (view.passes, view.ids) == (0, [300])
+
+
+def test_a_context_gets_past_a_lock_of_a_transaction_that_the_view_leaves_out(
+    waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("waltz_core.client.feed.PASS_S", PATIENCE_S)
+    view = View(engine)
+
+    @transactional(partition=0)
+    def add(builder: TransactionBuilder) -> bool:
+        with view.reading(builder):
+            builder.set_write_locks([lock("account", 1)])
+            builder.set_header(7)
+            builder.set_transaction_data("more")
+        return True
+
+    with waltz_memory.client() as client:
+        client.subscribe(view, [0], headers=[7])
+        other = client.append(b"", partition=0, header=1, append_locks=[lock("account", 1)])
+        assert other.result(PATIENCE_S) == 0
+        assert client.submit(add()).result(PATIENCE_S) == 1
+
+
+def test_a_context_on_a_view_that_catches_up_reports_how_far_it_is(
+    waltz_memory: MemoryWaltz, engine: sa.Engine
+) -> None:
+    view = View(engine)
+    may_go = threading.Event()
+    started = threading.Event()
+    computed: list[int] = []
+
+    def hold() -> None:
+        if len(view.sizes) == 3 and not may_go.is_set():
+            started.set()
+            assert may_go.wait(PATIENCE_S)
+
+    view.before_each = hold
+
+    @transactional(partition=0, timeout_ms=2_000)
+    def add(builder: TransactionBuilder) -> bool:
+        with view.reading(builder):
+            computed.append(int(builder.client_high_water_mark))
+            builder.set_write_locks([lock("account", 1)])
+            builder.set_transaction_data("more")
+        return True
+
+    with waltz_memory.client() as client:
+        fill(client, [1] * 2_000)
+        last = client.append(b"", partition=0, append_locks=[lock("account", 1)]).result(PATIENCE_S)
+        client.subscribe(view, [0])
+        assert started.wait(PATIENCE_S)
+        with pytest.raises(
+            errors.ViewBehind, match=r"it is at transaction \d+, the log at"
+        ) as behind:
+            client.submit(add()).result(PATIENCE_S)
+        assert behind.value.retriable
+        assert behind.value.applied == 16 + 32 + 64 - 1
+        assert behind.value.high_water_mark == last
+        assert behind.value.applied == computed[-1] < last
+        may_go.set()
+        view.until_at(last)
+        assert client.submit(add()).result(PATIENCE_S) == last + 1
+
+
+def test_another_log_is_not_applied_to_a_view(
+    engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log was created again and has outgrown the view's mark."""
+    view = View(engine)
+    with MemoryWaltz(1) as waltz, waltz.client() as client:
+        fill(client, [1] * 5)
+        client.subscribe(view)
+        view.until_at(4)
+    monkeypatch.setattr(memory, "KEY", b"another cluster.")
+    again = View(engine)
+    with MemoryWaltz(1) as waltz, waltz.client() as client:
+        fill(client, [2] * 20)
+        with pytest.raises(errors.ClusterKeyMismatch, match=r"Hint: apply this log to tables of"):
+            client.subscribe(again)
+        assert client.partitions == ()
+    assert (again.ids, again.mark) == ([0, 1, 2, 3, 4], 4)

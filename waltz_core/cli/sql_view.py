@@ -1,0 +1,212 @@
+"""The workload `sql-view`: catch up with a log, into memory and into a database.
+
+Why it stands alone: it needs SQLAlchemy (extra `sql`), which no other workload does.
+
+Rules:
+    1. The same log is applied three times, to new tables: by `Callbacks` that keep a dictionary, by
+       `SqlCallbacks.apply` with a statement for each transaction, and by `apply_batch` with one
+       statement, of a row for each account that the batch changes. The last one is the workload's
+       rate; the others are in `extra`.
+    2. All three unpack each payload. The balances are compared with what was appended.
+    3. An account belongs to one partition, as it does where a lock guards it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from waltz_core.batches import encode_append
+from waltz_core.client import MSGPACK, Callbacks, WaltzClient
+from waltz_core.errors import BadConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    import sqlalchemy as sa
+
+    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_core.client import BatchOutcome, Transaction
+
+ACCOUNTS = 1_000  # of a partition
+WAIT_S_MAX = 600.0
+
+
+class _End:
+    """Counts what was applied, and knows when that is all."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._left -= count
+            if self._left <= 0:
+                self._is_over.set()
+
+    def wait(self) -> None:
+        if not self._is_over.wait(WAIT_S_MAX):
+            raise BadConfig(f"after {WAIT_S_MAX:.0f} s there are {self._left} rows to apply")
+
+
+class _InMemory(Callbacks):
+    """The null case."""
+
+    def __init__(self, end: _End) -> None:
+        self._end = end
+        self.balances: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        """Add."""
+        account, amount = _entry(transaction)
+        with self._lock:
+            self.balances[account] += amount
+        self._end.add(1)
+
+
+def _entry(transaction: Transaction) -> tuple[int, int]:
+    account, amount = cast("tuple[int, int]", transaction.value())
+    return account, amount
+
+
+def sql_view(load: Load, meter: Meter) -> Measured:
+    """Catch up with a log of `--rows` small transactions, into an SQL database."""
+    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+
+    with WaltzClient(load.connect) as client:
+        if any(mark >= 0 for mark in client.high_water_marks().values()):
+            raise BadConfig("sql-view: expected an empty log, found transactions")
+        expected = _fill(client, load)
+    rows = sum(expected.values())
+    seconds: dict[str, float] = {}
+    cpu: dict[str, float] = {}
+    found: Counter[int] = Counter()
+    with _database(load) as url:
+        for name in ("callbacks", "apply", "apply_batch"):
+            end = _End(rows)
+            callbacks, balances = _view(name, url, sorted(expected), end)
+            with WaltzClient(load.connect) as client:
+                meter.start()
+                began, began_cpu = time.perf_counter(), time.process_time()
+                client.subscribe(callbacks)
+                end.wait()
+                seconds[name] = time.perf_counter() - began
+                cpu[name] = time.process_time() - began_cpu
+                meter.stop()
+            found = balances()
+            if found != expected:
+                break
+    extra: dict[str, object] = {
+        f"{name}_per_s": round(rows / took) for name, took in seconds.items()
+    }
+    extra |= {f"{name}_client_cpu_us": round(spent * 1e6 / rows, 1) for name, spent in cpu.items()}
+    return Measured(
+        rows=rows,
+        seconds=seconds[name],
+        bytes=0,
+        acknowledged=rows,
+        lost=sum((expected - found).values()),
+        doubled=sum((found - expected).values()),
+        extra=extra | {"last": name, "database": url.partition(":")[0]},
+    )
+
+
+def _fill(client: WaltzClient, load: Load) -> Counter[int]:
+    """Append the rows, spread over all partitions; return the balances that they make."""
+    count = load.batch_rows
+    none: list[list[int]] = [[] for _ in range(count)]
+    balances: Counter[int] = Counter()
+    waiting: deque[Future[BatchOutcome]] = deque()
+    for number in range(-(-load.rows // count)):
+        partition = number % client.partition_count
+        accounts = [partition * ACCOUNTS + each % ACCOUNTS for each in range(count)]
+        payload = encode_append(
+            [0] * count,
+            [MSGPACK.serialize([account, 1]) for account in accounts],
+            write_locks=none,
+            read_locks=none,
+            append_locks=none,
+        )
+        balances.update(accounts)
+        if len(waiting) >= load.in_flight * client.partition_count:
+            waiting.popleft().result()
+        waiting.append(client.append_batch(partition, payload, count, client_high_water_mark=-1))
+    for each in waiting:
+        each.result()
+    return balances
+
+
+@contextlib.contextmanager
+def _database(load: Load) -> Iterator[str]:
+    """Give the URL of a database: a new SQLite file, unless one is named."""
+    if load.database is not None:
+        yield load.database
+        return
+    with tempfile.TemporaryDirectory(prefix="waltz-bench-", dir=load.directory or ".") as place:
+        yield f"sqlite:///{Path(place) / 'view.db'}"
+
+
+def _view(
+    name: str, url: str, numbers: Sequence[int], end: _End
+) -> tuple[Callbacks, Callable[[], Counter[int]]]:
+    """Make new tables and the callbacks that fill them, and what returns the balances."""
+    import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it
+
+    from waltz_core.client.sql import SqlCallbacks  # noqa: PLC0415 - likewise
+
+    if name == "callbacks":
+        in_memory = _InMemory(end)
+        return in_memory, lambda: in_memory.balances
+    metadata = sa.MetaData()
+    accounts = sa.Table(
+        "waltz_bench_accounts",
+        metadata,
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("balance", sa.BigInteger, nullable=False),
+    )
+    added = accounts.c.balance + sa.bindparam("amount")
+    add = accounts.update().where(accounts.c.id == sa.bindparam("account")).values(balance=added)
+
+    class OneByOne(SqlCallbacks):
+        def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
+            account, amount = _entry(transaction)
+            connection.execute(add, {"account": account, "amount": amount})
+
+        def apply_some(self, partition: int, given: Sequence[Transaction], last: int) -> int:
+            count = super().apply_some(partition, given, last)
+            end.add(count)
+            return count
+
+    class Together(OneByOne):
+        def apply_batch(self, connection: sa.Connection, given: Sequence[Transaction]) -> None:
+            sums: Counter[int] = Counter()
+            for account, amount in map(_entry, given):
+                sums[account] += amount
+            connection.execute(add, [{"account": a, "amount": b} for a, b in sums.items()])
+
+    engine = sa.create_engine(url)
+    kind = OneByOne if name == "apply" else Together
+    callbacks = kind(engine, table="waltz_bench_marks")
+    callbacks.marks.drop(engine)
+    callbacks.marks.create(engine)
+    metadata.drop_all(engine)
+    metadata.create_all(engine)
+    with engine.begin() as connection:
+        connection.execute(accounts.insert(), [{"id": n, "balance": 0} for n in numbers])
+
+    def balances() -> Counter[int]:
+        with engine.connect() as connection:
+            rows = connection.execute(sa.select(accounts.c.id, accounts.c.balance)).all()
+        engine.dispose()
+        return Counter({int(row.id): int(row.balance) for row in rows if row.balance})
+
+    return callbacks, balances
