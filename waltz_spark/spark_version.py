@@ -25,6 +25,8 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas import types
 from pyspark.sql.types import StructType
 
+from waltz_spark.offsets import Offset, decode
+
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
     from pyspark.sql.streaming.datasource import (
@@ -86,8 +88,6 @@ __all__ = [
 
 _log = logging.getLogger("waltz")
 
-Offset = dict[str, int]
-
 _TAKES_TIMEZONE = "timezone" in inspect.signature(types.to_arrow_schema).parameters
 
 
@@ -138,10 +138,13 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """Return the tasks of a micro-batch; a restarted query passes its last offset twice."""
         self._start = end
-        if any(mark < start.get(partition, mark) for partition, mark in end.items()):
+        begin, ends = decode(start), decode(end)
+        is_other = begin.cluster not in (None, ends.cluster)
+        if is_other or any(mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()):
             # Rule 2. It raises, or goes back to the start of a partition that is of another log.
-            found = self._reader.latestOffset(start, ReadAllAvailable())
-            start = {each: min(mark, found.get(each, mark)) for each, mark in start.items()}
+            found = decode(self._reader.latestOffset(start, ReadAllAvailable())).marks
+            again = {each: min(mark, found.get(each, mark)) for each, mark in begin.marks.items()}
+            start = start | {str(each): mark for each, mark in again.items()}
         return self._reader.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -158,7 +161,8 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
 
     def _warn_of_a_large_batch(self, start: Offset, end: Offset) -> None:
         limit = self._reader.getDefaultReadLimit()
-        count = sum(mark - start.get(partition, -1) for partition, mark in end.items())
+        begin = decode(start).marks
+        count = sum(mark - begin.get(each, -1) for each, mark in decode(end).marks.items())
         if isinstance(limit, ReadMaxRows) and count > limit.max_rows:
             _log.warning(
                 "a micro-batch has %d transactions, maxTransactionsPerTrigger is %d: PySpark "

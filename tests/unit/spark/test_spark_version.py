@@ -14,12 +14,17 @@ from tests.unit.spark.test_stream_reader import (  # noqa: F401 - a fixture
 from waltz_core.errors import DataLoss
 from waltz_spark import spark_version
 from waltz_spark.datasource.stream import WaltzStreamReader
+from waltz_spark.offsets import Offset, encode
 from waltz_spark.spark_version import DataSourceStreamArrowWriter, arrow_schema, stream_reader
 
 
 @pytest.fixture(autouse=True)
 def before_4_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spark_version, "HAS_ADMISSION_CONTROL", False)
+
+
+def offset(*marks: int) -> Offset:
+    return encode(dict(enumerate(marks)), bytes([1]) * 16)
 
 
 def old_reader_of(**options: str):
@@ -34,15 +39,15 @@ def test_a_micro_batch_reads_all_that_is_there_and_a_warning_says_so(
     start = reader.initialOffset()
     with caplog.at_level(logging.WARNING, "waltz"):
         end = reader.latestOffset()
-    assert end == {"0": 10, "1": 10}
+    assert end == offset(10, 10)
     assert read(reader, start, end) == {0, 1}
     assert "a micro-batch has 22 transactions, maxTransactionsPerTrigger is 3" in caplog.text
 
 
 def test_offsets_never_go_back(cluster: Cluster) -> None:  # noqa: F811
     reader = old_reader_of()
-    reader.partitions({"0": 10, "1": 10}, {"0": 10, "1": 10})  # as Spark does after a restart
-    assert reader.latestOffset() == {"0": 10, "1": 10}
+    reader.partitions(offset(10, 10), offset(10, 10))  # as Spark does after a restart
+    assert reader.latestOffset() == offset(10, 10)
     cluster.become(1, 9, 12)
     with pytest.raises(DataLoss, match="partition 0 up to transaction 10, but its log ends at 9"):
         reader.latestOffset()
@@ -54,7 +59,7 @@ def test_the_end_may_be_asked_for_before_the_start_is_known(
     """PySpark does so with availableNow."""
     reader = old_reader_of()
     end = reader.latestOffset()
-    assert end == {"0": 10, "1": 10}
+    assert end == offset(10, 10)
     with pytest.raises(DataLoss, match="partition 1 up to transaction 30, but its log ends at 10"):
         reader.partitions({"0": 4, "1": 30}, end)
     assert read(reader, {"0": 4, "1": 10}, end) == {0}
@@ -67,6 +72,17 @@ def test_a_start_that_was_found_after_the_end_is_no_data_loss(
     end = reader.latestOffset()
     cluster.become(1, 12, 12)
     assert read(reader, {"0": 12, "1": 10}, end) == set()
+
+
+def test_another_cluster_with_a_longer_log_is_data_loss(
+    cluster: Cluster,  # noqa: F811
+) -> None:
+    reader = old_reader_of()
+    start = offset(10, 10)
+    cluster.become(2, 30, 30)
+    end = reader.latestOffset()
+    with pytest.raises(DataLoss, match="is not the cluster that the stream has read from"):
+        reader.partitions(start, end)
 
 
 def test_where_data_loss_is_allowed_another_log_is_read_from_its_start(
