@@ -58,10 +58,12 @@ class Gate:
     async def _shut(self) -> None:
         assert self._server is not None
         self._server.close()
-        for task in self._carrying:
-            task.cancel()
-        if self._carrying:
-            await asyncio.wait(self._carrying)
+        # asyncio has a task for each connection that it is still accepting: such a connection
+        # reaches `_accept` after the listening socket is closed.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in self._carrying:
+                task.cancel()
+            await asyncio.wait(others)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._loop.create_task(self._carry(reader, writer))
