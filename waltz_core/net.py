@@ -123,6 +123,10 @@ async def dial(
         except OSError as error:
             kind = TlsMismatch if isinstance(error, SSLError) else Unreachable
             raise kind(f"{address}: {tls.told(error)}") from error
+        except ValueError as error:
+            # A name from ZooKeeper that no lookup accepts (an empty label, say: a UnicodeError)
+            # must not end the process that dials it.
+            raise Unreachable(f"{address}: {host!r} is not a valid host name: {error}") from error
     except BaseException as error:
         if isinstance(error, TlsMismatch):
             tls.tell(address, str(error).removeprefix(f"{address}: "))

@@ -131,6 +131,31 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
 LONG_MS, SOONER_S = 60_000, 30
 
 
+def test_a_lookup_that_fails_once_does_not_end_the_session(zookeeper, monkeypatch):
+    async def body():
+        async with world_at(zookeeper) as world:
+            session = await world.znodes()
+            lookup, errors_left = socket.getaddrinfo, [OSError(24, "Too many open files")]
+
+            def failing(*words, **named):
+                if errors_left:
+                    raise errors_left.pop()
+                return lookup(*words, **named)
+
+            monkeypatch.setattr(socket, "getaddrinfo", failing)
+            lost = asyncio.Event()
+            session.on_state(lambda state: state is SessionState.SUSPENDED and lost.set())
+            connection = session._client._connection
+            connection._socket.shutdown(socket.SHUT_RDWR)
+            async with asyncio.timeout(60):
+                await lost.wait()
+            await until(lambda: session.state is SessionState.CONNECTED)
+            assert not errors_left
+            assert not connection.connection_stopped.is_set()
+
+    asyncio.run(body())
+
+
 def test_nobody_listens():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # it is nobody else's, and it refuses

@@ -242,6 +242,13 @@ async def test_a_dial_to_a_silent_peer_is_unreachable():
             await net.dial(Surface.STORAGE, address, timeout_s=0.1)
 
 
+@on_loop
+@pytest.mark.parametrize("host", ["waltz..example.com", ".x", "a" * 64])
+async def test_a_dial_to_a_name_that_no_lookup_accepts_is_unreachable(host: str):
+    with pytest.raises(Unreachable, match="is not a valid host name"):
+        await net.dial(Surface.STORAGE, f"{host}:5280")
+
+
 def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypatch):
     """Given up at the moment of the peer's hello, when whoever dials has not been told yet."""
     is_told = net.Link._hello_received

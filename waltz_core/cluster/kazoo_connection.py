@@ -9,6 +9,8 @@ Rules:
     2. The session timeout that ZooKeeper has granted is kept; kazoo does not show it.
     3. While the event loop hangs no heartbeat is sent and no new connection is made, so that the
        session expires (`watchdog.py`). Other requests are the loop's, which sends none.
+    4. A lookup of a host name that fails, for any reason, is repeated. kazoo repeats it only for a
+       `gaierror`: where the process had no file descriptor left, its thread ended for good.
 """
 
 import logging
@@ -47,6 +49,10 @@ class Hooks:
         connection = client._connection
         self._invoke, connection._invoke = connection._invoke, self._invoke_hooked
         self._send_ping, connection._send_ping = connection._send_ping, self._send_ping_hooked
+        self._expand, connection._expand_client_hosts = (
+            connection._expand_client_hosts,
+            self._expand_hooked,
+        )
 
     @property
     def session_timeout_ms(self) -> int:
@@ -69,6 +75,14 @@ class Hooks:
     def _send_ping_hooked(self, connect_timeout_s: float) -> None:
         if self._may_keep_session():
             self._send_ping(connect_timeout_s)
+
+    def _expand_hooked(self) -> list[tuple[str, str, int]]:
+        try:
+            found: list[tuple[str, str, int]] = self._expand()
+        except (OSError, UnicodeError) as error:
+            _log.warning("zookeeper.lookup_failed error=%s", error)
+            return []  # kazoo pauses, and tries again
+        return found
 
     def _may_keep_session(self) -> bool:
         """Ask the watchdog; log the beginning and the end of a hang, which the loop cannot."""
