@@ -34,6 +34,7 @@ from waltz_core.errors import (
     BadRequest,
     ChecksumMismatch,
     DiskFailed,
+    MissingSegment,
     NoSpace,
     ReplicaSuspect,
     UnknownPartition,
@@ -378,9 +379,16 @@ class Engine:
             raise UnknownPartition(f"partition {partition_id} is not assigned to this storage")
 
     def _close_log(self, partition_id: PartitionId) -> None:
-        log = self.logs.pop(partition_id, None)
-        if log is not None:
-            log.close()
+        log = self.logs.get(partition_id)
+        if log is None:
+            return
+        try:
+            log.check_place()
+        except MissingSegment as error:
+            self.give_up(partition_id, error)  # Rule 8: the next open would take the other files.
+            raise
+        del self.logs[partition_id]
+        log.close()
 
     def _open_slots(self, partition_id: PartitionId) -> SlotFile:
         return SlotFile.open(self._disk, self._directory_of(partition_id), partition_id)

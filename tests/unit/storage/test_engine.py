@@ -380,3 +380,21 @@ def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_pat
     with pytest.raises(SessionFenced):
         log.prepare(7, bytes(16))
     engine.close()
+
+
+@pytest.mark.parametrize("step", ["set_available", "mark_suspect"])
+def test_an_administrators_step_does_not_open_files_that_replaced_others(tmp_path, step):
+    engine = open_engine(tmp_path)
+    engine.assign(1).prepare(5, bytes(16))
+    shutil.copytree(tmp_path / "1", tmp_path / "copy")
+    engine.log(1).prepare(9, KEY)
+    shutil.rmtree(tmp_path / "1")
+    shutil.copytree(tmp_path / "copy", tmp_path / "1")
+    call = {
+        "set_available": lambda: engine.set_available(1, is_available=False),
+        "mark_suspect": lambda: engine.mark_suspect(1),
+    }[step]
+    for again in (call, lambda: engine.assign(1)):
+        with pytest.raises(MissingSegment, match="deleted or replaced"):
+            again()
+    engine.close()
