@@ -12,7 +12,7 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 
-from tests.ports import free_port
+from tests.ports import free_port, stop_listening
 
 HELLO = struct.pack(">cHi", b"H", 0, 4 + 2 + 4 + 20) + struct.pack(">iHi", 1, 0, 20)
 HELLO += b"Waltz Storage Server"
@@ -91,7 +91,7 @@ class OriginalStorage:
     async def stop(self) -> None:
         if self._server is None:
             return
-        self._server.close()
+        await stop_listening(self._server)
         for writer in list(self._writers):
             writer.transport.abort()
         self._server = None

@@ -1,5 +1,6 @@
 """Ports for daemons that tests start, kill and start again: no other test process draws them."""
 
+import asyncio
 import os
 import random
 import socket
@@ -37,3 +38,17 @@ def free_port() -> int:
                 continue
         _drawn.add(port)
         return port
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Close a server of asyncio's default loop; each accepted connection has reached its protocol.
+
+    asyncio accepts a connection in several steps, and loses the connection's socket when its
+    server closes between them (python/cpython#109564).
+    """
+    loop = asyncio.get_running_loop()
+    for each in server.sockets:
+        loop.remove_reader(each.fileno())
+    for _ in range(3):  # the task that accepts, `connection_made`, the end of that task
+        await asyncio.sleep(0)
+    server.close()

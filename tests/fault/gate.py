@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from tests.ports import free_port
+from tests.ports import free_port, stop_listening
 
 
 class Gate:
@@ -57,9 +57,7 @@ class Gate:
 
     async def _shut(self) -> None:
         assert self._server is not None
-        self._server.close()
-        # asyncio has a task for each connection that it is still accepting: such a connection
-        # reaches `_accept` after the listening socket is closed.
+        await stop_listening(self._server)
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in self._carrying:
                 task.cancel()

@@ -125,9 +125,7 @@ def read_while(
 
 def await_task(place: Path, job: Future[Any]) -> None:
     """Wait until the first task is in the midst of it."""
-    wait_until(
-        "a task has begun", lambda: (place / "begun").exists() or job.done(), seconds=PATIENCE_S
-    )
+    wait_until("a task has begun", lambda: (place / "begun").exists() or job.done())
 
 
 def prefer(log: LocalCluster, name: str, other: str) -> None:
@@ -200,11 +198,7 @@ def test_batches_and_a_stream_go_on_where_the_partitions_go(
                 place = tmp_path / str(number)
                 assert read_while(spark, log, place, event, readFrom="server") == EXPECTED
                 count = len(seen)
-                wait_until(
-                    "the stream goes on",
-                    lambda at=count: len(seen) > at + 20,
-                    seconds=PATIENCE_S,
-                )
+                wait_until("the stream goes on", lambda at=count: len(seen) > at + 20)
             writer.stop()
             query.processAllAvailable()
         assert query.exception() is None
@@ -287,7 +281,7 @@ def test_a_batch_reads_from_its_own_group_and_from_others_when_that_is_gone(
     near = names[1]
     # A server that has just come takes partitions over, and a session that has just begun may do
     # without the near replica for a while.
-    wait_until("nothing moves", lambda: is_settled(log), seconds=PATIENCE_S)
+    wait_until("nothing moves", lambda: is_settled(log))
     with WaltzClient(log.connect) as client:
         # Each storage of a local cluster is a group of its own.
         (group,) = (
