@@ -131,6 +131,33 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
 LONG_MS, SOONER_S = 60_000, 30
 
 
+def test_a_session_is_closed_where_no_thread_starts_any_more(zookeeper, monkeypatch):
+    """As while Python 3.12 exits; an application that closes nothing is closed then."""
+
+    def refuse(_thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    async def run():
+        session = door.ZooKeeperSession(
+            [zookeeper],
+            connect_timeout_ms=10_000,
+            session_timeout_ms=LONG_MS,
+            request_timeout_ms=5_000,
+        )
+        await session.open()
+        await session.write([Create("/exits", ephemeral=True)])
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        await session.close()
+        monkeypatch.undo()
+
+    asyncio.run(run())
+    other = KazooClient(zookeeper)
+    other.start()
+    assert other.exists("/exits") is None
+    other.stop()
+    other.close()
+
+
 def test_a_lookup_that_fails_once_does_not_end_the_session(zookeeper, monkeypatch):
     async def body():
         async with world_at(zookeeper) as world:

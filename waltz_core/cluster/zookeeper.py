@@ -353,7 +353,10 @@ class ZooKeeperSession:
             _call_soon(loop, done.set)
 
         # A thread of its own, not of the loop's pool: the loop's end would wait for that.
-        threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
+        try:
+            threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
+        except RuntimeError:  # From 3.12 on Python starts no thread while it exits.
+            stop()
         return done
 
     # --- the session's state
