@@ -400,7 +400,7 @@ class ZooKeeperSession:
         if state is SessionState.CONNECTED and self._disconnected_ms is not None:
             away_ms, self._disconnected_ms = clock_ms() - self._disconnected_ms, None
             session = "same" if is_same else "new"
-            _log.warning(
+            _log.info(
                 "zookeeper.connected hosts=%s away_ms=%d session=%s at=%s",
                 self._hosts,
                 away_ms,
@@ -409,7 +409,7 @@ class ZooKeeperSession:
             )
         elif self._state is SessionState.CONNECTED and state is not SessionState.CONNECTED:
             self._disconnected_ms = clock_ms()
-            _log.warning("zookeeper.disconnected hosts=%s at=%s", self._hosts, _utc_now())
+            _log.info("zookeeper.disconnected hosts=%s at=%s", self._hosts, _utc_now())
 
     # --- requests and answers
 
