@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.certificates import make
@@ -16,15 +17,19 @@ from waltz_core.local import LocalCluster, running
 class Server(Child):
     """A server beside those of the cluster."""
 
-    def __init__(self, cluster: LocalCluster, folder: Path, settings: dict[str, object]) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        folder: Path,
+        settings: dict[str, object],
+        program: Sequence[str] = ("-m", "waltz_core", "server", "run", "--config"),
+    ) -> None:
         values = {"connect": cluster.connect, "zookeeper_session_timeout_ms": 1_500} | settings
         values = {"listen_host": "127.0.0.1", "advertised_host": "127.0.0.1"} | values
         config, self._log = folder / "server.toml", folder / "server.log"
         config.write_text(render_toml("server", values))
         with self._log.open("w") as log:
-            self.run(
-                [sys.executable, "-m", "waltz_core", "server", "run", "--config", str(config)], log
-            )
+            self.run([sys.executable, *program, str(config)], log)
 
     def is_ready(self) -> bool:
         """Tell whether it is registered."""
@@ -96,3 +101,30 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
         finally:
             server.kill()
     story.check_agrees()
+
+
+def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages_restart(
+    tmp_path: Path,
+):
+    with running(tmp_path / "cluster", server_count=2) as cluster:
+        story, others = Story(cluster), owners(cluster)
+        settings = {"port": free_port(), "advertised_port": free_port()}
+        program = ("-m", "tests.fault.walled_server")
+        server = Server(cluster, tmp_path, settings, program)
+        try:
+            wait_until("it is registered", server.is_ready)
+            with story.load() as load:
+                load.goes_on(2_000)
+                for _ in range(3):
+                    storages = [each.name for each in cluster.members if each.kind == "storage"]
+                    for each in storages:
+                        cluster.kill(each)
+                    for each in storages:
+                        cluster.start(each)
+                    load.goes_on()
+                    # While no server had an open partition, it may have been given some.
+                    wait_until("the others own all", lambda: owners(cluster) == others)
+                    load.goes_on()
+        finally:
+            server.kill()
+        story.check_agrees()

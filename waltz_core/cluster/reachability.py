@@ -4,16 +4,20 @@ A separate file because the servers that connect (`server/neighbours.py`), the l
 partitions (`membership.py`) and the doctor share these rules (decision 027).
 
 Rules:
-    1. A server is a witness while it has an open partition: its network and its TLS settings work.
-       A witness publishes in the ephemeral node `R/x/reach/ID` which other servers it has connected
-       to and which it cannot connect to. Waltz 0.13 neither writes nor reads these nodes.
+    1. Each server publishes in the ephemeral node `R/x/reach/ID` which other servers it has
+       connected to. While it has an open partition it is a witness, as its network and its TLS
+       settings work, and publishes also which servers it cannot connect to. Waltz 0.13 neither
+       writes nor reads these nodes.
     2. A server counts as unreachable for a witness after `FAILURES_MIN` failed attempts in a row
        over `FAILING_MS`, and as reachable again once a connection has lasted for `STABLE_MS`.
-    3. A server that no witness can connect to owns no partitions. One witness that can is enough.
+    3. A server that no witness can connect to owns no partitions, unless another server that may
+       own some has connected to it: after all storages restart, a server that is cut off may be
+       the first witness.
     4. A server that is new owns no partitions before a witness has connected to it.
     5. Without another witness every server may own partitions, and so may all if none were left.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,20 +32,27 @@ FAILING_MS: Final = 5_000
 STABLE_MS: Final = 5_000
 REASON_CHARS_MAX: Final = 200
 _FORMAT: Final = 1
+_ID: Final = re.compile("[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one witness publishes; unreachable servers with the reason of the last failure."""
+    """What one server publishes; unreachable servers with the reason of the last failure."""
 
     reached: frozenset[ServerId] = frozenset()
     unreachable: Mapping[ServerId, str] = field(default_factory=dict)
+    is_witness: bool = True
+
+    def without_open_partition(self) -> "Report":
+        """Return what a server publishes that is no witness (rule 1)."""
+        return Report(self.reached, is_witness=False)
 
     def to_bytes(self) -> bytes:
         """Return a node's bytes: JSON."""
         rows = {str(each): why for each, why in sorted(self.unreachable.items())}
         reached = sorted(self.reached)
-        return strict_json.to_json({"format": _FORMAT, "reached": reached, "unreachable": rows})
+        values = {"format": _FORMAT, "reached": reached, "unreachable": rows}
+        return strict_json.to_json(values | {"witness": self.is_witness})
 
     @staticmethod
     def from_bytes(data: bytes) -> "Report":
@@ -56,11 +67,12 @@ class Report:
         if not (isinstance(reached, list) and isinstance(rows, dict) and _are_ids(reached, rows)):
             raise errors.BadFormat(f"reach report: expected ids of servers, found {data!r:.200}")
         unreachable = {ServerId(int(each)): str(why) for each, why in rows.items()}
-        return Report(frozenset(ServerId(int(each)) for each in reached), unreachable)
+        is_witness = values.get("witness") is not False
+        return Report(frozenset(ServerId(int(each)) for each in reached), unreachable, is_witness)
 
 
 def _are_ids(*lists: Iterable[object]) -> bool:
-    return all(str(each).isdecimal() for some in lists for each in some)
+    return all(_ID.fullmatch(str(each)) for some in lists for each in some)
 
 
 @dataclass(slots=True)
@@ -126,38 +138,38 @@ def eligible(
     """
 
     def may_own(server_id: ServerId) -> bool:
-        others = [its for each, its in reports.items() if each != server_id and each in live]
-        if not others:
+        others = {each: its for each, its in reports.items() if each != server_id and each in live}
+        witnesses = [its for its in others.values() if its.is_witness]
+        if not witnesses:
             return True
-        if all(server_id in its.unreachable for its in others):
-            return False
-        return server_id in serving or any(server_id in its.reached for its in others)
+        if server_id not in serving:
+            return any(server_id in its.reached for its in witnesses)
+        if not all(server_id in its.unreachable for its in witnesses):
+            return True
+        return any(server_id in its.reached for each, its in others.items() if each in serving)
 
     return frozenset(filter(may_own, live)) or frozenset(live)
 
 
 class ReachBoard:
-    """Where witnesses publish, through one session (rule 1)."""
+    """Where servers publish, through one session (rule 1)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
         self._published: tuple[int, Report] | None = None  # and in which session
 
-    async def publish(self, server_id: ServerId, report: Report | None) -> None:
-        """Publish this server's report until the session ends; None: it is no witness.
+    async def publish(self, server_id: ServerId, report: Report) -> None:
+        """Publish this server's report until the session ends.
 
         Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; it is
         tried again at the next call.
         """
-        session = self._nodes.znodes.session_number
-        wanted = None if report is None else (session, report)
+        wanted = self._nodes.znodes.session_number, report
         if wanted == self._published:
             return
+        self._published = None  # a write that fails may still arrive
         path = self._nodes.paths.reach(server_id)
-        if report is None:
-            await self._nodes.remove(path)
-        else:
-            await self._nodes.put_own(path, report.to_bytes(), self._nodes.paths.reaches)
+        await self._nodes.put_own(path, report.to_bytes(), self._nodes.paths.reaches)
         self._published = wanted
 
     async def read(

@@ -92,7 +92,9 @@ class Neighbours:
         """Publish what the dials show, again and again, until cancelled (rule 6)."""
         while True:
             self._seen.is_news.clear()
-            report = self._seen.reachability.report(loop_clock_ms()) if is_witness() else None
+            report = self._seen.reachability.report(loop_clock_ms())
+            if not is_witness():
+                report = report.without_open_partition()
             try:
                 await board.publish(self._server_id, report)
             except WaltzError as error:

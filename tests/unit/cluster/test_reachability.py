@@ -24,6 +24,10 @@ def says(reached=(), unreachable=()):
     return Report(frozenset(reached), dict.fromkeys(unreachable, "refused"))
 
 
+def opens_nothing(reached=()):
+    return says(reached).without_open_partition()
+
+
 @pytest.mark.parametrize(
     ("live", "serving", "reports", "may_own"),
     [
@@ -57,6 +61,41 @@ def says(reached=(), unreachable=()):
         ),
         pytest.param([2, 3], [2], {1: says(unreachable=[3])}, [2, 3], id="a witness that has died"),
         pytest.param([2], [2], {2: says(unreachable=[2])}, [2], id="nobody is its own witness"),
+        pytest.param(
+            [1, 2, 3],
+            [1, 2, 3],
+            {1: says(unreachable=[2, 3]), 2: opens_nothing([3]), 3: opens_nothing([2])},
+            [1, 2, 3],
+            id="one that is cut off opens its partitions first",
+        ),
+        pytest.param(
+            [1, 2, 3],
+            [1, 2, 3],
+            {1: says(unreachable=[2, 3]), 2: says([3], [1]), 3: opens_nothing([2])},
+            [2, 3],
+            id="and loses them when the next one has opened its own",
+        ),
+        pytest.param(
+            [1, 2],
+            [1, 2],
+            {1: opens_nothing(), 2: opens_nothing([1])},
+            [1, 2],
+            id="no witness, and not all reached",
+        ),
+        pytest.param(
+            [1, 2, 3],
+            [1],
+            {1: says(unreachable=[2, 3]), 2: opens_nothing([3]), 3: opens_nothing([2])},
+            [1],
+            id="two new ones that only reach each other",
+        ),
+        pytest.param(
+            [1, 2, 3],
+            [1, 2],
+            {1: says(unreachable=[2, 3]), 3: opens_nothing([2])},
+            [1],
+            id="reached by one that is left out",
+        ),
     ],
 )
 def test_who_may_own_partitions(live, serving, reports, may_own):
@@ -96,19 +135,24 @@ def test_a_server_is_reached_again_once_a_connection_lasts():
 
 def test_a_report_survives_its_bytes():
     report = Report(frozenset({3, 1}), {7: "TLS \u2014 refused"})
-    assert Report.from_bytes(report.to_bytes()) == report
+    for each in (report, report.without_open_partition()):
+        assert Report.from_bytes(each.to_bytes()) == each
+    assert not report.without_open_partition().unreachable
     for data in (
         b"",
         b"[]",
         b'{"format":2}',
         b'{"format":1}',
         b'{"format":1,"reached":{},"unreachable":[]}',
+        b'{"format":1,"reached":' + 5_000 * b"[" + 5_000 * b"]" + b"}",
+        b'{"format":1,"reached":[],"unreachable":{"' + 5_000 * b"1" + b'":""}}',
+        b'{"format":1,"reached":[' + 5_000 * b"1" + b'],"unreachable":{}}',
     ):
         with pytest.raises(errors.BadFormat, match="reach report"):
             Report.from_bytes(data)
 
 
-def test_a_witness_publishes_in_each_session_and_takes_it_back():
+def test_a_server_publishes_in_each_session():
     async def run():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         session = zookeeper.session()
@@ -127,7 +171,29 @@ def test_a_witness_publishes_in_each_session_and_takes_it_back():
         assert await reader.read([1]) == {}
         await board.publish(1, says([], [2]))
         assert await reader.read([1]) == {1: says([], [2])}
-        await board.publish(1, None)
-        assert await reader.read([1]) == {}
+
+    asyncio.run(run())
+
+
+def test_a_report_whose_write_had_no_known_outcome_is_published_again(monkeypatch):
+    async def run():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        session = zookeeper.session()
+        await session.write([Create("/w")])
+        nodes = ClusterNodes(session, "/w")
+        board = ReachBoard(nodes)
+        await board.publish(1, says([2]))
+        put_own = nodes.put_own
+
+        async def put_own_without_an_answer(path, data, parent):
+            await put_own(path, data, parent)
+            raise errors.CoordinatorOutcomeUnknown("no answer")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(nodes, "put_own", put_own_without_an_answer)
+            with pytest.raises(errors.CoordinatorOutcomeUnknown):
+                await board.publish(1, says([], [2]))
+        await board.publish(1, says([2]))
+        assert await board.read([1]) == {1: says([2])}
 
     asyncio.run(run())

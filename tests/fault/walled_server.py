@@ -1,0 +1,20 @@
+"""Run a server that can connect to no other server; its configuration is the argument."""
+
+import sys
+
+from waltz_core.cli.main import main
+from waltz_core.errors import Unreachable
+from waltz_core.server import neighbours
+
+
+class Wall:
+    """A firewall between this server and the others, and nothing else."""
+
+    async def dial(self, _surface: object, address: str, **_options: object) -> None:
+        """Fail as a connection does that a firewall drops."""
+        raise Unreachable(f"{address}: timed out") from TimeoutError()
+
+
+if __name__ == "__main__":
+    neighbours.net = Wall()  # type: ignore[assignment]
+    sys.exit(main(["server", "run", "--config", sys.argv[1]]))
