@@ -21,6 +21,7 @@ Rules:
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from ssl import SSLContext, SSLError
@@ -28,7 +29,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
-from waltz_core import tcp, tls
+from waltz_core import lookup, tcp, tls
 from waltz_core.errors import (
     BadConfig,
     RemoteProtocolError,
@@ -116,7 +117,7 @@ async def dial(
     try:
         try:
             async with asyncio.timeout(timeout_s):
-                await loop.create_connection(lambda: _LinkProtocol(link), host, port, ssl=ssl)
+                await _connect(lambda: _LinkProtocol(link), host, port, ssl)
                 await ready
         except TimeoutError as error:
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
@@ -134,6 +135,45 @@ async def dial(
         link.abort("the dial was given up")
         raise
     return link
+
+
+async def _connect(
+    make_protocol: Callable[[], asyncio.BaseProtocol], host: str, port: int, ssl: SSLContext | None
+) -> None:
+    """Connect to the first address of a host that accepts; TLS checks the host's name.
+
+    Raises OSError, UnicodeError for an impossible name.
+    """
+    errors: dict[str, OSError] = {}
+    for address in await lookup.addresses_of(host):
+        try:
+            sock = await _connected_socket(address, port)
+        except OSError as error:
+            errors[address] = error
+            continue
+        await asyncio.get_running_loop().create_connection(
+            make_protocol, sock=sock, ssl=ssl, server_hostname=None if ssl is None else host
+        )
+        return
+    if len(errors) == 1:
+        raise next(iter(errors.values()))
+    raise OSError("; ".join(f"{address}: {error}" for address, error in errors.items()))
+
+
+async def _connected_socket(address: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        sock.settimeout(0)
+        await asyncio.get_running_loop().sock_connect(sock, (address, port))
+    except OSError as error:
+        sock.close()
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno)) from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 async def listen(

@@ -160,7 +160,7 @@ def test_a_session_is_closed_where_no_thread_starts_any_more(zookeeper, monkeypa
 
 def test_a_lookup_that_fails_once_does_not_end_the_session(zookeeper, monkeypatch):
     async def body():
-        async with world_at(zookeeper) as world:
+        async with world_at(zookeeper.replace("127.0.0.1", "localhost")) as world:
             session = await world.znodes()
             lookup, errors_left = socket.getaddrinfo, [OSError(24, "Too many open files")]
 
@@ -181,6 +181,29 @@ def test_a_lookup_that_fails_once_does_not_end_the_session(zookeeper, monkeypatc
             assert not connection.connection_stopped.is_set()
 
     asyncio.run(body())
+
+
+def test_a_host_whose_lookup_is_slow_does_not_delay_the_others(zookeeper, monkeypatch):
+    lookup, may_end = socket.getaddrinfo, threading.Event()
+
+    def slow(host, *words, **named):
+        if host == "zk-2.example.com":
+            may_end.wait()
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        return lookup(host, *words, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    hosts = f"zk-2.example.com:2181,{zookeeper.replace('127.0.0.1', 'localhost')}"
+
+    async def run():
+        async with door.connected(f"{hosts}/a", session_timeout_ms=LONG_MS) as coordinator:
+            assert coordinator.session_state is SessionState.CONNECTED
+            assert not may_end.is_set()
+
+    try:
+        asyncio.run(run())
+    finally:
+        may_end.set()
 
 
 def test_nobody_listens():

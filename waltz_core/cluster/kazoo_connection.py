@@ -11,10 +11,15 @@ Rules:
        session expires (`watchdog.py`). Other requests are the loop's, which sends none.
     4. A lookup of a host name that fails, for any reason, is repeated. kazoo repeats it only for a
        `gaierror`: where the process had no file descriptor left, its thread ended for good.
+    5. A host whose lookup is slow does not delay the connection to the others; kazoo looks all of
+       them up first. Until the lookup ends, the addresses that the last one gave are used.
 """
 
 import logging
+import random
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Any, Final
 
 from kazoo.client import KazooClient
@@ -22,6 +27,7 @@ from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import ConnectionDropped
 from kazoo.protocol.serialization import Connect
 
+from waltz_core import lookup
 from waltz_core.cluster.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
@@ -30,6 +36,8 @@ _log = logging.getLogger(__name__)
 # used at all needs.
 CONNECT_ANSWER_S_MIN: Final = 0.5
 CONNECT_ANSWER_S_MAX: Final = 3.0
+# For rule 5: longer than a DNS server takes that works.
+LOOKUP_S: Final = 0.5
 
 __all__ = ["Handler", "Hooks", "clock_ms"]
 
@@ -44,15 +52,14 @@ class Hooks:
 
     def __init__(self, client: KazooClient, session_timeout_ms: int) -> None:
         self.watchdog = Watchdog(session_timeout_ms, clock_ms())
+        self._client = client
+        self._addresses: dict[str, lookup.Addresses] = {}
         self._answer_s = CONNECT_ANSWER_S_MIN
         self._is_withholding = False
         connection = client._connection
         self._invoke, connection._invoke = connection._invoke, self._invoke_hooked
         self._send_ping, connection._send_ping = connection._send_ping, self._send_ping_hooked
-        self._expand, connection._expand_client_hosts = (
-            connection._expand_client_hosts,
-            self._expand_hooked,
-        )
+        connection._expand_client_hosts = self._expand_hooked
 
     @property
     def session_timeout_ms(self) -> int:
@@ -77,12 +84,31 @@ class Hooks:
             self._send_ping(connect_timeout_s)
 
     def _expand_hooked(self) -> list[tuple[str, str, int]]:
-        try:
-            found: list[tuple[str, str, int]] = self._expand()
-        except (OSError, UnicodeError) as error:
-            _log.warning("zookeeper.lookup_failed error=%s", error)
-            return []  # kazoo pauses, and tries again
+        """Return host, address and port of all hosts that are known; kazoo calls it again."""
+        lookups = {host.strip(): lookup.begin(host.strip()) for host, _ in self._client.hosts}
+        for host, each in lookups.items():
+            each.add_done_callback(partial(self._note_addresses, host))
+        done, pending = wait(lookups.values(), LOOKUP_S)
+        while pending and not self._addresses and all(each.exception() for each in done):
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for host, each in lookups.items():
+            if each.done() and each.exception() is None:  # its callback may still have to run
+                self._addresses[host] = each.result()
+        found = [
+            (host.strip(), address, port)
+            for host, port in self._client.hosts
+            for address in self._addresses.get(host.strip(), ())
+        ]
+        random.shuffle(found)
         return found
+
+    def _note_addresses(self, host: str, done: "Future[lookup.Addresses]") -> None:
+        error = done.exception()
+        if error is None:
+            self._addresses[host] = done.result()
+        else:
+            self._addresses.pop(host, None)
+            _log.warning("zookeeper.lookup_failed host=%s error=%s", host, error)
 
     def _may_keep_session(self) -> bool:
         """Ask the watchdog; log the beginning and the end of a hang, which the loop cannot."""

@@ -1,0 +1,112 @@
+"""Lookups of host names: one for each name at a time, on a thread of its own."""
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from waltz_core import lookup, net
+from waltz_core.errors import Unreachable
+from waltz_core.wire.messages import Surface
+
+
+class Dns:
+    """Answers lookups of localhost at once, those of `slow-...` when they may end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.may_end = threading.Event()
+        self._real = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def _look_up(self, host, *words, **named):
+        self.asked.append(host)
+        if not host.startswith("slow-"):
+            return self._real(host, *words, **named)
+        self.may_end.wait()
+        if host == "slow-and-unknown":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{each}", 0)) for each in "21"
+        ]
+
+
+@pytest.fixture
+def dns(monkeypatch: pytest.MonkeyPatch):
+    """Give one whose lookups have all ended at the end."""
+    made = Dns(monkeypatch)
+    yield made
+    made.may_end.set()
+
+
+def test_a_numeric_address_is_not_looked_up(dns: Dns):
+    assert asyncio.run(lookup.addresses_of("127.0.0.1")) == ["127.0.0.1"]
+    assert asyncio.run(lookup.addresses_of("::1")) == ["::1"]
+    assert dns.asked == []
+
+
+def test_callers_share_one_lookup_and_those_who_give_up_end_it_for_nobody(dns: Dns):
+    async def run():
+        async with asyncio.TaskGroup() as tasks:
+            callers = [tasks.create_task(lookup.addresses_of("slow-1")) for _ in range(20)]
+            await asyncio.sleep(0)
+            for each in callers[:10]:
+                each.cancel()
+            await asyncio.wait(callers[:10])
+            assert dns.asked == ["slow-1"]
+            dns.may_end.set()
+        assert [each.result() for each in callers[10:]] == 10 * [["127.0.0.2", "127.0.0.1"]]
+        assert await lookup.addresses_of("slow-1") == ["127.0.0.2", "127.0.0.1"]
+        assert dns.asked == ["slow-1", "slow-1"]
+
+    asyncio.run(run())
+
+
+def test_names_whose_lookups_are_slow_do_not_delay_others(dns: Dns):
+    async def run():
+        async with asyncio.TaskGroup() as tasks:
+            names = [f"slow-{each}" for each in range(40)]
+            slow = [tasks.create_task(lookup.addresses_of(each)) for each in names]
+            await asyncio.sleep(0)
+            assert "127.0.0.1" in await lookup.addresses_of("localhost")
+            assert not any(each.done() for each in slow)
+            dns.may_end.set()
+
+    net.run(run())
+
+
+def test_what_a_lookup_raises(dns: Dns, monkeypatch: pytest.MonkeyPatch):
+    dns.may_end.set()
+    with pytest.raises(socket.gaierror, match="not known"):
+        asyncio.run(lookup.addresses_of("slow-and-unknown"))
+    with pytest.raises(UnicodeError):
+        asyncio.run(lookup.addresses_of("a..b"))
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        found = lookup.begin("localhost")
+    with pytest.raises(OSError, match="no thread for the lookup of localhost"):
+        found.result()
+    assert lookup.begin("localhost").result()
+
+
+def test_a_dial_tries_each_address(dns: Dns):
+    async def run():
+        dns.may_end.set()
+        listener = await net.listen(Surface.STORAGE, "127.0.0.1", 0, lambda _link: None)
+        try:
+            link = await net.dial(Surface.STORAGE, f"slow-1:{listener.port}")
+            link.abort("seen")
+        finally:
+            await listener.close()
+        # A refusal by one of several addresses is not the refusal of a dead process.
+        with pytest.raises(Unreachable) as caught:
+            await net.dial(Surface.STORAGE, f"slow-1:{listener.port}")
+        assert not isinstance(caught.value.__cause__, ConnectionRefusedError)
+        assert str(caught.value).count("127.0.0.") == 2
+
+    net.run(run())

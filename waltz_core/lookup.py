@@ -1,0 +1,93 @@
+"""Look up host names so that a slow lookup delays nothing but its own host.
+
+A separate file because both event loops run lookups in a small pool of threads: a name whose DNS
+server does not answer occupies it for half a minute, and each retry adds another lookup. Then no
+connection to any other host is made.
+
+Rules:
+    1. A lookup has a thread of its own. There is at most one for each name; all callers share it.
+    2. A caller that gives up leaves the lookup to the others, and to the next caller.
+    3. A numeric address needs no lookup.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import threading
+from concurrent.futures import Future
+from typing import TypeAlias
+
+Addresses: TypeAlias = list[str]
+
+_guard = threading.Lock()
+_running: dict[str, Future[Addresses]] = {}
+
+
+async def addresses_of(host: str) -> Addresses:
+    """Return the numeric addresses of a host, in the order in which they are to be tried.
+
+    Raises:
+        OSError: there is no such name, or no DNS server answers.
+        UnicodeError: it cannot be a name.
+    """
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Future[None] = loop.create_future()
+
+    def arrive() -> None:
+        if not arrived.done():
+            arrived.set_result(None)
+
+    def notify(_lookup: Future[Addresses]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(arrive)
+
+    lookup = begin(host)
+    if not lookup.done():
+        lookup.add_done_callback(notify)
+        await arrived
+    return list(lookup.result())
+
+
+def begin(host: str) -> Future[Addresses]:
+    """Return the lookup of a host that is under way, or begin one; errors as `addresses_of`."""
+    if _is_numeric(host):
+        found: Future[Addresses] = Future()
+        found.set_result([host])
+        return found
+    with _guard:
+        lookup = _running.get(host)
+        if lookup is not None:
+            return lookup
+        lookup = _running[host] = Future()
+    thread = threading.Thread(target=_look_up, args=(host, lookup), name="lookup", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        _end(host)
+        lookup.set_exception(OSError(f"no thread for the lookup of {host}: {error}"))
+    return lookup
+
+
+def _look_up(host: str, lookup: Future[Addresses]) -> None:
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        _end(host)
+        lookup.set_exception(error)
+    else:
+        _end(host)
+        lookup.set_result(list(dict.fromkeys(str(address[0]) for *_, address in infos)))
+
+
+def _end(host: str) -> None:
+    with _guard:
+        del _running[host]
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
