@@ -269,9 +269,13 @@ def _client_context(chosen: TlsConfig) -> ssl.SSLContext:
 
 
 def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
-    """Log why peers will not accept our certificate at the host that we advertise (rule 7)."""
+    """Log why peers will not accept our certificate at the host that we advertise (rule 7).
+
+    Raises BadConfig for what cannot be the name of a host.
+    """
     if chosen.tls_verify == "nothing":
         return
+    host = host.removeprefix("[").removesuffix("]")
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it is trusted here
     theirs.check_hostname = chosen.tls_verify in ("", "name")
@@ -279,7 +283,13 @@ def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load_certificate(ours, chosen)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = theirs.wrap_bio(down, up, server_hostname=host)
+    try:
+        client = theirs.wrap_bio(down, up, server_hostname=host)
+    except ValueError as error:
+        raise BadConfig(
+            f"advertised_host {host!r} is not a valid host name: {error}. Hint: give the name, or "
+            "the IP address, at which clients and servers connect to this process."
+        ) from error
     server = ours.wrap_bio(up, down, server_side=True)
     try:
         for end in (client, server, client):

@@ -20,6 +20,7 @@ from tests.ports import free_port
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors, net
 from waltz_core.cluster import model
+from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
@@ -663,6 +664,34 @@ def test_who_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkey
                 may_open.set()
                 assert isinstance(await asked, Prepared)
             stop.set()
+
+    on_loop(main())
+
+
+def test_a_storage_ends_while_it_waits_for_its_assignment_and_is_not_ready_before(
+    tmp_path, zookeeper, monkeypatch
+):
+    connect = f"{zookeeper}/storage-waits"
+    looks = []
+    monkeypatch.setattr(serving_module, "look_again_s", lambda *_, **__: looks.append(1) or 0.0)
+
+    async def main():
+        asked, stop = asyncio.Event(), asyncio.Event()
+
+        async def follow(_coordinator, _callback):
+            asked.set()
+            await asyncio.Event().wait()  # ZooKeeper does not answer
+
+        monkeypatch.setattr(Coordinator, "follow_replica_assignment", follow)
+        async with connected(connect) as coordinator:
+            await coordinator.create_cluster(new_cluster("127.0.0.1:1"))
+        ready = []
+        async with asyncio.TaskGroup() as tasks:
+            config = config_for(tmp_path, connect=connect)
+            tasks.create_task(serve(config, on_ready=ready.append, stop=stop))
+            await asked.wait()
+            stop.set()
+        assert ready == looks == []
 
     on_loop(main())
 

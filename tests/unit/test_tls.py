@@ -343,6 +343,7 @@ def test_what_is_no_matter_of_tls_is_told_as_it_is():
         (("waltz.example",), {"advertised_host": "waltz.example"}, ""),
         (("waltz.example",), {}, "IP address mismatch"),
         (("waltz.example",), {"advertised_host": "other.example"}, "Hostname mismatch"),
+        (("::1",), {"advertised_host": "[::1]"}, ""),
         (("waltz.example",), {"tls_verify": "chain"}, ""),
         (("waltz.example",), {"tls_verify": "nothing"}, ""),
     ],
@@ -356,3 +357,11 @@ def test_a_certificate_for_another_host_is_told_at_the_start(
         assert tls.listening(make_config(**shown.settings, **settings)) is not None
         assert ("tls.certificate_does_not_fit" in caplog.text) == bool(complaint)
         assert complaint in caplog.text
+
+
+@pytest.mark.parametrize("host", ["waltz..example", "x" * 64, ".example"])
+def test_a_host_that_cannot_be_is_refused_at_the_start(tmp_path, host):
+    shown = make(tmp_path)
+    for make_config in (server, storage):
+        with pytest.raises(BadConfig, match=r"advertised_host .* is not a valid host name"):
+            tls.listening(make_config(**shown.settings, advertised_host=host))

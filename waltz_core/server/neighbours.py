@@ -174,10 +174,16 @@ class _Watch:
                 await self._pause(OTHER_PAUSE_S)
             else:
                 self._note(None)
-                was_connected, refusals, pause_s = True, 0, REFUSED_PAUSE_S
+                was_connected, refusals, since_ms = True, 0, loop_clock_ms()
                 if self._stopped.is_set():
                     self._link.abort("looked after no more")
                 await self._link.wait_closed()
+                if loop_clock_ms() - since_ms >= OTHER_PAUSE_S * 1000:
+                    pause_s = REFUSED_PAUSE_S
+                    continue
+                # A server that closes each connection at once is dialled ever more slowly, too.
+                await self._pause(pause_s)
+                pause_s = min(2 * pause_s, OTHER_PAUSE_S)
 
     def _note(self, error: WaltzError | None) -> None:
         if not self._stopped.is_set():

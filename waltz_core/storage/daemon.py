@@ -20,7 +20,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -260,9 +260,8 @@ class StorageDaemon:
                     else:
                         follow = self._coordinator.follow_replica_assignment(serving.assigned)
                         tasks.create_task(follow)
-                    await self._until(self._is_assigned, tasks)
-                    on_ready(self.address)
-                    await self._until(stop, tasks)
+                    await self._until_one_of((self._is_assigned, stop), tasks)
+                    await self._be_ready_until(stop, on_ready, tasks)
                     await self._end(serving)
             except* _End:
                 if not self._is_left:  # else no thread may be free
@@ -366,13 +365,22 @@ class StorageDaemon:
         path = self._engine.segment_path(partition_id, first)
         return await self._in_thread(partial(open_for_another, path))
 
-    async def _until(self, event: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
-        """Wait for an event, or raise what the process has to end with."""
-        waiting = tasks.create_task(event.wait())
+    async def _until_one_of(
+        self, events: Sequence[asyncio.Event], tasks: asyncio.TaskGroup
+    ) -> None:
+        """Wait for one of the events, or raise what the process has to end with."""
+        waiting = tasks.create_task(_wait_for_one_of(events))
         await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if self._failure.done():
             self._failure.result()
+
+    async def _be_ready_until(
+        self, stop: asyncio.Event, on_ready: Callable[[str], None], tasks: asyncio.TaskGroup
+    ) -> None:
+        if not stop.is_set():
+            on_ready(self.address)
+        await self._until_one_of((stop,), tasks)
 
     async def _end(self, serving: Serving) -> None:
         """Rule 5; raises `_End`, which ends all tasks."""
@@ -410,6 +418,7 @@ class StorageDaemon:
 
     def _accept(self, link: Link) -> None:
         if not self._is_assigned.is_set():
+            self._early = [each for each in self._early if not each.is_closed]
             self._early.append(link)  # rule 4
             return
         connection = ConnectionId(next(self._numbers))
@@ -582,6 +591,14 @@ class _End(Exception):
 def _first_of(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
     found = group.exceptions[0]
     return found if isinstance(found, errors.WaltzError) else _first_of(found)
+
+
+async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(each.wait()) for each in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
 
 
 def _wall_clock_ms() -> int:

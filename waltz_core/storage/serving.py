@@ -132,6 +132,7 @@ class Serving:
     async def follow(self, on_looked: Callable[[], None]) -> None:
         """Open and drop partitions until they are the right ones; tell whenever that was done."""
         again_s = OPEN_AGAIN_S_MIN
+        await self._changed.wait()  # before that, what is assigned here is not known
         async with asyncio.TaskGroup() as drops:
             while True:
                 try:
