@@ -41,7 +41,7 @@ def test_a_log_is_read_in_tasks(spark: SparkSession, original: OriginalCluster, 
         *((0, i) for i in range(COUNT)),
         *((1, i) for i in range(10)),
     ]
-    assert {row.data for row in rows} == {b"zero", b"one"}
+    assert {bytes(row.data) for row in rows} == {b"zero", b"one"}
     assert {row.commit_time for row in rows} == {None}  # an original keeps none
 
 

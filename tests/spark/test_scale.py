@@ -24,6 +24,7 @@ from pyspark.sql.types import LongType, StructType
 
 import waltz_core.local
 from tests.forged_log import DATA, forge
+from tests.spark.versions import since
 from waltz_core.client import WaltzClient
 from waltz_core.client.connections import ServerLink
 from waltz_core.local import LocalCluster
@@ -221,7 +222,13 @@ def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCl
 
 @pytest.mark.parametrize(
     ("count", "size", "options"),
-    [(150, 4 * MIB - 128, {"maxInFlight": 2}), (100_000, 4096, {})],
+    [
+        pytest.param(
+            *(150, 4 * MIB - 128, {"maxInFlight": 2}),
+            marks=since(4, 1, "Spark's Arrow batches are bounded by rows only"),
+        ),
+        (100_000, 4096, {}),
+    ],
 )
 def test_a_workers_memory_is_bounded_by_options_and_not_by_what_it_reads_and_writes(
     spark: SparkSession, place: Path, count: int, size: int, options: dict[str, int]

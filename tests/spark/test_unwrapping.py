@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
+from tests.spark.versions import shown_first
 from waltz_core import errors
 from waltz_spark import unwrapping
 from waltz_spark.functions import lock
@@ -114,7 +115,7 @@ def test_a_stream(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     assert isinstance(caught.value, StreamingQueryException)
     assert is_one_sentence(caught.value)
     told = query.exception()
-    assert str(caught.value) in str(told).splitlines()[0]
+    assert str(caught.value) in shown_first(told)
     assert type(waltz_spark.error_of(told)) is errors.BadRequest
 
 

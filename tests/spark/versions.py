@@ -1,0 +1,20 @@
+"""Which PySpark runs, for tests of what older ones lack (docs/spark.md, "Versions of Spark")."""
+
+import pyspark
+import pytest
+
+PYSPARK = tuple(map(int, pyspark.__version__.split(".")[:2]))
+
+
+def shown_first(error: object) -> str:
+    """Return the part of an error of a stream that has our sentence: its first line.
+
+    Before 4.2 Spark's own sentence and a stack come first.
+    """
+    return str(error).splitlines()[0] if PYSPARK >= (4, 2) else str(error)
+
+
+def since(major: int, minor: int, why: str) -> pytest.MarkDecorator:
+    """Skip a test with an older PySpark."""
+    reason = f"before PySpark {major}.{minor}, {why}"
+    return pytest.mark.skipif((major, minor) > PYSPARK, reason=reason)
